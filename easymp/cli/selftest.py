@@ -1,6 +1,6 @@
 """The checks of `easymp test` on one rank: ``python -m easymp.cli.selftest FOLDER``, as the command starts it on every rank.
 
-Small trainings and their parts run on real ranks, each against a known answer. What a rank finds goes to a file of the folder
+Small trainings and their parts run on real ranks, each against a known answer. Each rank writes its findings to a file of the folder
 line by line, so that a rank that dies has left the check that it was in.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from ..training.collectives import broadcast, gather_object
 
 PLAN = "plan.txt"  # in the folder: the plan as rank 0 explains it
 TIMEOUT = 30.0  # seconds that a rank waits for another
-SPLIT = DataLoaderConfiguration(split_batches=True)
 BYTES, ROUNDS = 32 << 20, 5  # of the all-reduce that is timed
 # How far outputs may lie from fp32's, as part of their size (2-norms): some roundings of the type, through six layers.
 NEAR = {"bf16": 5e-2, "bf16-true": 5e-2, "fp8": 0.25}
@@ -52,7 +51,6 @@ class Wrong(Exception):
 
 # -- the model and its data
 
-
 CLASSES, FEATURES, SAMPLES, BATCH = 4, 32, 256, 32
 NOISE = 3.0  # beside centres that lie 8 apart: three epochs do not learn everything
 RATE = 1e-3
@@ -69,54 +67,33 @@ def model() -> nn.Module:
 def samples() -> TensorDataset:
     """Points around the centres of four classes, with noise; the class is the label."""
     generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(CLASSES, FEATURES, generator=generator)
-    labels = torch.arange(SAMPLES) % CLASSES
-    return TensorDataset(
-        centres[labels] + NOISE * torch.randn(SAMPLES, FEATURES, generator=generator), labels
-    )
+    centres, labels = torch.randn(CLASSES, FEATURES, generator=generator), torch.arange(SAMPLES) % CLASSES
+    noise = NOISE * torch.randn(SAMPLES, FEATURES, generator=generator)
+    return TensorDataset(centres[labels] + noise, labels)
 
 
-def loader() -> DataLoader[tuple[Tensor, Tensor]]:
-    """In order, so that every number of processes trains on the same batches."""
-    return DataLoader(samples(), batch_size=BATCH)
-
-
-def train_plain(device: torch.device) -> tuple[float, float]:
-    """Mean loss of the first and of the third epoch of plain fp32 torch on one process."""
+def parts(device: torch.device | str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    """A model, its optimizer and its data, in order, so that every number of processes trains on the same batches."""
     net = model().to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
-    losses = []
-    for _ in range(3):
-        total = 0.0
-        for inputs, labels in loader():
-            loss = cross_entropy(net(inputs.to(device)), labels.to(device))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            total += loss.item()
-        losses.append(total / (SAMPLES // BATCH))
-    return losses[0], losses[-1]
+    return net, optimizer, DataLoader(samples(), batch_size=BATCH)
 
 
-class Training:
-    """A model, its optimizer and loader, prepared; a global batch is 32 samples whatever the number of ranks."""
-
-    def __init__(self, acc: Accelerator) -> None:
-        self.acc, net = acc, model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
-        self.model, self.optimizer, self.loader = acc.prepare(net, optimizer, loader())
-
-    def epoch(self) -> float:
-        """Its mean loss."""
-        losses = []
-        for inputs, labels in self.loader:
-            with self.acc.accumulate(self.model):
-                loss = cross_entropy(self.model(inputs), labels)
-                self.acc.backward(loss)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            losses.append(loss.detach())
-        return float(self.acc.mean(torch.stack(losses).mean()))
+def epoch(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable[Any],
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+) -> Tensor:
+    """Train once through `loader`; the mean loss of this rank's samples."""
+    losses, device = [], next(net.parameters()).device
+    for inputs, labels in loader:
+        loss = cross_entropy(net(inputs.to(device)), labels.to(device))
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
 
 
 # -- the checks; each returns its figures in words
@@ -124,27 +101,22 @@ class Training:
 
 def collectives(acc: Accelerator) -> str:
     """Sum, gather and broadcast of numbers, and gather of objects."""
-    rank, ranks = acc.process_index, acc.num_processes
-    everyone = list(range(ranks))
-    total = acc.reduce(torch.full((3,), float(rank + 1), device=acc.device), "sum").tolist()
-    mine = torch.tensor([rank], device=acc.device)
-    gathered = acc.gather(mine).tolist()
+    rank, ranks, device = acc.process_index, acc.num_processes, acc.device
+    everyone, mine = list(range(ranks)), torch.tensor([acc.process_index], device=acc.device)
+    sums = acc.reduce(torch.full((3,), float(rank + 1), device=device), "sum").tolist()
     sent = [broadcast(mine.clone(), from_process=root).item() for root in everyone]
-    objects = gather_object([f"rank {rank}"])
-    answers: dict[str, tuple[Any, Any]] = {
-        f"the sum of 1 to {ranks} over the ranks": (total, [ranks * (ranks + 1) / 2] * 3),
-        "the gathered numbers of the ranks": (gathered, everyone),
-        "the broadcast numbers of the ranks": (sent, everyone),
-        "the gathered names of the ranks": (objects, [f"rank {i}" for i in everyone]),
-    }
-    for name, (found, wanted) in answers.items():
+    for name, found, wanted in (
+        (f"sum of 1 to {ranks} over", sums, [ranks * (ranks + 1) / 2] * 3),
+        ("gathered numbers of", acc.gather(mine).tolist(), everyone),
+        ("broadcast numbers of", sent, everyone),
+        ("gathered names of", gather_object([f"rank {rank}"]), [f"rank {i}" for i in everyone]),
+    ):
         if found != wanted:
-            raise Wrong(f"{name}: {found}, not {wanted}")
+            raise Wrong(f"the {name} the ranks: {found}, not {wanted}")
     acc.wait_for_everyone()
-    devices = acc.gather(torch.tensor([acc.device.index or 0], device=acc.device)).tolist()
-    kind = acc.device.type
-    where = f" {', '.join(map(str, devices))}" if kind == "cuda" else ""
-    return f"{ranks} rank{'s' * (ranks > 1)} on {kind}{where}"
+    devices = acc.gather(torch.tensor([device.index or 0], device=device)).tolist()
+    where = f" {', '.join(map(str, devices))}" if device.type == "cuda" else ""
+    return f"{ranks} rank{'s' * (ranks > 1)} on {device.type}{where}"
 
 
 def bandwidth(acc: Accelerator) -> str:
@@ -169,18 +141,17 @@ def data(acc: Accelerator) -> str:
     """One shuffled epoch reads each sample once, over all ranks."""
     numbers = torch.arange(101)  # a prime: no number of ranks divides it
     prepared = acc.prepare(DataLoader(numbers, batch_size=4, shuffle=True))  # type: ignore[arg-type]
-    seen = torch.cat([acc.gather_for_metrics(batch) for batch in prepared])
-    if sorted(seen.tolist()) != numbers.tolist():
-        different = len(set(seen.tolist()))
-        raise Wrong(f"an epoch over 101 samples gave {len(seen)}, {different} of them different")
+    seen = torch.cat([acc.gather_for_metrics(batch) for batch in prepared]).tolist()
+    if sorted(seen) != numbers.tolist():
+        raise Wrong(f"an epoch over 101 samples gave {len(seen)}, {len(set(seen))} of them different")
     return "101 samples, each once"
 
 
 def training(acc: Accelerator) -> str:
     """Three epochs by the plan end with the loss of plain fp32 torch on one process."""
-    run = Training(acc)
-    losses = [run.epoch() for _ in range(3)]
-    first, wanted = train_plain(acc.device)
+    ours, plain = acc.prepare(*parts()), parts(acc.device)
+    losses = [float(acc.mean(epoch(*ours, acc.backward))) for _ in range(3)]
+    first, _, wanted = (float(epoch(*plain)) for _ in range(3))
     precision, strategy = acc.plan.precision.value, acc.plan.strategy.value
     if not abs(losses[-1] - wanted) <= NEAR_LOSS[_is_fp32(precision)] * first:
         raise Wrong(
@@ -194,10 +165,8 @@ def precisions() -> str:
     """Each precision that this machine does not refuse, against fp32."""
     good, refused = [], []
     for name in PRECISIONS:
-        if _is_fp32(name):
-            continue
         try:
-            good.append(f"{name} {_distance(name):.2%}")
+            good += [] if _is_fp32(name) else [f"{name} {_distance(name):.2%}"]
         except RefusedError:
             refused.append(name)
     said = f"outputs off fp32's: {', '.join(good)}" if good else "fp32 only"
@@ -209,38 +178,31 @@ def _is_fp32(name: str) -> bool:
 
 
 def _distance(name: str) -> float:
-    """Distance of the outputs from fp32's, as part of their size; then some training steps."""
-    with closing(Accelerator(mixed_precision=name, deterministic=False)) as acc:
-        inputs, labels = (part.to(acc.device) for part in samples().tensors)
-        net = model().to(acc.device)
-        with torch.no_grad():
-            wanted = net(inputs)
-        net, optimizer = acc.prepare(net, torch.optim.AdamW(net.parameters(), lr=RATE))
-        with torch.no_grad():
-            found = net(inputs)
-        distance = float((found.float() - wanted).norm() / wanted.norm())
+    """Distance of the outputs from fp32's, as part of their size; then an epoch of training."""
+    with closing(Accelerator(mixed_precision=name, deterministic=False)) as acc, torch.no_grad():
+        inputs = samples().tensors[0].to(acc.device)
+        wanted = model().to(acc.device)(inputs)
+        ours = acc.prepare(*parts())
+        distance = float((ours[0](inputs).float() - wanted).norm() / wanted.norm())
         if not distance <= NEAR[name]:
             raise Wrong(
                 f"{name}: outputs lie {distance:.2%} from fp32's; at most {NEAR[name]:.2%} is rounding"
             )
-        for _ in range(3):
-            loss = cross_entropy(net(inputs), labels)
-            acc.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            if not loss.isfinite():
-                raise Wrong(f"{name}: the loss is {loss.item()}")
+        with torch.enable_grad():
+            loss = epoch(*ours, acc.backward)
+        if not loss.isfinite():
+            raise Wrong(f"{name}: the loss is {loss.item()}")
         return distance
 
 
 def checkpoints(acc: Accelerator, folder: Path) -> str:
     """A run that goes back to its checkpoint repeats the next epoch bit for bit."""
-    run = Training(acc)
-    run.epoch()
+    ours = acc.prepare(*parts())
+    epoch(*ours, acc.backward)
     place = acc.save_state(folder / "checkpoint")
-    once = run.epoch()
+    once = float(acc.mean(epoch(*ours, acc.backward)))
     acc.load_state(place)
-    again = run.epoch()
+    again = float(acc.mean(epoch(*ours, acc.backward)))
     if once != again:
         raise Wrong(
             f"the epoch after the checkpoint had a mean loss of {once!r}, and {again!r} after loading it"
@@ -252,39 +214,34 @@ def checkpoints(acc: Accelerator, folder: Path) -> str:
 
 
 def kernels(device: torch.device) -> str:
-    """Ten steps of AdamW with clipping, by kernels and by torch."""
+    """An epoch of AdamW with clipping, by kernels and by torch."""
     if device.type != "cuda":
         raise LeftOut(f"they are for NVIDIA GPUs, and this rank trains on {device.type}")
     launcher = launcher_for(device)
     if isinstance(launcher, Unavailable):
         raise LeftOut(launcher.reason)
-    ours, theirs = model().to(device), model().to(device)
-    pairs = (
-        (ours, AdamW(ours.parameters(), lr=RATE)),
-        (theirs, torch.optim.AdamW(theirs.parameters(), lr=RATE)),
-    )
-    inputs, labels = (part.to(device) for part in samples().tensors)
-    for _ in range(10):
-        for net, optimizer in pairs:
-            cross_entropy(net(inputs), labels).backward()
-            if isinstance(optimizer, AdamW):
-                optimizer.clip_grad_norm_(0.1)
-            else:
-                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    far = max(float((a - b).abs().max()) for a, b in zip(ours.parameters(), theirs.parameters()))
+    net, optimizer, loader = parts(device)
+    ours = model().to(device)
+    kernel = AdamW(ours.parameters(), lr=RATE)
+
+    def clipped(loss: Tensor) -> None:
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+    epoch(net, optimizer, loader, clipped)
+    epoch(ours, kernel, loader, lambda loss: (loss.backward(), kernel.clip_grad_norm_(0.1)))
+    far = max(float((a - b).abs().max()) for a, b in zip(ours.parameters(), net.parameters()))
     if not far <= NEAR_KERNELS:
         raise Wrong(
-            f"after 10 steps a weight lies {far:.2g} from torch's; at most {NEAR_KERNELS:g} is rounding"
+            f"after an epoch a weight lies {far:.2g} from torch's; at most {NEAR_KERNELS:g} is rounding"
         )
-    return f"10 steps of AdamW with clipping are torch's, up to {far:.1g}"
+    return f"{SAMPLES // BATCH} steps of AdamW with clipping are torch's, up to {far:.1g}"
 
 
 # -- this rank
 
 
-def device(folder: Path) -> torch.device:
+def plan(folder: Path) -> torch.device:
     """The device of the plan, which rank 0 writes down."""
     with closing(Accelerator(timeout=TIMEOUT)) as acc:
         if acc.is_main_process:
@@ -296,45 +253,51 @@ def checks(folder: Path) -> dict[str, Callable[[], str]]:
     """The checks by name, in order."""
 
     def alone(check: Callable[[Accelerator], str]) -> Callable[[], str]:
-        """With an Accelerator of its own, so that a check cannot break the next one."""
+        """With an Accelerator of its own, so that a check cannot break the next one; a global batch is 32 samples."""
 
         def run() -> str:
-            with closing(Accelerator(timeout=TIMEOUT, seed=0, dataloader_config=SPLIT)) as acc:
+            split = DataLoaderConfiguration(split_batches=True)
+            with closing(Accelerator(timeout=TIMEOUT, seed=0, dataloader_config=split)) as acc:
                 return check(acc)
 
         return run
 
     return {
-        "plan": lambda: f"trains on {device(folder)}",
+        "plan": lambda: f"trains on {plan(folder)}",
         "collectives": alone(collectives),
         "bandwidth": alone(bandwidth),
         "data": alone(data),
-        "training": alone(lambda acc: training(acc)),
+        "training": alone(training),
         "precision": precisions,
         "checkpoint": alone(lambda acc: checkpoints(acc, folder)),
-        "kernels": lambda: kernels(device(folder)),
+        "kernels": lambda: kernels(plan(folder)),
     }
 
 
 def note(folder: Path, check: str, run: Callable[[], str]) -> None:
     """Run one check, and write down its beginning and its outcome: "good", "left out" or "bad"."""
 
-    def write(**finding: Any) -> None:
+    def write(outcome: str, words: str = "", seconds: float = 0.0, second_hand: bool = False) -> None:
+        line = {
+            "check": check,
+            "outcome": outcome,
+            "words": words,
+            "seconds": seconds,
+            "second_hand": second_hand,
+        }
         with (folder / f"rank-{read_ranks().rank}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"check": check, "seconds": 0.0, "second_hand": False, **finding}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
-    write(outcome="begun", words="")
+    write("begun")
     begin, second_hand = time.perf_counter(), False
     try:
         outcome, words = "good", run()
-    except LeftOut as why:
-        outcome, words = "left out", str(why)
-    except Wrong as why:
-        outcome, words = "bad", str(why)
+    except (LeftOut, Wrong) as why:
+        outcome, words = "bad" if isinstance(why, Wrong) else "left out", str(why)
     except Exception as error:  # any error is a finding about this machine
         outcome, words = "bad", f"{type(error).__name__}: {error}"
         second_hand = isinstance(error, WorldError)  # it failed because another rank did
-    write(outcome=outcome, words=words, seconds=time.perf_counter() - begin, second_hand=second_hand)
+    write(outcome, words, time.perf_counter() - begin, second_hand)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from ..settings import resolve_launching
 from .terminal import GREEN, RED, paint, print_json, table, wrap
 
 MARKS = {"good": ("good", GREEN), "bad": ("BAD", RED), "left out": ("–", "")}
-SEE = "what was printed above says why"
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,6 @@ class Row:
     words: str  # figures of rank 0, or why it is bad or was left out
 
 
-@dataclass(frozen=True)
-class Result:
-    """All rows, the plan as rank 0 explains it, and the launcher's exit code."""
-
-    rows: list[Row]
-    plan: str
-    code: int
-
-    @property
-    def good(self) -> bool:
-        return self.code == 0 and bool(self.rows) and all(row.outcome != "bad" for row in self.rows)
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     words = "how many (easymp.toml's; else one an accelerator, or 2 without any)"
     parser.add_argument("--processes", type=int, metavar="N", help=words)
@@ -64,76 +50,65 @@ def run(args: argparse.Namespace) -> int:
     processes = resolve_launching(processes=args.processes).processes
     if processes is None:  # one process alone has no collectives, and two CPU processes need only a CPU
         processes = max(default_processes(), 1 if hardware.detect().devices else 2)
-    result = run_checks(processes)
+    found, plan, code = run_checks(processes)
+    good = code == 0 and bool(found) and all(row.outcome != "bad" for row in found)
     if args.json:
-        print_json({**dataclasses.asdict(result), "good": result.good})
+        print_json(
+            {"rows": [dataclasses.asdict(row) for row in found], "plan": plan, "code": code, "good": good}
+        )
     else:
-        print(told(result, processes))
-    return 0 if result.good else 1
+        print(told(found, plan, code, processes))
+    return 0 if good else 1
 
 
-def run_checks(processes: int) -> Result:
-    """Run all checks on `processes` ranks of this machine. What a rank that dies prints goes to stderr."""
+def run_checks(processes: int) -> tuple[list[Row], str, int]:
+    """The checks on `processes` ranks of this machine, the plan as rank 0 explains it, and the launcher's exit code."""
     with tempfile.TemporaryDirectory(prefix="easymp-test-") as name:
         folder = Path(name)
         code = launch_script(f"{__package__}.selftest", [name], processes, module=True)
-        found: dict[int, list[dict[str, Any]]] = {}
-        for rank in range(processes):
+        found: list[dict[str, dict[str, Any]]] = [{} for _ in range(processes)]
+        for rank, findings in enumerate(found):
             path = folder / f"rank-{rank}.jsonl"
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            found[rank] = [json.loads(line) for line in lines]
+            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+                finding = json.loads(line)
+                findings[finding["check"]] = finding  # the last one counts
         plan = folder / "plan.txt"
-        return Result(rows(found), plan.read_text(encoding="utf-8") if plan.exists() else "", code)
+        names = dict.fromkeys(name for findings in found for name in findings)
+        rows = [combined(name, [findings.get(name) for findings in found]) for name in names]
+        return rows, plan.read_text(encoding="utf-8") if plan.exists() else "", code
 
 
-def rows(found: dict[int, list[dict[str, Any]]]) -> list[Row]:
-    """One a check, in the order in which ranks began them; `found` are the findings of each rank."""
-    names = dict.fromkeys(finding["check"] for findings in found.values() for finding in findings)
-    made = []
-    for name in names:
-        of_check = {rank: [f for f in findings if f["check"] == name] for rank, findings in found.items()}
-        made.append(
-            _row(name, {rank: findings[-1] for rank, findings in of_check.items() if findings}, len(found))
-        )
-    return made
-
-
-def _row(check: str, last: dict[int, dict[str, Any]], ranks: int) -> Row:
-    """A check by the last finding of each rank that has one."""
-    seconds = max(finding["seconds"] for finding in last.values())
-    bad = [rank for rank, finding in last.items() if finding["outcome"] == "bad"]
-    bad.sort(
-        key=lambda rank: last[rank]["second_hand"]
-    )  # a rank that waited for another comes after that one
-    gone = [rank for rank in range(ranks) if rank not in last or last[rank]["outcome"] == "begun"]
-    if gone and (not bad or last[bad[0]]["second_hand"]):
-        who = f"rank {gone[0]}" if len(gone) < ranks else "no rank" if ranks > 1 else "it"
-        verb = "came" if who == "no rank" else "did not come"
-        return Row(check, "bad", seconds, f"{who} {verb} to the end of it; {SEE}")
+def combined(check: str, last: list[dict[str, Any] | None]) -> Row:
+    """A check by the last finding of each rank; None for a rank that did not come so far."""
+    seconds = max(finding["seconds"] for finding in last if finding)
+    bad = [(f["second_hand"], rank, f) for rank, f in enumerate(last) if f and f["outcome"] == "bad"]
+    gone = [rank for rank, finding in enumerate(last) if not finding or finding["outcome"] == "begun"]
+    if gone and all(second_hand for second_hand, _, _ in bad):  # which failed because another rank was gone
+        lost = "no rank came" if len(gone) == len(last) else f"rank {gone[0]} did not come"
+        return Row(check, "bad", seconds, f"{lost} to the end of it; the output above says why")
     if bad:
-        words = last[bad[0]]["words"]
-        return Row(check, "bad", seconds, f"rank {bad[0]}: {words}" if ranks > 1 else words)
-    first = last[min(last)]
+        _, rank, finding = min(bad, key=lambda one: one[:2])
+        who = f"rank {rank}: " if len(last) > 1 else ""
+        return Row(check, "bad", seconds, who + finding["words"])
+    first = next(finding for finding in last if finding)
     return Row(check, first["outcome"], seconds, first["words"])
 
 
-def told(result: Result, processes: int) -> str:
+def told(found: list[Row], plan: str, code: int, processes: int) -> str:
     """The plan, a table of the checks with a sentence for each that failed, and the verdict."""
     lines = [["check", "", "seconds", ""]]
-    for row in result.rows:
+    for row in found:
         words = "see below" if row.outcome == "bad" else row.words
         lines.append([row.check, MARKS[row.outcome][0], f"{row.seconds:.1f}", words])
-    said = [result.plan, ""]
-    marks = {row.check: MARKS[row.outcome] for row in result.rows}
+    said, marks = [plan, ""], {row.check: MARKS[row.outcome] for row in found}
     for line in table(lines, right={2}, fold=True).splitlines():
         mark, colour = marks.get(line.split(" ")[0], ("", ""))
         said.append(line.replace(f" {mark} ", f" {paint(mark, colour)} ", 1) if colour else line)
-    bad = [row for row in result.rows if row.outcome == "bad"]
+    bad = [row for row in found if row.outcome == "bad"]
     said += [""] * bool(bad) + [wrap(f"{row.check}: {row.words}", "  ") for row in bad]
-    if result.good:
-        verdict = f"all is well on {processes} process{'es' * (processes > 1)}"
-    elif bad:
-        verdict = f"{len(bad)} of {len(result.rows)} checks failed"
-    else:
-        verdict = f"the ranks ended with exit code {result.code}; what they printed says why"
+    verdict = f"all is well on {processes} process{'es' * (processes > 1)}"
+    if bad:
+        verdict = f"{len(bad)} of {len(found)} checks failed"
+    elif code or not found:
+        verdict = f"the ranks ended with exit code {code}; their output above says why"
     return "\n".join([*said, "", verdict]).lstrip("\n")

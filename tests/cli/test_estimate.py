@@ -177,13 +177,13 @@ def test_options_of_a_strategy_and_ranks_of_a_node(ask):
         ("7B --options {'a':1} --strategy fsdp", "--options, line 1"),
         ("1M --optimizer adamx", "the states of optimizer 'adamx' are not known"),
         ("1M --input 1", "activations need a forward, and 1M has none"),
-        ("1M --activation-checkpointing", "counted with the shape of a batch (--input)"),
+        ("1M --activation-checkpointing", "pass the shape of a batch (--input)"),
         ('1M --options {"cpu_offload":true}', "options are one strategy's"),
         ('1M --options {"cpu_ofload":true} --strategy fsdp --processes 2', "cpu_ofload"),
         ("1M --strategy single --processes 2", "nothing is left to estimate: single on 2"),
-        ("1M --dtype f8", "dtype='f8' is none of own, fp32, bf16, fp16"),
+        ("1M --dtype f8", "dtype='f8' is not one of own, fp32, bf16, fp16"),
         *(
-            (f"torch.nn:Flatten --input {word}", "is no input: pass its shape")
+            (f"torch.nn:Flatten --input {word}", "is not an input: pass its shape")
             for word in ("8x", "8x3:int63", "axb")
         ),
     ],
@@ -298,15 +298,15 @@ def test_shards_with_an_index_and_names_of_all_kinds(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nonsense", "is no model: pass a number of parameters"),
+        ("nonsense", "is not a model: pass a number of parameters"),
         ("absent.safetensors", "absent.safetensors"),
         ("weights.bin", "holds Python objects, which can run code"),
-        ("1e30", "is no number of parameters"),
-        ("0", "is no number of parameters"),
+        ("1e30", "is not a number of parameters"),
+        ("0", "is not a number of parameters"),
         ("no_such_module:make", "No module named 'no_such_module'"),
         ("torch.nn:Transformr", "did you mean 'Transformer'"),
         ("torch.nn:Linear", "missing 2 required positional arguments"),
-        ("math:pi", "is a float, neither a model nor something to call"),
+        ("math:pi", "is a float, neither a model nor a callable"),
         ("os:getcwd", "gives a str, not a model"),
     ],
 )

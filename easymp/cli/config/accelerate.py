@@ -20,11 +20,11 @@ from .rules import (
     accumulate,
     also_off,
     clip,
-    each,
     is_off,
     read_document,
     spelled,
     switch,
+    table,
 )
 
 DEVICES = ("MULTI_GPU", "MULTI_XPU", "MULTI_CPU")
@@ -217,133 +217,87 @@ def _by_value(value: str, then: str, otherwise: str) -> Rule:
 
 # -- the tables
 
-CLUSTER = "no counterpart: `easymp launch` on each machine that takes part, or by Slurm"
-META = 'in the script: build the model under torch.device("meta")'
-FSDP: Rules = {
-    "fsdp_version": "nothing to take: strategy fsdp is FSDP2",
-    **each("fsdp_sharding_strategy fsdp_reshard_after_forward", _sharded),
-    "fsdp_offload_params": lambda take, value: take.option(cpu_offload=take.yes(value)),
-    "fsdp_auto_wrap_policy": _by_value(
-        "NO_WRAP",
-        "no counterpart: fsdp gathers block by block where a model has blocks",
-        "nothing to take: fsdp finds repeated blocks by itself; the next keys say others",
-    ),
-    "fsdp_transformer_layer_cls_to_wrap": lambda take, value: take.option(
-        wrap=[name.strip() for name in str(value).split(",") if name.strip()]
-    ),
-    "fsdp_min_num_params": lambda take, value: take.option(wrap=int(take.number(value, 1))),
-    **each(
-        "fsdp_backward_prefetch fsdp_forward_prefetch", "no counterpart: FSDP2 gathers the next block ahead"
-    ),
-    "fsdp_state_dict_type": "nothing to take: save_state writes shards, save_model whole weights",
-    "fsdp_use_orig_params": "nothing to take: parameters always keep their names",
-    "fsdp_cpu_ram_efficient_loading": f"{META}, and easymp.load_weights after prepare",
-    "fsdp_sync_module_states": "nothing to take: all ranks begin with the same values",
-    "fsdp_activation_checkpointing": switch("activation_checkpointing", "blocks"),
-    "fsdp_activation_checkpointing_offload": "no counterpart: kept activations stay on the device",
-}
-DEEPSPEED: Rules = {
-    "zero_stage": deepspeed.stage,
-    "gradient_accumulation_steps": accumulate,
-    "gradient_clipping": clip,
-    **each("offload_optimizer_device offload_param_device", deepspeed.offload),
-    **each("offload_optimizer_nvme_path offload_param_nvme_path", deepspeed.DISK),
-    "zero3_init_flag": f"{META}; prepare gives values to each rank's shards",
-    "zero3_save_16bit_model": deepspeed.WHOLE,
-    "deepspeed_config_file": "read as well, below",
-    **each(
-        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
-        CLUSTER,
-    ),
-    "deepspeed_moe_layer_cls_names": "no counterpart: experts are not spread over processes",
-}
-PARALLEL: Rules = {
-    "parallelism_config_tp_size": _spread("", "size"),
-    "parallelism_config_dp_shard_size": _spread("", "shard_size"),
-    "parallelism_config_dp_replicate_size": _spread(": as many copies as processes allow"),
-    **each(
-        """parallelism_config_cp_size parallelism_config_cp_backend parallelism_config_cp_comm_strategy
-        parallelism_config_sp_size parallelism_config_sp_backend parallelism_config_sp_seq_length
-        parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation""",
-        "no counterpart: attention over several ranks of one sequence is not offered",
-    ),
-}
 PREFIX = "megatron_lm_"  # of the keys in the file
-MEGATRON: Rules = {
+MEGATRON = {
     "tp_degree": _spread("", "size"),
     "pp_degree": _spread(": as many stages as processes"),
     "num_micro_batches": lambda take, value: take.option(microbatches=take.number(value, 1, True)),
     "sequence_parallelism": lambda take, value: take.option(sequence_parallel=take.yes(value)),
     "recompute_activations": switch("activation_checkpointing", "blocks"),
-    "use_distributed_optimizer": "as strategy zero1 does: each rank keeps a part of the optimizer's states",
     "gradient_clipping": clip,
-    **each(
-        """use_custom_fsdp no_load_optim no_save_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d
-        optimizer_cpu_offload use_precision_aware_optimizer decoder_last_pipeline_num_layers
-        recompute_granularity recompute_method recompute_num_layers attention_backend
-        expert_model_parallel_size context_parallel_size attention_dropout hidden_dropout
-        attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss
-        use_rotary_position_embeddings""",
-        "no counterpart: an option of Megatron-LM's own models",
-    ),
 }
-ACCELERATE: Rules = {
-    "compute_environment": _by_value(
+ACCELERATE = table(
+    "accelerate",
+    compute_environment=_by_value(
         "AMAZON_SAGEMAKER",
         "no counterpart: SageMaker's entry point can call `easymp launch script.py`",
         "nothing to take: runs start on this machine",
     ),
-    "distributed_type": _distributed_type,
-    "mixed_precision": _precision,
-    "fp16": switch("mixed_precision", "fp16"),
-    "num_processes": _processes,
-    "num_machines": _machines,
-    "machine_rank": _machine,
-    "main_process_ip": lambda take, value: take.set("main_address", value),
-    "main_process_port": lambda take, value: take.set("main_port", value),
-    "gradient_accumulation_steps": accumulate,
-    "use_cpu": switch("cpu"),
-    "debug": switch("debug"),
-    "gpu_ids": _by_value(
+    distributed_type=_distributed_type,
+    mixed_precision=_precision,
+    fp16=switch("mixed_precision", "fp16"),
+    num_processes=_processes,
+    num_machines=_machines,
+    machine_rank=_machine,
+    main_process_ip=lambda take, value: take.set("main_address", value),
+    main_process_port=lambda take, value: take.set("main_port", value),
+    gradient_accumulation_steps=accumulate,
+    use_cpu=switch("cpu"),
+    debug=switch("debug"),
+    gpu_ids=_by_value(
         "all",
         "nothing to take: all",
         "no counterpart: write CUDA_VISIBLE_DEVICES={value} before the command",
     ),
-    **each("rdzv_backend same_network", "nothing to take: machines meet at the first one's address"),
-    "main_training_function": "nothing to take: a script is started; notebook_launcher starts functions",
-    "enable_cpu_affinity": "nothing to take: `easymp launch` binds ranks to NUMA nodes by itself",
-    **each(
-        "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env commands command_file",
-        "no counterpart: a setting of TPUs, which easymp does not support",
-    ),
-    "dynamo_backend": _backend,
-    "dynamo_config": {
-        "dynamo_backend": _backend,
-        "dynamo_mode": _by_value(
+    dynamo_backend=_backend,
+    dynamo_config=table(
+        "accelerate",
+        "dynamo_config",
+        dynamo_backend=_backend,
+        dynamo_mode=_by_value(
             "default",
             "nothing to take: as by default",
             "in the script: compile=CompileOptions(mode='{value}')",
         ),
-        "dynamo_use_fullgraph": "in the script: compile=CompileOptions(fullgraph=True)",
-        "dynamo_use_dynamic": "in the script: compile=CompileOptions(dynamic=True)",
-        "dynamo_use_regional_compilation": switch("compile", "blocks"),
-    },
-    "fsdp_config": FSDP,
-    "deepspeed_config": DEEPSPEED,
-    "parallelism_config": PARALLEL,
-    "megatron_lm_config": {PREFIX + key: rule for key, rule in MEGATRON.items()},
-    "fp8_config": each(
-        """backend use_autocast_during_eval margin interval fp8_format amax_history_length amax_history_len
-        amax_compute_algorithm amax_compute_algo override_linear_precision optimization_level opt_level
-        enable_fsdp_float8_all_gather pad_inner_dim""",
-        "no counterpart: fp8 is torch's scaled products, one scale a tensor, without options",
+        dynamo_use_regional_compilation=switch("compile", "blocks"),
     ),
-    "mpirun_config": each("mpirun_hostfile mpirun_ccl", CLUSTER),
-    "ipex_config": {"ipex": "no counterpart: torch's own operations run on Intel CPUs and GPUs"},
-    "use_xpu": "nothing to take: an XPU is found by itself",
-    **each(
-        """ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version
-        transformers_version py_version sagemaker_inputs_file sagemaker_metrics_file additional_args""",
-        "no counterpart: of SageMaker's jobs",
+    fsdp_config=table(
+        "accelerate",
+        "fsdp_config",
+        fsdp_sharding_strategy=_sharded,
+        fsdp_reshard_after_forward=_sharded,
+        fsdp_offload_params=lambda take, value: take.option(cpu_offload=take.yes(value)),
+        fsdp_auto_wrap_policy=_by_value(
+            "NO_WRAP",
+            "no counterpart: fsdp gathers block by block where a model has blocks",
+            "nothing to take: fsdp finds repeated blocks by itself; the next keys say others",
+        ),
+        fsdp_transformer_layer_cls_to_wrap=lambda take, value: take.option(
+            wrap=[name.strip() for name in str(value).split(",") if name.strip()]
+        ),
+        fsdp_min_num_params=lambda take, value: take.option(wrap=int(take.number(value, 1))),
+        fsdp_activation_checkpointing=switch("activation_checkpointing", "blocks"),
     ),
-}
+    deepspeed_config=table(
+        "accelerate",
+        "deepspeed_config",
+        zero_stage=deepspeed.stage,
+        gradient_accumulation_steps=accumulate,
+        gradient_clipping=clip,
+        offload_optimizer_device=deepspeed.offload,
+        offload_param_device=deepspeed.offload,
+    ),
+    parallelism_config=table(
+        "accelerate",
+        "parallelism_config",
+        parallelism_config_tp_size=_spread("", "size"),
+        parallelism_config_dp_shard_size=_spread("", "shard_size"),
+        parallelism_config_dp_replicate_size=_spread(": as many copies as processes allow"),
+    ),
+    megatron_lm_config=table(
+        "accelerate", "megatron_lm_config", **{PREFIX + key: rule for key, rule in MEGATRON.items()}
+    ),
+    fp8_config=table("accelerate", "fp8_config"),
+    mpirun_config=table("accelerate", "mpirun_config"),
+    ipex_config=table("accelerate", "ipex_config"),
+)

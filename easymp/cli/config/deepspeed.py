@@ -12,10 +12,8 @@ from typing import Any
 
 from ... import optim
 from ...errors import SettingError, nearest
-from .rules import CLIP, OFF, Importer, Rule, Rules, accumulate, also_off, call, clip, each, is_off, switch
+from .rules import CLIP, OFF, Importer, Rule, accumulate, also_off, call, clip, is_off, switch, table
 
-DISK = "no counterpart: nothing is moved to disks"
-WHOLE = "in the script: accelerator.save_model(model, folder) writes whole weights"
 OURS = {"lamb": "LAMB", "fusedlamb": "LAMB", "lion": "Lion", "fusedlion": "Lion", "cpulion": "Lion"}
 ADAMS = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")  # AdamW, unless adam_w_mode is false
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
@@ -101,7 +99,7 @@ def stage(take: Importer, value: Any) -> str:
 
 def offload(take: Importer, value: Any) -> str:
     if value == "nvme":
-        return f"{DISK}; cpu_offload of strategy fsdp moves to the host's memory"
+        return "no counterpart: nothing is moved to disks; cpu_offload of strategy fsdp moves to the host's memory"
     if value not in ("cpu", True):
         raise take.wrong(value, "is not one of none, cpu and nvme")
     return f"{take.option(cpu_offload=True)}: weights, gradients and states together, under strategy fsdp"
@@ -167,122 +165,52 @@ def _tracker(take: Importer, value: Any) -> str:
 
 # -- the tables
 
-COMM = "no counterpart: how gradients and weights travel is the strategy's (strategy_options), and torch's"
-HSDP = 'no counterpart as such: strategy = "hsdp" keeps a whole copy in {value} ranks, by shard_size'
-HOOK = "in the script: strategy_options={'comm_hook': '{value}'} under ddp"
-PREDIVIDE = "in the script: strategy_options={'gradient_predivide_factor': {value}} under ddp"
-RECOMPUTE = 'no counterpart: activation_checkpointing = "blocks" computes repeated blocks again, and keeps their inputs'
-OFFLOAD: Rules = {
-    "device": offload,
-    **each(
-        "pin_memory buffer_count buffer_size max_in_cpu fast_init ratio pipeline super_offload cpuadam_cores_perc",
-        "no counterpart: FSDP2 moves shards as torch does",
-    ),
-    **each("nvme_path pipeline_read pipeline_write", DISK),
-}
-ZERO: Rules = {
-    "stage": stage,
-    "offload_optimizer": OFFLOAD,
-    "offload_param": OFFLOAD,
-    **each("cpu_offload cpu_offload_params", offload),
-    **each(
-        "cpu_offload_use_pin_memory stage3_gather_fp16_weights_on_model_save", "nothing to take: old spelling"
-    ),
-    "stage3_gather_16bit_weights_on_model_save": WHOLE,
-    "zero_hpz_partition_size": HSDP,
-    "mics_shard_size": lambda take, value: HSDP.replace("{value}", str(value)) if _count(value) else OFF,
-    **each(
-        """allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size
-        contiguous_gradients round_robin_gradients stage3_max_live_parameters stage3_max_reuse_distance
-        stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
-        stage3_module_granularity_threshold sub_group_size grad_hooks use_multi_rank_bucket_allreduce
-        zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights
-        load_from_fp32_weights mics_hierarchical_params_gather memory_efficient_linear
-        pipeline_loading_checkpoint elastic_checkpoint ignore_unused_parameters legacy_stage1
-        override_module_apply log_trace_cache_warnings zenflow stage3_use_all_reduce_for_fetch_params
-        allgather_sequential leaf_module save_muon_momentum_buffer_in_memory""",
-        "no counterpart: FSDP2 and DDP cut, gather and reduce as torch does",
-    ),
-}
-FP16: Rules = {
-    "enabled": _precision("fp16", "; weights stay in fp32 (fp16 weights: mixed_precision O2)"),
-    "auto_cast": "nothing to take: autocast casts inputs where products need it",
-    "loss_scale": lambda take, value: take.scale(init_scale=float(take.number(value)), dynamic=False),
-    "initial_scale_power": _power,
-    "loss_scale_window": lambda take, value: take.scale(growth_interval=take.number(value, 1, True)),
-    "hysteresis": lambda take, value: take.scale(hysteresis=take.number(value, 1, True)),
-    "consecutive_hysteresis": lambda take, value: take.scale(refill_each_step=take.yes(value)),
-    "min_loss_scale": lambda take, value: take.scale(min_scale=float(take.number(value))),
-    "fp16_master_weights_and_grads": "no counterpart: masters are fp32",
-}
-BF16: Rules = {
-    "enabled": _precision("bf16", "; weights stay in fp32, and products run in bf16"),
-    "immediate_grad_update": "no counterpart: gradients are added up as torch does",
-    "check_grad_overflow": "no counterpart: bf16 has fp32's range",
-    "bf16_master_weights_and_grads": "no counterpart: masters are fp32",
-    "bf16_optimizer_states": "in the script: easymp.optim.AdamW(..., state_dtype=torch.bfloat16)",
-}
-DEEPSPEED: Rules = {
-    "train_batch_size": _batch,
-    "train_micro_batch_size_per_gpu": lambda take, value: (
+OFFLOAD = table("deepspeed", "offload", device=offload)
+FP16 = table(
+    "deepspeed",
+    "fp16",
+    enabled=_precision("fp16", "; weights stay in fp32 (fp16 weights: mixed_precision O2)"),
+    loss_scale=lambda take, value: take.scale(init_scale=float(take.number(value)), dynamic=False),
+    initial_scale_power=_power,
+    loss_scale_window=lambda take, value: take.scale(growth_interval=take.number(value, 1, True)),
+    hysteresis=lambda take, value: take.scale(hysteresis=take.number(value, 1, True)),
+    consecutive_hysteresis=lambda take, value: take.scale(refill_each_step=take.yes(value)),
+    min_loss_scale=lambda take, value: take.scale(min_scale=float(take.number(value))),
+)
+DEEPSPEED = table(
+    "deepspeed",
+    train_batch_size=_batch,
+    train_micro_batch_size_per_gpu=lambda take, value: (
         f"in the script: DataLoader(..., batch_size={take.number(value, 1, True)}); a loader's batch is one process's"
     ),
-    "gradient_accumulation_steps": accumulate,
-    "gradient_clipping": clip,
-    "optimizer": _optimizer,
-    "scheduler": _scheduler,
-    "zero_optimization": ZERO,
-    "fp16": FP16,
-    "bf16": BF16,
-    "amp": {
+    gradient_accumulation_steps=accumulate,
+    gradient_clipping=clip,
+    optimizer=_optimizer,
+    scheduler=_scheduler,
+    zero_optimization=table(
+        "deepspeed",
+        "zero_optimization",
+        stage=stage,
+        offload_optimizer=OFFLOAD,
+        offload_param=OFFLOAD,
+        cpu_offload=offload,
+        cpu_offload_params=offload,
+    ),
+    fp16=FP16,
+    bf16=table(
+        "deepspeed", "bf16", enabled=_precision("bf16", "; weights stay in fp32, and products run in bf16")
+    ),
+    amp={
         "enabled": lambda take, value: take.set(
             "mixed_precision", take.document.content["amp"].get("opt_level", "O1")
         ),
         "opt_level": lambda take, value: take.set("mixed_precision", str(value)),
     },
-    "torch_autocast": {
-        "enabled": "nothing to take: mixed_precision turns autocast on",
-        "dtype": "no counterpart: mixed_precision says it",
-        "lower_precision_safe_modules": "no counterpart: torch's autocast has its own lists",
-    },
-    "tensor_parallel": {"autotp_size": _split, **each("tp_size tp dtype", COMM)},
-    "activation_checkpointing": each(
-        """partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints
-        synchronize_checkpoint_boundary profile""",
-        RECOMPUTE,
-    ),
-    "compile": {
-        "enabled": switch("compile", "model"),
-        "backend": "in the script: compile=CompileOptions(backend='{value}')",
-        "kwargs": "in the script: compile=CompileOptions(...)",
-    },
-    "data_types": {"grad_accum_dtype": "no counterpart: sums of low-precision gradients are kept in fp32"},
-    **each(
-        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
-        "nothing to take: any torch optimizer is taken",
-    ),
-    "dataloader_drop_last": "in the script: DataLoader(..., drop_last=True)",
-    "steps_per_print": "nothing to take: the script prints",
-    "checkpoint": "no counterpart: save_state says how checkpoints are written",
-    "prescale_gradients": PREDIVIDE.replace("{value}", "..."),
-    "gradient_predivide_factor": PREDIVIDE,
-    "fp32_allreduce": HOOK.replace("{value}", "fp32"),
-    "communication_data_type": HOOK,
-    **each("sparse_gradients seq_parallel_communication_data_type disable_allgather", COMM),
-    "sequence_parallel_size": "no counterpart: attention over several ranks of one sequence is not offered",
-    **each(
-        "wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger timers",
-        "no counterpart as such: in the script, accelerator.profile() says where time and memory go",
-    ),
-    **each("tensorboard wandb", _tracker),
-    **each("comet csv_monitor monitor_config", "in the script: accelerator.log(values, step), to JSON lines"),
-    **each("aio nebula", DISK),
-    "elasticity": "in the launch: --max-restarts, and --nodes MIN:MAX",
-    "autotuning": "in the shell: `easymp estimate` for memory",
-    **each(
-        """compression_training data_efficiency curriculum_learning progressive_layer_drop eigenvalue
-        quantize_training weight_quantization sparse_attention hybrid_engine inference pipeline
-        use_data_before_expert_parallel_parallelism graph_harvesting data_efficiency_config checkpoint_engine""",
-        "no counterpart: not a part of training that easymp has",
-    ),
-}
+    torch_autocast=table("deepspeed", "torch_autocast"),
+    tensor_parallel=table("deepspeed", "tensor_parallel", autotp_size=_split),
+    activation_checkpointing=table("deepspeed", "activation_checkpointing"),
+    compile=table("deepspeed", "compile", enabled=switch("compile", "model")),
+    data_types=table("deepspeed", "data_types"),
+    tensorboard=_tracker,
+    wandb=_tracker,
+)

@@ -1,7 +1,7 @@
 """Configuration files of other libraries: read as keys and values, and turned into settings by tables of rules.
 
-A rule says what the value of a key means here. A text is the sentence to print; a function takes settings and returns the
-sentence; a mapping holds the rules of a section. Every key of a file gets its sentence.
+A rule says what the value of a key means here. A text is the sentence to print (sentences.toml has most of them); a function
+takes settings and returns the sentence; a mapping holds the rules of a section. Every key of a file gets its sentence.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ OFF = "nothing to take: off"
 AUTO = "nothing to take: auto, so the script says it"
 CLIP = "in the script: accelerator.clip_grad_norm_(model.parameters(), {value}) before optimizer.step()"
 KNOWN = {**NAMES, **LAUNCHING}
+SENTENCES = tomllib.loads(Path(__file__).with_name("sentences.toml").read_text(encoding="utf-8"))
 
 # -- reading
 
@@ -267,9 +269,11 @@ class Importer:
 # -- rules of both libraries
 
 
-def each(keys: str, rule: Rule | str) -> dict[str, Rule | str]:
-    """The same rule for several keys, which stand in one text."""
-    return dict.fromkeys(keys.split(), rule)
+def table(library: str, section: str = "", **rules: Rule | str | Rules) -> Rules:
+    """The rules of a section of a library's files: `rules`, and the sentences of ``sentences.toml``."""
+    found = SENTENCES[library].get(section, {}) if section else SENTENCES[library]
+    sentences = ((keys, sentence) for sentence, keys in found.items() if isinstance(keys, str))
+    return {**{key: sentence for keys, sentence in sentences for key in keys.split()}, **rules}
 
 
 def also_off(rule: Rule) -> Rule:

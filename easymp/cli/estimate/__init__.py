@@ -36,12 +36,6 @@ if TYPE_CHECKING:
 else:
     modules_at_first_use(globals(), "models", estimate_rows="rows")  # they import torch
 
-DEFAULT_STRATEGIES = (
-    "single",
-    "ddp",
-    "zero1",
-    "fsdp",
-)  # the simplest first: the first that fits is suggested
 COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 MOST = 10**13  # parameters
@@ -77,20 +71,14 @@ def run(args: argparse.Namespace) -> int:
     options = read_json(args.options, "--options") if args.options else None
     kind = kind_of(args.model)  # a wrong word is refused before torch is imported
     sized = models.read_model(args.model, kind, args.dtype)
-    found = estimate_rows.estimates(
-        sized,
-        hardware.detect(),
-        processes,
-        strategies,
-        precisions,
-        _optimizer(args.optimizer),
-        memory,
-        args.per_node,
-        args.cpu,
-        models.read_sample(args.input) or None,
-        options,
-        args.activation_checkpointing,
-    )
+    how = {
+        "optimizer": _optimizer(args.optimizer),
+        "sample": models.read_sample(args.input) or None,
+        "options": options,
+        "activation_checkpointing": args.activation_checkpointing,
+    }
+    asked = processes, strategies, precisions, memory, args.per_node, args.cpu
+    found = estimate_rows.estimates(sized, hardware.detect(), *asked, how)
     if args.json:
         return print_json(_record(sized, found))
     print(f"{sized.name}: {sized.parameters:,} parameters, {args.optimizer}\n")
@@ -103,40 +91,37 @@ def run(args: argparse.Namespace) -> int:
 
 
 def kind_of(text: str) -> int | str:
-    """What MODEL names: a number of parameters, "weights" or "callable".
-
-    Raises:
-        SettingError: none of these.
-    """
+    """The kind of MODEL: a number of parameters, "weights" or "callable". Raises SettingError for anything else."""
     found = COUNT.fullmatch(text.strip())
     if found:
         number = float(re.sub("[_,]", "", found[1])) * SCALE[found[2].lower()]
         if not 1 <= number <= MOST:
-            raise SettingError(f"{text!r} is no number of parameters from 1 to {MOST:.0e}")
+            raise SettingError(f"{text!r} is not a number of parameters from 1 to {MOST:.0e}")
         return round(number)
     if os.path.exists(text) or "://" in text or text.endswith((".safetensors", ".json")):
         return "weights"
     if re.fullmatch(r"[\w.]+:[\w.]+", text):
         return "callable"
-    raise SettingError(f"{text!r} is no model: pass {FORMS}")
+    raise SettingError(f"{text!r} is not a model: pass {FORMS}")
 
 
 def _table(found: estimate_rows.Estimates) -> str:
     name, scale = unit(max(max(row.need.total, row.available) for row in found.rows))
-    batch = ["activations"] * any(row.need.activations for row in found.rows)
-    names = ["weights", "gradients", "states", "copies", *batch, "total"]
-    rows: list[list[Any]] = [["on", "strategy", "precision", *names, "spare"]]
+    columns = {
+        "weights": ("weights", "buffers"),
+        "gradients": ("gradients",),
+        "states": ("states", "masters"),
+        "copies": ("copies", "gathered", "reducing"),
+        "activations": ("activations",),
+        "total": ("total",),
+    }
+    if not any(row.need.activations for row in found.rows):
+        del columns["activations"]
+    rows: list[list[Any]] = [["on", "strategy", "precision", *columns, "spare"]]
     for row in found.rows:
+        sizes = [sum(getattr(row.need, part) or 0 for part in parts) for parts in columns.values()]
+        numbers = [f"{bytes_ / scale:,.2f}" if bytes_ else "-" for bytes_ in sizes]
         need = row.need
-        sizes = {
-            "weights": need.weights + need.buffers,
-            "gradients": need.gradients,
-            "states": need.states + need.masters,
-            "copies": need.copies + need.gathered + need.reducing,
-            "activations": need.activations,
-            "total": need.total,
-        }
-        numbers = [f"{sizes[name] / scale:,.2f}" if sizes[name] else "-" for name in names]
         rows.append([need.world, need.strategy, need.precision, *numbers, f"{row.spare / scale:+,.2f}"])
     available = {row.available for row in found.rows}
     shared = ", shared by the processes," if len(available) > 1 else ""
@@ -150,10 +135,8 @@ def _table(found: estimate_rows.Estimates) -> str:
 
 def _record(sized: models.Sized, found: estimate_rows.Estimates) -> dict[str, Any]:
     def named(row: estimate_rows.Row | None) -> dict[str, Any] | None:
-        if row is None:
-            return None
-        need = row.need
-        return {"strategy": need.strategy, "processes": need.world, "precision": need.precision}
+        keys = {"strategy": "strategy", "processes": "world", "precision": "precision"}
+        return row and {key: getattr(row.need, name) for key, name in keys.items()}
 
     def record(row: estimate_rows.Row) -> dict[str, Any]:
         facts = {"available": row.available, "fits": row.fits, "spare": row.spare}

@@ -1,7 +1,7 @@
 """The model that a user names: a function or class in Python, a file of weights, or a number of parameters.
 
-Where only names and shapes are known, or only a count, modules on the meta device stand in: they have the parameters and the
-blocks that strategies look for, and no forward.
+For weights and for a number, modules on the meta device stand in: they have the parameters and the blocks that strategies
+look for, and no forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...checkpoint.source import open_source
 from ...errors import SettingError, nearest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WORDS = 32_000  # rows of the embedding, where there are parameters for them; as many as Llama 2 has
+WORDS = 32_000  # rows of the embedding, as many as Llama 2 has
 RATIO = 128  # width over layers, as in GPT-3 and Llama (GPT-3's table 2.1: 12288 / 96)
 SMALLEST = 1_000_000  # parameters; below, blocks would be too small to mean anything
 EMBEDDINGS = ("emb", "wte", "wpe", "shared")  # in names of modules whose weight is a table
@@ -36,7 +36,7 @@ class Sized(NamedTuple):
     )  # on the meta device if possible; or a number of parameters too small for a stand-in
     parameters: int
     runs: bool  # whether its forward can be followed, for activations
-    notes: tuple[str, ...] = ()  # what is assumed
+    notes: tuple[str, ...] = ()  # assumptions
 
 
 def read_model(text: str, kind: int | str, dtype: str | None = None) -> Sized:
@@ -51,16 +51,15 @@ def read_model(text: str, kind: int | str, dtype: str | None = None) -> Sized:
         SettingError, CheckpointError: there is no such callable, it gives no model, or a file cannot be read.
     """
     if dtype not in (None, "own", *DTYPES):
-        raise SettingError(f"dtype={dtype!r} is none of own, {', '.join(DTYPES)}")
+        raise SettingError(f"dtype={dtype!r} is not one of own, {', '.join(DTYPES)}")
     if kind == "weights":
         return _from_file(text, dtype or "fp32")
     if isinstance(kind, str):
         return _from_callable(text, DTYPES.get(dtype or "own"))
     if kind < SMALLEST:
         return Sized(text, kind, kind, False)
-    model, words = _from_count(kind)
-    model = model.to(DTYPES.get(dtype or "fp32", torch.float32))
-    return Sized(text, model, kind, False, (f"{text}: {words}",))
+    model, note = _transformer(kind)
+    return Sized(text, model.to(DTYPES.get(dtype or "fp32")), kind, False, (f"{text}: {note}",))
 
 
 def read_sample(texts: list[str]) -> tuple[Tensor, ...]:
@@ -71,62 +70,59 @@ def read_sample(texts: list[str]) -> tuple[Tensor, ...]:
         dtype = getattr(torch, word or "float32", None)
         if not re.fullmatch(r"[0-9]+(x[0-9]+)*", shape) or not isinstance(dtype, torch.dtype):
             raise SettingError(
-                f"{text!r} is no input: pass its shape, such as 8x3x224x224, and a dtype if it is not float32: "
-                "8x1024:int64"
+                f"{text!r} is not an input: pass its shape, such as 8x3x224x224, and a dtype if it is not float32: 8x1024:int64"
             )
         made.append(torch.empty([int(n) for n in shape.split("x")], dtype=dtype, device="meta"))
     return tuple(made)
 
 
 def _count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
-# -- a callable
+# -- callables
 
 
 def _from_callable(text: str, dtype: torch.dtype | None) -> Sized:
-    home, _, attribute = text.partition(":")
-    here = os.getcwd()
-    sys.path.insert(0, here)  # as `python -m` does
+    home, attribute = text.split(":")
+    sys.path.insert(0, here := os.getcwd())  # as for `python -m`
     try:
         found: Any = importlib.import_module(home)
-    except ModuleNotFoundError as error:
-        raise SettingError(f"{text}: {error}; the working directory is searched first") from error
+    except Exception as error:
+        raise SettingError(f"{home} cannot be imported ({type(error).__name__}: {error})") from error
     finally:
         sys.path.remove(here)
     for name in attribute.split("."):
         if not hasattr(found, name):
             raise SettingError(f"{home} has no {attribute!r}{nearest(name, dir(found))}")
         found = getattr(found, name)
-    model, note = (found, "") if isinstance(found, nn.Module) else _built(text, found)
+    notes: list[str] = []
+    model = found if isinstance(found, nn.Module) else _built(text, found, notes)
     if not isinstance(model, nn.Module):
         raise SettingError(
             f"{text} gives a {type(model).__name__}, not a model: write a function that returns the torch.nn.Module"
         )
-    model = model if dtype is None else model.to(dtype)
-    return Sized(text, model, _count(model), True, (note,) if note else ())
+    return Sized(text, model.to(dtype) if dtype else model, _count(model), True, tuple(notes))
 
 
-def _built(text: str, make: Any) -> tuple[Any, str]:
-    """What `make` returns, on the meta device if possible, and a note otherwise."""
+def _built(text: str, make: Any, notes: list[str]) -> Any:
+    """The result of `make`, on the meta device if possible, and a note otherwise."""
     if not callable(make):
-        raise SettingError(f"{text} is a {type(make).__name__}, neither a model nor something to call")
+        raise SettingError(f"{text} is a {type(make).__name__}, neither a model nor a callable")
     try:
         with torch.device("meta"):
-            return make(), ""
-    except Exception as first:
-        try:
-            made = make()  # some look at values while they are built
-        except Exception as error:
-            raise SettingError(
-                f"{text}() failed with {type(error).__name__}: {error}. It is called without arguments: write a "
-                "function that takes none and returns the model"
-            ) from error
-        return (
-            made,
-            f"{text} was built in the host's memory: on the meta device it failed ({type(first).__name__})",
-        )
+            return make()
+    except Exception as error:  # some look at values while they are built
+        why = type(error).__name__
+    try:
+        made = make()
+    except Exception as error:
+        raise SettingError(
+            f"{text}() failed with {type(error).__name__}: {error}. It is called without arguments: write a function "
+            "that takes none and returns the model"
+        ) from error
+    notes.append(f"{text} was built in the host's memory: on the meta device it failed ({why})")
+    return made
 
 
 # -- stand-ins
@@ -139,36 +135,30 @@ class Part(nn.Module):
         return x
 
 
-class Block(Part):
+def _block(width: int) -> nn.Module:
     """A transformer block: 12 width² + 4 width parameters."""
+    block = Part()
+    for name in ("query", "key", "value", "out"):
+        block.add_module(name, nn.Linear(width, width, bias=False))
+    block.up, block.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+    block.before, block.after = nn.LayerNorm(width), nn.LayerNorm(width)
+    return block
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        for name in ("query", "key", "value", "out"):
-            setattr(self, name, nn.Linear(width, width, bias=False))
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
 
-
-def _from_count(parameters: int) -> tuple[nn.Module, str]:
-    """A transformer of exactly this many parameters, and what it is in words."""
-
-    def of_block(width: int) -> int:
-        return 12 * width**2 + 4 * width
-
+def _transformer(parameters: int) -> tuple[nn.Module, str]:
+    """A transformer of exactly this many parameters, and a description."""
     width = max(64, round((parameters * RATIO / 12) ** (1 / 3) / 64) * 64)
-    while width > 64 and 2 * of_block(width) > 2 * parameters // 3:  # two blocks at least, and a table
+    while width > 64 and 12 * width**2 + 4 * width > parameters // 3:  # two blocks at least, and a table
         width -= 64
-    block = of_block(width)
-    table = min(WORDS * width, parameters // 3)
-    layers = min(max(2, round((parameters - table) / block)), parameters // block)
+    block = 12 * width**2 + 4 * width
+    layers = max(2, round((parameters - min(WORDS * width, parameters // 3)) / block))
+    rows, rest = divmod(parameters - min(layers, parameters // block) * block, width)
     model = Part()
     with torch.device("meta"):
-        model.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        rows, rest = divmod(parameters - layers * block, width)
+        model.blocks = nn.ModuleList(_block(width) for _ in range(min(layers, parameters // block)))
         model.embedding = nn.Embedding(rows, width)
         model.rest = nn.Parameter(torch.empty(rest))
-    shape = f"{layers} equal blocks, {width} wide, with a table of {rows:,} rows"
+    shape = f"{len(model.blocks)} equal blocks, {width} wide, with a table of {rows:,} rows"
     return model, f"a stand-in: a transformer of {shape}"
 
 
@@ -191,35 +181,33 @@ def _from_tensors(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], dtype: torch.dtype | None
 ) -> nn.Module:
     """Modules by the names of `tensors` (dtype and shape by name): parts in parts, numbered ones as blocks of a list."""
-    children: dict[tuple[str, ...], set[str]] = {}
-    own: dict[tuple[str, ...], dict[str, nn.Parameter | Tensor]] = {}
+    tree: dict[str, Any] = {}
     for name, (stored, shape) in tensors.items():
         *path, leaf = name.split(".")
-        for depth in range(len(path)):
-            children.setdefault(tuple(path[:depth]), set()).add(path[depth])
-        kept = dtype if dtype is not None and stored.is_floating_point else stored
-        meta = torch.empty(shape, dtype=kept, device="meta")
-        parameter = stored.is_floating_point and leaf not in BUFFERS
-        own.setdefault(tuple(path), {})[leaf] = nn.Parameter(meta) if parameter else meta
-    homes: dict[tuple[str, ...], nn.Module] = {(): Part()}
-    for path in sorted({*own, *children} - {()}, key=len):
-        homes[path] = made = _module(path, own.get(path, {}), children.get(path, set()))
-        homes[path[:-1]]._modules[path[-1]] = made  # under any name, even that of a module's attribute
-    for path, found in own.items():
-        for leaf, tensor in found.items():
-            into = homes[path]._parameters if isinstance(tensor, nn.Parameter) else homes[path]._buffers
-            into[leaf] = tensor  # type: ignore[index]
-    return homes[()]
+        inside = tree
+        for part in path:
+            inside = inside.setdefault(part, {})
+        floating = stored.is_floating_point
+        meta = torch.empty(shape, dtype=dtype if dtype and floating else stored, device="meta")
+        inside[leaf] = nn.Parameter(meta) if floating and leaf not in BUFFERS else meta
+    return _module("", tree)
 
 
-def _module(path: tuple[str, ...], own: Mapping[str, Tensor], children: set[str]) -> nn.Module:
-    """A list, a layer that strategies know, or a part."""
-    if not own and children and all(name.isdigit() for name in children):
-        return nn.ModuleDict()
-    weight = own.get("weight")
-    if children or weight is None or weight.ndim != 2 or not isinstance(weight, nn.Parameter):
-        return Part()
-    with torch.device("meta"):  # its parameters are replaced by those of the file
-        if any(word in path[-1].lower() for word in EMBEDDINGS):
-            return nn.Embedding(*weight.shape)
-        return nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in own)
+def _module(name: str, tree: Mapping[str, Any]) -> nn.Module:
+    """A list, a layer that strategies know, or a part; `tree` has tensors and further trees by name."""
+    weight = tree.get("weight")
+    made: nn.Module = Part()
+    if all(isinstance(inner, dict) and key.isdigit() for key, inner in tree.items()):
+        made = nn.ModuleDict()
+    elif isinstance(weight, nn.Parameter) and weight.ndim == 2:
+        with torch.device("meta"):
+            table = any(word in name.lower() for word in EMBEDDINGS)
+            made = nn.Embedding(0, 1) if table else nn.Linear(*reversed(weight.shape), bias=False)
+    for key, inner in tree.items():  # under any name, even that of a module's attribute
+        if isinstance(inner, dict):
+            made._modules[key] = _module(key, inner)
+        elif isinstance(inner, nn.Parameter):
+            made._parameters[key] = inner
+        else:
+            made._buffers[key] = inner
+    return made
