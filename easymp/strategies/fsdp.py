@@ -30,7 +30,7 @@ from ..precision.policies import as_if_fp32
 from ..protocols import Counting, Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
 from .meta_init import materialise, on_meta
-from .single import Released, Single, clip_to_norm, counting
+from .single import Released, Single, clip_to_norm, counting, take_rank_0s
 
 
 @dataclass(frozen=True)
@@ -269,18 +269,6 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
         reducing=reducing,
         note="weights, gradients and states lie in the host's memory" if options.cpu_offload else "",
     )
-
-
-def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
-    """Give `model`'s parameters and buffers the values of rank 0, on the device if asked to `place` them; but what is sharded by now."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if hasattr(tensor, "to_local"):
-                continue
-            if place and tensor.device != world.device:
-                tensor.data = tensor.data.to(world.device)
-            if tensor.numel():
-                tensor.copy_(world.broadcast(tensor))
 
 
 def find_groups(

@@ -21,7 +21,7 @@ from ..distributed import World
 from ..errors import EasympWarning, RefusedError, SettingError
 from ..protocols import WrapContext
 from .ddp import DDP
-from .single import Framed, Single
+from .single import Framed, Single, take_rank_0s
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,7 @@ class LocalTraining(Single):
         if context.place:
             model.to(self._world.device)
         model = context.policy.convert(model)
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if tensor.numel():
-                    tensor.copy_(self._world.broadcast(tensor))
+        take_rank_0s(model, self._world)
         self._models.append(model)
         module = context.policy.forward(model, self._world.device)
         context.compile(module)

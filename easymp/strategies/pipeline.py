@@ -2,15 +2,13 @@
 
 All ranks see the same batch, and call the whole model. Two ways to train:
 
-- ``accelerator.forward_backward(model, loss_fn, inputs, target=...)`` runs every schedule, and no forward twice. The last stage computes
-  the loss of each micro-batch, and only the batch's loss is sent to all ranks.
+- ``accelerator.forward_backward(model, loss_fn, inputs, target=...)`` runs every schedule. The last stage computes the loss of each
+  micro-batch, and only the batch's loss is sent to all ranks.
 - ``loss = loss_fn(model(x), y)`` and ``backward(loss)`` run under ``schedule="gpipe"``: ``model(x)`` runs all forwards, backward all
-  backwards. The outputs of the whole batch are sent to every rank and carry a backward that sends gradients through the stages.
+  backwards. The outputs of the whole batch are sent to every rank.
 
-Evaluation is ``model(x)`` under no_grad, with every schedule.
-
-fsdp inside the stages is not offered: torch's schedules gather and reduce a stage whose submodule is an FSDP module of its own, and a
-stage here is a part of the forward of the user's one model.
+Evaluation is ``model(x)`` under no_grad, with every schedule. fsdp inside the stages is not offered: torch's schedules shard a stage that
+is an FSDP module, and a stage here is a part of the forward of the user's one model.
 """
 
 from __future__ import annotations
@@ -27,16 +25,15 @@ from ..base.dtensor import follow
 from ..base.lazy import modules_at_first_use
 from ..distributed import World
 from ..errors import PrepareError, SettingError, nearest
-from ..optim.torch_step import multiply, values
 from ..protocols import Counting, Layout, WrapContext
 from .meta_init import LEFT
 from .pipeline_cuts import Cuts, Survey, balance, candidates, choose
-from .single import Released, Single, counting
+from .single import Released, Single, clip_to_norm, counting, take_rank_0s
 
 if TYPE_CHECKING:
-    from . import pipeline_stage
+    from . import pipeline_run
 
-modules_at_first_use(globals(), "pipeline_stage")  # options need no torch.distributed.pipelining
+modules_at_first_use(globals(), "pipeline_run")  # options need no torch.distributed.pipelining
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
@@ -46,12 +43,12 @@ class PipelineOptions:
     """Options of strategy "pipeline".
 
     Attributes:
-        splits: names of the modules at whose first call stages 1, 2 … begin, one less than stages. All that is computed before and
+        splits: names of the modules at whose first call stages 1, 2 … begin, one less than stages. Tensors that are computed before and
             needed after must be passed to that module. None finds places that divide the parameters evenly.
         microbatches: parts of each batch, along dimension 0; None: as many as processes. More of them keep the stages busier. Batch-norm
             sees one at a time. A batch with fewer samples has fewer.
         schedule: "gpipe": all forwards, then all backwards; a rank holds the activations of all micro-batches. "1f1b": forwards and
-            backwards take turns, so that a rank holds those of as many micro-batches as there are stages, at most. "interleaved_1f1b":
+            backwards take turns, so that a rank holds those of at most as many micro-batches as there are stages. "interleaved_1f1b":
             the same with several stages a rank, which waits less and sends more. "zero_bubble": gradients of weights are computed while a
             rank would wait for others. All but "gpipe" need `Accelerator.forward_backward`.
         stages_per_rank: stages that each process has; None: 2 for "interleaved_1f1b", else 1. "gpipe" and "1f1b" take 1.
@@ -66,17 +63,16 @@ class PipelineOptions:
         if isinstance(self.splits, list):
             object.__setattr__(self, "splits", tuple(self.splits))
         splits = self.splits
-        if splits is not None and not (
-            isinstance(splits, tuple) and splits and all(isinstance(name, str) for name in splits)
-        ):
+        names = isinstance(splits, tuple) and splits and all(isinstance(name, str) for name in splits)
+        if splits is not None and not names:
             raise SettingError(
                 f"splits={splits!r} is neither None nor a tuple of module names such as ('blocks.2', 'blocks.4')"
             )
-        if splits is not None and len(set(splits)) != len(splits):
+        if len(set(splits or ())) != len(splits or ()):
             raise SettingError(f"splits={splits!r} names a module twice: each stage begins at another one")
         for name in ("microbatches", "stages_per_rank"):
             count = getattr(self, name)
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            if count is not None and (type(count) is not int or count < 1):
                 raise SettingError(f"{name}={count!r} is neither None nor a whole number of at least 1")
         if self.schedule not in SCHEDULES:
             raise SettingError(
@@ -89,11 +85,16 @@ class PipelineOptions:
             )
 
     def stages(self, ranks: int) -> int:
-        """How many there are on so many ranks."""
+        """The number of stages on `ranks` ranks."""
         return ranks * (self.stages_per_rank or (2 if self.schedule == "interleaved_1f1b" else 1))
 
+    def takes(self, count: int, ranks: int) -> bool:
+        """Whether torch's schedule runs `count` micro-batches on `ranks` ranks. Some run them in rounds of equal size."""
+        rounds = self.schedule in ("interleaved_1f1b", "zero_bubble")
+        return not rounds or count % max(1, count // ranks) == 0
 
-STAGE = (
+
+RELEASED = (
     "this model is one stage of a run that has let go of it (close, free_memory), and one rank alone cannot call it: call it before, or "
     "build it anew"
 )
@@ -102,20 +103,17 @@ STAGE = (
 class Pipeline(Single):
     """Stages of the model, one or several a rank.
 
-    The model is cut at its first call, when the order of its modules shows: one forward without values. Until then every rank holds
-    it whole, where it was built, with rank 0's values. From then on, in place: parameters and buffers of other stages are on the meta
-    device, which takes no memory; they stay the same objects under the same names, get no gradients and no optimizer state. This rank's
-    are moved to its device. So `state_dict` holds this rank's stages, and meta tensors in place of the others'; loading a whole state fills
-    what is here. Whole weights are in `save_model` and `get_state_dict`, whole trainings in `save_state`, which any strategy loads.
+    The model is cut at its first call. Until then every rank holds it whole, where it was built, with rank 0's values. From then on, in
+    place: parameters and buffers of other ranks' stages are on the meta device, which takes no memory; they stay the same objects under
+    the same names, and get no gradients and no optimizer state. This rank's are moved to its device. So `state_dict` has meta tensors for
+    the others' stages, and loading a whole state fills this rank's. `save_model`, `get_state_dict` and `save_state` have everything.
     While the model runs, calls of its modules are intercepted.
 
-    Weights that several stages use (a tied embedding) lie on each of these, and get the sum of the gradients: by a hook on the parameter,
-    and an average over these ranks after each backward that is not under `no_sync`.
+    Each stage that uses a tied weight holds it, and gets the sum of the gradients: by a hook on the parameter, and an average over these
+    ranks after each backward that is not under `no_sync`.
 
-    Gradients of low-precision parameters add up in their own type under accumulation, without fp32 sums; precisions with fp32 masters are
-    refused.
-
-    A stage draws random numbers from a stream of its own, seeded at each call from the one that all ranks share.
+    Gradients of low-precision parameters add up in their own dtype under accumulation; precisions with fp32 masters are refused. A stage
+    draws random numbers from a stream of its own, seeded at each call from the one that all ranks share.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -139,9 +137,7 @@ class Pipeline(Single):
                 f"splits={options.splits!r} make {len(options.splits) + 1} stages, and there are {world.size} processes with "
                 f"{stages // world.size} each: name {stages - 1} modules, or leave splits out"
             )
-        if options.microbatches and not pipeline_stage.fits(
-            options.schedule, options.microbatches, world.size
-        ):
+        if options.microbatches and not options.takes(options.microbatches, world.size):
             raise SettingError(
                 f"microbatches={options.microbatches} with schedule={options.schedule!r}, which takes them in equal rounds of at least one "
                 f"a process: use a multiple of {world.size}"
@@ -189,26 +185,20 @@ class Pipeline(Single):
         places = candidates(model, self.options.splits or ())
         inside = {id(part) for place in places.values() for part in place.modules()}
         for name, part in model.named_modules():
-            if id(part) not in inside and (
-                "_orig_mod" in part._modules or vars(part).get("_compiled_call_impl") is not None
-            ):
+            compiled = "_orig_mod" in part._modules or vars(part).get("_compiled_call_impl") is not None
+            if compiled and id(part) not in inside:
                 raise PrepareError(
                     f"{name or 'the model'} is compiled, as one function, and stages begin and end inside of it: pass it uncompiled, or "
                     "compile its blocks"
                 )
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if tensor.numel():
-                    tensor.copy_(self._world.broadcast(tensor))
+        take_rank_0s(model, self._world)
         module = policy.forward(model, self._world.device)
-        options, stages = self.options, self.options.stages(self._world.size)
 
-        def divide(found: Survey) -> tuple[Cuts, list[pipeline_stage.SharedParameter]]:
-            cuts = choose(model, found, options.splits, stages)
+        def divide(found: Survey) -> tuple[Cuts, list[pipeline_run.SharedParameter]]:
+            cuts = choose(model, found, self.options.splits, self.options.stages(self._world.size))
             return cuts, self._divide(model, cuts, context)
 
-        count = options.microbatches or self._world.size
-        return pipeline_stage.Pipelined(module, model, places, self._world, options.schedule, count, divide)
+        return pipeline_run.Pipelined(module, model, places, self._world, self.options, divide)
 
     def loss(
         self,
@@ -228,7 +218,7 @@ class Pipeline(Single):
 
     def _divide(
         self, model: nn.Module, cuts: Cuts, context: WrapContext
-    ) -> list[pipeline_stage.SharedParameter]:
+    ) -> list[pipeline_run.SharedParameter]:
         """Keep this rank's stages of `model`; returns the parameters that other ranks hold, too."""
         rank, size = self._world.rank, self._world.size
         shared = []
@@ -246,7 +236,7 @@ class Pipeline(Single):
                         if users not in groups:
                             groups[users] = self._world.group(users)
                         if rank in users:
-                            shared.append(pipeline_stage.SharedParameter(tensor, len(users), groups[users]))
+                            shared.append(pipeline_run.SharedParameter(tensor, len(users), groups[users]))
         LEFT.add(model)
         for optimizer in self._optimizers:
             for parameter in list(optimizer.state):
@@ -281,27 +271,16 @@ class Pipeline(Single):
 
     @property
     def counting(self) -> Counting:
-        rank, size, homes = self._world.rank, self._world.size, self._homes
+        return counting(self._world)._replace(copies=self._copies)
 
-        def copies(parameter: Tensor) -> int:
-            home = homes.get(id(parameter))
-            return size if home is None else int(home == rank)  # of no stage: the same on all ranks
-
-        return counting(self._world)._replace(copies=copies)
+    def _copies(self, parameter: Tensor) -> int:
+        home = self._homes.get(id(parameter))
+        return (
+            self._world.size if home is None else int(home == self._world.rank)
+        )  # of no stage: on all ranks
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        rank = self._world.rank
-        grads = [(self._homes.get(id(p)), p.grad) for p in parameters if p.grad is not None]
-        zero = torch.zeros((), device=self._world.device)
-        here = [values(grad) for home, grad in grads if home == rank]
-        alike = [values(grad) for home, grad in grads if home is None]  # of no stage: the same on all ranks
-        norms = self._world.gather(nn.utils.get_total_norm(here, norm_type).to(zero) if here else zero)
-        if alike:
-            norms = torch.cat([norms, nn.utils.get_total_norm(alike, norm_type)[None].to(norms.device)])
-        total = torch.linalg.vector_norm(norms, norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        multiply([grad for _, grad in grads], factor)
-        return total
+        return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         pipelined = _of(model)
@@ -309,9 +288,9 @@ class Pipeline(Single):
             shared.release()
         self._optimizers.clear()
         self._homes.clear()
-        return Released(STAGE) if pipelined.cuts is not None else alone
+        return Released(RELEASED) if pipelined.cuts is not None else alone
 
 
-def _of(model: nn.Module) -> pipeline_stage.Pipelined:
-    assert isinstance(model, pipeline_stage.Pipelined), "what wrap made"
+def _of(model: nn.Module) -> pipeline_run.Pipelined:
+    assert isinstance(model, pipeline_run.Pipelined), "what wrap made"
     return model

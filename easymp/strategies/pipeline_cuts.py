@@ -1,14 +1,14 @@
-"""Where a model is cut into pipeline stages, and what crosses each cut: found by one forward without values.
+"""Where a model is cut into pipeline stages, and which tensors cross each cut.
 
-The model's forward runs on torch's fake tensors, which have shapes and dtypes only, those of autocast included. It shows in which order
-modules are called, between which calls each parameter is used, and which values cross from one such segment into a later one. A stage
-may begin at a module if all that crosses goes through that module's arguments; among those places, cuts balance the parameters.
+One forward with fake tensors (`survey`) records the order in which modules are called, the parameters that each of them uses, and the
+tensors that are passed from one to the next. `choose` places the cuts: at `splits`, or so that stages hold equally many parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class Cuts(NamedTuple):
 
     Attributes:
         begins: names of the modules at whose first call stages 1, 2 … begin.
-        users: name of each parameter and buffer → the stages that use it, in order; one that nothing uses lies with its neighbour.
+        users: name of each parameter and buffer → the stages that use it, in order. An unused one is in the stage of its neighbour.
     """
 
     begins: tuple[str, ...]
@@ -39,10 +39,7 @@ class Cuts(NamedTuple):
 
 @contextmanager
 def intercepted(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, calls of these modules go to `calls`.
-
-    Through the place where ``module.compile()`` keeps its function, which torch asks before hooks and forward.
-    """
+    """Inside, calls of these modules go to `calls`, through the attribute in which ``module.compile()`` keeps its function."""
     before = {module: vars(module).pop("_compiled_call_impl", None) for module in calls}
     for module, call in calls.items():
         vars(module)["_compiled_call_impl"] = call
@@ -56,33 +53,76 @@ def intercepted(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """What a call of `module` runs, compiled or not."""
+    """The function that a call of `module` runs, compiled or not."""
     compiled: Callable[..., Any] | None = vars(module).get("_compiled_call_impl")
     return compiled or module._call_impl
 
 
-# -- values that are not here ------------------------------------------------------------------------------------------
+def candidates(model: nn.Module, splits: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules to intercept, by name: `splits`, repeated blocks, and children of what holds these; no module twice.
+
+    Raises:
+        PrepareError: a name in `splits` is not a module, or a module that cannot be called.
+    """
+    named = dict(model.named_modules())
+    for name in splits:
+        if not name or name not in named:
+            raise PrepareError(
+                f"splits holds {name!r}, and no module of this {type(model).__name__} has that name{nearest(name, named)}"
+            )
+        if type(named[name]) in (nn.ModuleList, nn.ModuleDict):
+            raise PrepareError(
+                f"splits holds {name!r}, a {type(named[name]).__name__}, which is never called: name a module inside of it"
+            )
+    blocks = {id(m) for m in find_repeated(model)} | {id(named[name]) for name in splits}
+    found: dict[str, nn.Module] = {}
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            inside = any(id(m) in blocks for m in child.modules() if m is not child)
+            opened = (inside or isinstance(child, CONTAINERS)) and not isinstance(child, ATOMS)
+            if (not opened or prefix + name in splits) and all(child is not m for m in found.values()):
+                found[prefix + name] = child
+            if opened:
+                walk(child, f"{prefix}{name}.")
+
+    walk(model, "")
+    return found
+
+
+def replayed(places: Mapping[str, nn.Module]) -> set[str]:
+    """The names of `places` that hold tensors and no other place: a stage skips these, if they are before it."""
+    inside = {id(m) for m in places.values()}
+    return {
+        name
+        for name, module in places.items()
+        if any(True for _ in (*module.parameters(), *module.buffers()))
+        and not any(id(m) in inside for m in module.modules() if m is not module)
+    }
+
+
+# -- tensors without values --------------------------------------------------------------------------------------------
 
 
 def blank(leaf: Any) -> Any:
-    """A tensor's shape and dtype on the meta device; a blank tensor, or anything else, itself."""
+    """A tensor's shape, strides and dtype on the meta device; a blank tensor, or another value, itself."""
     if not isinstance(leaf, Tensor) or leaf.is_meta:
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def form(leaf: Any) -> Any:
-    """A tensor's shape, dtype and whether it requires a gradient, as a blank tensor without a graph; anything else itself."""
+    """A tensor's shape, dtype and requires_grad as a blank tensor without a graph; any other value itself."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
 
 class Blanks(TorchDispatchMode):
-    """While entered, an operation on a blank tensor has a blank result, whatever else it is given.
+    """While entered, an operation with a blank tensor among its arguments has a blank result.
 
     Args:
-        owned: ids of tensors that count as blank.
+        owned: ids of further tensors that count as blank.
     """
 
     def __init__(self, owned: frozenset[int] = frozenset()) -> None:
@@ -100,19 +140,7 @@ class Blanks(TorchDispatchMode):
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(map(self.is_blank, given)):
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            self._refuse_overwriting(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(Tensor, self.blank, (args, kwargs))
-        return self.run(func, given, args, kwargs)
-
-    def run(self, func: Any, given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """An operation on blank tensors, of which `given` had values or not."""
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
-        return func(*args, **kwargs)
-
-    def _refuse_overwriting(self, func: Any, args: Any, kwargs: Any) -> None:
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, Tensor) and not self.is_blank(value):
@@ -120,59 +148,29 @@ class Blanks(TorchDispatchMode):
                     f"the model writes in place ({func}) what one stage computes into a tensor of shape {tuple(value.shape)} that it "
                     "made itself: other stages would not see it. Write `x = x + y` in place of `x += y` there, or use another strategy"
                 )
+        args, kwargs = pytree.tree_map_only(Tensor, self.blank, (args, kwargs))
+        return self.run(func, given, args, kwargs)
+
+    def run(self, func: Any, given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """An operation whose tensors are blank now; `given` are its tensors before."""
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        return func(*args, **kwargs)
 
 
 # -- the survey --------------------------------------------------------------------------------------------------------
 
 
-def candidates(model: nn.Module, splits: Sequence[str]) -> dict[str, nn.Module]:
-    """Modules whose calls are watched, by name: `splits`, children, repeated blocks instead of what holds them, no module twice.
-
-    Raises:
-        PrepareError: a name in `splits` that no module has, or of one that cannot be called.
-    """
-    named = dict(model.named_modules())
-    named.pop("", None)
-    for name in splits:
-        if name not in named:
-            raise PrepareError(
-                f"splits holds {name!r}, and no module of this {type(model).__name__} has that name{nearest(name, named)}"
-            )
-        if type(named[name]) in (nn.ModuleList, nn.ModuleDict):
-            raise PrepareError(
-                f"splits holds {name!r}, a {type(named[name]).__name__}, which is never called: name a module inside of it"
-            )
-    held = {id(m) for m in find_repeated(model)} | {id(named[name]) for name in splits}
-    opened = {id(model)}
-    for module in named.values():
-        inside = any(id(m) in held for m in module.modules() if m is not module)
-        if (inside or isinstance(module, CONTAINERS)) and not isinstance(module, ATOMS):
-            opened.add(id(module))
-    found: dict[str, nn.Module] = {}
-
-    def walk(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if id(child) not in opened or path in splits:
-                found.setdefault(path, child)
-            if id(child) in opened:
-                walk(child, f"{path}.")
-
-    walk(model, "")
-    return found
-
-
 class Survey(Blanks):
-    """Watches one forward: segments between first calls of modules, and who uses what.
-
-    Segment 0 is before the first such call, segment i begins at ``order[i - 1]``.
+    """Watches one forward. Segment 0 is before the first call of an intercepted module, segment i begins at ``order[i - 1]``.
 
     Attributes:
         order: names of the modules, as they are first called.
         users: name of a parameter or buffer → the segments that use it.
-        torn: segment at which no stage can begin → a segment that uses what is not passed there.
+        torn: segment where no stage can begin → a segment that uses what is not passed there.
         crossing: module's name → position and form of each blank tensor among the arguments of its first call.
-        outputs: the model's, with forms in place of blank tensors.
+        results: name and output of each call of a `replayed` module, with forms in place of blank tensors.
+        outputs: of the model, likewise.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -183,9 +181,10 @@ class Survey(Blanks):
         self.users: dict[str, set[int]] = {}
         self.torn: dict[int, int] = {}
         self.crossing: dict[str, list[tuple[int, Tensor]]] = {}
+        self.results: list[tuple[str, Any]] = []
         self.outputs: Any = None
-        self._passed: list[set[int]] = [set()]  # a segment: ids of the tensors that it begins with
-        self._born: dict[int, int] = {}
+        self._passed: list[set[int]] = [set()]  # a segment: ids of the tensors that are passed to it
+        self._born: dict[int, int] = {}  # id of a result → the segment that computed it
         self._kept: list[Any] = []  # so that no id is used twice
 
     def is_blank(self, tensor: Tensor) -> bool:
@@ -194,13 +193,16 @@ class Survey(Blanks):
     def blank(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
-        device = self._device if leaf.is_meta else leaf.device
         with self._fakes:
+            device = self._device if leaf.is_meta else leaf.device
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
-    def watched(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        """What is called in place of `module`."""
-        call, holds = call_of(module), holds_tensors(module)
+    def form(self, leaf: Any) -> Any:
+        return form(leaf) if isinstance(leaf, FakeTensor) else leaf
+
+    def watched(self, name: str, module: nn.Module, replay: bool) -> Callable[..., Any]:
+        """The function that is called in place of `module`."""
+        call = call_of(module)
 
         def through(*args: Any, **kwargs: Any) -> Any:
             if name not in self.crossing:
@@ -209,9 +211,11 @@ class Survey(Blanks):
                 self.crossing[name] = [(i, form(t)) for i, t in enumerate(passed) if self.is_blank(t)]
                 self._passed.append({id(t) for t in passed})
                 self._kept.append(passed)
-            if holds:
-                args, kwargs = map_leaves(self.blank, args), map_leaves(self.blank, kwargs)
-            return call(*args, **kwargs)
+            if not replay:
+                return call(*args, **kwargs)
+            outputs = call(*map_leaves(self.blank, args), **map_leaves(self.blank, kwargs))
+            self.results.append((name, map_leaves(self.form, outputs)))
+            return outputs
 
         return through
 
@@ -233,10 +237,6 @@ class Survey(Blanks):
         return results
 
 
-def holds_tensors(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-
-
 def survey(
     model: nn.Module,
     called: nn.Module,
@@ -245,16 +245,16 @@ def survey(
     kwargs: Any,
     device: torch.device,
 ) -> Survey:
-    """One forward of `called`, which is `model` or wraps it, without values. Nothing in the model changes.
+    """One forward of `called`, which is `model` or wraps it, with fake tensors. The model does not change.
 
     Raises:
-        PrepareError: a forward that needs values.
+        PrepareError: the forward needs values.
     """
-    watch = Survey(device)
+    watch, skip = Survey(device), replayed(places)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     blanks = {name: watch.blank(t.detach()).requires_grad_(t.requires_grad) for name, t in state.items()}
     watch.names.update((id(t), name) for name, t in blanks.items())
-    calls = {module: watch.watched(name, module) for name, module in places.items()}
+    calls = {module: watch.watched(name, module, name in skip) for name, module in places.items()}
     prefix = next(name for name, module in called.named_modules() if module is model)
     dotted = f"{prefix}." if prefix else ""
     try:
@@ -267,9 +267,8 @@ def survey(
             raise
         said = (str(error).splitlines() or [""])[0]
         raise PrepareError(
-            f"the forward of this {type(model).__name__} could not be followed without values ({type(error).__name__}: {said}): "
-            "strategy 'pipeline' needs one whose course depends on shapes and on its inputs only, not on what it computes. Use another "
-            "strategy"
+            f"the forward of this {type(model).__name__} could not be followed without values ({type(error).__name__}: {said}): strategy "
+            "'pipeline' needs a forward that depends on shapes and on its inputs only, not on what it computes. Use another strategy"
         ) from error
     watch.outputs = map_leaves(form, outputs)
     return watch
@@ -279,36 +278,24 @@ def survey(
 
 
 def balance(weights: Sequence[int], allowed: Sequence[int], stages: int) -> list[int]:
-    """`stages` - 1 of the positions `allowed`, in order, that cut `weights` into the most even parts (least sum of squares).
-
-    A cut at i lies before ``weights[i]``.
-    """
-    before = [0]
-    for weight in weights:
-        before.append(before[-1] + weight)
-    ends = [*allowed, len(weights)]
-    # Of the first k parts, where the last one ends at ends[j]: the cost, and the cuts.
-    best: list[tuple[int, list[int]]] = [(before[end] ** 2, []) for end in ends]
-    for part in range(1, stages):
-        best = [
-            min(
-                (
-                    (best[j][0] + (before[end] - before[ends[j]]) ** 2, [*best[j][1], ends[j]])
-                    for j in range(part - 1, k)
-                ),
-                key=lambda cost_and_cuts: cost_and_cuts[0],
-                default=(1 << 200, []),
-            )
-            for k, end in enumerate(ends)
-        ]
-    return best[-1][1]
+    """`stages` - 1 of the positions `allowed`, in order, nearest to equal shares of `weights`; position i is before ``weights[i]``."""
+    before = list(accumulate(weights, initial=0))
+    at: list[int] = []
+    first = 0
+    for stage in range(1, stages):
+        share = before[-1] * stage / stages
+        free = range(first, len(allowed) - (stages - 1 - stage))
+        nearest_one = min(free, key=lambda i: abs(before[allowed[i]] - share))
+        at.append(allowed[nearest_one])
+        first = nearest_one + 1
+    return at
 
 
 def choose(model: nn.Module, watch: Survey, splits: Sequence[str] | None, stages: int) -> Cuts:
     """Cuts at `splits`, or where they balance the parameters.
 
     Raises:
-        PrepareError: stages cannot begin there, or nowhere.
+        PrepareError: no stage can begin there.
     """
     kind, order = type(model).__name__, watch.order
     possible = [i for i in range(1, len(order) + 1) if i not in watch.torn]
@@ -322,22 +309,21 @@ def choose(model: nn.Module, watch: Survey, splits: Sequence[str] | None, stages
                 )
             at.append(order.index(name) + 1)
             if at[-1] in watch.torn:
-                user = order[watch.torn[at[-1]] - 1]
                 raise PrepareError(
-                    f"no stage can begin at {name!r}: something computed before is used at or after {user!r} without being passed to "
-                    f"{name!r}. Possible: {said}"
+                    f"no stage can begin at {name!r}: something computed before is used at or after "
+                    f"{order[watch.torn[at[-1]] - 1]!r} without being passed to {name!r}. Possible: {said}"
                 )
         if at != sorted(at):
             called = ", ".join(name for name in order if name in splits)
             raise PrepareError(
                 f"splits={tuple(splits)} are not in the order in which forward calls them: {called}"
             )
+    elif len(possible) < stages - 1:
+        raise PrepareError(
+            f"this {kind} would need {stages} stages, but there are {len(possible)} modules at which one can begin"
+            f"{': ' + said if possible else ''}. Start fewer processes, use fewer stages_per_rank, or use another strategy"
+        )
     else:
-        if len(possible) < stages - 1:
-            raise PrepareError(
-                f"this {kind} would need {stages} stages, but there are {len(possible)} modules at which one can begin"
-                f"{': ' + said if possible else ''}. Start fewer processes, use fewer stages_per_rank, or use another strategy"
-            )
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         weights = [0] * (len(order) + 1)
         for name, segments in watch.users.items():

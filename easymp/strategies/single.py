@@ -231,6 +231,18 @@ def choose_devices(device: torch.device, wanted: tuple[int, ...] | None) -> tupl
     return wanted
 
 
+def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
+    """Give the tensors of `model` that are not sharded the values of rank 0, on the rank's device if asked to `place` them."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if hasattr(tensor, "to_local"):
+                continue
+            if place and tensor.device != world.device:
+                tensor.data = tensor.data.to(world.device)
+            if tensor.numel():
+                tensor.copy_(world.broadcast(tensor))
+
+
 # -- norms of gradients that lie on the ranks in any layout: each element counts once ----------------------------------
 
 
@@ -244,19 +256,39 @@ def clip_whole(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
     return total
 
 
-def clip_to_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float, world: World) -> Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before (0-dim, alike on all ranks).
+def clip_to_norm(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    world: World,
+    count: Callable[[Tensor], int] | None = None,
+) -> Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before (0-dim, equal on all ranks).
 
-    Gradients are plain tensors, alike on all ranks, and DTensors of any meshes and placements, mixed. A collective: every rank passes
-    the same parameters, whose gradients may have no element on some of the ranks.
+    Gradients are plain tensors and DTensors of any meshes and placements, mixed. An element on c ranks is weighted by 1/c:
+    (Σ_ranks Σ_local |x|^p / c)^(1/p). A collective: every rank passes the same parameters, some without local elements.
+
+    Args:
+        count: a parameter → the number of ranks that hold each element of its gradient; 0: other ranks count it. None: as laid out.
     """
     with torch.no_grad():
         for parameter in parameters:
             settle(parameter)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        total = total_norm(grads, norm_type, world)
+        held = [p for p in parameters if p.grad is not None]
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter in held:
+            part = values(local(parameter.grad))  # type: ignore[arg-type]
+            number = count(parameter) if count else copies(parameter.grad, world.size)
+            if part.numel() and number:
+                by_copies.setdefault(number, []).append(part)
+        here = [
+            nn.utils.get_total_norm(parts, norm_type).to(world.device) * number ** (-1.0 / norm_type)
+            for number, parts in by_copies.items()
+        ] or [torch.zeros((), device=world.device)]
+        mine = torch.linalg.vector_norm(torch.stack(here), norm_type)
+        total = torch.linalg.vector_norm(world.gather(mine), norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        multiply(grads, factor)
+        multiply([p.grad for p in held], factor)
     return total
 
 
@@ -264,34 +296,9 @@ def counting(world: World) -> Counting:
     """For gradients in any layouts over the ranks of `world`."""
 
     def add(totals: Tensor) -> None:
-        totals.copy_(
-            world.reduce(totals.to(world.device))
-        )  # a rank that holds none of the gradients has them anywhere
+        totals.copy_(world.reduce(totals.to(world.device)))  # a rank without gradients has them on any device
 
     return Counting(lambda parameter: copies(parameter, world.size), add, settle)
-
-
-def total_norm(tensors: Sequence[Tensor], norm_type: float, world: World) -> Tensor:
-    """The norm of all elements of all `tensors`, none of them Partial; 0-dim, alike on all ranks.
-
-    An element that lies on c ranks is weighted by 1/c: (Σ_ranks Σ_local |x|^p / c)^(1/p). Computed on what lies here, for plain
-    tensors and DTensors do not mix in one list, nor do DTensors of two meshes.
-    """
-    by_copies: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        part = values(local(tensor))
-        if part.numel():
-            by_copies.setdefault(copies(tensor, world.size), []).append(part)
-    here = [
-        nn.utils.get_total_norm(parts, norm_type).to(world.device) * count ** (-1.0 / norm_type)
-        for count, parts in by_copies.items()
-    ]
-    mine = (
-        torch.linalg.vector_norm(torch.stack(here), norm_type)
-        if here
-        else torch.zeros((), device=world.device)
-    )
-    return torch.linalg.vector_norm(world.gather(mine), norm_type)
 
 
 def copies(tensor: Any, ranks: int) -> int:

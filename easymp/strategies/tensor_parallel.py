@@ -34,9 +34,8 @@ from .fsdp import (
     one_by_one,
     shard,
     shards_of,
-    take_rank_0s,
 )
-from .single import Released, Single, clip_to_norm, counting, settle
+from .single import Released, Single, clip_to_norm, counting, settle, take_rank_0s
 
 
 @dataclass(frozen=True)

@@ -467,9 +467,25 @@ def test_a_models_own_checkpoints_change_nothing(ranks) -> None:
 
 
 def test_a_checkpoint_around_the_first_module_of_a_stage_is_refused(ranks) -> None:
-    failure = ranks.fails(checkpointed, "gpipe", False, True, timeout=25)[1]
-    assert failure.type == "StepError"
+    other, failure = ranks.fails(checkpointed, "gpipe", False, True)
+    assert (other.type, failure.type) == ("WorldError", "StepError")
     assert "stage 1 of 2 (begins at 'blocks.2') cannot have the values that it begins with" in failure.message
+
+
+def broken(schedule: str) -> None:
+    def loss_fn(outputs: Tensor) -> Tensor:
+        raise ValueError("no loss today")
+
+    with Accelerator(strategy="pipeline", strategy_options={"schedule": schedule}) as acc:
+        acc.forward_backward(acc.prepare(make("mlp")), loss_fn, torch.ones(8, 12))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_a_loss_that_fails_ends_the_batch_on_all_ranks(ranks, schedule: str) -> None:
+    other, last = ranks.fails(broken, schedule)
+    assert (last.type, last.message) == ("ValueError", "no loss today")
+    assert other.type == "WorldError"
+    assert "failed on another rank" in other.message
 
 
 def compiled() -> tuple[list[str], str]:

@@ -1,0 +1,409 @@
+"""A pipelined model: runs batches through the stages of this rank, by torch's schedules, or forward and backward by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from ..base.pytree import concatenate, find_batch_size, leaves, map_leaves, slice_tensors
+from ..base.rng import isolated, mix, seed_all
+from ..distributed import World, odd_one_out
+from ..errors import BatchError, RefusedError, StepError, WorldError
+from .pipeline_cuts import Cuts, Survey, survey
+from .pipeline_stage import Batch, Stage, StageForward, as_bytes
+
+# torch's classes by our names: for one stage a rank, and for a list of them.
+CLASSES = {
+    "gpipe": ("ScheduleGPipe", "ScheduleLoopedBFS"),
+    "1f1b": ("Schedule1F1B", None),
+    "interleaved_1f1b": (None, "ScheduleInterleaved1F1B"),
+    "zero_bubble": (None, "ScheduleInterleavedZeroBubble"),
+}
+
+
+class SharedParameter:
+    """A parameter that several ranks use: each gets the sum of its gradients.
+
+    Gradients are averaged over these ranks, as in DDP, so that gradients of earlier backwards, which are averaged already, do not change.
+    A hook multiplies each rank's own part by the number of ranks first.
+    """
+
+    def __init__(self, parameter: nn.Parameter, count: int, group: Any) -> None:
+        self.parameter, self.count, self.group = parameter, count, group
+        self._hook: Any = None
+
+    def watch(self) -> None:
+        """Called before each forward: the parameter may have been unfrozen since the last one."""
+        if self._hook is None and self.parameter.requires_grad:
+            self._hook = self.parameter.register_hook(lambda grad, count=self.count: grad * count)
+
+    def sum(self) -> None:
+        if self.parameter.requires_grad:
+            if self.parameter.grad is None:
+                self.parameter.grad = torch.zeros_like(self.parameter)
+            dist.all_reduce(self.parameter.grad, group=self.group)
+            self.parameter.grad /= self.count
+
+    def release(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class Seed(torch.autograd.Function):
+    """A scalar whose backward gives each of `outputs` its gradient of `grads`."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.grads
+
+
+class Deferred(torch.autograd.Function):
+    """`values`, whose backward calls ``run(*gradients)``, once."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: list[Tensor], run: Callable[..., None]) -> Any:
+        ctx.run = run
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        run, ctx.run = ctx.run, None
+        if run is None:
+            raise StepError(
+                "a second backward through one forward of a pipelined model: its activations are gone. Call the model again"
+            )
+        run(*grads)
+        return None, None, None
+
+
+class Pipelined(nn.Module):
+    """Calls the stages.
+
+    Args:
+        module: `root`, or `root` under autocast.
+        root: the user's model.
+        places: modules at which it may be cut, by name.
+        options: a `PipelineOptions`.
+        divide: called once, with a survey: cuts the model and keeps this rank's part.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        root: nn.Module,
+        places: Mapping[str, nn.Module],
+        world: World,
+        options: Any,
+        divide: Callable[[Survey], tuple[Cuts, list[SharedParameter]]],
+    ) -> None:
+        super().__init__()
+        self.module, self.root, self.world, self.options = module, root, world, options
+        self.sums = True  # whether backward sums the gradients of shared parameters
+        self.cuts: Cuts | None = None
+        self.shared: list[SharedParameter] = []
+        self._places, self._divide = dict(places), divide
+        self._surveys: dict[Any, Survey] = {}  # by form of micro-batch
+        self._schedules: dict[int, tuple[Any, list[Stage]]] = {}  # by number of micro-batches
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        batch = self._batch(args, kwargs)
+        if batch.trains and self.options.schedule != "gpipe":
+            raise RefusedError(
+                f"the model was called to be trained under schedule={self.options.schedule!r}, which runs backwards between forwards and "
+                "needs the loss function for it: use accelerator.forward_backward(model, loss_fn, inputs, target=...) in place of the "
+                "call, the loss and backward(); or schedule='gpipe'"
+            )
+        check_outputs(batch)
+        stages = self._forwards(batch)
+        tensors, tree = self._share(batch)
+        wanted = [i for i, t in enumerate(tensors) if batch.trains and t.requires_grad]
+        tensors = [t.detach() for t in tensors]
+        if wanted:
+            run = lambda *grads: self._backwards(batch, stages, grads)  # noqa: E731
+            for i, tensor in zip(wanted, Deferred.apply(self._anchor(), [tensors[i] for i in wanted], run)):
+                tensors[i] = tensor
+        given = iter(tensors)
+        return map_leaves(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def loss(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any, target: Any, summed: bool) -> Tensor:
+        """The loss of a batch. Its backward runs all micro-batches, forward and backward, and gives it its value."""
+        batch = self._batch(args, kwargs, target)
+        batch.loss_fn, batch.summed = loss_fn, summed
+        anchor = self._anchor() if batch.trains else torch.zeros((), device=self.world.device)
+        value = torch.ones_like(anchor, requires_grad=False)
+        loss: Tensor
+        (loss,) = Deferred.apply(anchor, [value], lambda factor: self._scheduled(batch, factor, detached))
+        detached = loss.detach()
+        return loss
+
+    def _anchor(self) -> Tensor:
+        return torch.zeros((), device=self.world.device, requires_grad=True)
+
+    # -- batches --------------------------------------------------------------------------------------------------------
+
+    def _batch(self, args: Any, kwargs: Any, target: Any = None) -> Batch:
+        root, device = self.root, self.world.device
+        parts = split((args, kwargs, target), self._count)
+        flags = tuple(p.requires_grad for p in root.parameters())
+        trains = torch.is_grad_enabled() and any(flags)
+        if trains and any(isinstance(t, Tensor) and t.requires_grad for t in leaves((args, kwargs))):
+            raise StepError(
+                "an input of a pipelined model requires a gradient, which only the first stage could compute: detach it"
+            )
+        autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        context = (root.training, flags, autocast, trains)
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        with own_stream(0, 0, device):  # a survey may draw numbers
+            surveys = [self._survey(*part[:2], context) for part in parts]
+        for shared in self.shared:
+            shared.watch()
+        rows = [find_batch_size(part) or 0 for part in parts]
+        return Batch(parts, rows, surveys, self.begins, trains, self.options.schedule == "zero_bubble", seed)
+
+    def _count(self, rows: int) -> int:
+        """Micro-batches for `rows` samples: as many as asked for, or the next lower number that the schedule can take."""
+        count = min(self.options.microbatches or self.world.size, rows)
+        while not self.options.takes(count, self.world.size):
+            count -= 1
+        return count
+
+    def _survey(self, args: Any, kwargs: Any, context: Any) -> Survey:
+        """The survey of a micro-batch of this form. The first one divides the model."""
+        form = form_of((args, kwargs))
+        if self.cuts is None:
+            seen = self.world.gather_objects((str(form), self.root.training))
+            if any(s != seen[0] for s in seen):
+                raise WorldError(
+                    f"the ranks call the model with different batches: {odd_one_out(seen)}. Under strategy 'pipeline' all see the same, "
+                    "which prepared loaders take care of"
+                )
+        if (context, form) not in self._surveys:
+            found = survey(self.root, self.module, self._places, args, kwargs, self.world.device)
+            if self.cuts is None:
+                self.cuts, self.shared = self._divide(found)
+            missing = [name for name in self.begins if name not in found.crossing]
+            if missing:
+                raise StepError(
+                    f"the forward does not call {missing[0]!r}, where a stage begins, for a batch of this form: strategy 'pipeline' needs "
+                    "one course for all"
+                )
+            self._surveys[context, form] = found
+        return self._surveys[context, form]
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return self.cuts.begins if self.cuts is not None else ()
+
+    @property
+    def last_rank(self) -> int:
+        return len(self.begins) % self.world.size
+
+    def _make_stages(self) -> list[Stage]:
+        assert self.cuts is not None
+        mine = range(self.world.rank, len(self.begins) + 1, self.world.size)
+        return [
+            Stage(StageForward(self.module, self.root, self.cuts, self._places, i), self.world) for i in mine
+        ]
+
+    # -- runs -----------------------------------------------------------------------------------------------------------
+
+    def _scheduled(self, batch: Batch, factor: Tensor, loss: Tensor) -> None:
+        """Run all micro-batches by torch's schedule; `loss` gets the batch's loss."""
+        count = len(batch.parts)
+        batch.factor, batch.total = factor, torch.zeros((), device=self.world.device)
+        if count not in self._schedules:
+            stages = self._make_stages()
+            # Fewer micro-batches than ranks leave no turns to take: all forwards come first.
+            one, several = CLASSES[self.options.schedule if count >= self.world.size else "gpipe"]
+            single = len(stages) == 1 and one is not None
+            kind: Any = getattr(torch_schedules, str(one if single else several))
+            made = kind(
+                stages[0] if single else stages, count, loss_fn=lambda loss, _: loss, scale_grads=False
+            )
+            self._schedules[count] = made, stages
+        schedule, stages = self._schedules[count]
+        for stage in stages:
+            stage.take(batch)
+        try:
+            with self._running("the stages of a pipeline", batch):
+                schedule._step_microbatches([()] * count, [{}] * count, [None] * count, None)
+        except BaseException:
+            self._schedules.clear()
+            raise
+        schedule._internal_losses.clear()
+        failed = batch.total.new_tensor(float(batch.error is not None))
+        total, failures = self.world.reduce(torch.stack([batch.total, failed]))
+        if batch.error is not None:
+            raise batch.error
+        if failures:
+            raise WorldError("a stage of the pipeline failed on another rank, whose error says why")
+        loss.copy_(total)
+        self._sum_shared()
+
+    def _forwards(self, batch: Batch) -> list[Stage]:
+        """All forwards. The outputs are in `batch`, on the rank with the last stage."""
+        stages, sends = self._make_stages(), []
+        with self._running("the forward of a pipeline", batch, torch.is_grad_enabled()):
+            for stage in stages:
+                stage.take(batch)
+                for chunk in range(len(batch.parts)):
+                    wait(start(stage.get_fwd_recv_ops(chunk)))
+                    stage.forward_one_chunk(chunk)
+                    sends.extend(start(stage.get_fwd_send_ops(chunk)))
+            wait(sends)
+        return stages
+
+    def _backwards(self, batch: Batch, stages: list[Stage], grads: Sequence[Tensor]) -> None:
+        """All backwards, from the gradients of those outputs that require one."""
+        (stage,), sends = stages, []
+        parts = list(zip(*(grad.split(batch.rows) for grad in grads)))
+        with self._running("the backward of a pipeline", batch):
+            for chunk, part in enumerate(parts):
+                wait(start(stage.get_bwd_recv_ops(chunk)))
+                loss = None
+                if stage.is_last:
+                    loss = Seed.apply(part, *(t for t in stage.fwd_cache[chunk][0] if t.requires_grad))
+                stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == len(parts) - 1)
+                sends.extend(start(stage.get_bwd_send_ops(chunk)))
+            wait(sends)
+        batch.outputs.clear()
+        self._sum_shared()
+
+    @contextmanager
+    def _running(self, what: str, batch: Batch, grad: bool = True) -> Iterator[None]:
+        """Inside, stages draw from streams of their own; errors are the user's, without torch's around them."""
+        world, cause = self.world, None
+        with (
+            world.explained(what),
+            own_stream(batch.seed, world.rank, world.device),
+            torch.set_grad_enabled(grad),
+        ):
+            try:
+                yield
+            except RuntimeError as error:
+                cause = error.__cause__ if "ailed to run" in str(error) else None
+                if not isinstance(cause, Exception):
+                    raise
+            if cause is not None:
+                raise cause  # here, so that it does not hold torch's frames, and by them connections
+
+    def _sum_shared(self) -> None:
+        if self.sums and self.shared:
+            with self.world.explained("gradients of shared parameters"), torch.no_grad():
+                for shared in self.shared:
+                    shared.sum()
+
+    @contextmanager
+    def summing(self, wanted: bool) -> Iterator[None]:
+        before, self.sums = self.sums, wanted
+        try:
+            yield
+        finally:
+            self.sums = before
+
+    def _share(self, batch: Batch) -> tuple[list[Tensor], Any]:
+        """The tensors of the whole batch's output on every rank, and the tree that holds them."""
+        tree = batch.surveys[0].outputs
+        forms = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+        if batch.outputs:
+            outputs = [batch.outputs[chunk] for chunk in sorted(batch.outputs)]
+            expected = form_of(map_leaves(_without_tensors, tree))
+            if any(form_of(map_leaves(_without_tensors, o)) != expected for o in outputs):
+                raise StepError(
+                    "the model's output has another form than in a forward without values: strategy 'pipeline' needs shapes that follow "
+                    "from the inputs' shapes"
+                )
+            whole = concatenate(outputs)
+            tensors = [leaf.detach().contiguous() for leaf in leaves(whole) if isinstance(leaf, Tensor)]
+        else:
+            rows, device = sum(batch.rows), self.world.device
+            tensors = [torch.empty((rows, *f.shape[1:]), dtype=f.dtype, device=device) for f in forms]
+        with self.world.explained("the outputs of the last stage"):
+            for tensor in tensors:
+                if tensor.numel():
+                    dist.broadcast(as_bytes(tensor), self.last_rank)
+        return [t.requires_grad_(f.requires_grad) for t, f in zip(tensors, forms, strict=True)], tree
+
+
+def start(transfers: list[dist.P2POp]) -> list[Any]:
+    return dist.batch_isend_irecv(transfers) if transfers else []
+
+
+def wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def check_outputs(batch: Batch) -> None:
+    """Raises BatchError for outputs that cannot be joined along dimension 0."""
+    for found, rows in zip(batch.surveys, batch.rows):
+        for leaf in leaves(found.outputs):
+            if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != rows):
+                raise BatchError(
+                    f"the model returns a tensor of shape {tuple(leaf.shape)} for {rows} samples: micro-batches are joined along dimension "
+                    "0. Return one value a sample, and reduce it outside (the loss, for example), or use accelerator.forward_backward()"
+                )
+            if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
+                raise BatchError(
+                    f"the model returns a {type(leaf).__name__}, which cannot be put together from micro-batches: return tensors, "
+                    "and lists, tuples or dicts of them"
+                )
+
+
+def _without_tensors(leaf: Any) -> Any:
+    return "a tensor" if isinstance(leaf, Tensor) else leaf
+
+
+def form_of(tree: Any) -> Any:
+    """Structure, shapes, dtypes, and values of plain leaves: calls of one form compute the same shapes."""
+    if isinstance(tree, Tensor):
+        return (tuple(tree.shape), tree.dtype)
+    if isinstance(tree, Mapping):
+        return (type(tree), *((key, form_of(value)) for key, value in tree.items()))
+    if type(tree) in (list, tuple):
+        return (type(tree), *map(form_of, tree))
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return (type(tree), tree)
+    inner = list(leaves(tree))
+    return (type(tree), *(() if len(inner) == 1 and inner[0] is tree else map(form_of, inner)))
+
+
+def split(tree: Any, count: Callable[[int], int]) -> list[Any]:
+    """`tree` in ``count(samples)`` parts along dimension 0 of all tensors.
+
+    Raises:
+        BatchError: tensors of different lengths, or none.
+    """
+    tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim]
+    lengths = {t.shape[0] for t in tensors}
+    if len(lengths) != 1 or not max(lengths):
+        said = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise BatchError(
+            f"strategy 'pipeline' cuts a batch into micro-batches along dimension 0, and the model was called with tensors of shapes "
+            f"({said}): pass tensors with one row a sample; what is not part of the batch (a mask) goes into a buffer of the model"
+        )
+    rows, number = max(lengths), count(max(lengths))
+    ends = [rows // number * i + min(i, rows % number) for i in range(number + 1)]
+    return [slice_tensors(tree, slice(begin, end)) for begin, end in pairwise(ends)]
+
+
+@contextmanager
+def own_stream(seed: int, index: int, device: torch.device) -> Iterator[None]:
+    """Inside, random numbers are those of stage `index`, f(seed, index); outside, the streams do not move."""
+    there = [] if device.type == "cpu" else [device]
+    with isolated(), torch.random.fork_rng(there, device_type=device.type):
+        seed_all(mix(seed, "stage", index))
+        yield
