@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from .strategies.batchnorm import SyncBatchNorm as SyncBatchNorm
     from .strategies.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from .strategies.fsdp import FSDPOptions as FSDPOptions
-    from .strategies.hsdp import HSDPOptions as HSDPOptions
+    from .strategies.fsdp import HSDPOptions as HSDPOptions
     from .strategies.local_sgd import LocalSGD as LocalSGD
     from .strategies.local_sgd import LocalSGDOptions as LocalSGDOptions
     from .strategies.pipeline import PipelineOptions as PipelineOptions
@@ -108,8 +108,7 @@ _HOMES = {
     "settings": "Settings resolve",
     "strategies.batchnorm": "SyncBatchNorm convert_sync_batchnorm",
     "strategies.single": "DataParallelOptions",
-    "strategies.fsdp": "FSDPOptions",
-    "strategies.hsdp": "HSDPOptions",
+    "strategies.fsdp": "FSDPOptions HSDPOptions",
     "strategies.local_sgd": "LocalSGD LocalSGDOptions",
     "strategies.pipeline": "PipelineOptions",
     "strategies.tensor_parallel": "TensorParallelOptions",

@@ -53,7 +53,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "ddp": ("strategies.ddp:DDP", "each process holds the whole model"),
         "zero1": ("strategies.zero1:ZeRO1", "as ddp, with a part of the optimizer's states each"),
         "fsdp": ("strategies.fsdp:FSDP", "each process holds a part of everything: the least memory"),
-        "hsdp": ("strategies.hsdp:HSDP", "as fsdp inside a node, with copies on each node"),
+        "hsdp": ("strategies.fsdp:HSDP", "as fsdp inside a node, with copies on each node"),
         "tensor_parallel": (
             "strategies.tensor_parallel:TensorParallel",
             "each process holds a part of each layer",

@@ -1,4 +1,4 @@
-"""Which parts of a model are wrapped on their own: repeated blocks, classes by name, or parts by size."""
+"""The parts of a model that are wrapped on their own: repeated blocks, classes by name, or parts by size."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from torch import nn
 from ..base.torch_flags import TORCH
 from ..errors import PrepareError, nearest
 
-LARGE = 4  # one in so many parameters of the largest block is worth a gathering of its own
-TIED_GROUPS = TORCH >= (
-    2,
-    13,
-)  # before, torch fails where a forward calls one of several modules that are gathered together
+LARGE = 4  # a layer with 1/LARGE of the largest block's parameters is gathered on its own
+# Before, torch fails where a forward calls one of several modules that are gathered together.
+TIED_GROUPS = TORCH >= (2, 13)
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # Its forward reads the weights of its parts without calling them, so that no hook would gather them.
 ATOMS = (nn.MultiheadAttention,)
@@ -24,13 +22,13 @@ ATOMS = (nn.MultiheadAttention,)
 def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.Module]:
     """The modules inside `model` to wrap on their own, inner ones before those that hold them.
 
-    Modules that share a parameter with something outside of them (tied weights) are left to what holds both, and so are those
-    that cannot be called (containers) or hold no parameters. Those with parameters of another dtype than most (batch-norm in a
-    half-precision model) are always among them: what is gathered together has one dtype.
+    Left out are modules that share a parameter with the rest of the model (tied weights), that cannot be called (containers), or that
+    hold no parameters. Modules with parameters of another dtype than most (batch-norm in a half-precision model) are always included:
+    parameters that are gathered together have one dtype.
 
     Args:
         wrap: "blocks": children of one class, with children of their own, of which a ModuleList, Sequential or ModuleDict holds
-            two or more; a tuple: modules of these class names; a number: modules with at least so many parameters that are not
+            two or more; a tuple: modules of these class names; a number: modules with at least that many parameters that are not
             in a block already.
 
     Raises:
@@ -38,7 +36,7 @@ def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.
     """
     inside = [m for m in bottom_up(model) if m is not model]
     if isinstance(wrap, int):
-        chosen = {id(m) for m in _by_size(inside, model, wrap)}
+        chosen = _by_size(inside, model, wrap)
     elif isinstance(wrap, str):
         chosen = {id(m) for m in find_repeated(model)}
     else:
@@ -56,18 +54,16 @@ def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.
 def find_layers(
     model: nn.Module, blocks: Sequence[nn.Module], without: Collection[int] = ()
 ) -> list[tuple[nn.Module, ...]]:
-    """The large layers of `model` that lie in none of `blocks`, such as embeddings and heads; those that share a parameter together.
+    """The large layers of `model` outside of `blocks`, such as embeddings and heads; layers that share a parameter are one tuple.
 
-    A layer is large if its own parameters are at least a `LARGE`th of the largest block's, or of the largest layer's where there are no
-    blocks. A layer stays with what holds it if that reads the layer's weights instead of calling it.
+    A layer is large if its own parameters are at least 1/`LARGE` of the largest block's, or of the largest layer's where there are no
+    blocks. A layer whose weights are read, instead of the layer being called, stays with the module that reads them.
 
     Args:
         without: ids of parameters that do not count.
     """
     inside = {id(m) for block in blocks for m in block.modules()}
-    groups: list[
-        tuple[list[nn.Module], dict[int, int]]
-    ] = []  # modules, and their own parameters' elements by id
+    groups: list[tuple[list[nn.Module], dict[int, int]]] = []  # modules, and their parameters' elements by id
     for module in bottom_up(model):
         held = module.parameters(recurse=isinstance(module, ATOMS))
         own = {id(p): p.numel() for p in held if id(p) not in without}
@@ -87,36 +83,25 @@ def find_layers(
         and (len(modules) == 1 or TIED_GROUPS)
         and not any(m is model or _is_read(m, model) for m in modules)
         and all(_callable(m) for m in modules)
-        and _apart(modules, model)
+        and not _shares(modules, model)
     ]
 
 
-def _is_read(layer: nn.Module, model: nn.Module) -> bool:
-    """Whether the forward of a module that holds `layer` names one of its parameters, as ``F.linear(x, self.embed.weight)`` does."""
-    for module in model.modules():
-        code = getattr(type(module).forward, "__code__", None)
-        names = (
-            code is not None
-            and module is not layer
-            and not layer._parameters.keys().isdisjoint(code.co_names)
-        )
-        if names and any(m is layer for m in module.modules()):
-            return True
-    return False
-
-
-def _of_another_dtype(model: nn.Module) -> set[int]:
-    count: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        count[parameter.dtype] += parameter.numel()
-    if len(count) < 2:
-        return set()
-    usual = count.most_common(1)[0][0]
-    return {id(m) for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))}
+def find_repeated(model: nn.Module) -> Iterator[nn.Module]:
+    """Children of one class, with children of their own, of which a container holds two or more."""
+    for container in model.modules():
+        if isinstance(container, CONTAINERS):
+            children = list(container.children())
+            # By name: some may have a subclass of ours (recomputed) that has its base's name.
+            count = Counter((type(c).__module__, type(c).__qualname__) for c in children)
+            for child in children:
+                several = count[type(child).__module__, type(child).__qualname__] > 1
+                if several and next(child.children(), None) is not None:
+                    yield child
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Those of "blocks" above, whether parameters are tied or not; of blocks inside one another, the outermost."""
+    """Repeated blocks that can be called, whether parameters are tied or not; of blocks inside one another, the outermost."""
     found: list[nn.Module] = []
     inside: set[int] = set()
     for block in sorted(find_repeated(model), key=lambda b: -sum(1 for _ in b.modules())):
@@ -128,7 +113,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """`module` and those in it whose hooks gather their parameters, children first."""
+    """Every module once, children before what holds them; the parts of `ATOMS` are left out."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -139,48 +124,60 @@ def bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Mo
     yield module
 
 
-def find_repeated(model: nn.Module) -> Iterator[nn.Module]:
-    for container in model.modules():
-        if isinstance(container, CONTAINERS):
-            children = list(container.children())
-            # By name: some may have a subclass of ours (recomputing) that goes by its base's name.
-            count = Counter(_name(c) for c in children)
-            yield from (c for c in children if count[_name(c)] > 1 and next(c.children(), None) is not None)
+def _is_read(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether a module that holds `layer` names one of its parameters in forward, as ``F.linear(x, self.embed.weight)`` does."""
+    for module in model.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        if code is None or module is layer or layer._parameters.keys().isdisjoint(code.co_names):
+            continue
+        if any(m is layer for m in module.modules()):
+            return True
+    return False
 
 
-def _name(module: nn.Module) -> tuple[str, str]:
-    return type(module).__module__, type(module).__qualname__
+def _of_another_dtype(model: nn.Module) -> set[int]:
+    count: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        count[parameter.dtype] += parameter.numel()
+    usual = count.most_common(1)[0][0] if count else None
+    return {id(m) for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))}
 
 
-def _by_size(inside: list[nn.Module], model: nn.Module, least: int) -> list[nn.Module]:
-    chosen: list[nn.Module] = []
+def _by_size(inside: list[nn.Module], model: nn.Module, least: int) -> set[int]:
+    chosen: set[int] = set()
     taken: set[int] = set()  # parameters in a block already
     for module in inside:
         own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         if sum(own.values()) >= least and _wrappable(module, model):
-            chosen.append(module)
+            chosen.add(id(module))
             taken.update(own)
     return chosen
 
 
 def _wrappable(module: nn.Module, model: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) and _callable(module) and _apart([module], model)
+    return any(True for _ in module.parameters()) and _callable(module) and not _shares([module], model)
 
 
 def _callable(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and not isinstance(
-        module, (nn.ModuleList, nn.ModuleDict)
-    )
+    containers = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return type(module).forward is not nn.Module.forward and not containers
 
 
-def _apart(modules: Sequence[nn.Module], model: nn.Module) -> bool:
-    """Whether `modules` share no parameter with the rest of `model`."""
+def _shares(modules: Sequence[nn.Module], model: nn.Module) -> bool:
+    """Whether `modules` share a parameter with the rest of `model`."""
     mine = {id(p) for module in modules for p in module.parameters()}
     parts = {id(m) for module in modules for m in module.modules()}
-    outside = (
-        p for m in model.modules() if id(m) not in parts for p in m._parameters.values() if p is not None
-    )
-    return mine.isdisjoint(id(p) for p in outside)
+    others = (m for m in model.modules() if id(m) not in parts)
+    return any(id(p) in mine for m in others for p in m._parameters.values())
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises PrepareError for a parameter that is a DTensor already."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):
+            raise PrepareError(
+                f"parameter {name!r} is sharded already, by an earlier run or by hand: build the model anew"
+            )
 
 
 def refuse_sparse(model: nn.Module, why: str, cure: str = "use strategy='ddp'", narrow: bool = False) -> None:
@@ -190,11 +187,10 @@ def refuse_sparse(model: nn.Module, why: str, cure: str = "use strategy='ddp'", 
         PrepareError: there is one; names it.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not (
-            module.sparse and module.weight.requires_grad
-        ):
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        if not narrow or module.weight.dtype.itemsize < 4:
+        trained = module.sparse and module.weight.requires_grad
+        if trained and (not narrow or module.weight.dtype.itemsize < 4):
             raise PrepareError(
                 f"{name or type(module).__name__!r} has sparse gradients, and {why}: make it with sparse=False, or {cure}"
             )

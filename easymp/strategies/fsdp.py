@@ -1,12 +1,12 @@
-"""fsdp: parameters, gradients and optimizer states are sharded; each block is gathered while it computes (ZeRO-3).
+"""fsdp and hsdp: parameters, gradients and optimizer states are sharded; each block is gathered while it computes (ZeRO-3).
 
 torch's FSDP2. Every rank holds 1/world of each parameter along dimension 0, as a DTensor. A block's parameters are gathered before
 its forward and again before its backward, and its gradients are reduced to shards as soon as it has them. Large layers outside of
-the repeated blocks, embeddings and heads, are gathered in the same way; what is left is gathered with the model.
+the repeated blocks, embeddings and heads, are gathered in the same way, and all other parameters with the model.
 
-Shards are fp32. Under bf16 and fp16 they are gathered in that type, which layers compute with, and freed after forward: half of fp32's
-bytes are communicated, and no copy of a weight stays. Gradients are reduced in fp32. Autocast lies around the model, so that functions
-run in the types they have under ddp: norms see their weights in fp32, embeddings return fp32, inputs and buffers stay as they are.
+Shards are fp32. Under bf16 and fp16 they are gathered in that dtype, which layers compute with, and freed after forward: half of fp32's
+bytes are communicated, and no copy of a weight stays. Gradients are reduced in fp32. Autocast is around the model, so that functions
+run in the dtypes that they have under ddp: norms see their weights in fp32, embeddings return fp32, inputs and buffers stay as they are.
 The numbers differ from ddp's by the rounding of the weights outside of matrix products, and of gradients before they are reduced.
 """
 
@@ -23,14 +23,30 @@ import torch
 from torch import Tensor, nn
 
 from ..base.dtensor import names_of, rebind
+from ..base.torch_flags import TORCH
 from ..distributed import World
-from ..errors import PrepareError, SettingError, StepError, nearest
+from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..precision.policies import as_if_fp32
 from ..protocols import Counting, Layout, WrapContext, chunk_elements, no_elements
-from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
+from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse
 from .meta_init import materialise, on_meta
-from .single import Released, Single, clip_to_norm, counting, take_rank_0s
+from .single import (
+    Released,
+    Single,
+    average,
+    by_dtype,
+    clip_to_norm,
+    counting,
+    hook_gradient,
+    take_rank_0s,
+)
+
+ZEROS = (2, 13)  # the first torch that can reduce zeros for parameters without a gradient
+SHARDS = (
+    "this model's parameters are shards of a run that has let go of it (close, free_memory), and one rank alone cannot call it: call it "
+    "before, or build it anew"
+)
 
 
 @dataclass(frozen=True)
@@ -40,14 +56,14 @@ class FSDPOptions:
     Attributes:
         reshard_after_forward: free a block's gathered parameters after its forward and gather them again for its backward
             (ZeRO-3); False keeps them until backward is done: more memory, less communication (ZeRO-2).
-        wrap: what is gathered at a time, beside the model's rest: "blocks", the repeated ones found in the model; names of
-            module classes; or a number: modules with at least so many parameters.
-        cpu_offload: shards, their gradients and optimizer states lie in the host's memory (the identity on CPU).
+        wrap: the parts that are gathered one at a time, besides the rest of the model: "blocks", the repeated ones found in the model;
+            names of module classes; or a number: modules with at least that many parameters.
+        cpu_offload: shards, their gradients and optimizer states are in the host's memory (no effect on a CPU).
         reduce_every_micro_batch: reduce gradients to shards at each micro-batch of an accumulation window; False keeps them whole, in
             fp32, until the window ends: more memory, less communication. None: False where memory for them is left at `prepare`. The
             plan says which, and why.
         ignore: names of parameters or modules, or patterns of them (``"*.router"``), that stay whole on each rank; their gradients
-            are averaged when backward has ended.
+            are averaged after backward.
     """
 
     reshard_after_forward: bool = True
@@ -67,26 +83,18 @@ class FSDPOptions:
         ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
         if not isinstance(ignore, (list, tuple)) or not all(isinstance(name, str) for name in ignore):
             raise SettingError(
-                f"ignore={ignore!r} is no tuple of names of parameters or modules, or patterns of them"
+                f"ignore={ignore!r} is not a tuple of names of parameters or modules, or patterns of them"
             )
-        object.__setattr__(self, "ignore", tuple(ignore))
-        wrap = self.wrap
-        if isinstance(wrap, list):
-            wrap = tuple(wrap)
-            object.__setattr__(self, "wrap", wrap)
-        size = isinstance(wrap, int) and not isinstance(wrap, bool) and wrap >= 1
+        wrap = tuple(self.wrap) if isinstance(self.wrap, list) else self.wrap
+        size = type(wrap) is int and wrap >= 1
         names = isinstance(wrap, tuple) and wrap and all(isinstance(name, str) for name in wrap)
-        if not (size or names or (isinstance(wrap, str) and wrap == "blocks")):
+        if not (size or names or wrap == "blocks"):
             raise SettingError(
                 f"wrap={wrap!r} is neither 'blocks', nor a tuple of class names such as ('Block',), nor a number of parameters of at "
                 "least 1"
             )
-
-
-SHARDS = (
-    "this model's parameters are shards of a run that has let go of it (close, free_memory), and one rank alone cannot call it: call it "
-    "before, or build it anew"
-)
+        object.__setattr__(self, "ignore", tuple(ignore))
+        object.__setattr__(self, "wrap", wrap)
 
 
 class FSDP(Single):
@@ -98,11 +106,11 @@ class FSDP(Single):
     parameters. Only calling the model itself gathers its parameters, not its other methods, and a parameter must be
     used on all ranks or on none. After the run is closed the model keeps its shards and can no longer be called.
 
-    Gradients that are not reduced yet (`no_sync`, accumulation) lie whole on each rank, in fp32, out of sight: ``.grad`` is None and
-    `zero_grad` does not clear them. Reduced at each micro-batch (``reduce_every_micro_batch``), they add up in ``.grad``, as shards in
-    the type of the parameters.
+    Gradients that are not reduced yet (`no_sync`, accumulation) are whole on each rank, in fp32, and torch keeps them: ``.grad`` is None
+    and `zero_grad` does not clear them. Reduced at each micro-batch (``reduce_every_micro_batch``), they add up in ``.grad``, as shards in
+    the dtype of the parameters.
 
-    What is ignored stays whole, and so does its gradient, which is averaged at the end of a backward that reduces. torch's foreach and
+    Ignored parameters stay whole, and their gradients are averaged at the end of a backward that reduces. torch's foreach and
     fused optimizer steps do not take whole and sharded parameters in one param group: give each kind its own, or leave the choice open.
 
     A model on the meta device gets its values block by block, each sharded before the next one has any: no rank holds the whole.
@@ -119,7 +127,7 @@ class FSDP(Single):
         "fsdp frees a block's gathered parameters after its backward, which that would need again. Use strategy='ddp', or a loss without "
         "the gradient of a gradient"
     )
-    sums = False  # torch keeps its own, in the type that gradients are reduced in
+    sums = False  # torch keeps its own, in the dtype in which gradients are reduced
 
     def __init__(self, world: World, options: FSDPOptions) -> None:
         self.data_rank, self.data_size = world.rank, world.size
@@ -152,15 +160,13 @@ class FSDP(Single):
             if group and finished.issuperset(map(id, group)):
                 for module in group:
                     take_rank_0s(module, self._world, context.place)
-                parts.extend(
-                    shard(group, self._over(), self.options, self._world.device, whole, policy.gather)
-                )
+                shard(group, self._over(), self.options, self._world.device, whole, policy.gather)
+                parts.extend(group)
 
         if on_meta(model):
             # A block is drawn whole and then sharded: drawn as shards, all ranks would have the same numbers in different places.
-            materialise(
-                model, self._world.device if context.place else torch.device("cpu"), context.initialize, take
-            )
+            device = self._world.device if context.place else torch.device("cpu")
+            materialise(model, device, context.initialize, take)
         else:
             for part in bottom_up(model):
                 take(part)
@@ -180,21 +186,19 @@ class FSDP(Single):
     def _over(self) -> Any:
         """The mesh over which parameters are sharded: of one dimension, or of two, replicated along the first."""
         if self._mesh is None:
-            # Imported here: half a second that other strategies need not pay.
-            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.device_mesh import init_device_mesh  # here: it takes half a second
 
-            self._mesh = init_device_mesh(
-                self._world.device.type,
-                self._shape,
-                mesh_dim_names=("replicate", "shard")[-len(self._shape) :],
-            )
+            names = ("replicate", "shard")[-len(self._shape) :]
+            self._mesh = init_device_mesh(self._world.device.type, self._shape, mesh_dim_names=names)
         return self._mesh
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return _of(model).reducing(False)
+        assert isinstance(model, Sharded)
+        return model.reducing(False)
 
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return _of(model).reducing(True)
+        assert isinstance(model, Sharded)
+        return model.reducing(True)
 
     @property
     def counting(self) -> Counting:
@@ -209,77 +213,135 @@ class FSDP(Single):
         return Released(SHARDS)
 
 
-def one_by_one(optimizer: torch.optim.Optimizer, parts: str, whole: str) -> None:
-    """Have it step one tensor at a time where a param group has both DTensors and plain ones, of which torch takes no list.
+# -- hsdp --------------------------------------------------------------------------------------------------------------
 
-    Args:
-        parts, whole: what the two kinds are, in words.
 
-    Raises:
-        PrepareError: it was to take lists there.
+@dataclass(frozen=True)
+class HSDPOptions(FSDPOptions):
+    """Options of strategy "hsdp": those of "fsdp", and one more.
+
+    `reduce_every_micro_batch`: None is True. Each micro-batch's gradients are reduced inside a group, and sums are averaged between groups
+    when the window ends.
+
+    Attributes:
+        shard_size: neighbouring ranks that hold one copy of the model among them; None: as many as a node has. It divides the
+            number of ranks.
     """
-    for g, group in enumerate(optimizer.param_groups):
-        if len({hasattr(p, "to_local") for p in group["params"]}) < 2:
-            continue
-        word = next((word for word in ("fused", "foreach") if group.get(word)), None)
-        if word:
-            raise PrepareError(
-                f"{type(optimizer).__name__} has {word}=True for {parts} and {whole} parameters together (param group {g}), which "
-                f"torch's {word} step does not take: leave {word} out, or give {whole} parameters a param group of their own"
+
+    shard_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.shard_size
+        if size is not None and (type(size) is not int or size < 2):
+            raise SettingError(
+                f"shard_size={size!r} is not a whole number of at least 2 (with 1 every rank holds the whole model, as in 'ddp')"
             )
-        if "foreach" in group:
-            group["foreach"] = False  # else torch chooses it on accelerators
 
 
-def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
-    """What a rank holds of `model` in `ranks` shards.
+class HSDP(FSDP):
+    """FSDP on a mesh of two dimensions: gathered and reduced inside a group of `shard_size` ranks, averaged between groups.
 
-    At the peak of backward there are gathered: what torch gathers with the model itself, layers with tied weights, the block that
-    computes, and the next one. Whole gradients are those of the same, but for the next block; a block's are copied to be reduced, and
-    that copy lies there until the next block's gradients are complete.
+    It changes the user's model as `FSDP` does; a rank holds 1/shard_size of it. In an accumulation window torch keeps the sums of
+    micro-batches' gradients as fp32 shards, out of sight until the window ends.
     """
-    ignored = matching(model, options.ignore)
-    taken = {id(p) for name, p in model.named_parameters() if name in ignored}
-    kept = [0, 0]  # from the begin of backward to its end: elements, and those of trainable parameters
-    blocks: list[tuple[int, int]] = []
-    for group in find_groups(model, options.wrap, [p for p in model.parameters() if id(p) in taken]):
-        own = {id(p): p for module in group for p in module.parameters() if id(p) not in taken}
-        taken.update(own)
-        sizes = sum(p.numel() for p in own.values()), sum(p.numel() for p in own.values() if p.requires_grad)
-        if len(group) > 1 or group[0] is model:
-            kept = [kept[0] + sizes[0], kept[1] + sizes[1]]
-        else:
-            blocks.append(sizes)
-    blocks.sort(reverse=True)
-    block = max((trained for _, trained in blocks), default=0)
-    unreduced, reducing = max((kept[1] + block, block), (kept[1], kept[1]), key=sum)
-    share = no_elements if options.cpu_offload else chunk_elements(ranks)
 
-    def cut(name: str, parameter: Tensor) -> int:
-        return parameter.numel() if name in ignored else share(name, parameter)
+    name: ClassVar[str] = "hsdp"
+    Options: ClassVar[type] = HSDPOptions
 
-    return Layout(
-        weights=cut,
-        gradients=cut,
-        states=cut,
-        gathers=True,
-        gathered=kept[0]
-        + sum(elements for elements, _ in (blocks[:2] if options.reshard_after_forward else blocks)),
-        unreduced=unreduced,
-        reducing=reducing,
-        note="weights, gradients and states lie in the host's memory" if options.cpu_offload else "",
-    )
+    def __init__(self, world: World, options: HSDPOptions) -> None:
+        super().__init__(world, options)
+        size = options.shard_size or world.local_size
+        said = f"shard_size={size}" if options.shard_size else f"a node's {size} ranks"
+        if size == world.size and options.shard_size is None:
+            raise RefusedError(
+                f"strategy 'hsdp' shards inside a node and replicates between nodes, and all {size} ranks are on one: pass "
+                "strategy_options=HSDPOptions(shard_size=...), or use strategy='fsdp'"
+            )
+        if size >= world.size:
+            raise RefusedError(
+                f"strategy 'hsdp' with {said} leaves nothing to replicate among {world.size} ranks: use strategy='fsdp', or a smaller "
+                "shard_size"
+            )
+        if size < 2:
+            raise RefusedError(
+                "strategy 'hsdp' shards inside a node, and each has one rank: use 'ddp' or 'fsdp', or pass "
+                "strategy_options=HSDPOptions(shard_size=...)"
+            )
+        if world.size % size:
+            raise RefusedError(
+                f"strategy 'hsdp' splits {world.size} ranks into groups of equal size, which {said} does not allow: pass a shard_size "
+                f"that divides {world.size}"
+            )
+        self._shape = (world.size // size, size)
+        if TORCH < ZEROS and self.reduces_each:
+            raise SettingError(
+                f"reduce_every_micro_batch=True under hsdp needs torch {'.'.join(map(str, ZEROS))} or newer, and this is "
+                f"{torch.__version__}: before, torch adds up gradients of different parameters. Leave it out"
+            )
+        if self.reduces_each is None:
+            self.reduces_each = TORCH >= ZEROS
+
+    @staticmethod
+    def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
+        return shards_of(model, options, options.shard_size or local_size)
+
+
+# -- parts of a model --------------------------------------------------------------------------------------------------
 
 
 def find_groups(
     model: nn.Module, wrap: str | tuple[str, ...] | int, whole: Sequence[Tensor] = ()
 ) -> list[tuple[nn.Module, ...]]:
-    """What is gathered at a time, inner modules first; the last one is `model`, with what is in no other group."""
+    """The modules that are gathered together, inner ones first; the last group is `model`, with all that is in no other."""
     blocks = find_blocks(model, wrap)
     layers = find_layers(model, blocks, {id(p) for p in whole}) if wrap == "blocks" else []
     order = {id(m): i for i, m in enumerate(bottom_up(model))}
     groups = [*((block,) for block in blocks), *layers]
     return [*sorted(groups, key=lambda group: max(order[id(m)] for m in group)), (model,)]
+
+
+def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
+    """The layout of `model` in `ranks` shards.
+
+    At the peak of backward there are gathered: all that torch gathers with the model itself, layers with tied weights, the block that
+    computes, and the next one. Whole gradients are those of the same, except the next block's; a block's are copied to be reduced, and
+    that copy stays until the next block's gradients are complete.
+    """
+    ignored = matching(model, options.ignore)
+    taken = {id(p) for name, p in model.named_parameters() if name in ignored}
+    kept = trained_kept = (
+        0  # elements from the begin of backward to its end, and those of trainable parameters
+    )
+    blocks: list[tuple[int, int]] = []
+    for group in find_groups(model, options.wrap, [p for p in model.parameters() if id(p) in taken]):
+        own = {id(p): p for module in group for p in module.parameters() if id(p) not in taken}
+        taken.update(own)
+        everything = sum(p.numel() for p in own.values())
+        trained = sum(p.numel() for p in own.values() if p.requires_grad)
+        if len(group) > 1 or group[0] is model:
+            kept, trained_kept = kept + everything, trained_kept + trained
+        else:
+            blocks.append((everything, trained))
+    blocks.sort(reverse=True)
+    block = max((trained for _, trained in blocks), default=0)
+    unreduced, reducing = max((trained_kept + block, block), (trained_kept, trained_kept), key=sum)
+    share = no_elements if options.cpu_offload else chunk_elements(ranks)
+
+    def held(name: str, parameter: Tensor) -> int:
+        return parameter.numel() if name in ignored else share(name, parameter)
+
+    together = blocks[:2] if options.reshard_after_forward else blocks
+    return Layout(
+        held,
+        held,
+        held,
+        gathers=True,
+        gathered=kept + sum(elements for elements, _ in together),
+        unreduced=unreduced,
+        reducing=reducing,
+        note="weights, gradients and states are in the host's memory" if options.cpu_offload else "",
+    )
 
 
 def shard(
@@ -289,12 +351,12 @@ def shard(
     device: torch.device,
     whole: Sequence[nn.Parameter] = (),
     gather: torch.dtype | None = None,
-) -> list[Any]:
-    """`modules`, with their parameters sharded over `mesh` and gathered together, but those that stay `whole`.
+) -> None:
+    """Shard the parameters of `modules` over `mesh`, to be gathered together, except those that stay `whole`.
 
     Args:
-        gather: what fp32 parameters are gathered in. Others than floating-point ones of up to 32 bits are gathered as they are, and with
-            them all that are gathered together.
+        gather: dtype in which fp32 parameters are gathered. Where a parameter of the group has another dtype than fp32, bf16 or fp16, all
+            are gathered as they are.
     """
     # Imported here: half a second that other strategies need not pay.
     from torch.distributed.fsdp import (
@@ -305,15 +367,10 @@ def shard(
         fully_shard,
     )
 
-    offload = options.cpu_offload and device.type != "cpu"  # on a CPU everything is where it would go
-    within = {
-        id(p)
-        for m in modules
-        for part in m.modules()
-        if isinstance(part, FSDPModule)
-        for p in part.parameters()
-    }
+    inner = [part for m in modules for part in m.modules() if isinstance(part, FSDPModule)]
+    within = {id(p) for part in inner for p in part.parameters()}
     dtypes = {p.dtype for module in modules for p in module.parameters() if id(p) not in within}
+    offload = options.cpu_offload and device.type != "cpu"
     fully_shard(
         modules if len(modules) > 1 else modules[0],
         mesh=mesh,
@@ -326,24 +383,27 @@ def shard(
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
         ignored_params=set(whole),
     )
-    parts: list[Any] = list(modules)
     if (
         device.type == "cpu"
-    ):  # gloo's average of a reduce_scatter is a plain sum in torch 2.8: a sum that torch divides is right in all
-        for part in parts:
-            part.set_force_sum_reduction_for_comms(True)
-    return parts
+    ):  # torch 2.8 takes gloo's average for a sum; a sum that torch divides is right in all
+        for part in modules:
+            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
 
 
 class Sharded(nn.Module):
-    """Calls the model under the precision's autocast, with buffers alike on all ranks.
+    """Calls the model under the precision's autocast, with equal buffers on all ranks.
 
     Args:
-        module: what is called: `root`, or `root` under autocast.
+        module: `root`, or `root` under autocast.
         root: the user's module, sharded.
         parts: all modules that gather their own parameters, `root` included.
         whole: parameters that are not sharded, and whose gradients are averaged over all ranks.
-        gather: half precision that parameters are gathered in; None: as they are stored.
+        gather: half precision in which parameters are gathered; None: as they are stored.
+
+    Attributes:
+        reduces: whether backward ends an accumulation window.
+        early: whether backwards before it reduce gradients to shards.
+        replicated: whether shards are replicated: their gradients are averaged at the end of the window.
     """
 
     def __init__(
@@ -357,40 +417,30 @@ class Sharded(nn.Module):
         gather: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.world, self.options = module, world, options
         self.root: Any = root
         self.parts = tuple(parts)
-        self.world = world
-        self.options = options
-        self.reduces = True  # whether backward ends an accumulation window
-        self.early = False  # whether backwards before it reduce gradients to shards
-        self.replicated = (
-            False  # whether shards are replicated: their gradients are averaged at the end of the window
-        )
-        self.stale = True  # whether buffers may differ between the ranks
-        self.gathered = False  # whether all parts have been gathered once
+        self.reduces, self.early, self.replicated = True, False, False
+        self._stale = True  # whether buffers may differ between the ranks
+        self._gathered = False  # whether all parts have been gathered once
         self._whole = tuple(whole)  # a tuple: they are parameters of `root`, and of nothing else
         self._hooks = as_if_fp32(root) if gather else []
-        self._hooks += [_when_accumulated(p, self._expect_average) for p in self._whole]
+        self._hooks += [hook_gradient(p, self._expect_average) for p in self._whole]
         self._expecting = False  # whether this backward ends with `_average`
-        self._empty: list[Tensor] | None = (
-            None  # parameters without a gradient when an early window of replicas began
-        )
+        self._empty: list[Tensor] | None = None  # without a gradient when an early window of replicas began
         self._used: set[int] = set()  # ids of those that have had one since
         self._ending = False  # whether this backward ends with `_end_window`
-        self._parts_of_root = tuple(root.parameters())
-        self._frozen = [not p.requires_grad for p in self._parts_of_root]
+        self._all = tuple(root.parameters())
+        self._frozen = [not p.requires_grad for p in self._all]
 
-    def _agree(self, frozen: list[bool]) -> None:
-        """Parameters were frozen or unfrozen here: the ranks reduce gradients of the same ones, or say that they do not.
+    def _compare_frozen(self, frozen: list[bool]) -> None:
+        """Parameters were frozen or unfrozen: ranks that reduce gradients of different ones would wait for ever.
 
         Raises:
             WorldError: other ranks froze others, or none.
         """
         names = {id(p): name for name, p in self.root.named_parameters()}
-        now = {
-            names.get(id(p), "?"): "frozen" if f else "trained" for p, f in zip(self._parts_of_root, frozen)
-        }
+        now = {names.get(id(p), "?"): "frozen" if f else "trained" for p, f in zip(self._all, frozen)}
         changed = [name for name, f, before in zip(now, frozen, self._frozen) if f != before]
         self.world.compare(
             f"a forward after requires_grad was changed, first of {changed[0]!r}",
@@ -400,69 +450,57 @@ class Sharded(nn.Module):
         self._frozen = frozen
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.stale:
+        if self._stale:
             self._share_buffers()
         training = torch.is_grad_enabled()
         self.world.forwards += 1
-        if training and (frozen := [not p.requires_grad for p in self._parts_of_root]) != self._frozen:
-            self._agree(frozen)
+        if training and (frozen := [not p.requires_grad for p in self._all]) != self._frozen:
+            self._compare_frozen(frozen)
         if training and not self.reduces and self.early and self.replicated and self._empty is None:
             # torch keeps the sums of micro-batches without names: each must be of all parameters, with zeros for those that it did not use.
-            self._empty = [
-                p
-                for p in self.root.parameters()
-                if p.requires_grad and hasattr(p, "to_local") and p.grad is None
-            ]
+            sharded = [p for p in self.root.parameters() if p.requires_grad and hasattr(p, "to_local")]
+            self._empty = [p for p in sharded if p.grad is None]
             self.root.set_reduce_scatter_unused_params(True)
-        self.stale = training and self.reduces
+        self._stale = training and self.reduces
         with self.world.explained("forward"):
             outputs = self.module(*args, **kwargs)
-        if training and not self.reduces and not self.gathered:
-            # torch keeps unreduced gradients beside gathered parameters, and fails for a block that no forward has gathered yet.
-            for part in self.parts:
-                places = [
-                    (m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None
-                ]
-                part.unshard()
-                for module, name, shard in places if self.early and self.replicated else ():
-                    if module._parameters[name] is not shard:
-                        self._hooks.append(
-                            _when_accumulated(module._parameters[name], partial(self._note_use, id(shard)))
-                        )
-                part.reshard()
-            self.gathered = True
+        if training and not self.reduces and not self._gathered:
+            self._gather_once()
         if not training and not self.options.reshard_after_forward:
             for part in self.parts:  # no backward will follow, which would have done it
                 part.reshard()
         return outputs
 
+    def _gather_once(self) -> None:
+        """Gather every part: torch cannot keep unreduced gradients of a block that no forward has gathered yet."""
+        for part in self.parts:
+            places = [
+                (m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None
+            ]
+            part.unshard()
+            for module, name, shard in places if self.early and self.replicated else ():
+                whole: Any = module._parameters[name]
+                if whole is not shard:
+                    self._hooks.append(hook_gradient(whole, partial(self._note_use, id(shard))))
+            part.reshard()
+        self._gathered = True
+
     def _expect_average(self, _: Tensor) -> None:
         if self.reduces and not self._expecting:
             self._expecting = True
-            # torch's own way, in DDP and FSDP, to do something once a backward has ended.
+            # As torch's DDP and FSDP do: called at the end of this backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
-        """Gradients of what is not sharded: the mean over the ranks, which changes nothing in what had been averaged before."""
         self._expecting = False
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self._whole:
-            if parameter.grad is not None:
-                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for grads in by_dtype.values():
-            flat = self.world.reduce(torch.cat([g.reshape(-1) for g in grads]).float(), "mean")
-            for grad, mean in zip(grads, flat.split([g.numel() for g in grads])):
-                grad.copy_(mean.view(grad.shape))
+        average([p.grad for p in self._whole if p.grad is not None], self.world)
 
     def watch_parts(self) -> None:
-        """Explain calls of a module whose parameters the model's own call gathers, from elsewhere than there."""
+        """Explain a call, from outside of the model's forward, of a module whose parameters only that gathers."""
         inside = {id(m) for part in self.parts if part is not self.root for m in part.modules()}
         for module in self.root.modules():
-            if (
-                module is not self.root
-                and id(module) not in inside
-                and any(True for _ in module.parameters(recurse=False))
-            ):
+            own = any(True for _ in module.parameters(recurse=False))
+            if own and module is not self.root and id(module) not in inside:
                 self._hooks.append(module.register_forward_pre_hook(_check_gathered))
 
     def _note_use(self, shard: int, _: Tensor) -> None:
@@ -472,11 +510,12 @@ class Sharded(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._end_window)
 
     def _end_window(self) -> None:
-        """Take zeros away from parameters that no micro-batch used. Ranks use the same ones, or all of them."""
-        unused = [p for p in self._empty or () if id(p) not in self._used]
-        if unused:
-            counts = torch.tensor([id(p) in self._used for p in self._empty or ()], device=self.world.device)
-            for parameter, count in zip(self._empty or (), self.world.reduce(counts.float(), "sum").tolist()):
+        """Remove zeros from parameters that no micro-batch used. Ranks use the same ones, or all of them."""
+        empty = self._empty or []
+        used = [id(p) in self._used for p in empty]
+        if not all(used):
+            counts = self.world.reduce(torch.tensor(used, device=self.world.device).float(), "sum").tolist()
+            for parameter, count in zip(empty, counts):
                 if not count:
                     parameter.grad = None
         self._empty, self._ending = None, False
@@ -487,17 +526,13 @@ class Sharded(nn.Module):
         for hook in self._hooks:
             hook.remove()
 
+    @torch.no_grad()
     def _share_buffers(self) -> None:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.root.buffers():
-            if buffer.numel():
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        with torch.no_grad():
-            for buffers in by_dtype.values():
-                flat = self.world.broadcast(torch.cat([b.reshape(-1) for b in buffers]))
-                if self.world.rank:
-                    for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
-                        buffer.copy_(values.view(buffer.shape))
+        for buffers in by_dtype(self.root.buffers()):
+            flat = self.world.broadcast(torch.cat([b.reshape(-1) for b in buffers]))
+            if self.world.rank:
+                for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
+                    buffer.copy_(values.view(buffer.shape))
 
     @contextmanager
     def reducing(self, wanted: bool) -> Iterator[None]:
@@ -524,37 +559,47 @@ def _check_gathered(module: nn.Module, args: Any) -> None:
         )
 
 
-def _of(model: nn.Module) -> Sharded:
-    assert isinstance(model, Sharded), "what wrap made"
-    return model
+# -- checks before anything is changed ---------------------------------------------------------------------------------
 
 
-def _when_accumulated(parameter: nn.Parameter, call: Any) -> Any:
-    """A hook on `parameter`'s gradient, which torch grants only where one is required: also on what may be unfrozen later."""
-    wanted = parameter.requires_grad
-    parameter.requires_grad_(True)
-    hook = parameter.register_post_accumulate_grad_hook(call)
-    parameter.requires_grad_(wanted)
-    return hook
+def one_by_one(optimizer: torch.optim.Optimizer, parts: str, whole: str) -> None:
+    """Let `optimizer` step one tensor at a time where a param group has both DTensors and plain ones, which torch's lists do not mix.
+
+    Args:
+        parts, whole: the two kinds, in words.
+
+    Raises:
+        PrepareError: it is set to take lists there.
+    """
+    for g, group in enumerate(optimizer.param_groups):
+        if len({hasattr(p, "to_local") for p in group["params"]}) < 2:
+            continue
+        word = next((word for word in ("fused", "foreach") if group.get(word)), None)
+        if word:
+            raise PrepareError(
+                f"{type(optimizer).__name__} has {word}=True for {parts} and {whole} parameters together (param group {g}), which "
+                f"torch's {word} step does not take: leave {word} out, or give {whole} parameters a param group of their own"
+            )
+        if "foreach" in group:
+            group["foreach"] = False  # else torch chooses it on accelerators
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Names of the parameters that `patterns` mean, by their own name or that of a module that holds them.
+    """Names of the parameters that `patterns` match, by their own name or that of a module that holds them.
 
     Raises:
-        PrepareError: a pattern that means nothing.
+        PrepareError: a pattern that matches nothing, or patterns that match everything.
     """
     parameters = {name for name, _ in model.named_parameters()}
+    modules = [name for name, _ in model.named_modules() if name]
     found: set[str] = set()
     for pattern in patterns:
-        modules = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-        these = {
-            n for n in parameters if fnmatchcase(n, pattern) or any(n.startswith(f"{m}.") for m in modules)
-        }
+        held = tuple(f"{name}." for name in modules if fnmatchcase(name, pattern))
+        these = {n for n in parameters if fnmatchcase(n, pattern) or n.startswith(held)}
         if not these:
-            known = [*parameters, *(name for name, _ in model.named_modules() if name)]
             raise PrepareError(
-                f"no parameter or module of this {type(model).__name__} is named {pattern!r}{nearest(pattern, known)}: correct `ignore`"
+                f"no parameter or module of this {type(model).__name__} is named {pattern!r}{nearest(pattern, [*parameters, *modules])}: "
+                "correct `ignore`"
             )
         found |= these
     if found and found == parameters:
@@ -563,7 +608,7 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 def check_shardable(model: nn.Module, ignored: Collection[str] = ()) -> None:
-    """What torch cannot shard, by name, before anything is changed; parameters in `ignored` may be anything.
+    """Refuse what torch cannot shard, by name; parameters in `ignored` may be anything.
 
     Raises:
         PrepareError: such a parameter or model.
@@ -573,14 +618,11 @@ def check_shardable(model: nn.Module, ignored: Collection[str] = ()) -> None:
             f"a {type(model).__name__} cannot be called, so fsdp cannot shard it: put it into a module with a forward"
         )
     refuse_sparse(model, "fsdp reduces dense ones only")
+    refuse_sharded(model)
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if name in ignored:
             continue
-        if hasattr(parameter, "to_local"):
-            raise PrepareError(
-                f"parameter {name!r} is sharded already, by an earlier run or by hand: build the model anew"
-            )
         if parameter.ndim == 0:
             raise PrepareError(
                 f"parameter {name!r} is 0-dim, and fsdp shards along dimension 0: make it one of shape (1,), or `ignore` it"

@@ -8,20 +8,20 @@ that their counts stay the same. With ``every=1`` and plain SGD it is ddp.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..distributed import World
 from ..errors import EasympWarning, RefusedError, SettingError
 from ..protocols import WrapContext
 from .ddp import DDP
-from .single import Framed, Single, take_rank_0s
+from .single import Framed, Single, average, take_rank_0s
 
 
 @dataclass(frozen=True)
@@ -138,27 +138,6 @@ class Turn:
         found = getattr(optimizer, "found_inf", None)
         if found is None or not found.item():
             self._strategy.stepped(self)
-
-
-@torch.no_grad()
-def average(tensors: Iterable[Tensor], world: World) -> None:
-    """Replace floating-point and complex tensors by their mean over the ranks, in place; half-precision ones are summed in fp32.
-
-    Others, such as counters, stay as they are.
-    """
-    summed: list[Tensor] = []
-    narrow: list[tuple[Tensor, Tensor]] = []
-    for tensor in {id(t): t for t in tensors}.values():
-        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if not values.is_floating_point() or not values.numel():
-            continue
-        if values.element_size() < 4:
-            narrow.append((values, values.float()))
-            values = narrow[-1][1]
-        summed.append(values)
-    world.average_(summed)
-    for values, mean in narrow:
-        values.copy_(mean)
 
 
 class LocalSGD:

@@ -1,8 +1,8 @@
-"""single: one process, one device; and what the other strategies do alike, who are subclasses of it."""
+"""single: one process, one device; the base class of the other strategies, and functions that several of them use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,13 +22,13 @@ logger = get_logger(__name__)
 
 
 class Single:
-    """The model, under autocast. Takes ddp's options, for scripts that run on one process and on several; they mean nothing here.
+    """The model, under autocast. The base of all strategies, with a default for each member of `easymp.protocols.Strategy`.
+
+    It takes ddp's options, for scripts that run on one process and on several; they have no effect here.
 
     Attributes:
         several: what the strategy does over processes, in words; "" where it is for one.
         no_join: why ranks cannot run out of batches at different times, in words; "" where they can.
-
-    The others are those of `easymp.protocols.Strategy`.
     """
 
     name: ClassVar[str] = "single"
@@ -127,7 +127,7 @@ class Single:
 
 
 class Framed(nn.Module):
-    """Calls a module of torch's own (a bare nn.Sequential), whose code torch.compile passes over when DDP calls it."""
+    """Calls a module of torch's own (a bare nn.Sequential), which torch.compile passes over when DDP calls it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Framed(nn.Module):
 
 
 class Released(nn.Module):
-    """What is called in place of a model whose run has let go of it, where one rank alone has no whole one."""
+    """Stands for a released model of which one rank alone has only a part."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -175,9 +175,9 @@ class DataParallelOptions:
 class DataParallel(Single):
     """torch's nn.DataParallel, around the model under autocast; with fewer than two accelerators the model itself, as in "single".
 
-    The loader's batch is the whole: it is split along dimension 0, outputs are put together again. A forward that returns the loss
-    returns one a device: average them. What forward writes stays only on the first device, and batch-norm takes each device's share
-    by itself, also with `convert_sync_batchnorm`. ddp does the same faster, without copies and with a process a device.
+    The loader's batch is split along dimension 0, and outputs are joined. A forward that returns the loss returns one a device: average
+    them. Changes that forward makes to the model stay on the first device only, and batch-norm takes each device's share by itself, also
+    with `convert_sync_batchnorm`. ddp does the same faster, without copies and with a process a device.
     """
 
     name: ClassVar[str] = "data_parallel"
@@ -203,11 +203,8 @@ class DataParallel(Single):
                     f"data_parallel calls copies of the model, and the compiled code of {name or 'the model'} would run in each of them "
                     "with the first one's parameters: leave compiling out, or use strategy='ddp'"
                 )
-        logger.info(
-            "data_parallel copies the model to %d devices at each call; ddp is faster: `easymp launch --processes %d`",
-            count,
-            count,
-        )
+        words = "data_parallel copies the model to %d devices at each call; ddp is faster: `easymp launch --processes %d`"
+        logger.info(words, count, count)
         return nn.DataParallel(module, list(self._devices))
 
 
@@ -231,6 +228,48 @@ def choose_devices(device: torch.device, wanted: tuple[int, ...] | None) -> tupl
     return wanted
 
 
+# -- tensors of a model, over the ranks --------------------------------------------------------------------------------
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """`tensors` that have elements, in one list for each dtype."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            found.setdefault(tensor.dtype, []).append(tensor)
+    return list(found.values())
+
+
+@torch.no_grad()
+def average(tensors: Iterable[Tensor], world: World) -> None:
+    """Replace floating-point and complex tensors by their mean over the ranks, in place; half-precision ones are summed in fp32.
+
+    Others, such as counters, stay as they are.
+    """
+    summed: list[Tensor] = []
+    narrow: list[tuple[Tensor, Tensor]] = []
+    for tensor in {id(t): t for t in tensors}.values():
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if not real.is_floating_point() or not real.numel():
+            continue
+        if real.element_size() < 4:
+            narrow.append((real, real.float()))
+            real = narrow[-1][1]
+        summed.append(real)
+    world.average_(summed)
+    for half, mean in narrow:
+        half.copy_(mean)
+
+
+def hook_gradient(parameter: nn.Parameter, call: Callable[[Any], None]) -> Any:
+    """Register a post-accumulate-grad hook, also on a frozen parameter, which torch refuses and which may be unfrozen later."""
+    wanted = parameter.requires_grad
+    parameter.requires_grad_(True)
+    hook = parameter.register_post_accumulate_grad_hook(call)
+    parameter.requires_grad_(wanted)
+    return hook
+
+
 def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
     """Give the tensors of `model` that are not sharded the values of rank 0, on the rank's device if asked to `place` them."""
     with torch.no_grad():
@@ -243,7 +282,7 @@ def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
                 tensor.copy_(world.broadcast(tensor))
 
 
-# -- norms of gradients that lie on the ranks in any layout: each element counts once ----------------------------------
+# -- norms of gradients in any layout: each element counts once --------------------------------------------------------
 
 
 def clip_whole(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -302,26 +341,21 @@ def counting(world: World) -> Counting:
 
 
 def copies(tensor: Any, ranks: int) -> int:
-    """On how many of `ranks` ranks an element of `tensor` lies: a plain tensor on all, a sharded one on fewer."""
+    """The number of `ranks` ranks that hold an element of `tensor`: all for a plain tensor, fewer for a sharded one."""
     if not hasattr(tensor, "to_local"):
         return ranks
     shards = 1
     for dim, placement in enumerate(tensor.placements):
-        # _StridedShard, under fsdp and tensor parallelism, has been a Shard, and has stopped to be one; what is neither a copy nor a
-        # summand is a shard in every version of torch.
-        if not placement.is_replicate():
+        if not placement.is_replicate():  # torch's _StridedShard is a Shard in some versions only
             shards *= tensor.device_mesh.size(dim)
     return ranks // shards
 
 
 def settle(parameter: Any) -> None:
-    """Give `parameter`'s gradient the layout of `parameter`, where torch's backward left it in another.
+    """Give `parameter`'s gradient the layout of `parameter`, where torch's backward left it in another; a collective.
 
-    Summands on the ranks are added up then (a collective), and what is whole although the parameter is split is cut.
+    Partial sums are added up, and a whole gradient of a sharded parameter is cut.
     """
     grad = parameter.grad
     if hasattr(grad, "to_local") and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-# -- Frames around a model: modules that call it, and do nothing else.

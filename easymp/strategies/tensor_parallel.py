@@ -24,7 +24,7 @@ from ..errors import BatchError, PrepareError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..optim.torch_step import indifferent, values
 from ..protocols import Counting, Layout, WrapContext
-from .blocks import ATOMS
+from .blocks import ATOMS, refuse_sharded
 from .fsdp import (
     SHARDS,
     FSDPOptions,
@@ -198,7 +198,7 @@ class TensorParallel(Single):
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
         names = names_of(model, optimizers)
-        _check_whole(model)
+        refuse_sharded(model)
         if self.data_size > 1:
             check_shardable(model)
         policy, options = context.policy, self.options
@@ -217,9 +217,8 @@ class TensorParallel(Single):
         pieces: list[Any] = []
         if self.data_size > 1:
             for group in find_groups(model, options.fsdp.wrap):
-                pieces += shard(
-                    group, self._mesh()["data"], options.fsdp, self._world.device, gather=policy.gather
-                )
+                shard(group, self._mesh()["data"], options.fsdp, self._world.device, gather=policy.gather)
+                pieces += group
         else:
             for parameter in model.parameters():
                 if hasattr(parameter, "to_local"):  # fsdp does this by itself
@@ -324,14 +323,6 @@ class Split(nn.Module):
                 "does): say 'replicate' for that layer in the plan of tensor parallelism, before the pattern that splits it. torch "
                 f"said: {error}"
             ) from error
-
-
-def _check_whole(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local"):
-            raise PrepareError(
-                f"parameter {name!r} is sharded already, by an earlier run or by hand: build the model anew"
-            )
 
 
 def _is_split(parameter: Any) -> bool:

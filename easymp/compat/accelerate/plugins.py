@@ -8,8 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from ...errors import RefusedError, SettingError, nearest
-from ...strategies.fsdp import FSDPOptions
-from ...strategies.hsdp import HSDPOptions
+from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
 from .layer import layer
 
