@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import fsspec
 import pytest
 import torch
 
-from easymp.checkpoint.folders import open_storage
+from easymp import checkpoint
 
 from ..conftest import Ranks
 from .runs import Case, train
@@ -21,7 +22,8 @@ from .runs import Case, train
 PERSISTENT = {"workers": 2}
 POWER = {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 2}}
 # case, processes before, processes after, killed after updates, killed at the n-th beginning or end of a write of a rank
-ROWS: dict[str, tuple[Case, int, int, int, int]] = {
+Row = tuple[Case, int, int, int, int]
+ROWS: dict[str, Row] = {
     "one process, in a save": (Case(accumulation=2), 1, 1, 0, 30),
     "ddp, asynchronously, between saves": (Case("ddp", accumulation=2, async_=True), 2, 2, 5, 0),
     "ddp, at an epoch's end": (Case("ddp"), 2, 2, 5, 0),
@@ -36,7 +38,7 @@ ROWS: dict[str, tuple[Case, int, int, int, int]] = {
     "two processes, then one": (Case(), 2, 1, 8, 0),
     "one process, then two": (Case(accumulation=2), 1, 2, 4, 0),
 }
-SLOW: dict[str, tuple[Case, int, int, int, int]] = {
+SLOW: dict[str, Row] = {
     **{
         f"{strategy} {precision}, {n} processes, accumulation {accumulation}, {step or write}": (
             *(Case(strategy, options, precision, accumulation), n, n, step, write),
@@ -70,10 +72,8 @@ SLOW: dict[str, tuple[Case, int, int, int, int]] = {
 }
 
 
-def whole_life(
-    ranks: Ranks, folder: str, row: tuple[Case, int, int, int, int]
-) -> tuple[list[Any], list[Any]]:
-    """What each rank says of a run without interruption, and of one with, on the processes after it."""
+def whole_life(ranks: Ranks, folder: str, row: Row) -> tuple[list[Any], list[Any]]:
+    """Each rank's result of a run without interruption, and of one that was killed and started again."""
     case, before, after, step, write = row
     if case.strategy == "pipeline":
         case = replace(case, options={"microbatches": 2})
@@ -83,12 +83,14 @@ def whole_life(
     return straight, ranks(train, f"{folder}/killed", case, processes=after)
 
 
-def same_end(ranks: Ranks, folder: str, row: tuple[Case, int, int, int, int]) -> None:
+def same_end(ranks: Ranks, folder: str, row: Row) -> None:
     straight, again = whole_life(ranks, folder, row)
     went_on(straight, again, exactly=row[1] == row[2])
-    assert not [
-        name for name in open_storage(f"{folder}/straight/checkpoints").list() if name.startswith(".tmp")
-    ]
+    assert all(entry.committed for entry in checkpoint.list_checkpoints(f"{folder}/straight/checkpoints"))
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def went_on(straight: list[Any], again: list[Any], exactly: bool) -> None:
@@ -99,25 +101,19 @@ def went_on(straight: list[Any], again: list[Any], exactly: bool) -> None:
         assert other["tested"] == one["tested"][-len(other["tested"]) :]
         assert (other["updates"], other["lr"]) == (one["updates"], one["lr"])
         if exactly:
-            assert all(
-                torch.equal(weights, one["weights"][name]) for name, weights in other["weights"].items()
-            )
-            assert all(
-                torch.equal(buffer, known) for buffer, known in zip(other["statistics"], one["statistics"])
-            )
+            assert same(other["weights"], one["weights"])
+            assert all(map(torch.equal, other["statistics"], one["statistics"]))
             assert other["drawn"][1] == one["drawn"][1] and torch.equal(other["drawn"][0], one["drawn"][0])
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_killed_and_started_again(ranks: Ranks, tmp_path: Path, row: tuple[Case, int, int, int, int]) -> None:
+def test_killed_and_started_again(ranks: Ranks, tmp_path: Path, row: Row) -> None:
     same_end(ranks, str(tmp_path), row)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", SLOW.values(), ids=SLOW)
-def test_killed_and_started_again_in_all_ways(
-    ranks: Ranks, tmp_path: Path, row: tuple[Case, int, int, int, int]
-) -> None:
+def test_killed_and_started_again_in_all_ways(ranks: Ranks, tmp_path: Path, row: Row) -> None:
     same_end(ranks, str(tmp_path), row)
 
 
@@ -145,6 +141,4 @@ def test_killed_in_the_first_save_it_begins_anew(ranks: Ranks, tmp_path: Path, w
     straight, again = whole_life(ranks, str(tmp_path), (Case(), 1, 1, 0, write))
     assert again[0]["resumed"] is None
     assert again[0]["seen"] == straight[0]["seen"]
-    assert all(
-        torch.equal(weights, straight[0]["weights"][name]) for name, weights in again[0]["weights"].items()
-    )
+    assert same(again[0]["weights"], straight[0]["weights"])

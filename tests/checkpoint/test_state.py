@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,19 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-import easymp
-from easymp import Accelerator, CheckpointError, ProjectConfiguration, RefusedError, SettingError, StepError
-from easymp.checkpoint.manifest import decode, seal
+from easymp import (
+    Accelerator,
+    CheckpointError,
+    ProjectConfiguration,
+    RefusedError,
+    SettingError,
+    StepError,
+    checkpoint,
+)
 
 from ..conftest import Ranks
 from .runs import Numbered
+from .samples import flip, lineage_of, rewrite
 
 
 class Run:
@@ -47,10 +54,6 @@ class Run:
         return self.model.weight.detach().clone()
 
 
-def folders(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir() if p.is_dir())
-
-
 def test_names_follow_updates_and_go_on_after_a_load(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         assert run.acc.project_dir == run.acc.logging_dir == str(tmp_path)
@@ -63,15 +66,15 @@ def test_names_follow_updates_and_go_on_after_a_load(tmp_path: Path) -> None:
         run.step()
     with Run(tmp_path) as run:
         assert run.acc.load_state().place == place
-        assert torch.equal(run.weight(), weight)
-        assert run.acc.save_iteration == 1
+        assert torch.equal(run.weight(), weight) and run.acc.save_iteration == 1
         assert run.acc.save_state() == place  # the same step again takes its place
         run.step()
         assert run.acc.save_state().endswith("step-00000003")
-    assert folders(tmp_path / "checkpoints") == ["step-00000002", "step-00000003"]
+    names = [entry.name for entry in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step-00000002", "step-00000003"]
 
 
-def test_a_folder_or_the_root_of_some_by_the_peers_names_too(tmp_path: Path) -> None:
+def test_a_checkpoint_or_the_folder_above_it_is_loaded_by_the_peers_names_too(tmp_path: Path) -> None:
     with Run() as run:
         run.acc.save_state(output_dir=tmp_path / "own")
         own = run.weight()
@@ -89,41 +92,28 @@ def test_a_folder_or_the_root_of_some_by_the_peers_names_too(tmp_path: Path) -> 
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
-        with pytest.raises(SettingError, match="two names for one thing"):
-            run.acc.save_state(tmp_path / "a", output_dir=tmp_path / "b")
-        with pytest.raises(RefusedError, match="runs code"):
-            run.acc.save_state(safe_serialization=False)
-        with pytest.raises(RefusedError, match="exclude_frozen"):
-            run.acc.save_state(exclude_frozen=True)
-        with pytest.raises(RefusedError, match="map_location"):
-            run.acc.load_state(map_location="cpu")
-        with pytest.raises(
-            CheckpointError,
-            match="a dict cannot be kept in checkpoints: it has no state_dict and no load_state_dict",
-        ):
-            run.acc.register_for_checkpointing({})
-        with pytest.raises(SettingError, match="is not a number of epochs"):
-            run.acc.epochs(-1)
-    with pytest.raises(SettingError, match="save_on_each_node=True cannot be honoured"):
-        ProjectConfiguration(save_on_each_node=True)
-    with pytest.raises(SettingError, match="total_limit=0"):
-        ProjectConfiguration(total_limit=0)
-    with pytest.raises(SettingError, match="contradicts"):
-        Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))
-
-
-def test_not_within_a_window(tmp_path: Path) -> None:
     with Run(tmp_path, gradient_accumulation_steps=2) as run:
-        with run.acc.accumulate(run.model):
-            run.acc.backward(run.model(torch.randn(4, 12)).sum())
+        acc = run.acc
+        for words, act in {
+            "two names for one thing": lambda: acc.save_state(tmp_path / "a", output_dir=tmp_path / "b"),
+            "runs code": lambda: acc.save_state(safe_serialization=False),
+            "exclude_frozen": lambda: acc.save_state(exclude_frozen=True),
+            "map_location": lambda: acc.load_state(map_location="cpu"),
+            "a dict cannot be kept .* no state_dict and no load": lambda: acc.register_for_checkpointing({}),
+            "is not a number of epochs": lambda: acc.epochs(-1),
+            "save_on_each_node=True cannot be honoured": lambda: ProjectConfiguration(save_on_each_node=True),
+            "total_limit=0": lambda: ProjectConfiguration(total_limit=0),
+            "contradicts": lambda: Accelerator(project_dir="a", project_config=ProjectConfiguration("b")),
+        }.items():
+            with pytest.raises((SettingError, RefusedError, CheckpointError), match=words):
+                act()
+        with acc.accumulate(run.model):
+            acc.backward(run.model(torch.randn(4, 12)).sum())
             with pytest.raises(StepError, match="micro-step 1 of 2"):
-                run.acc.save_state()
+                acc.save_state()
 
 
-def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gradients_that_wait_for_a_step_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Run(tmp_path) as run:
         run.step()
         run.acc.save_state()
@@ -136,17 +126,13 @@ def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(
 
 
 def damaged(folder: Path, how: str) -> None:
+    manifest = folder / "manifest.json"
     if how == "uncommitted":
         (folder / "COMMIT").unlink()
     elif how == "manifest":
-        (folder / "manifest.json").write_bytes(
-            (folder / "manifest.json").read_bytes().replace(b'"step":', b'"stop":', 1)
-        )
+        manifest.write_bytes(manifest.read_bytes().replace(b'"step":', b'"stop":', 1))
     else:
-        file = next(folder.glob("model-*.safetensors"))
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        flip(next(folder.glob("model-*.safetensors")), -1)
 
 
 @pytest.mark.parametrize("how", ["uncommitted", "manifest", "flipped bit"])
@@ -154,19 +140,19 @@ def test_resume_leaves_out_what_is_not_whole(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Run(tmp_path) as run:
+        places = []
         for _ in range(2):
             run.step()
-            run.acc.save_state()
-    newest = tmp_path / "checkpoints" / "step-00000002"
-    damaged(newest, how)
+            places.append(run.acc.save_state())
+    damaged(Path(places[1]), how)
     with Run(tmp_path) as run:
-        assert run.acc.resume() == str(newest.with_name("step-00000001"))
+        assert run.acc.resume() == places[0]
     assert "left out" in caplog.text and "step-00000002" in caplog.text
-    damaged(newest.with_name("step-00000001"), how)
+    damaged(Path(places[0]), how)
     with Run(tmp_path) as run:
         if how == "uncommitted":
             assert run.acc.resume() is None
-        else:  # somebody should look before the training begins anew
+        else:  # a person should look before the training begins anew
             with pytest.raises(CheckpointError, match="no checkpoint is whole any more"):
                 run.acc.resume()
 
@@ -174,11 +160,10 @@ def test_resume_leaves_out_what_is_not_whole(
 def test_a_checkpoint_of_another_model_is_an_error_and_not_left_out(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         run.acc.save_state()
-    acc = Accelerator(mixed_precision="no", project_dir=tmp_path)
-    acc.prepare(nn.Linear(3, 2))
-    with pytest.raises(CheckpointError, match="nothing has changed"):
-        acc.resume()
-    acc.close()
+    with Accelerator(mixed_precision="no", project_dir=tmp_path) as acc:
+        acc.prepare(nn.Linear(3, 2))
+        with pytest.raises(CheckpointError, match="nothing has changed"):
+            acc.resume()
 
 
 class Counter:
@@ -192,13 +177,12 @@ class Counter:
         self.seen = state
 
 
-def test_objects_of_the_users_own(tmp_path: Path) -> None:
-    counter = Counter()
+def test_objects_of_the_user_come_back(tmp_path: Path) -> None:
+    counter, fresh = Counter(), Counter()
+    counter.seen = {"best": float("-inf"), "last": torch.arange(3)}
     with Run(tmp_path) as run:
         run.acc.register_for_checkpointing(counter, nn.Linear(2, 2))
-        counter.seen = {"best": float("-inf"), "last": torch.arange(3)}
         run.acc.save_state()
-    fresh = Counter()
     with Run(tmp_path) as run:
         run.acc.register_for_checkpointing(fresh, nn.Linear(2, 2))
         run.acc.load_state()
@@ -233,68 +217,49 @@ def test_hooks(tmp_path: Path) -> None:
         handle.remove()
         run.acc.save_state()
         assert len(called) == 2
-        run.acc.register_save_state_pre_hook(
-            lambda models, weights, folder: (Path(place) / "mine").write_text("")
-        )
+        run.acc.register_save_state_pre_hook(lambda *_: (Path(place) / "mine").write_text(""))
         with pytest.raises(CheckpointError, match="a hook wrote to"):
             run.acc.save_state(place)
-
-
-def without(folder: Path, word: str) -> None:
-    """Takes states whose name holds `word` out of a checkpoint, and seals it again."""
-    manifest = decode((folder / "manifest.json").read_bytes(), "a")
-    states = {name: state for name, state in manifest.states.items() if word not in name}
-    text = replace(manifest, states=states).encode()
-    (folder / "manifest.json").write_bytes(text)
-    (folder / "COMMIT").write_bytes(seal(text))
 
 
 def test_missing_random_streams_are_an_error_unless_that_is_allowed(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         place = Path(run.acc.save_state())
-        without(place, "random")
+        states = json.loads((place / "manifest.json").read_bytes())["states"]
+        kept = {name: state for name, state in states.items() if "random" not in name}
+        rewrite(place, lineage_of(place), states=kept)
         with pytest.raises(CheckpointError, match="the random streams of 0 of its 1 ranks"):
             run.acc.load_state()
         assert "random streams of 0 of its 1" in str(run.acc.load_state(strict=False).skipped)
 
 
 def draw(folder: str, save: bool) -> Any:
-    acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder)
-    acc.prepare(nn.Linear(2, 2))
-    if save:
-        acc.save_state()
-    else:
-        acc.load_state()
-    drawn = (torch.rand(1).item(), random.random())
-    acc.close()
-    return drawn
+    with Accelerator(mixed_precision="no", seed=3, project_dir=folder) as acc:
+        acc.prepare(nn.Linear(2, 2))
+        acc.save_state() if save else acc.load_state()
+        return torch.rand(1).item(), random.random()
 
 
 def test_ranks_that_are_new_draw_something_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
     then = ranks(draw, str(tmp_path), True, processes=2)
     now = ranks(draw, str(tmp_path), False, processes=4)
     assert now[:2] == then
-    assert len({torch_drawn for torch_drawn, _ in now}) == len({own for _, own in now}) == 4
+    assert len({drawn for drawn, _ in now}) == len({own for _, own in now}) == 4
     assert ranks(draw, str(tmp_path), False, processes=1) == then[:1]
 
 
-def test_auto_goes_on_in_what_was_measured(tmp_path: Path) -> None:
-    def prepared() -> Accelerator:
-        acc = Accelerator(mixed_precision="auto", project_dir=tmp_path, cpu=True)
-        acc.prepare(nn.Linear(4, 4))
-        return acc
-
-    acc = prepared()
-    if acc.mixed_precision != "auto":
-        acc.close()
-        pytest.skip("needs a CPU with bf16 instructions, where 'auto' measures")
-    acc._precision.follow("bf16")
-    acc.save_state()
-    acc.close()
-    acc = prepared()
-    acc.resume()
-    assert acc.mixed_precision == "bf16" and "resumes" in acc.plan.precision.reason
-    acc.close()
+def test_auto_goes_on_in_the_measured_precision(tmp_path: Path) -> None:
+    for first in (True, False):
+        with Accelerator(mixed_precision="auto", project_dir=tmp_path, cpu=True) as acc:
+            acc.prepare(nn.Linear(4, 4))
+            if first and acc.mixed_precision != "auto":
+                pytest.skip("needs a CPU with bf16 instructions, where 'auto' measures")
+            if first:
+                acc._precision.follow("bf16")
+                acc.save_state()
+            else:
+                acc.resume()
+                assert acc.mixed_precision == "bf16" and "resumes" in acc.plan.precision.reason
 
 
 # -- loaders and epochs ------------------------------------------------------------------------------------------------
@@ -321,15 +286,14 @@ def test_the_peers_idiom(tmp_path: Path, with_epoch: bool) -> None:
             run.acc.load_state()
             if with_epoch:
                 run.loader.set_epoch(1)
-            first = run.acc.skip_first_batches(run.loader, done)
-            assert indices(first) == expected
+            assert indices(run.acc.skip_first_batches(run.loader, done)) == expected
             if with_epoch:
                 run.loader.set_epoch(2)
             assert indices(run.loader) == seen[2]
 
 
-def two_passes(run: Run, test: Any, save_at: str = "") -> list[str]:
-    """What a script sees that trains and then validates in each epoch, and saves once."""
+def two_passes(folder: Path, save_at: str = "", load: bool = False) -> list[str]:
+    """The places of a script that trains and then validates in each epoch, and saves once."""
     said = []
 
     def at(epoch: int, where: str, what: Any = 0) -> None:
@@ -337,57 +301,46 @@ def two_passes(run: Run, test: Any, save_at: str = "") -> list[str]:
         if said[-1] == save_at:
             run.acc.save_state()
 
-    for epoch in run.acc.epochs(3):
-        at(epoch, "begin")
-        for batch in run.loader:
-            at(epoch, "train", indices([batch]))
-        at(epoch, "between")
-        for batch in test:
-            at(epoch, "test", indices([batch]))
-        at(epoch, "end")
+    with Run(folder) as run:
+        test = run.acc.prepare(DataLoader(Numbered(24), 8))
+        if load:
+            run.acc.load_state()
+        for epoch in run.acc.epochs(3):
+            at(epoch, "begin")
+            for batch in run.loader:
+                at(epoch, "train", indices([batch]))
+            at(epoch, "between")
+            for batch in test:
+                at(epoch, "test", indices([batch]))
+            at(epoch, "end")
     return said
 
 
 @pytest.mark.parametrize(
-    ("epoch", "where", "number", "first"),
+    ("where", "number", "first"),
     [
-        (1, "begin", 0, "1 begin 0"),
-        (1, "train", 1, None),
-        (1, "train", 4, None),
-        (1, "between", 0, "2 begin 0"),
-        (1, "test", 0, None),
-        (1, "test", 2, None),
-        (1, "end", 0, "2 begin 0"),
-        (2, "end", 0, "nothing"),
+        ("1 begin", 0, "1 begin 0"),
+        ("1 train", 1, None),
+        ("1 train", 4, None),
+        ("1 between", 0, "2 begin 0"),
+        ("1 test", 0, None),
+        ("1 test", 2, None),
+        ("1 end", 0, "2 begin 0"),
+        ("2 end", 0, "nothing"),
     ],
 )
-def test_epochs_go_on_where_the_save_was(
-    tmp_path: Path, epoch: int, where: str, number: int, first: str | None
-) -> None:
-    def begin() -> tuple[Run, Any]:
-        run = Run(tmp_path)
-        return run, run.acc.prepare(DataLoader(Numbered(24), 8))
-
-    run, test = begin()
-    straight = two_passes(run, test)
-    run.acc.close()
-    place = [line for line in straight if line.startswith(f"{epoch} {where}")][number]
-    run, test = begin()
-    two_passes(run, test, place)
-    run.acc.close()
-    run, test = begin()
-    run.acc.load_state()
-    again = two_passes(run, test)
-    run.acc.close()
+def test_epochs_go_on_where_the_save_was(tmp_path: Path, where: str, number: int, first: str | None) -> None:
+    straight = two_passes(tmp_path)
+    place = [line for line in straight if line.startswith(where)][number]
+    two_passes(tmp_path, place)
+    again = two_passes(tmp_path, load=True)
     if first == "nothing":
         assert again == []
     elif first is not None:
         assert again == straight[straight.index(first) :]
-    else:  # the body begins again, with what is left of its passes
-        after = straight[straight.index(place) + 1 :]
-        assert again[0] == f"{epoch} begin 0"
-        ended = ["1 between 0"] if where == "test" else []
-        assert again[1:] == ended + after
+    else:  # the body begins again, with the rest of its passes
+        ended = ["1 between 0"] if "test" in where else []
+        assert again == ["1 begin 0", *ended, *straight[straight.index(place) + 1 :]]
 
 
 def test_epochs_is_range_and_loops_are_told_apart(tmp_path: Path) -> None:
@@ -416,7 +369,7 @@ def test_a_save_in_another_kind_of_loop_does_not_say_which_epochs_are_left(tmp_p
 
 def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
-        order = [indices(run.loader)]
+        order = indices(run.loader)
         run.loader.set_epoch(0)
         read = []
         for number, batch in enumerate(run.loader):
@@ -425,8 +378,7 @@ def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
                 run.acc.save_state()
             if number == 3:
                 run.acc.load_state()
-        assert read == order[0][:32]
-        assert indices(run.loader) == order[0][16:]
+        assert read == order[:32] and indices(run.loader) == order[16:]
 
 
 @pytest.mark.parametrize("kind", ["memory", "s3"])
@@ -439,11 +391,9 @@ def test_a_run_in_an_object_store_saves_again_and_goes_on(
             run.step()
             run.acc.save_state(async_=asynchronous)
         run.acc.save_state()  # the same step once more
-        before = run.model.weight.detach().clone()
-    names = [
-        entry.name for entry in easymp.checkpoint.list_checkpoints(f"{place}/checkpoints") if entry.committed
-    ]
-    assert [name.partition(".")[0] for name in names] == ["step-00000002", "step-00000003"]
+        before = run.weight()
+    found = checkpoint.list_checkpoints(f"{place}/checkpoints")
+    assert [e.name.partition(".")[0] for e in found if e.committed] == ["step-00000002", "step-00000003"]
     with Run(place) as run:
         assert run.acc.resume().startswith(f"{place}/checkpoints/step-00000003")
-        assert torch.equal(run.model.weight, before)
+        assert torch.equal(run.weight(), before)

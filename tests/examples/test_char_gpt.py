@@ -42,10 +42,8 @@ def test_a_few_updates_with_accumulation_on_two_processes(ranks: Ranks, tmp_path
 _alone: list[float] = []
 
 
-# One in `make test`: the one that shows most.
-@pytest.mark.parametrize(
-    "strategy", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in SPREAD]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SPREAD)
 def test_a_strategy_changes_no_number(ranks: Ranks, strategy: str) -> None:
     if not _alone:
         _alone.append(number("validation", ranks(within, SCRIPT, *SHORT, processes=1)[0]))
