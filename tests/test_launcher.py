@@ -26,7 +26,7 @@ from easymp import (
 )
 from easymp.base import env
 from easymp.launcher import launch_script
-from easymp.launcher.agent import by_blame
+from easymp.launcher.agent import blame
 from easymp.launcher.rendezvous import RendezvousConfig, SingleNode
 from easymp.launcher.worker import Failure
 
@@ -247,7 +247,7 @@ DOWNLOAD = Failure(6, 1, "TimeoutError", "download timed out", "", 9.0)  # a use
     ],
 )
 def test_blame(given, ranks):
-    assert [f.rank for f in by_blame(given)] == ranks
+    assert [f.rank for f in sorted(given, key=blame)] == ranks
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------

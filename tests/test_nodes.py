@@ -244,7 +244,7 @@ def test_other_nodes_that_never_come_and_a_main_address_elsewhere(script, capsys
     )
     assert main([*words, "192.0.2.1", script("")]) == 1  # an address for documentation (RFC 5737): nobody's
     assert (
-        "'192.0.2.1' is no address of this machine, which is to be the main node" in capsys.readouterr().err
+        "'192.0.2.1' is not an address of this machine, which is to be the main node" in capsys.readouterr().err
     )
 
 

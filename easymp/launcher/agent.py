@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -39,7 +39,7 @@ GRACE = 30.0  # seconds, torch's own
 STAY = 300.0  # seconds that a node whose ranks are done waits for those of the others, as elastic does
 # Seconds: a program that signals a process and its group (a terminal, timeout, a scheduler) does so within less.
 AGAIN = 2.0
-CAUSE, PEER, TOLD = range(3)  # went wrong by itself; lost another rank; was told to stop
+CAUSE, PEER, TOLD = range(3)  # the rank's own error; a lost connection to another rank; ended by the launcher
 # The types in which a backend says that another rank is gone: a user's own error of another type never means that.
 PEER_TYPES = {
     "RuntimeError",
@@ -59,14 +59,11 @@ class RanksFailed(Exception):
         self.failures, self.size, self.node = failures, size, node
 
     def explain(self) -> str:
-        """The first failure's own text, under a line that says whose it is; that line alone where it was another node's."""
+        """A line that names the first failure, and its own text unless it was another node's."""
         first = self.failures[0]
-        if self.node:
-            return (
-                f"rank {first.rank} of {self.size} failed first, on {self.node}: {first.words}; "
-                "the launcher there says more"
-            )
-        return f"rank {first.rank} of {self.size} failed first: {first.words}\n{first.text}".rstrip()
+        where = f", on {self.node}" if self.node else ""
+        line = f"rank {first.rank} of {self.size} failed first{where}: {first.words}"
+        return f"{line}; the launcher there says more" if self.node else f"{line}\n{first.text}".rstrip()
 
 
 class Interrupted(Exception):
@@ -162,17 +159,15 @@ def run(
     try:
         with env.override(**surroundings(config, threads), **variables), _signals(agents), _quiet():
             rendezvous = MultiNode(config) if config.limit > 1 else SingleNode(config)
-            spec = WorkerSpec(
-                role="default",
-                local_world_size=processes,
-                entrypoint=entrypoint,
-                args=tuple(arguments),
-                rdzv_handler=rendezvous,
-                max_restarts=max_restarts,
-                monitor_interval=monitor_interval,
-            )
             over = True
             try:
+                spec = WorkerSpec(
+                    *("default", processes, rendezvous),
+                    entrypoint=entrypoint,
+                    args=tuple(arguments),
+                    max_restarts=max_restarts,
+                    monitor_interval=monitor_interval,
+                )
                 agents.append(Agent(spec, directory, _grace(grace)))
                 return _results(agents[0], Path(directory))
             except SignalException:
@@ -228,16 +223,14 @@ def collect(directory: Path, codes: Mapping[int, int], first_rank: int = 0) -> l
     """
     attempts = sorted(directory.glob("*/attempt_*"), key=lambda p: int(p.name.rpartition("_")[2]))
     last = attempts[-1] if attempts else directory
-    found = {}
-    for path in last.glob(f"*/{RECORD}"):
-        failure = Failure(**json.loads(path.read_text(encoding="utf-8")))
-        found[failure.rank] = failure
+    records = (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in last.glob(f"*/{RECORD}"))
+    found = {failure.rank: failure for failure in records}
     for rank, code in codes.items():
         if rank not in found:
             fatal = last / str(rank - first_rank) / FATAL
             text = fatal.read_text(encoding="utf-8", errors="replace") if fatal.exists() else ""
             found[rank] = Failure(rank, code, text=text)
-    return by_blame(found.values())
+    return sorted(found.values(), key=blame)
 
 
 def _saved(directory: Path) -> bool:
@@ -246,13 +239,8 @@ def _saved(directory: Path) -> bool:
     return bool(failures) and all(failure.code == RESTART for failure in failures)
 
 
-def by_blame(failures: Iterable[Failure]) -> list[Failure]:
-    """The likeliest cause first: what went wrong by itself, then lost connections, then who was told to stop; each by time."""
-    return sorted(failures, key=blame)
-
-
 def blame(failure: Failure) -> tuple[int, float, int]:
-    """What `by_blame` sorts by: CAUSE, PEER or TOLD, the time, and the rank."""
+    """Sorting key that puts the likeliest cause first: CAUSE, PEER or TOLD, the time, and the rank."""
     if not failure.type and failure.code == -signal.SIGTERM:
         return TOLD, failure.timestamp, failure.rank  # elastic ends the others so, once one has failed
     if failure.type in PEER_TYPES and Watch.caused_by_peer(RuntimeError(failure.message)):

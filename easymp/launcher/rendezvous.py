@@ -2,7 +2,7 @@
 
 One node needs a free port only. Several nodes meet by torch's c10d rendezvous, in the order of the node ranks, at a store that the
 main node's launcher opens; that node cannot be replaced. A node that fails for good, or is stopped, leaves a report in the store; the
-others see it within a second, stop their ranks, and know whose traceback matters.
+others see it within a second, stop their ranks, and name the node with the traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import re
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
@@ -29,18 +30,14 @@ WAIT = 600.0  # seconds
 LOOPBACK = "127.0.0.1"
 RUN = "easymp"
 OVER = "over"  # the terms of a run that is closing: the next one may already try to connect at the same port
-CONNECT, ANSWER = (
-    10.0,
-    60.0,
-)  # seconds that the main node's port has to prove itself a store, and that the store has for an answer
-RETRY, PATIENT = 0.3, 5.0  # seconds between two tries to connect, and without a word about waiting
+CONNECT = 10.0  # seconds for the program at the main node's port to answer as a store
+ANSWER = 60.0  # seconds for the store's answer to a request
+RETRY, PATIENT = 0.3, 5.0  # seconds between two tries to connect, and before a line says that this node waits
 LAST_CALL = 10  # seconds for more nodes, once there are enough
-HEARTBEAT, MISSED = 5, 3  # seconds; a node that misses so many is gone
+HEARTBEAT, MISSED = 5, 3  # seconds; a node that misses MISSED heartbeats is gone
 LOOK = 1.0  # seconds between looks at the store
-HEARING, BRIEF = (
-    15.0,
-    3.0,
-)  # seconds for the others' reports, where a failure here must have its cause there, or has it here
+# Seconds for the others' reports, where the cause of a failure must be theirs, and where it is here.
+HEARING, BRIEF = 15.0, 3.0
 LINGER = 10.0  # seconds that the main node stays for the others to read
 
 
@@ -50,11 +47,14 @@ class RendezvousConfig:
 
     Attributes:
         nodes: how many take part; with `most`, at least.
-        node_rank: which one this is, in the order of its ranks; 0 is the main node. None: the node that has `address` is the main
+        node_rank: this node's number, in the order of its ranks; 0 is the main node. None: the node that has `address` is the main
             one, and the others follow as they come.
         address, port: of the main node, where the launchers meet and rank 0 listens.
         most: nodes that may take part, where they come and go; None for exactly `nodes`.
         wait: seconds that the nodes wait for one another.
+
+    Raises:
+        SettingError: the numbers contradict one another, or several nodes have no port.
     """
 
     nodes: int = 1
@@ -65,18 +65,24 @@ class RendezvousConfig:
     wait: float = WAIT
 
     def __post_init__(self) -> None:
-        least, most, rank, limit = self.nodes, self.most, self.node_rank, self.limit
-        if least < 1:
-            why = f"{least} nodes cannot train: use at least 1"
-        elif most is not None and most < least:
-            why = f"nodes={least}:{most} ends below its start: write the smaller number first"
-        elif rank is not None and not 0 <= rank < limit:
-            why = f"node_rank={rank} does not lie in 0 … {limit - 1} for {self.words}"
-        elif limit > 1 and self.port is None:
-            why = f"{self.words} need a port to meet at on {self.address}: pass the same free port on each"
-        else:
-            return
-        raise SettingError(why)
+        rank, limit = self.node_rank, self.limit
+        for wrong, why in (
+            (self.nodes < 1, f"{self.nodes} nodes cannot train: use at least 1"),
+            (
+                limit < self.nodes,
+                f"nodes={self.nodes}:{limit} ends below its start: write the smaller number first",
+            ),
+            (
+                rank is not None and not 0 <= rank < limit,
+                f"node_rank={rank} does not lie in 0 … {limit - 1} for {self.words}",
+            ),
+            (
+                limit > 1 and self.port is None,
+                f"{self.words} need a port to meet at on {self.address}: pass the same free port on each",
+            ),
+        ):
+            if wrong:
+                raise SettingError(why)
 
     @property
     def limit(self) -> int:
@@ -91,8 +97,8 @@ class RendezvousConfig:
     @property
     def words(self) -> str:
         """``"2 nodes"``, ``"1 to 4 nodes"``."""
-        plural = "s" * (self.limit > 1)
-        return f"{self.nodes} to {self.limit} nodes" if self.elastic else f"{self.nodes} node{plural}"
+        number = f"{self.nodes} to {self.limit}" if self.elastic else str(self.nodes)
+        return f"{number} node{'s' * (self.limit > 1)}"
 
     @property
     def endpoint(self) -> str:
@@ -107,7 +113,7 @@ def read_config(
     main_port: int | None = None,
     wait: float = WAIT,
 ) -> RendezvousConfig:
-    """The configuration that a command line asks for: ``"2"`` or ``"1:4"`` nodes, ``"host"`` or ``"host:port"``.
+    """The configuration of a command line: ``"2"`` or ``"1:4"`` nodes, ``"host"`` or ``"host:port"``.
 
     Raises:
         SettingError: the options contradict one another, or something is missing.
@@ -117,22 +123,19 @@ def read_config(
         raise SettingError(
             f"--node-rank {node_rank} says which of several machines this is: say how many with --nodes, too"
         )
+    if most > 1 and main_address is None:
+        raise SettingError(
+            f"{most} nodes must know where to meet: pass --main-address HOST[:PORT], an address of the first node, on all of them"
+        )
     address, port = (LOOPBACK, None) if main_address is None else read_address(main_address)
-    if most > 1:
-        if main_address is None:
-            raise SettingError(
-                f"{most} nodes must know where to meet: pass --main-address HOST[:PORT], an address of the first node, on all of them"
-            )
-        port = port or main_port or PORT
-    elif not is_here(address):
+    port = port or main_port or (PORT if most > 1 else None)
+    if most == 1 and not is_here(address):
         logger.warning(
             "main_address=%r is not this machine, and not used: this run has one node (more: --nodes)",
             main_address,
         )
         address = LOOPBACK
-    return RendezvousConfig(
-        least, node_rank, address, port or main_port, None if most == least else most, wait
-    )
+    return RendezvousConfig(least, node_rank, address, port, None if most == least else most, wait)
 
 
 def read_nodes(text: str) -> tuple[int, int]:
@@ -141,24 +144,24 @@ def read_nodes(text: str) -> tuple[int, int]:
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         raise SettingError(
-            f"nodes={text!r} is no number of nodes: use 2, or 1:4 for at least 1 and at most 4"
+            f"nodes={text!r} is not a number of nodes: use 2, or 1:4 for at least 1 and at most 4"
         )
     return least, most
 
 
 def read_address(text: str) -> tuple[str, int | None]:
     """Host and port of ``"host"``, ``"host:29500"``, ``"::1"`` or ``"[::1]:29500"``."""
-    bracketed = re.fullmatch(r"\[([0-9a-fA-F:.%\w]+)\](?::(\d+))?", text)
-    if not (match := bracketed or re.fullmatch(r"([^:\s\[\]]+)(?::(\d+))?", text)):
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\s\[\]]+))(?::(\d+))?", text)
+    if match is None:
         try:
             return str(ipaddress.IPv6Address(text)), None
         except ValueError:
-            why = f"main_address={text!r} is no address: use HOST, HOST:PORT or [IPV6]:PORT"
+            why = f"main_address={text!r} is not an address: use HOST, HOST:PORT or [IPV6]:PORT"
             raise SettingError(why) from None
-    port = None if match[2] is None else int(match[2])
+    port = None if match[3] is None else int(match[3])
     if port is not None and not 0 < port < 65536:
         raise SettingError(f"main_address={text!r} has no possible port: use one from 1 to 65535")
-    return match[1], port
+    return match[1] or match[2], port
 
 
 # -- addresses and ports -----------------------------------------------------------------------------------------------
@@ -242,11 +245,11 @@ class Report:
 
     Attributes:
         failures: of its ranks, likeliest cause first.
-        caused: whether something went wrong there by itself, and not for want of another rank.
+        caused: whether the cause is there, and not another rank that was lost.
         signal: that stopped its launcher.
-        saved: its ranks say that they can be started again.
+        saved: its ranks can be started again.
         node: ``"node 1 (host)"``.
-        main: the node that the others meet at.
+        main: it is the node that the others meet at.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -258,14 +261,12 @@ class Report:
 
     def to_json(self) -> str:
         """Without the tracebacks: those are shown where they were raised."""
-        return json.dumps(
-            {**asdict(self), "failures": [f._replace(text="")._asdict() for f in self.failures]}
-        )
+        return json.dumps({**asdict(self), "failures": [f._replace(text="") for f in self.failures]})
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         found = json.loads(text)
-        return cls(**{**found, "failures": tuple(Failure(**f) for f in found["failures"])})
+        return cls(**{**found, "failures": tuple(Failure(*f) for f in found["failures"])})
 
 
 class Ended(Exception):
@@ -283,9 +284,7 @@ class SingleNode:
         WorldError: another program listens at the port that was asked for.
     """
 
-    use_agent_store = (
-        False  # of the launcher, by the ranks: its keys of an earlier attempt would be read again
-    )
+    use_agent_store = False  # ranks do not use the launcher's store: it has keys of earlier attempts
 
     def __init__(self, config: RendezvousConfig) -> None:
         self._config, self._round = config, 0
@@ -349,20 +348,17 @@ class MultiNode(SingleNode):
         self._name = host if config.node_rank is None else f"node {config.node_rank} ({host})"
         self._store = _open_store(config, self._main, self._name)
         asked = RendezvousParameters(
-            "c10d",
-            config.endpoint,
-            RUN,
-            config.nodes,
-            config.limit,
-            self._own,
+            *("c10d", config.endpoint, RUN, config.nodes, config.limit, self._own),
             join_timeout=max(1, int(config.wait)),
             last_call_timeout=LAST_CALL,
             keep_alive_interval=HEARTBEAT,
             keep_alive_max_attempt=MISSED,
         )
         self._torchs = create_handler(self._store, C10dRendezvousBackend(self._store, RUN), asked)
-        self._round, self._restarts, self._size = 0, 0, 0  # nodes, once they have met
-        self._looked, self._others_wait, self._lost = 0.0, False, False
+        self._round = self._restarts = 0
+        self._size = 0  # nodes, once they have met
+        self._looked, self._others_wait = 0.0, False
+        self._lost = False  # the main node's store is gone
         self._told = 0  # our report's number
 
     def next_rendezvous(self) -> Any:
@@ -405,13 +401,10 @@ class MultiNode(SingleNode):
             return self._gone(error)
         if ends:
             return Ended(ends)
-        late = (
-            "before this node's ranks could start again"
-            if self._round
-            else "and this node came too late to take part"
+        late = "before this node's ranks could start again" if self._round else "before this node took part"
+        return WorldError(
+            f"the run at {self._config.endpoint} is over, {late}: the others' output says how it ended"
         )
-        where = self._config.endpoint
-        return WorldError(f"the run at {where} is over, {late}: the others' output says how it ended")
 
     def _gone(self, error: Exception) -> WorldError:
         return WorldError(f"the main node at {self._config.endpoint} is gone, and with it this run ({error})")
@@ -419,9 +412,8 @@ class MultiNode(SingleNode):
     def _in_order(self, found: Any) -> tuple[list[int], list[str]]:
         """Torch's numbers of the nodes in the order of ours, and their names: the main node, then by node rank, then as torch has them."""
         limit, own = self._config.limit, self._config.node_rank
-        found.store.set(
-            f"node/{found.rank}", json.dumps([not self._main, limit if own is None else own, self._name])
-        )
+        place = [not self._main, limit if own is None else own, self._name]
+        found.store.set(f"node/{found.rank}", json.dumps(place))
         nodes = [json.loads(found.store.get(f"node/{i}")) for i in range(found.world_size)]
         self._size = len(nodes)
         order = sorted(range(len(nodes)), key=lambda i: (*nodes[i][:2], i))
@@ -433,13 +425,20 @@ class MultiNode(SingleNode):
         return order, [nodes[i][2] for i in order]
 
     def _too_few(self) -> str:
-        names = ", ".join(
-            self._store.get(f"came/{i + 1}").decode() for i in range(self._store.add("came", 0))
-        )
+        came = range(1, self._store.add("came", 0) + 1)
+        names = ", ".join(self._store.get(f"came/{i}").decode() for i in came)
         return (
             f"{self._config.words} were to meet at {self._config.endpoint}, and after {self._config.wait:g} seconds not enough are "
             f"there (so far came: {names}): start the others, ask for fewer with --nodes, or wait longer with --wait SECONDS"
         )
+
+    @contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Inside, requests to the store; where it is gone, the rest is left out. A RendezvousError is a RuntimeError, too."""
+        try:
+            yield
+        except RuntimeError:
+            self._lost = True
 
     def num_nodes_waiting(self) -> int:
         """Nodes that want to join. Where the main node is done and gone, the ranks here run to their own end.
@@ -451,45 +450,37 @@ class MultiNode(SingleNode):
         if self._lost or now - self._looked < LOOK:
             return 0
         self._looked = now
-        try:
-            ends = self._final_reports()
-            waiting = self._torchs.num_nodes_waiting()
-        except RuntimeError:  # a RendezvousError is one, too
-            self._lost = True
-            return 0
-        if ends:
+        ends, waiting = [], 0
+        with self._unless_lost():
+            ends, waiting = self._final_reports(), self._torchs.num_nodes_waiting()
+        if ends and not self._lost:
             self._store.add("heard", 1)
             raise Ended(ends)
         self._others_wait = waiting > 0
         return waiting
 
     def tell(self, report: Report) -> None:
-        try:
+        with self._unless_lost():
             self._told = self._store.add("told", 1)
             self._store.set(f"told/{self._told}", replace(report, node=self._name, main=self._main).to_json())
-        except RuntimeError:
-            self._lost = True
 
     def hear(self, own: Report) -> list[Report]:
         """The others' reports, waited for as long as they may change which failure is the cause."""
         deadline = time.monotonic() + (BRIEF if own.caused else HEARING)
         others: list[Report] = []
         while not self._lost:
-            try:
+            with self._unless_lost():
                 others, silent = self._others(), self._store.add("heard", 0)
-            except RuntimeError:
-                self._lost = True
-                break
-            certain = not own.caused and any(self._is_final(r) and (r.caused or r.signal) for r in others)
-            if certain or len(others) + silent >= self._size - 1 or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+                final = not own.caused and any(self._is_final(r) and (r.caused or r.signal) for r in others)
+                if final or len(others) + silent >= self._size - 1 or time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
         return others
 
     def close(self, over: bool) -> None:
-        """Leave; the main node stays until the others have left, too, and read what was told."""
+        """Leave; the main node stays until the others have left, too, and read the reports."""
         self._kept.close()
-        try:
+        with self._unless_lost():
             if over or self._main or not self._config.elastic:
                 self._torchs.shutdown()
             if self._main:
@@ -503,8 +494,6 @@ class MultiNode(SingleNode):
             while self._main and left < self._size and time.monotonic() < deadline:
                 time.sleep(0.1)
                 left = self._store.add("left", 0)
-        except RuntimeError:
-            self._lost = True
 
     def _others(self) -> list[Report]:
         told = range(1, self._store.add("told", 0) + 1)
@@ -532,7 +521,7 @@ def _open_store(config: RendezvousConfig, main: bool, name: str) -> Any:
     if main:
         if not is_here(config.address):
             raise WorldError(
-                f"{config.address!r} is no address of this machine, which is to be the main node: pass one of its own with "
+                f"{config.address!r} is not an address of this machine, which is to be the main node: pass one of its own with "
                 "--main-address, on all nodes, or --node-rank 0 on the machine that has it"
             )
         refuse_taken(config)
@@ -555,14 +544,12 @@ def _open_store(config: RendezvousConfig, main: bool, name: str) -> Any:
             ) from error
         if theirs != OVER:
             least, most = json.loads(theirs)
+            there = RendezvousConfig(least, 0, port=1, most=most).words
             raise SettingError(
-                f"the main node at {config.endpoint} was started for {RendezvousConfig(least, 0, port=1, most=most).words}, this "
-                f"one for {config.words}: pass the same --nodes on all"
+                f"the main node at {config.endpoint} was started for {there}, this one for {config.words}: pass the same --nodes on all"
             )
         del store
-        if time.monotonic() - start >= config.wait:
-            raise _unanswered(config, "the run there is over")
-        time.sleep(RETRY)
+        _retry(config, start, "the run there is over")
 
 
 def _connect(config: RendezvousConfig, main: bool) -> Any:
@@ -570,11 +557,8 @@ def _connect(config: RendezvousConfig, main: bool) -> Any:
 
     from ..distributed.hang_report import in_time  # imports torch
 
-    limit = timedelta(seconds=CONNECT)
-    store = in_time(
-        lambda: TCPStore(config.address, config.port, is_master=main, wait_for_workers=False, timeout=limit),
-        CONNECT,
-    )
+    options = {"is_master": main, "wait_for_workers": False, "timeout": timedelta(seconds=CONNECT)}
+    store = in_time(lambda: TCPStore(config.address, config.port, **options), CONNECT)
     store.set_timeout(timedelta(seconds=ANSWER))
     return PrefixStore(RUN, store)
 
@@ -587,17 +571,18 @@ def _wait_for_port(config: RendezvousConfig, start: float) -> None:
             socket.create_connection((config.address, config.port), timeout=CONNECT).close()
             return
         except OSError as error:
-            why, waited = error.strerror or str(error), time.monotonic() - start
-        if waited >= config.wait:
-            raise _unanswered(config, why)
-        if waited >= PATIENT and not said:
+            why = error.strerror or str(error)
+        if not said and PATIENT <= time.monotonic() - start < config.wait:
             say(f"waiting for the main node at {config.endpoint} ({why})")
             said = True
-        time.sleep(RETRY)
+        _retry(config, start, why)
 
 
-def _unanswered(config: RendezvousConfig, why: str) -> WorldError:
-    return WorldError(
-        f"the main node did not answer at {config.endpoint} for {config.wait:g} seconds ({why}): start it there with "
-        "--node-rank 0, correct --main-address, or wait longer with --wait SECONDS"
-    )
+def _retry(config: RendezvousConfig, start: float, why: str) -> None:
+    """Sleep before the next try. Raises WorldError once `config.wait` seconds have passed."""
+    if time.monotonic() - start >= config.wait:
+        raise WorldError(
+            f"the main node did not answer at {config.endpoint} for {config.wait:g} seconds ({why}): start it there with "
+            "--node-rank 0, correct --main-address, or wait longer with --wait SECONDS"
+        )
+    time.sleep(RETRY)
