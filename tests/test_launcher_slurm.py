@@ -148,7 +148,7 @@ def test_what_cannot_stand_in_the_batch_script_is_refused(tmp_path, monkeypatch,
     assert [line for line in lines(capsys.readouterr().out) if "touch" in line] == []
     Path("train.py").write_text("")
     assert main([*asked, "print", "--nodes", "1\ntouch pwned", "train.py"]) == 1
-    assert "is no number of nodes" in capsys.readouterr().err
+    assert "is not a number of nodes" in capsys.readouterr().err
 
 
 def test_submitting_is_sbatch_s(tmp_path, monkeypatch, capfd):

@@ -1,9 +1,8 @@
-"""Where every rank is, when one of them waits in vain.
+"""The place of every rank, for the error of a rank that waited in vain.
 
-A collective that times out says nothing about the others. So each rank keeps one thread that sleeps in the store until
-somebody asks; it then answers with the rank's last collective (torch's flight recorder) and the line its training thread is
-at. A rank that is stuck in a collective or asleep can still answer, for both release the interpreter; one that does not
-is dead or deaf, and that is an answer too.
+A collective that times out says nothing about the others. So each rank keeps one thread that sleeps in the store until another rank
+asks; it then answers with its last collective (torch's flight recorder) and the line of its training thread. A rank that is stuck in a
+collective or asleep can still answer, for both release the interpreter.
 """
 
 from __future__ import annotations
@@ -25,29 +24,20 @@ FOREVER = timedelta(days=30)
 ABORT = "abort "  # what a rank that breaks off says, and the number of its group
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 PATIENCE = timedelta(seconds=3)
-# Lines of these say nothing about where a user's script is: ours, Python's own, and installed packages (within the latter).
-NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(threading.__file__).parent))
+NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(threading.__file__).parent))  # easymp and Python
 
-# What gloo, NCCL and the store say when another rank is late, gone, or elsewhere.
+# Words of gloo, NCCL and the store for another rank that is late, gone, or in another collective.
 PEER_SIGNS = (
-    "timed out",
-    "timeout",
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "failed to pass monitoredbarrier",
-    "connectfullmesh",
-    "connection was likely closed",
-    "has left the run",
-)
+    "timed out", "timeout", "connection closed by peer", "connection reset", "connection refused", "broken pipe",
+    "failed to pass monitoredbarrier", "connectfullmesh", "connection was likely closed", "has left the run",
+)  # fmt: skip
 
 
 def in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """What `call` returns. For torch's stores, which wait for an answer for ever where no store listens, and hear no signal meanwhile.
+    """The result of `call`, run in a thread: torch's stores wait for ever where no store listens, and hear no signal meanwhile.
 
     Raises:
-        TimeoutError: it took longer; it is left alone then.
+        TimeoutError: it took longer; the thread is left alone then.
     """
     found: list[Any] = []
 
@@ -75,23 +65,19 @@ class Watch:
         abort: called in the listener's thread when another rank breaks off, with the number of the group that it leaves.
 
     Attributes:
-        trains: the thread whose line is reported: the one that made this, until another one calls an Accelerator.
-        heard: called in the listener's thread when another rank wants to agree on something (`call`); what it returns is this rank's
-            answer, and None is none.
+        trains: the reported thread: the one that made this, until another one calls an Accelerator.
+        heard: called in the listener's thread when another rank wants an agreement (`call`); it returns this rank's answer, or None.
     """
 
     def __init__(
         self, rank: int, size: int, store: dist.Store, abort: Callable[[int], None] = lambda group: None
     ) -> None:
         self._rank, self._size, self._abort = rank, size, abort
-        # A clone has a connection of its own, so the sleeper blocks nobody.
         # Counted in the store: worlds come and go on all ranks alike, but processes need not have lived equally long.
         number = store.add(f"easymp/watches/{rank}", 1)
-        self._store = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
-        self._ask = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
-        self._meet = dist.PrefixStore(
-            f"easymp/watch/{number}", store.clone()
-        )  # for `compare`, which may be interrupted
+        # A clone has a connection of its own: to sleep in, to ask by, and for `compare`, which may be interrupted.
+        clones = (dist.PrefixStore(f"easymp/watch/{number}", store.clone()) for _ in range(3))
+        self._store, self._ask, self._meet = clones
         self._silent = False  # whether the store has left a request without an answer
         self.trains = threading.get_ident()
         self.heard: Callable[[], int | None] = lambda: None
@@ -117,7 +103,7 @@ class Watch:
                     continue
                 self._store.set(asker, self._whereabouts())
         except RuntimeError:
-            return  # the store is gone, and with it everyone who could ask
+            return  # the store is gone
 
     def _whereabouts(self) -> str:
         frame = sys._current_frames().get(self.trains)
@@ -138,15 +124,12 @@ class Watch:
             return f"{lines[0]}\n  the other ranks cannot be asked: rank 0, which holds the store, has ended, was killed, or is stopped"
         try:
             for rank in range(self._size):
-                if rank == self._rank:
-                    continue
-                there = self._ask_where(rank)
-                lines.append(
-                    f"  rank {rank}: {there or 'no answer: it has ended, was killed, or is stopped'}"
-                )
+                if rank != self._rank:
+                    there = self._ask_where(rank) or "no answer: it has ended, was killed, or is stopped"
+                    lines.append(f"  rank {rank}: {there}")
         except RuntimeError:
             lines.append(
-                "  no other rank can be asked any more: rank 0, which holds the store, has ended or was killed"
+                "  no other rank can be asked: rank 0, which holds the store, has ended or was killed"
             )
         return "\n".join(lines)
 
@@ -208,14 +191,14 @@ class Watch:
         return store.get("end").decode()
 
     def leave(self, place: tuple[int, int]) -> None:
-        """Tell ranks that wait for this one that it does not come: `compare` fails at `place`, and so does `wait_for_all`."""
+        """Tell ranks that wait for this one that it does not come: `compare` at `place` and `wait_for_all` fail there."""
         if self.reachable():
             group, number = place
             for key in (f"compare/{group}/{number}/end", f"left/{group}/{self._rank}", f"left/{group}"):
                 self._ask.set(key, f"rank {self._rank} has left the run")
 
     def come(self, turn: tuple[int, int]) -> None:
-        """Release what waits in `wait_for_all` for this rank, at this number of a turn in a group."""
+        """Release ranks that wait for this one in `wait_for_all`; `turn` is a group and a number."""
         self._ask.set(f"turn/{turn[0]}/{turn[1]}/{self._rank}", "")
 
     def wait_for_all(self, turn: tuple[int, int], seconds: float) -> None:
@@ -274,7 +257,7 @@ class Watch:
         return [int(self._ask.get(key)) for key in keys]
 
     def close(self) -> None:
-        if self.reachable():  # else the thread has ended by itself, or waits for ever
+        if self.reachable():  # else the thread has ended, or waits for ever
             self._send(self._rank, "close")
             self._thread.join(5.0)
 

@@ -1,8 +1,8 @@
-"""The world: ranks that talk. Every collective is the identity at size 1, so nobody asks how many there are.
+"""The world: this process and the other ranks. Every collective is the identity at size 1.
 
-Joining, in order: a store (torchrun's agent has one, else rank 0 opens one), every rank signs in there, so that a missing
-rank has a name; then the process group. Leaving, in the order that never deadlocked: drop what wraps models, collect
-garbage, say farewell and wait for the others' (in the store), destroy.
+Joining: a store (that of torchrun's agent, else rank 0 opens one); every rank signs in there, so that a missing rank has a name; then
+the process group. Leaving, in the order that never deadlocked: drop the wrappers of models, collect garbage, say farewell in the store
+and wait for the others' farewells, destroy.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# What every backend moves as it is. Others travel as bytes (gather, broadcast) or through int32 (reduce).
+# Types that every backend moves. Others travel as bytes (gather, broadcast) or through int32 (reduce).
 MOVABLE = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8,
 }  # fmt: skip
-
 
 LOOPBACK = "127.0.0.1"
 BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
@@ -89,21 +88,18 @@ class World:
         self.device = device
         if device.index is not None:
             torch.get_device_module(device).set_device(device)
-        self.timeout = timeout
-        self.debug = debug
+        self.timeout, self.debug = timeout, debug
         self.backend: str | None = None
         self.settling: list[Callable[[], None]] = []  # see `settle`
-        self.forwards = 0  # of models whose forward needs every rank
-        # State of gradient hooks (with a state_dict) that a later world of this process takes over.
-        self.carried: list[Any] = []
+        self.forwards = 0  # of models with a forward that needs every rank
+        self.carried: list[Any] = []  # state of gradient hooks that a later world of this process takes over
+        self.owned = False  # whether we started the process group, and so end it
+        self.watch: Watch | None = None  # listens for the other ranks; None in a world of one
         self._process = os.getpid()
         self._left = False
-        self.owned = False  # whether we started the process group, and so end it
         self._store: dist.Store | None = None
-        self._watch: Watch | None = None
         self._number = 0  # of the group that runs, the same on all ranks
-        self._compared = 0  # calls of `compare` in this group
-        self._turns = 0  # calls of `in_turn` in this group
+        self._compared = self._turns = 0  # calls of `compare` and `in_turn` in this group
         self._ending = threading.Lock()
         if ranks.announced:
             self._join()
@@ -112,44 +108,43 @@ class World:
 
     def _join(self) -> None:
         if not dist.is_initialized():
-            store = _signed_in.pop() if _signed_in else _sign_in(self.ranks, self.timeout)[0]
-            self._connect(store)
+            self._connect(_signed_in.pop() if _signed_in else _sign_in(self.ranks, self.timeout)[0])
             self.owned = True
         self.backend = dist.get_backend()
         self._store = dist.distributed_c10d._get_default_store()
         if self.size > 1:
-            self._watch = Watch(self.rank, self.size, self._store, self._abort)
+            self.watch = Watch(self.rank, self.size, self._store, self._abort)
         atexit.register(self.close)  # a thread that sleeps in the store must not outlive the interpreter
 
     def _connect(self, store: dist.Store) -> None:
-        # Each group has a place of its own in the store. Counted there and not here: a process that was started later than the
-        # others, or lived through other worlds, would count differently.
+        # Each group has a place of its own in the store, counted there: a process that started later, or lived through other worlds,
+        # would count differently.
         number = self._number = store.add(f"groups/{self.rank}", 1)
         self._compared = self._turns = 0
-        # Its functions have the default group of the moment as default arguments: imported later (the first DDP does), it would
-        # keep this group's connections open for good, and ranks that wait for this one would not hear that it left.
+        # Its functions have the default group as default arguments: imported later (the first DDP does), it would keep this group's
+        # connections open for good, and ranks that wait for this one would not hear that it left.
         importlib.import_module("torch.distributed.nn.functional")
         own = dist.PrefixStore(f"group/{number}", store)
-        # What is sent to one rank only shares its stream with the group's collectives, as torch would warn: nothing here minds their order.
+        # torch warns that a message to one rank shares its stream with the group's collectives: nothing here minds their order.
         serial = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-        with env.override(
-            TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64"), **{serial: env.read(serial, "0")}
-        ):
+        wanted = {"TORCH_FR_BUFFER_SIZE": "64", serial: "0"}
+        limit = timedelta(seconds=self.timeout)
+        with env.override(**{name: env.read(name, value) for name, value in wanted.items()}):
             dist.init_process_group(
                 BACKENDS.get(self.device.type, "gloo"),
                 store=own,
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=self.timeout),
+                timeout=limit,
                 device_id=self.device if self.device.type == "cuda" and BINDS else None,
             )
         if not hasattr(dist.ProcessGroupGloo, "set_timeout"):
             # In torch 2.8 gloo takes a group's timeout when the group is made, and never again (`hurry_groups`).
-            dist.distributed_c10d.default_pg_timeout = timedelta(seconds=self.timeout)
-        # Connected here may not be connected there: a rank that failed at once would be, to the others, a connection that failed.
+            dist.distributed_c10d.default_pg_timeout = limit
+        # A rank that fails at once would look like a failed connection to ranks that are not connected yet.
         try:
             own.set(f"connected/{self.rank}", "")
-            own.wait([f"connected/{rank}" for rank in range(self.size)], timedelta(seconds=self.timeout))
+            own.wait([f"connected/{rank}" for rank in range(self.size)], limit)
         except RuntimeError as error:
             raise WorldError(
                 f"rank {self.rank} of {self.size} is connected, and not all others were within {self.timeout:g} s "
@@ -157,21 +152,21 @@ class World:
             ) from error
 
     def close(self) -> None:
-        """Leave the world; what was started here is ended here. Calling it again does nothing.
+        """Leave the world, and end a process group that was started here. Calling it again does nothing.
 
-        Whatever wraps a model for the group must be gone before: destroying the group under it can deadlock.
+        Wrappers of models for the group must be gone before: destroying the group under them can deadlock.
         """
         atexit.unregister(self.close)
         if self._process != os.getpid():
             return  # a forked child that ends: the connections are its parent's
-        reachable = self._watch is None or self._watch.reachable()
-        if self._watch is not None:
-            self._watch.leave((self._number, self._compared + 1))
-            self._watch.close()
-            self._watch = None
+        reachable = self.watch is None or self.watch.reachable()
+        if self.watch is not None:
+            self.watch.leave((self._number, self._compared + 1))
+            self.watch.close()
+            self.watch = None
         if self.owned and dist.is_initialized():
             gc.collect()
-            # A process that ends by an error does not wait for the others: they shall hear of it at once.
+            # A process that ends by an error does not wait, so that the others hear of it at once.
             if reachable:
                 self._say_farewell(0.0 if failing() else min(self.timeout, FAREWELL))
             dist.destroy_process_group()
@@ -183,9 +178,9 @@ class World:
     def _say_farewell(self, seconds: float) -> None:
         """Tell the others that this rank leaves, and wait for them to say the same.
 
-        By looking into the store: a collective, or waiting in the store, fills the terminal when the others are late.
+        Polls the store: a collective, or a wait in the store, would fill the terminal when the others are late.
         """
-        assert self._store is not None  # the group's own part of it, where no other world writes
+        assert self._store is not None  # the group's own part of it
         deadline, pause = time.monotonic() + seconds, 0.001
         try:
             self._store.set(f"farewell/{self.rank}", "")
@@ -194,7 +189,7 @@ class World:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
         except RuntimeError:
-            pass  # the others are busy or gone, or rank 0 and its store are; nothing more is expected of them
+            pass  # rank 0 and its store are gone
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         """A group of these ranks, with the world's timeout; a collective of all ranks."""
@@ -202,7 +197,7 @@ class World:
         return made
 
     def hurry_groups(self) -> None:
-        """Give every group that this rank is in the world's timeout. torch gives those of a mesh 30 minutes, whatever the first had."""
+        """Give every group that this rank is in the world's timeout; torch gives those of a mesh 30 minutes."""
         if self.size > 1:
             # Public in torch 2.15, which warns of the name it had before.
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -214,28 +209,21 @@ class World:
         assert self._store is not None, "a world of one has no store"
         return self._store.clone()
 
-    @property
-    def watch(self) -> Watch | None:
-        """What listens for the other ranks; None in a world of one."""
-        return self._watch
-
     def break_off(self) -> None:
-        """Cut this rank's connections, so that ranks that wait for it in a collective get an error now. Then `restart`."""
-        if self._watch is not None:
-            self._watch.leave((self._number, self._compared + 1))
-            if (
-                self.device.type != "cpu"
-            ):  # their kernels wait on the device, where a closed socket is not seen
-                self._watch.abort_others(self._number)
+        """Cut this rank's connections, so that ranks that wait for it in a collective get an error now. `restart` follows."""
+        if self.watch is not None:
+            self.watch.leave((self._number, self._compared + 1))
+            if self.device.type != "cpu":  # their kernels wait on the device, which sees no closed socket
+                self.watch.abort_others(self._number)
         self._abort(self._number)
 
     def _abort(self, number: int) -> None:
-        """End group `number`, if it still runs: on this rank's own account, or in the listener's thread on another's."""
+        """End group `number`, if it still runs; also called in the listener's thread."""
         with self._ending:
             if number != self._number or not dist.is_initialized():
                 return
             if self.device.type == "cuda":
-                # Destroying it would wait for what is under way, which others have broken off or never come to.
+                # Destroying it would wait for collectives that others have broken off or never come to.
                 dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
@@ -250,20 +238,20 @@ class World:
     # -- what a script calls ------------------------------------------------------------------------------------------
 
     def trains_here(self) -> None:
-        """This thread is the one that trains: its line is where this rank is, when the others wait for it."""
-        if self._watch is not None:
-            self._watch.trains = threading.get_ident()
+        """Report the line of this thread as the place of this rank, when the others wait for it."""
+        if self.watch is not None:
+            self.watch.trains = threading.get_ident()
 
     def compare(
         self, call: str, facts: Callable[[], dict[str, str]] = dict, error: str = "", remedy: str = ALIKE
     ) -> None:
         """Before a collective that a script calls: raise one error on all ranks where their calls differ.
 
-        The ranks compare by the store, where no gradient's collective can be mistaken for it and no device is waited for.
+        The ranks compare in the store: no gradient's collective can be mistaken for it, and no device is waited for.
 
         Args:
             call: name and arguments, which must be the same.
-            facts: what this rank passes, by its place in the tree.
+            facts: a description of this rank's arguments, by their place in the tree.
             error: why this rank cannot take part. Where all ranks say the same, the caller raises it.
             remedy: what to do where facts differ.
 
@@ -275,10 +263,10 @@ class World:
             return
         own = (call, error, facts())
         with self.explained(call):
-            assert self._watch is not None
+            assert self.watch is not None
             self._compared += 1
             said = hashlib.sha256(repr((call, error, sorted(own[2].items()))).encode()).hexdigest()
-            alike = self._watch.compare((self._number, self._compared), said, self.timeout)
+            alike = self.watch.compare((self._number, self._compared), said, self.timeout)
         if not alike:
             raise WorldError(unlike(self.gather_objects(own), remedy))
 
@@ -292,28 +280,28 @@ class World:
         if self.size == 1:
             yield
             return
-        assert self._watch is not None
+        assert self.watch is not None
         self._turns += 1
         turn = (self._number, self._turns)
         self.trains_here()
         if not first:
             with self.explained(call):
-                self._watch.come(turn)
-                self._watch.wait_for_all(turn, self.timeout)
+                self.watch.come(turn)
+                self.watch.wait_for_all(turn, self.timeout)
             self.settle()
         try:
             yield
         finally:
             if first:
                 with self.explained(call):
-                    self._watch.come(turn)
+                    self.watch.come(turn)
         if first:
             self.settle()
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """All ranks are at one point of the program: make one what each did alone since the last time."""
+        """Call the functions of `settling`, which merge what ranks did alone; all ranks are at one point of the program."""
         for act in self.settling:
             act()
 
@@ -478,14 +466,38 @@ class World:
 
     def blame(self, error: RuntimeError, what: str) -> None:
         """Where another rank is the cause of `error`, raises a WorldError that says which and where it is."""
-        if self._watch is not None and not isinstance(error, WorldError) and Watch.caused_by_peer(error):
+        if self.watch is not None and not isinstance(error, WorldError) and Watch.caused_by_peer(error):
             said = str(error).splitlines()[0]
-            raise WorldError(f"rank {self.rank} gave up in {what}: {said}\n{self._watch.report()}") from error
+            raise WorldError(f"rank {self.rank} gave up in {what}: {said}\n{self.watch.report()}") from error
 
 
 def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
-    """The store that all ranks share, once all of them have signed in, and the keys under which it has their hosts, by rank."""
+    """The store that all ranks share, once all of them have signed in, and its keys of their hosts, by rank."""
     limit = timedelta(seconds=timeout)
+    store = _open_store(ranks, limit)
+    try:
+        number = store.add(f"worlds/{ranks.rank}", 1)
+        keys = [f"world/{number}/{r}" for r in range(ranks.size)]
+        store.set(keys[ranks.rank], _host())
+        store.wait(keys, limit)
+    except dist.DistNetworkError:
+        # This was the store of rank 0's last world, which closed just now: an object there still held it, such as a sharded model
+        # before its collection. The next store opens at the same place; if rank 0 is gone, the error says so.
+        return _sign_in(ranks, timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        missing = [str(r) for r in range(ranks.size) if not store.check([keys[r]])]
+        late = f"rank {', '.join(missing)} did not arrive within {timeout:g} s: start"
+        raise WorldError(
+            f"WORLD_SIZE={ranks.size} was announced, but {late} all {ranks.size} (`easymp launch --processes {ranks.size} script.py` "
+            "does), or unset RANK and WORLD_SIZE to train in one process"
+            if ranks.meeting is None
+            else f"{ranks.announced} announced {ranks.size} tasks, but {late} the training in all of them, or in a job of one "
+            "(srun --ntasks 1, mpirun -n 1)"
+        ) from error
+    return store, keys
+
+
+def _open_store(ranks: Ranks, limit: timedelta) -> dist.Store:
     address, port = ranks.meeting or (env.read("MASTER_ADDR"), env.integer("MASTER_PORT"))
     if address is None or port is None:
         missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
@@ -506,41 +518,21 @@ def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
             store = dist.TCPStore(address, port, None, ranks.rank == 0, limit, **options)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise WorldError(
-            f"rank {ranks.rank} of {ranks.size} could not reach rank 0 at {address}:{port} within {timeout:g} s "
+            f"rank {ranks.rank} of {ranks.size} could not reach rank 0 at {address}:{port} within {limit.total_seconds():g} s "
             f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port "
             "(MASTER_ADDR and MASTER_PORT, or made from the launcher's variables) are right and free"
         ) from error
-    # torchrun's agent keeps its store over a restart: what an earlier attempt wrote there is not ours. A store of rank 0's own is
-    # as new as the attempt, and nodes may count their restarts differently: one that came later had none.
+    # torchrun's agent keeps its store over a restart: keys of an earlier attempt are not ours. A store of rank 0's own is as new as
+    # the attempt, and nodes may count their restarts differently: one that came later had none.
     attempt = env.integer("TORCHELASTIC_RESTART_COUNT", 0) if shared else 0
-    store = dist.PrefixStore(f"easymp/{attempt}", store)
-    try:
-        number = store.add(f"worlds/{ranks.rank}", 1)
-        keys = [f"world/{number}/{r}" for r in range(ranks.size)]
-        store.set(keys[ranks.rank], _host())
-        store.wait(keys, limit)
-    except dist.DistNetworkError:
-        # It was the store of rank 0's last world, which closed just now: something there still held it, such as a sharded
-        # model waiting to be collected. The next one opens at the same place; if rank 0 is gone, reaching it says so.
-        return _sign_in(ranks, timeout)
-    except (dist.DistStoreError, RuntimeError) as error:
-        missing = [str(r) for r in range(ranks.size) if not store.check([keys[r]])]
-        raise WorldError(
-            f"WORLD_SIZE={ranks.size} was announced, but rank {', '.join(missing)} did not arrive within "
-            f"{timeout:g} s: start all {ranks.size} (`easymp launch --processes {ranks.size} script.py` does), "
-            "or unset RANK and WORLD_SIZE to train in one process"
-            if ranks.meeting is None
-            else f"{ranks.announced} announced {ranks.size} tasks, but rank {', '.join(missing)} did not arrive within "
-            f"{timeout:g} s: start the training in all of them, or in a job of one (srun --ntasks 1, mpirun -n 1)"
-        ) from error
-    return store, keys
+    return dist.PrefixStore(f"easymp/{attempt}", store)
 
 
 def _listen_here(port: int) -> int | None:
     """A socket for the store that other machines do not reach.
 
-    None where the port is taken: by the store of this process's last world, which the next one shares, or by another program, of which
-    torch's own attempt says more.
+    None where the port is taken: by the store of this process's last world, which the next one shares, or by another program; torch's
+    own attempt says more then.
     """
     try:
         return socket.create_server((LOOPBACK, port)).detach()
@@ -549,7 +541,7 @@ def _listen_here(port: int) -> int | None:
 
 
 def _host() -> str:
-    """What is the same for processes that see the same devices by the same numbers: the host, since its start, and the container."""
+    """Equal for processes that see the same devices by the same numbers: the host, its last start, and the container."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -623,48 +615,35 @@ def first_difference(lists: Sequence[Sequence[str]]) -> list[str]:
     return []
 
 
-# -- DTensor's caches --------------------------------------------------------------------------------------------------
-
-
 def forget_meshes() -> None:
     """Empty DTensor's caches of a world that has ended.
 
-    To torch two meshes are equal where their shapes, names and devices are, whichever groups they have and whichever rank asks. A later
-    world of this process would find layouts whose mesh has the old groups and, where the process is another rank now, the lengths of
-    uneven shards that it had then. Some caches are a thread's own: those of torch's backward threads are out of reach.
+    To torch two meshes are equal where their shapes, names and devices are, also with other groups or for another rank. A later world
+    of this process would find layouts with the old groups and, where the process is another rank now, the lengths of uneven shards
+    that it had then. Some caches are a thread's own: those of torch's backward threads are out of reach.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    for clear in _clearing():
-        clear()
-    from torch.distributed.tensor import _random
-
-    _random._rng_tracker = None  # all ranks of the next world agree on their random numbers anew
-
-
-def _clearing() -> Iterator[Any]:
-    # Imported here: half a second that runs without DTensors have no use for.
-    import torch
-    from torch.distributed.device_mesh import _mesh_resources
-    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+    # Imported here: half a second that runs without DTensors do not need.
+    from torch.distributed import device_mesh
+    from torch.distributed.tensor import DTensor, _collective_utils, _random, _redistribute
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    yield propagator.propagate_op_sharding.cache.cache_clear
-    yield _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear
-    yield _redistribute._gen_transform_infos.cache_clear
-    # Not every version of torch has these.
-    owners = {
-        "clear_redistribute_planner_cache": _redistribute,
-        "_clear_DTensor_sharding_propagator_cache": torch._C,
-    }
-    for name, owner in owners.items():
-        clear = getattr(owner, name, None)
-        if clear is not None:
-            yield clear
+    clearing = [
+        propagator.propagate_op_sharding.cache.cache_clear,
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear,
+        _redistribute._gen_transform_infos.cache_clear,
+        # Not every version of torch has these.
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
+    ]
     for name in (
         "child_to_root_mapping",
         "root_to_flatten_mapping",
         "flatten_name_to_root_dims",
-    ):  # of torch 2.8
-        if hasattr(_mesh_resources, name):
-            yield getattr(_mesh_resources, name).clear
+    ):  # torch 2.8
+        clearing.append(getattr(getattr(device_mesh._mesh_resources, name, None), "clear", None))
+    for clear in clearing:
+        if clear is not None:
+            clear()
+    _random._rng_tracker = None  # all ranks of the next world agree on their random numbers anew

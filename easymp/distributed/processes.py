@@ -1,4 +1,4 @@
-"""Which process this is, and what only some of them do."""
+"""Process control: this process's place in the run, and blocks and functions that only some processes run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PrecisionType(StrEnum):
 
 
 class Processes:
-    """Process control, for whoever holds a world."""
+    """Process control, for classes with a `_world`."""
 
     _world: World
 
@@ -101,7 +101,7 @@ class Processes:
         )
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here. What ranks did alone (strategy "local_sgd") is made one."""
+        """Return when every process has come here. Weights that ranks trained alone (strategy "local_sgd") are averaged."""
         self._world.compare("wait_for_everyone")
         self._world.settle()
         self._world.barrier()
@@ -119,37 +119,35 @@ class Processes:
     # -- functions that run on some processes -------------------------------------------------------------------------
 
     def on_main_process(self, function: F) -> F:
-        """`function`, which does nothing and returns None but on process 0."""
+        """`function`, on process 0; elsewhere it does nothing and returns None."""
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: F) -> F:
-        """`function`, which does nothing and returns None but on the first process of each node."""
+        """`function`, on the first process of each node; elsewhere it does nothing and returns None."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """`function`, which does nothing and returns None but on the last process."""
+        """`function`, on the last process; elsewhere it does nothing and returns None."""
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """`function`, which does nothing and returns None but on one process; also as ``@on_process(process_index=1)``."""
-        if process_index is None or not 0 <= process_index < self.num_processes:
-            raise WorldError(
-                f"process_index={process_index!r} is not one of the {self.num_processes} processes, 0 … {self.num_processes - 1}"
-            )
+        """`function`, on one process; elsewhere it does nothing and returns None. Also as ``@on_process(process_index=1)``."""
+        self._check_index("process_index", process_index, "the", self.num_processes)
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """`function`, which does nothing and returns None but on one process of each node."""
-        size = self._world.local_size
-        if local_process_index is None or not 0 <= local_process_index < size:
-            raise WorldError(
-                f"local_process_index={local_process_index!r} is not one of a node's {size} processes, 0 … {size - 1}"
-            )
+        """`function`, on one process of each node; elsewhere it does nothing and returns None."""
+        self._check_index("local_process_index", local_process_index, "a node's", self._world.local_size)
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == local_process_index)
+
+    @staticmethod
+    def _check_index(name: str, index: int | None, whose: str, size: int) -> None:
+        if index is None or not 0 <= index < size:
+            raise WorldError(f"{name}={index!r} is not one of {whose} {size} processes, 0 … {size - 1}")
 
     @staticmethod
     def _only(function: F, here: Callable[[], bool]) -> F:
@@ -182,7 +180,7 @@ class Processes:
         Shares are contiguous, in rank order; the first ones are longer by one where it does not divide.
 
         Args:
-            inputs: what to share out. All values of a dict must have one length.
+            inputs: the values to share out. All values of a dict must have one length.
             apply_padding: repeat the last item so that all shares are as long as the longest (to gather them later).
 
         Raises:

@@ -1,14 +1,14 @@
-"""Who this process is, as a launcher announced it in variables: pure reading, nothing is started.
+"""Who this process is, as a launcher announced it in variables. Nothing is started here.
 
 The variables, in the order in which they are read:
 
 - ``RANK`` and ``WORLD_SIZE``: torchrun, `easymp launch`, Ray, Kubernetes. PyTorchJob of Kubeflow sets ``RANK`` to the pod's number.
 - ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_NPROC_PER_NODE``, …: torchrun's own options as variables, which Kubeflow sets
   (torch/distributed/argparse_util.py).
-- The rows of `LAUNCHERS`. A task of srun may be a daemon of mpirun, which is why mpirun goes before Slurm.
-- ``SLURM_…``. A batch script before its srun, and a shell in an allocation, have some of the same variables, and are no task:
-  there a program trains alone. The shell is known by its job's name, ``bash`` or ``interactive``, which ``srun bash run.sh`` and srun
-  in an allocation of salloc have, too: those are several tasks (SLURM_STEP_NUM_TASKS) without a terminal.
+- The rows of `LAUNCHERS`. A task of srun may be a daemon of mpirun, so mpirun goes before Slurm.
+- ``SLURM_…``. A batch script before its srun, and a shell in an allocation, have some of the same variables; a program trains alone
+  there. The shell is known by its job's name, ``bash`` or ``interactive``, which ``srun bash run.sh`` and srun in an allocation of
+  salloc have, too: those are several tasks (SLURM_STEP_NUM_TASKS) without a terminal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH = "this is Slurm's batch script, before any srun"
 INTERACTIVE = ("bash", "interactive")  # names of jobs
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
-# Who announces, and its variables: rank, size, local rank, local size, and the job's identifier, the same in all processes of a run.
+# Launchers and their variables: rank, size, local rank, local size, and the job's identifier, the same in all processes of a run.
 LAUNCHERS = (
     ("Open MPI's mpirun", *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), "PMIX_NAMESPACE"),
     ("MVAPICH2's mpirun", *(f"MV2_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), ""),
@@ -76,7 +76,7 @@ class Announced(NamedTuple):
         rank, size: this process among all; where `processes` is not 1, this node among all nodes.
         local_rank, local_size: on this machine; None where the launcher does not say it.
         address, port: where rank 0 listens; None where the launcher does not say it.
-        by: who announced it.
+        by: the launcher.
         most: nodes that may take part, where they come and go.
         processes: to be started by each node; 1 where this process is a rank, 0 where the number is the node's accelerators.
     """
@@ -179,7 +179,7 @@ def read_node() -> tuple[Announced | None, str]:
 
 
 def _pair(rank: str, size: str, remedy: str) -> tuple[int | None, int | None]:
-    """Both numbers, or None for both; a size of 1 without a rank is nothing."""
+    """Both numbers, or None for both; a size of 1 without a rank counts as absent."""
     number, many = env.integer(rank), env.integer(size)
     if number is None and many in (None, 1):
         return None, None
@@ -189,11 +189,13 @@ def _pair(rank: str, size: str, remedy: str) -> tuple[int | None, int | None]:
             f"{there}={env.read(there)} is in the environment but {missing} is not: a launcher sets both. {remedy}, "
             f"or unset {there} to train in one process"
         )
-    if not 0 <= number < many:
-        raise WorldError(
-            f"{rank}={number} does not lie in 0 … {size} - 1 = {many - 1}: check the launcher's settings"
-        )
+    _check_rank(rank, number, f"{size} - 1 = ", many, "check the launcher's settings")
     return number, many
+
+
+def _check_rank(name: str, rank: int, last: str, size: int, remedy: str) -> None:
+    if not 0 <= rank < size:
+        raise WorldError(f"{name}={rank} does not lie in 0 … {last}{size - 1}: {remedy}")
 
 
 def _local(rank: str, size: str) -> tuple[int | None, int | None]:
@@ -221,23 +223,22 @@ def _read_pet() -> Announced | None:
     rank = env.integer("PET_NODE_RANK", env.integer("RANK"))
     host, _, port = (env.read("PET_RDZV_ENDPOINT") or "").rpartition(":")
     address = env.read("PET_MASTER_ADDR") or host or env.read("MASTER_ADDR") or None
-    number = env.integer(
-        "PET_MASTER_PORT", int(port) if port.isdecimal() else env.integer("MASTER_PORT", PORT)
+    otherwise = int(port) if port.isdecimal() else env.integer("MASTER_PORT", PORT)
+    if rank is not None:
+        _check_rank("PET_NODE_RANK", rank, "", most, f"PET_NNODES={text}, check the job's settings")
+    missing = {
+        "PET_NODE_RANK": ("the node's number, from 0", rank is None and most == least),
+        "PET_MASTER_ADDR": ("the first node's address", address is None),
+    }
+    for name, (value, absent) in missing.items():
+        if absent and most > 1:
+            raise WorldError(f"PET_NNODES={text} is in the environment but {name} is not: set it to {value}")
+    return Announced(
+        *(rank, least, None, None, address, env.integer("PET_MASTER_PORT", otherwise)),
+        by="PET_NNODES and PET_NPROC_PER_NODE",
+        most=most if most > least else None,
+        processes=processes,
     )
-    if most == least and rank is None and most > 1:
-        raise WorldError(
-            f"PET_NNODES={text} is in the environment but PET_NODE_RANK is not: set it to the node's number, from 0"
-        )
-    if rank is not None and not 0 <= rank < most:
-        raise WorldError(
-            f"PET_NODE_RANK={rank} does not lie in 0 … {most - 1}, as it must for PET_NNODES={text}"
-        )
-    if most > 1 and address is None:
-        raise WorldError(
-            f"PET_NNODES={text} is in the environment but PET_MASTER_ADDR is not: set it to the first node's address"
-        )
-    by = "PET_NNODES and PET_NPROC_PER_NODE"
-    return Announced(rank, least, None, None, address, number, by, most if most > least else None, processes)
 
 
 # -- MPI and submitit --------------------------------------------------------------------------------------------------
@@ -309,10 +310,7 @@ def _read_slurm() -> tuple[Announced | None, str]:
                 f"SLURM_PROCID={rank} is in the environment but {name} is not: srun sets both. Start with srun, "
                 "or unset SLURM_PROCID to train in one process"
             )
-    if not 0 <= rank < size:
-        raise WorldError(
-            f"SLURM_PROCID={rank} does not lie in 0 … {size - 1}, as it must for {counted}={size}: start with srun, which sets both"
-        )
+    _check_rank("SLURM_PROCID", rank, "", size, f"{counted}={size}; start with srun, which sets both")
     if size == 1:
         return None, "Slurm's srun started one task"
     nodes = _slurm("NODELIST") or env.read("SLURM_JOB_NODELIST") or None
@@ -335,7 +333,9 @@ def _slurm_local_size(local: int, size: int, nodes: str | None) -> int:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise WorldError(f"{said} is no list of counts such as '4(x2),3': start with srun, which sets it")
+            raise WorldError(
+                f"{said} is not a list of counts such as '4(x2),3': start with srun, which sets it"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     if not 0 <= node < len(counts) or local >= counts[node]:
         raise WorldError(
@@ -353,7 +353,7 @@ def _slurm_master(nodes: str | None) -> tuple[str, int]:
             "start with srun, or export MASTER_ADDR"
         )
     if port is None and not job.isdecimal():
-        found = f"SLURM_JOB_ID={job!r} is no number" if job else "SLURM_JOB_ID is not in the environment"
+        found = f"SLURM_JOB_ID={job!r} is not a number" if job else "SLURM_JOB_ID is not in the environment"
         raise WorldError(
             f"{found}, and the port that the tasks meet at is made of it: start with srun, or export MASTER_PORT"
         )
@@ -363,20 +363,19 @@ def _slurm_master(nodes: str | None) -> tuple[str, int]:
 def hosts(text: str) -> list[str]:
     """The names in a list as Slurm shortens it: ``n[5-9,12],login1`` is n5, n6, n7, n8, n9, n12 and login1.
 
-    Read here and not by ``scontrol show hostnames``, which containers do not have. Of several brackets in a name the last one
-    counts fastest; leading zeros are kept.
+    Not by ``scontrol show hostnames``, which containers do not have. Of several brackets in a name the last one counts fastest; leading
+    zeros are kept.
 
     Raises:
-        WorldError: it is no such list.
+        WorldError: it is not such a list.
     """
     item = r"(?:[^\[\],\s]|\[[^\[\]]*\])+"  # up to a comma outside of brackets
     if not re.fullmatch(rf"{item}(?:,{item})*", text):
-        raise _no_hosts(text, "names are separated by commas, and numbers stand in brackets that are closed")
+        raise _not_hosts(text, "names are separated by commas, and numbers stand in brackets that are closed")
     found = []
     for name in re.findall(item, text):
         plain, *rest = re.split(r"\[([^\]]*)\]", name)
-        choices = [list(_numbers(text, inside)) for inside in rest[::2]]
-        for numbers in product(*choices):
+        for numbers in product(*(_numbers(text, inside) for inside in rest[::2])):
             found.append(plain + "".join(number + tail for number, tail in zip(numbers, rest[1::2])))
     return found
 
@@ -385,12 +384,12 @@ def _numbers(text: str, inside: str) -> Iterator[str]:
     for part in inside.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise _no_hosts(text, f"[{inside}] should hold numbers and ranges of numbers")
+            raise _not_hosts(text, f"[{inside}] should hold numbers and ranges of numbers")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
-            raise _no_hosts(text, f"{part} counts down")
+            raise _not_hosts(text, f"{part} counts down")
         yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
 
 
-def _no_hosts(text: str, why: str) -> WorldError:
-    return WorldError(f"{text!r} is no list of hosts as Slurm writes them, such as 'n[5-9,12]': {why}")
+def _not_hosts(text: str, why: str) -> WorldError:
+    return WorldError(f"{text!r} is not a list of hosts as Slurm writes them, such as 'n[5-9,12]': {why}")

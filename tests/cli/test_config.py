@@ -200,7 +200,7 @@ def test_dry_run_writes_nothing(config, talk):
         ),
         ("seed", "there is no value; write --set seed=VALUE"),
         ("seed=x", "--set seed=x: 'x' is not a whole number"),
-        ("nodes=x", "nodes='x' is no number of nodes"),
+        ("nodes=x", "nodes='x' is not a number of nodes"),
         ("=", "'' is not a setting. Known"),
         ("project_dir=a\x1b[2Jb", "holds characters that a terminal does not show"),
     ],

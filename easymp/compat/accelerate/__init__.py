@@ -17,7 +17,7 @@ from ...training.state import AcceleratorState, GradientState, PartialState, is_
 from ..layer import submodules
 from . import logging, utils
 from .accelerator import AcceleratedScheduler, Accelerator
-from .layer import OFFLOADING, layer
+from .plugins import OFFLOADING, layer
 
 __version__ = "1.15.0"  # the interface that this layer follows, for scripts that ask
 

@@ -21,8 +21,7 @@ from ...optim import PreparedScheduler
 from ...options import DataLoaderConfiguration, GradientAccumulationPlugin, LoggerType, ProjectConfiguration
 from ...protocols import Source
 from ...settings import resolve
-from .layer import layer
-from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
 
 NATIVE = 'acc = Accelerator(mixed_precision="no", scheduler_steps_per_process=True, log_with="none")'
 

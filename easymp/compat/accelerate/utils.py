@@ -26,14 +26,20 @@ from ...training.oom import find_executable_batch_size, out_of_memory, release_m
 from ...training.state import PartialState
 from ...training.wrapper import unwrap
 from ..layer import submodules
-from .layer import DEEPSPEED, FP8, MEGATRON, OFFLOADING, QUANTIZED, layer, stand_in
-from .plugins import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from .plugins import (
+    DEEPSPEED,
+    FP8,
+    MEGATRON,
+    OFFLOADING,
+    QUANTIZED,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+    layer,
+    stand_in,
+)
 
 # -- operations ---------------------------------------------------------------------------------------------------
-
-
-def is_torch_tensor(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
@@ -232,9 +238,10 @@ _memory = {
 }
 _TREES = ("concatenate", "find_batch_size", "recursively_apply", "send_to_device", "slice_tensors")
 _RANKS = ("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "reduce")
-_own = (convert_outputs_to_fp32, convert_to_fp32, find_device, is_torch_tensor, listify)
+_own = (convert_outputs_to_fp32, convert_to_fp32, find_device, listify)
 _operations = {
     **{f.__name__: f for f in _own},
+    "is_torch_tensor": torch.is_tensor,
     **{name: getattr(pytree, name) for name in _TREES},
     **{name: getattr(collectives, name) for name in _RANKS},
 }
