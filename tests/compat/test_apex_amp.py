@@ -16,18 +16,18 @@ from torch import nn
 from easymp import EasympError, RefusedError
 from easymp.compat import explain
 from easymp.compat.apex import amp
-from easymp.compat.apex.amp.casts import casts
-from easymp.compat.apex.amp.state import LEVELS, properties, state
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BY_LEVEL = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+LEVELS = ["O0", "O1", "O2", "O3"]
+BY_LEVEL = pytest.mark.parametrize("level", LEVELS)
+BOTH = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
 @pytest.fixture(autouse=True)
-def _as_before_initialize():
+def as_before_initialize():
     yield
-    casts.off()
-    state.__init__()
+    amp.initialize(nn.Linear(1, 1), enabled=False)
+    amp._amp_state.enabled = None
 
 
 def net(seed=0, width=8):
@@ -116,8 +116,9 @@ def test_the_program_trains_to_the_accuracy_of_fp32(level, exact, capsys):
     assert f"Selected optimization level {level}" in capsys.readouterr().out
 
 
-@BY_LEVEL
-@pytest.mark.parametrize("schedule", ["before", "after"])
+@pytest.mark.parametrize(
+    ("level", "schedule"), [("O0", "after"), ("O1", "before"), ("O2", "before"), ("O2", "after")]
+)
 def test_with_schedulers_made_before_or_after_and_clipping(level, schedule):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch's schedulers warn where they find another step than they know
@@ -153,32 +154,39 @@ TABLE = {
     "O2": (torch.float16, False, True, True, "dynamic"),
     "O3": (torch.float16, False, False, False, 1.0),
 }
-
-
-@BY_LEVEL
-def test_the_table(level):
-    assert tuple(getattr(properties(level, {}), name) for name in NAMES) == TABLE[level]
+OVERRIDES = [
+    ("O2", {"keep_batchnorm_fp32": "False"}, False),
+    ("O3", {"keep_batchnorm_fp32": "True"}, True),
+    ("O2", {"keep_batchnorm_fp32": None}, True),
+    ("O2", {"master_weights": "False"}, False),
+    ("O3", {"master_weights": True}, True),
+    ("O2", {"loss_scale": "128.0"}, 128.0),
+    ("O3", {"loss_scale": "dynamic"}, "dynamic"),
+    ("O1", {"loss_scale": 2}, 2.0),
+    ("O1", {"patch_torch_functions": "False"}, False),
+    ("O1", {"cast_model_type": torch.float32}, None),
+    ("O2", {"cast_model_type": torch.bfloat16}, torch.bfloat16),
+    ("O0", {"cast_model_type": torch.float16}, torch.float16),
+]
 
 
 @pytest.mark.parametrize(
-    ("level", "given", "found"),
+    ("level", "given", "wanted"),
     [
-        ("O2", {"keep_batchnorm_fp32": "False"}, False),
-        ("O3", {"keep_batchnorm_fp32": "True"}, True),
-        ("O2", {"keep_batchnorm_fp32": None}, True),
-        ("O2", {"master_weights": "False"}, False),
-        ("O3", {"master_weights": True}, True),
-        ("O2", {"loss_scale": "128.0"}, 128.0),
-        ("O3", {"loss_scale": "dynamic"}, "dynamic"),
-        ("O1", {"loss_scale": 2}, 2.0),
-        ("O1", {"patch_torch_functions": "False"}, False),
-        ("O1", {"cast_model_type": torch.float32}, None),
-        ("O2", {"cast_model_type": torch.bfloat16}, torch.bfloat16),
-        ("O0", {"cast_model_type": torch.float16}, torch.float16),
+        *((level, {}, dict(zip(NAMES, row))) for level, row in TABLE.items()),
+        *((level, given, dict.fromkeys(given, wanted)) for level, given, wanted in OVERRIDES),
     ],
 )
-def test_overrides(level, given, found):
-    assert getattr(properties(level, given), next(iter(given))) == found
+def test_properties_are_printed(capsys, level, given, wanted):
+    amp.initialize(net(), opt_level=level, **given)
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith(f"Selected optimization level {level}: ")
+    changed = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    assert title.endswith(f", with {', '.join(changed)}." if changed else ".")
+    found = dict(line.replace(" ", "").split(":") for line in lines)
+    assert found == found | {name: str(value) for name, value in wanted.items()}
+    initialize(net(), opt_level=level)
+    assert capsys.readouterr().out == ""  # verbosity=0
 
 
 def test_the_return_mirrors_what_was_given():
@@ -196,22 +204,25 @@ def test_the_return_mirrors_what_was_given():
     assert type(t).__name__ == "SGD"
 
 
-def refusals():
-    used = net()
-    optimizer = sgd(used)
-    wrapped = nn.DataParallel(net())
-    half = net().half()
-    return [
+def initialized_twice():
+    optimizer = sgd(net())
+    initialize(net(), optimizer)
+    initialize(net(), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
         (lambda: initialize(net(), opt_level="O4"), "Unexpected optimization level 'O4'"),
         (lambda: initialize(net(), opt_level="01"), "the prefix O is the letter O"),
-        (lambda: initialize(wrapped), "instance of DataParallel. Parallel wrappers should only be applied"),
-        (lambda: initialize(half), "Found param 0.weight with type torch.float16"),
-        (lambda: initialize(net().double()), "Found param 0.weight with type torch.float64"),
         (
-            lambda: (initialize(used, optimizer), initialize(net(), optimizer)),
-            "only be passed through amp.initialize once",
+            lambda: initialize(nn.DataParallel(net())),
+            "instance of DataParallel. Parallel wrappers should only",
         ),
-        (lambda: initialize(net(), [s := sgd(used), s]), "only be passed through amp.initialize once"),
+        (lambda: initialize(net().half()), "Found param 0.weight with type torch.float16"),
+        (lambda: initialize(net().double()), "Found param 0.weight with type torch.float64"),
+        (initialized_twice, "only be passed through amp.initialize once"),
+        (lambda: initialize(net(), [s := sgd(net()), s]), "only be passed through amp.initialize once"),
         (
             lambda: initialize(net(), cast_model_type=torch.float16),
             "O1 inserts casts around torch's functions",
@@ -221,7 +232,7 @@ def refusals():
         (lambda: initialize(net(), opt_level="O2", patch_torch_functions=True), "only opt_level='O1' casts"),
         (
             lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32="yes"),
-            "must be a boolean, the string 'True' or 'False'",
+            "a boolean, the string 'True'",
         ),
         (lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32=1), "must be a boolean"),
         (lambda: initialize(net(), loss_scale="fast"), "must be a positive number, or 'dynamic'"),
@@ -230,26 +241,21 @@ def refusals():
             lambda: initialize(net(), opt_level="O2", cast_model_type="half"),
             "cast_model_type='half' is not one of",
         ),
-        (lambda: initialize(net(), min_loss_scale=2.0**25), "min_scale=33554432.0 of the loss scale must be"),
-        (lambda: amp.master_params, ""),
-    ][:-1]
-
-
-@pytest.mark.parametrize("number", range(17))
-def test_what_is_refused(number):
-    call, words = refusals()[number]
-    with pytest.raises(EasympError) as error:
+    ],
+)
+def test_what_is_refused(call, words):
+    with pytest.raises(RuntimeError) as error:  # Apex's type, too
         call()
-    assert words in str(error.value)
+    assert words in str(error.value) and isinstance(error.value, EasympError)
 
 
-def test_apexs_own_errors_keep_their_types():
-    with pytest.raises(RuntimeError, match="Unexpected optimization level"):
-        initialize(net(), opt_level="02")
+def test_wrong_types_and_bounds():
     with pytest.raises(TypeError, match="models must be either"):
         initialize((net(),))
     with pytest.raises(TypeError, match="optimizers must be either"):
         initialize(net(), "sgd")
+    with pytest.raises(EasympError, match=r"33554432\.0"):
+        initialize(net(), min_loss_scale=2.0**25)
 
 
 def test_what_is_refused_has_changed_nothing():
@@ -261,7 +267,7 @@ def test_what_is_refused_has_changed_nothing():
 
 
 def test_turned_off_it_changes_nothing():
-    model, optimizer = initialize(net(), None), None
+    initialize(net())
     model = net()
     optimizer = sgd(model)
     assert initialize(model, optimizer, enabled=False) == (model, optimizer)
@@ -269,7 +275,7 @@ def test_turned_off_it_changes_nothing():
     loss = model(torch.randn(3, 4, device=DEVICE)).sum()
     with amp.scale_loss(loss, optimizer) as same:
         assert same is loss
-    assert model(torch.randn(3, 4, device=DEVICE)).dtype == torch.float32
+    assert loss.dtype == torch.float32
     assert amp.state_dict() == {}
 
 
@@ -309,18 +315,6 @@ def test_batches_of_any_structure_go_in_and_out():
     batch = {"x": [torch.ones(1, 2, device=DEVICE)], "ids": torch.ones(2, dtype=torch.int64), "name": "a"}
     found = model(batch, scale=torch.ones((), device=DEVICE))
     assert (found["y"][0].dtype, found["name"], found["ids"].dtype) == (torch.float32, "a", torch.int64)
-
-
-def test_it_says_what_it_does_unless_told_not_to(capsys):
-    amp.initialize(net(), opt_level="O2", loss_scale=128.0)
-    said = capsys.readouterr().out
-    assert (
-        "Selected optimization level O2: fp16 training with fp32 batch-norm and fp32 master weights, with loss_scale=128.0."
-        in said
-    )
-    assert "loss_scale             : 128.0" in said
-    initialize(net(), opt_level="O2")
-    assert capsys.readouterr().out == ""
 
 
 # -- the loss scale ----------------------------------------------------------------------------------------------------------------
@@ -431,7 +425,7 @@ def test_blocks_before_a_step_add_up(level):
     assert model.weight.item() == 1 - 0.25 * 7
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_with_delay_unscale_the_last_block_divides_all(level):
     model, optimizer = one(level, loss_scale=4.0)
     backward(model(tensor(1.0)).sum(), optimizer)
@@ -457,7 +451,7 @@ def test_a_delayed_loss_does_not_mix_with_another_ones_scale():
         backward(model(tensor(1.0)).sum(), optimizer, loss_id=1)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_several_models_optimizers_and_losses(level):
     models = [nn.Linear(1, 1, bias=False).to(DEVICE) for _ in range(2)]
     for m in models:
@@ -480,7 +474,7 @@ def test_several_models_optimizers_and_losses(level):
         backward(a(tensor(1.0)).sum(), optimizers[0], loss_id=3)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_an_optimizer_that_was_not_given_does_not_step_on_scaled_gradients(level):
     models = [nn.Linear(1, 1, bias=False).to(DEVICE) for _ in range(2)]
     models, optimizers = initialize(models, [sgd(m) for m in models], opt_level=level)
@@ -494,7 +488,7 @@ def test_an_optimizer_that_was_not_given_does_not_step_on_scaled_gradients(level
     second.step()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_two_models_against_each_other(level):
     """Apex's DCGAN example: three losses, and a generator's loss that goes through the discriminator."""
     g, d = net(0), net(1)
@@ -502,10 +496,8 @@ def test_two_models_against_each_other(level):
         [d, g], [sgd(d), sgd(g)], opt_level=level, num_losses=3, max_loss_scale=64.0
     )
     loss_fn, x = nn.CrossEntropyLoss(), torch.randn(6, 4, device=DEVICE)
-    real, made_up = (
-        torch.ones(6, dtype=torch.long, device=DEVICE),
-        torch.zeros(6, dtype=torch.long, device=DEVICE),
-    )
+    real = torch.ones(6, dtype=torch.long, device=DEVICE)
+    made_up = torch.zeros_like(real)
     start = [copy.deepcopy(m.state_dict()) for m in (d, g)]
     for _ in range(3):
         d.zero_grad()
@@ -517,9 +509,8 @@ def test_two_models_against_each_other(level):
         backward(loss_fn(d(fake), real), of_g, loss_id=2)
         of_g.step()
     for model, before in zip((d, g), start):
-        assert all(
-            not torch.equal(v, before[k]) for k, v in model.state_dict().items() if k.endswith("weight")
-        )
+        state = model.state_dict()
+        assert not any(torch.equal(state[name], before[name]) for name in state if name.endswith("weight"))
     assert [entry["unskipped"] for entry in amp.state_dict().values()] == [3, 3, 3]
 
 
@@ -543,7 +534,7 @@ def test_scale_loss_says_what_it_needs():
         optimizer.step(lambda: 0.0)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_a_block_that_fails_leaves_what_was_there(level):
     model, optimizer = one(level)
     backward(model(tensor(3.0)).sum(), optimizer)
@@ -577,10 +568,7 @@ def test_o2_holds_fp32_masters_of_half_parameters_and_the_others_themselves():
     assert list(model.parameters()) == given
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.Rprop],
-)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Rprop])
 def test_any_optimizer_steps_masters_as_it_steps_fp32(kind):
     torch.manual_seed(0)
     model = nn.Linear(3, 2, bias=False).to(DEVICE)

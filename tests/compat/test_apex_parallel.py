@@ -14,8 +14,6 @@ from torch import nn
 
 from easymp import RefusedError
 from easymp.compat.apex import amp
-from easymp.compat.apex.amp.casts import casts
-from easymp.compat.apex.amp.state import state
 from easymp.compat.apex.parallel import (
     LARC,
     DistributedDataParallel,
@@ -25,6 +23,7 @@ from easymp.compat.apex.parallel import (
     create_syncbn_process_group,
 )
 
+from .test_apex_amp import as_before_initialize as as_before_initialize
 from .test_apex_amp import digits
 
 
@@ -40,18 +39,10 @@ def joined(function):
             dist.barrier()
             return result
         finally:
-            casts.off()
-            state.__init__()
+            amp.initialize(nn.Linear(1, 1), enabled=False)
             dist.destroy_process_group()
 
     return program
-
-
-@pytest.fixture(autouse=True)
-def _as_before_initialize():
-    yield
-    casts.off()
-    state.__init__()
 
 
 def layer(rank, dtype=torch.float32):

@@ -21,6 +21,7 @@ from easymp.compat import deepspeed, explain
 # -- the configuration ------------------------------------------------------------------------------------------------------
 
 BATCH = {"train_batch_size": 4}
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 K6 = """{ "train_batch_size": 64, "gradient_accumulation_steps": 4,
   "fp16": { "enabled": true, "loss_scale": 0, // automatic
@@ -208,11 +209,7 @@ def test_it_trains_as_plain_torch(ranks, processes, stage):
 def looked_at(stage):
     """What a script reads of its own model: a weight's norm, the shapes it would save, and gradients before the step."""
     x, y = data()
-    config = {
-        "train_batch_size": 8,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": stage}, "optimizer": SGD}
     with started(config) as engine, warnings.catch_warnings(record=True) as said:
         rows = slice(4 * engine.global_rank, 4 * engine.global_rank + 4)
         engine.backward(nn.functional.cross_entropy(engine(x[rows]), y[rows]))
@@ -253,28 +250,17 @@ def test_warmup_without_a_top_says_that_groups_share_the_first_rate():
     assert schedule.get_last_lr() == [0.1, 0.1]
 
 
+SCALED = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+
+
 @pytest.mark.parametrize(
     "half",
-    [
-        {
-            "fp16": {
-                "enabled": True,
-                "loss_scale": 0,
-                "loss_scale_window": 1000,
-                "hysteresis": 2,
-                "min_loss_scale": 1,
-            }
-        },
-        {"fp16": {"enabled": True, "loss_scale": 128}},
-        {"bf16": {"enabled": True}},
-    ],
+    [{"fp16": SCALED}, {"fp16": {"enabled": True, "loss_scale": 128}}, {"bf16": {"enabled": True}}],
 )
 def test_half_precision_trains_too(ranks, half):
     wanted, _ = by_hand(clip=0.5)
-    for parameters, _, facts, _ in [
-        trained(half),
-        *ranks(trained, {**half, "zero_optimization": {"stage": 1}}),
-    ]:
+    sharded = {**half, "zero_optimization": {"stage": 1}}
+    for parameters, _, facts, _ in [trained(half), *ranks(trained, sharded)]:
         assert facts == (6, 12, 96, 0)
         for a, b in zip(parameters or [], wanted):
             torch.testing.assert_close(torch.tensor(a), b, rtol=0.1, atol=0.02)
@@ -286,12 +272,8 @@ class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.trunk, self.a, self.b, self.unused = (
-            nn.Linear(8, 16),
-            nn.Linear(16, 2),
-            nn.Linear(16, 2),
-            nn.Linear(16, 2),
-        )
+        self.trunk = nn.Linear(8, 16)
+        self.a, self.b, self.unused = (nn.Linear(16, 2) for _ in range(3))
 
     def forward(self, x):
         hidden = torch.tanh(self.trunk(x))
@@ -396,7 +378,7 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run():
 
 
 def test_calls_in_a_wrong_order():
-    with started({**BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}) as engine:
+    with started({**BATCH, "optimizer": SGD}) as engine:
         with pytest.raises(StepError, match=r"step\(\) before engine.backward\(\)"):
             engine.step()
         with pytest.raises(RefusedError, match="release_loss"):
@@ -412,12 +394,8 @@ def test_calls_in_a_wrong_order():
 
 
 def test_what_the_engine_says_of_itself():
-    config = {
-        **BATCH,
-        "zero_optimization": {"stage": 2},
-        "gradient_clipping": 0.1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
-    }
+    adam = {"type": "AdamW", "params": {"lr": 0.5}}
+    config = {**BATCH, "zero_optimization": {"stage": 2}, "gradient_clipping": 0.1, "optimizer": adam}
     with started(config) as engine:
         assert engine.get_batch_info() == (4, 4, 1)
         assert (engine.zero_optimization_stage(), engine.gradient_clipping()) == (2, 0.1)
@@ -437,33 +415,26 @@ def test_what_the_engine_says_of_itself():
 
 
 @pytest.mark.parametrize(
-    ("section", "kind", "options"),
+    ("word", "params", "kind", "options"),
     [
         (
-            {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9]}},
+            "Adam",
+            {"lr": 0.1, "betas": [0.8, 0.9]},
             "AdamW",
             {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0},
         ),
-        (
-            {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}},
-            "Adam",
-            {"weight_decay": 0.1},
-        ),
-        (
-            {"type": "AdamW", "params": {"lr": 0.1, "max_grad_norm": 0.0, "adam_w_mode": True}},
-            "AdamW",
-            {"weight_decay": 0.0},
-        ),
-        ({"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}, "AdamW", {"weight_decay": 0.01}),
-        ({"type": "Lamb", "params": {"lr": 0.1}}, "LAMB", {"lr": 0.1}),
-        ({"type": "Lion", "params": {"lr": 0.1}}, "Lion", {"lr": 0.1}),
-        ({"type": "Adagrad"}, "Adagrad", {}),
-        ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "SGD", {"momentum": 0.9}),
-        ({"type": "rmsprop", "params": {"lr": 0.1}}, "RMSprop", {"lr": 0.1}),
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", {"weight_decay": 0.1}),
+        ("AdamW", {"max_grad_norm": 0.0, "adam_w_mode": True}, "AdamW", {"weight_decay": 0.0}),
+        ("AdamW", {"lr": 0.1, "torch_adam": True}, "AdamW", {"weight_decay": 0.01}),
+        ("Lamb", {"lr": 0.1}, "LAMB", {"lr": 0.1}),
+        ("Lion", {"lr": 0.1}, "Lion", {"lr": 0.1}),
+        ("Adagrad", {}, "Adagrad", {}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, "SGD", {"momentum": 0.9}),
+        ("rmsprop", {"lr": 0.1}, "RMSprop", {"lr": 0.1}),
     ],
 )
-def test_optimizers_by_name(section, kind, options):
-    with started({**BATCH, "optimizer": section}) as engine:
+def test_optimizers_by_name(word, params, kind, options):
+    with started({**BATCH, "optimizer": {"type": word, "params": params}}) as engine:
         made = engine.optimizer.given
         assert type(made).__name__ == kind
         assert {name: made.param_groups[0][name] for name in options} == options
@@ -484,81 +455,51 @@ def rates(kind, steps, lr=1.0, **options):
     return found, optimizer, schedule
 
 
-def test_warm_up_is_logarithmic_or_linear_and_then_constant():
-    found, *_ = rates("WarmupLR", 6, warmup_min_lr=0.1, warmup_max_lr=1.1, warmup_num_steps=4)
-    assert found == pytest.approx([0.1, *(0.1 + math.log(i + 1) / math.log(4) for i in range(4)), 1.1, 1.1])
-    found, *_ = rates("WarmupLR", 6, lr=0.5, warmup_num_steps=4, warmup_type="linear")
-    assert found == pytest.approx([0, 0, 0.125, 0.25, 0.375, 0.5, 0.5])
-    for wrong in (
+LINEAR = {"warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 6}
+RANGE = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2}
+COSINE = [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, k / 4))) / 2) for k in range(1, 7)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lr", "options", "wanted"),
+    [
+        ("WarmupLR", 1.0, {"warmup_min_lr": 0.1, "warmup_max_lr": 1.1, "warmup_num_steps": 4},
+         [0.1, *(0.1 + math.log(i + 1) / math.log(4) for i in range(4)), 1.1, 1.1]),
+        ("WarmupLR", 0.5, {"warmup_num_steps": 4, "warmup_type": "linear"}, [0, 0, 0.125, 0.25, 0.375, 0.5, 0.5]),
+        ("WarmupDecayLR", 1.0, {**LINEAR, "warmup_max_lr": 1.0}, [0, 0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
+        ("WarmupCosineLR", 2.0, {**LINEAR, "cos_min_ratio": 0.1, "warmup_min_ratio": 0.5}, [0.0, 1.0, 1.5, *COSINE]),
+        ("LRRangeTest", 1.0, RANGE, [0.1, 0.15, 0.2, 0.25, 0.3]),
+        ("LRRangeTest", 1.0, {**RANGE, "lr_range_test_staircase": True}, [0.1, 0.1, 0.2, 0.2, 0.3]),
+    ],
+)  # fmt: skip
+def test_schedules(kind, lr, options, wanted):
+    assert rates(kind, len(wanted) - 1, lr, **options)[0] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
         {"warmup_num_steps": 0},
         {"warmup_num_steps": 2.5},
         {"warmup_type": "square"},
         {"warmup_max_lr": [1, 2]},
-    ):
-        with pytest.raises(ValueError, match="warmup"):
-            rates("WarmupLR", 1, **wrong)
-
-
-def test_warm_up_and_decay():
-    found, *_ = rates(
-        "WarmupDecayLR", 8, total_num_steps=6, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear"
-    )
-    assert found == pytest.approx([0, 0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
-
-
-def test_warm_up_and_cosine():
-    found, *_ = rates(
-        "WarmupCosineLR",
-        8,
-        lr=2.0,
-        total_num_steps=6,
-        warmup_num_steps=2,
-        cos_min_ratio=0.1,
-        warmup_type="linear",
-        warmup_min_ratio=0.5,
-    )
-    cosine = [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, k / 4))) / 2) for k in range(1, 7)]
-    assert found == pytest.approx([0.0, 1.0, 1.5, *cosine])
+    ],
+)
+def test_wrong_warm_ups(wrong):
+    with pytest.raises(ValueError, match="warmup"):
+        rates("WarmupLR", 1, **wrong)
 
 
 def test_one_cycle():
-    options = {
-        "cycle_min_lr": 1.0,
-        "cycle_max_lr": 3.0,
-        "cycle_first_step_size": 2,
-        "cycle_second_step_size": 4,
-    }
-    decay = {
-        "decay_step_size": 2,
-        "decay_lr_rate": 0.5,
-        "decay_mom_rate": 0.1,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-    }
-    found, optimizer, schedule = rates("OneCycle", 8, **options, **decay)
+    options = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_second_step_size": 4}
+    decay = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.1}
+    found, optimizer, schedule = rates("OneCycle", 8, **options, cycle_first_step_size=2, **decay)
     # Up two steps, down four; i counts from -1 and DeepSpeed looks one ahead: the cycle begins again at i = 5, and decays from i = 6 on.
     assert found == pytest.approx([1, 2, 3, 2.5, 2, 1.5, 1, 1 / 1.25, 1 / 1.5])
     assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.9 * 1.1), 0.99)
     assert schedule.last_batch_iteration == 7
-    stairs, *_ = rates(
-        "OneCycle",
-        4,
-        **{**options, "cycle_first_step_size": 4},
-        cycle_first_stair_count=2,
-        cycle_momentum=False,
-    )
-    assert stairs == pytest.approx([1, 1, 2, 2, 3])
-
-
-def test_range_test():
-    found, *_ = rates(
-        "LRRangeTest", 4, lr_range_test_min_lr=0.1, lr_range_test_step_size=2, lr_range_test_step_rate=1.0
-    )
-    assert found == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3])
-    found, *_ = rates(
-        "LRRangeTest", 4, lr_range_test_min_lr=0.1, lr_range_test_step_size=2, lr_range_test_staircase=True
-    )
-    assert found == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3])
+    stairs = {"cycle_first_step_size": 4, "cycle_first_stair_count": 2, "cycle_momentum": False}
+    assert rates("OneCycle", 4, **options, **stairs)[0] == pytest.approx([1, 1, 2, 2, 3])
 
 
 def test_schedules_go_on_from_their_state():
@@ -638,9 +579,7 @@ def test_checkpoints_with_tags_and_latest(ranks, tmp_path, processes, stage):
 def from_a_data_set():
     x, y = data()
     seen = []
-    args = SimpleNamespace(
-        deepspeed_config={"train_batch_size": 12, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    )
+    args = SimpleNamespace(deepspeed_config={"train_batch_size": 12, "optimizer": SGD})
     engine, optimizer, loader, schedule = deepspeed.initialize(
         args,
         model(),
@@ -705,7 +644,7 @@ def test_time_and_operations_are_told_when_asked_for(caplog, tmp_path):
     caplog.set_level(logging.INFO, "easymp.compat.deepspeed")
     file = tmp_path / "flops.txt"
     config = {
-        **BATCH, "steps_per_print": 2, "wall_clock_breakdown": True, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **BATCH, "steps_per_print": 2, "wall_clock_breakdown": True, "optimizer": SGD,
         "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(file)},
     }  # fmt: skip
     with started(config) as engine:
