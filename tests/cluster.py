@@ -1,7 +1,7 @@
-"""A Slurm of one's own: munged, slurmctld and two slurmd on the loopback, in a folder, as whoever runs the tests.
+"""A Slurm for tests: munged, slurmctld and two slurmd on the loopback, in a folder, run by the user of the tests.
 
-Its nodes are named 127.0.0.1 and 127.0.0.2, of which every machine knows the way to the first, where a job's tasks meet. No cgroups, no
-accounting: both daemons run in a container, too.
+Its nodes are named 127.0.0.1 and 127.0.0.2; a job's tasks meet at the first. No cgroups, no accounting: the daemons run in a container,
+too.
 """
 
 from __future__ import annotations
@@ -57,11 +57,8 @@ def missing() -> str:
     lacking = [
         name for name in (*DAEMONS, "sbatch", "srun", "scontrol") if shutil.which(name, path=PATH) is None
     ]
-    return (
-        f"optional packages are not installed: slurm-wlm and munge (Debian's), for {', '.join(lacking)}"
-        if lacking
-        else ""
-    )
+    words = f"optional packages are not installed: slurm-wlm and munge (Debian's), for {', '.join(lacking)}"
+    return words if lacking else ""
 
 
 class Cluster:
@@ -90,13 +87,9 @@ class Cluster:
             "log-file": "munge.log",
             "seed-file": "seed",
         }
-        # --force: the folder may be read by its owner only, of which munged would warn and stop.
-        self._daemon(
-            "munged",
-            "--foreground",
-            "--force",
-            *(f"--{option}={folder}/{name}" for option, name in files.items()),
-        )
+        options = [f"--{option}={folder}/{name}" for option, name in files.items()]
+        # --force: munged refuses a folder that only its owner may read.
+        self._daemon("munged", "--foreground", "--force", *options)
         self.until(lambda: (folder / "munge").exists(), "munged listens")
         self._daemon("slurmctld", "-D", "-c")
         for node in ("127.0.0.1", "127.0.0.2"):
@@ -131,16 +124,13 @@ class Cluster:
         found = []
         for process in psutil.process_iter():
             try:
-                if (
-                    process.pid != os.getpid()
-                    and process.environ().get("SLURM_CONF") == self.variables["SLURM_CONF"]
-                ):
-                    found.append(process)
+                config = process.environ().get("SLURM_CONF")
+                gone = process.status() == psutil.STATUS_ZOMBIE
             except psutil.Error:
-                pass
-        return [
-            process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        ]
+                continue
+            if process.pid != os.getpid() and config == self.variables["SLURM_CONF"] and not gone:
+                found.append(process)
+        return found
 
     def run(self, *words: str, check: bool = True, cwd: str | Path | None = None, **variables: str) -> str:
         """A command of Slurm's, or any other that talks to this cluster; its output."""

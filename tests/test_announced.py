@@ -49,13 +49,8 @@ def seat() -> tuple[int, int, int, float, str]:
     acc = Accelerator(cpu=True, timeout=60)
     try:
         total = acc.reduce(torch.tensor(float(acc.process_index))).item()
-        return (
-            acc.process_index,
-            acc.num_processes,
-            acc.local_process_index,
-            total,
-            " ".join(acc.plan.explain().splitlines()[0].split()[2:]),
-        )
+        by = " ".join(acc.plan.explain().splitlines()[0].split()[2:])
+        return acc.process_index, acc.num_processes, acc.local_process_index, total, by
     finally:
         acc.end_training()
 
@@ -75,9 +70,10 @@ def seat_by(said: dict[str, str], host: str = "") -> tuple[int, int, int, float,
 PORT = {"MASTER_PORT": "{port}"}
 MEET = {"MASTER_ADDR": "127.0.0.1", **PORT}
 OMPI = {
-    "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{size}", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "{size}",
-}  # fmt: skip
+    f"OMPI_COMM_WORLD_{local}{name}": f"{{{name.lower()}}}"
+    for local in ("", "LOCAL_")
+    for name in ("RANK", "SIZE")
+}
 PET = {
     "PET_NNODES": "{size}",
     "PET_NODE_RANK": "{rank}",
@@ -171,12 +167,7 @@ def test_one_announced_process_trains_alone(says, said, words):
     acc.end_training()
 
 
-TWO = {
-    "OMPI_COMM_WORLD_RANK": 1,
-    "OMPI_COMM_WORLD_SIZE": 2,
-    "OMPI_COMM_WORLD_LOCAL_RANK": 0,
-    "OMPI_COMM_WORLD_LOCAL_SIZE": 1,
-}
+TWO = dict(zip(OMPI, (1, 2, 0, 1)))
 URI = "7.0;tcp://192.0.2.2,10.0.0.1:56327;tcp6://[fd00::2]:60173"
 
 
@@ -235,10 +226,8 @@ def launch_in(folder: str, said: dict[str, str], *flags: str) -> tuple[int, str]
 @pytest.mark.parametrize(
     ("said", "seats"),
     [
-        (
-            {"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET},
-            [["0 2 0 1"], ["1 2 0 1"]],
-        ),  # a pod of PyTorchJob
+        # a pod of PyTorchJob
+        ({"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET}, [["0 2 0 1"], ["1 2 0 1"]]),
         ({**PET, "PET_NPROC_PER_NODE": "2"}, [["0 4 0 2", "1 4 1 2"], ["2 4 0 2", "3 4 1 2"]]),
     ],
 )
@@ -258,11 +247,7 @@ def test_launch_takes_its_part(ranks, tmp_path, said, seats):
         ),
         ({"RANK": 0, "WORLD_SIZE": 2}, [], "2 nodes must know where to meet: pass --main-address"),
         ({**TWO}, [], "announces 2 processes on several machines, and not where rank 0 runs"),
-        (
-            {"RANK": 1, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "x"},
-            [],
-            "this process is rank 1 of 2, which torchrun",
-        ),
+        ({"RANK": 1, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "x"}, [], "rank 1 of 2, which torchrun"),
     ],
 )
 def test_launch_that_contradicts_is_refused(says, tmp_path, capsys, said, flags, words):
@@ -293,11 +278,8 @@ def train() -> str:
     return said
 
 
-NO_MPI = (
-    ""
-    if shutil.which("mpirun")
-    else "an optional package is not installed: openmpi-bin (mpirun is not on PATH)"
-)
+LACKING = "an optional package is not installed: openmpi-bin (mpirun is not on PATH)"
+NO_MPI = "" if shutil.which("mpirun") else LACKING
 
 
 def by_mpirun(program: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -310,6 +292,7 @@ def by_mpirun(program: str, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
 def test_open_mpi(ranks):
     done = by_mpirun("from tests.test_announced import train; print(train())")

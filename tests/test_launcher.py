@@ -85,19 +85,9 @@ def test_script_sees_what_plain_python_shows_it(script, tmp_path, monkeypatch):
     assert launch_script(path, [target, *own], 2) == 0
     for rank, seen in enumerate(told(tmp_path)):
         assert seen["argv"] == [path, target, *own]
-        assert (seen["name"], seen["file"], seen["path"], seen["package"]) == (
-            "__main__",
-            path,
-            str(tmp_path),
-            None,
-        )
-        assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == (
-            str(rank),
-            "2",
-            str(rank),
-            "2",
-        )
-        assert seen["main"] == rank
+        facts = {"name": "__main__", "file": path, "path": str(tmp_path), "package": None, "main": rank}
+        facts |= {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "2"}
+        assert seen == seen | facts
         assert seen["MASTER_ADDR"] == "127.0.0.1"
         assert not seen["torch"]  # the script is the first to import it
         assert int(seen["OMP_NUM_THREADS"]) >= 1
@@ -159,7 +149,7 @@ def test_first_failing_rank_comes_last_and_alone(script, capfd):
         (
             "import ctypes; ctypes.string_at(0)",
             139,
-            "killed by SIGSEGV (signal 11)\nFatal Python error: Segmentation fault\n",
+            "killed by SIGSEGV (signal 11)\nFatal Python error: Segm",
         ),
     ],
 )
@@ -209,9 +199,7 @@ def test_the_port_of_the_ranks_is_nobody_else_s_before_they_open_it():
     node = SingleNode(RendezvousConfig())
     port = node.next_rendezvous().bootstrap_store_info.master_port
     try:
-        if (
-            sys.platform == "linux"
-        ):  # elsewhere a port cannot be kept for others, but its number is another each time
+        if sys.platform == "linux":  # elsewhere a port cannot be kept, but its number is another each time
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
                 other.bind(("127.0.0.1", port))
         for libuv in (True, False):
@@ -437,7 +425,7 @@ def test_refusals(monkeypatch):
         patch.setattr(dist, "is_initialized", lambda: True)
         with pytest.raises(RefusedError, match="process group is running"):
             debug_launcher(print)
-    with pytest.raises(SettingError, match="is no port"):
+    with pytest.raises(SettingError, match="is not a port"):
         notebook_launcher(print, num_processes=2, use_port="http")
     for option in (
         {"rdzv_backend": "etcd"},
@@ -472,20 +460,13 @@ open(sys.argv[1] + str(rank), "w").write(str([acc.num_processes, acc.plan.strate
 
 
 def torchrun(*words: str) -> tuple[int, str]:
-    process = python(
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "0",
-        *words,
-        OMP_NUM_THREADS="1",
-    )
+    run = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+    process = python(*run, *words, OMP_NUM_THREADS="1")
     _, said = process.communicate(timeout=250)
     return process.returncode, said
 
 
+@pytest.mark.slow
 def test_plain_torchrun_on_a_cpu_is_one_training_on_two_ranks(script, tmp_path):
     code, said = torchrun("--standalone", script(TRAIN), str(tmp_path / "trained"))
     assert code == 0, said

@@ -44,13 +44,8 @@ def lines(text: str) -> list[str]:
 
 
 def test_script():
-    text = batch_script(
-        "train",
-        ["--processes", "4", "train.py", "--name", "it's $HOME"],
-        ["--time=1:00"],
-        processes=4,
-        nodes="2",
-    )
+    command = ["--processes", "4", "train.py", "--name", "it's $HOME"]
+    text = batch_script("train", command, ["--time=1:00"], processes=4, nodes="2")
     assert text.startswith("#!/bin/bash\n#SBATCH ")
     assert lines(text) == [
         "--job-name=train", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=16", "--gpus-per-node=4", "--output=%x-%j.out",
@@ -59,12 +54,8 @@ def test_script():
     (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
     words = shlex.split(srun)
     assert words[-5:] == ["--processes", "4", "train.py", "--name", "it's $HOME"]
-    assert words[words.index("easymp") - 2 : words.index("easymp") + 2] == [
-        sys.executable,
-        "-m",
-        "easymp",
-        "launch",
-    ]
+    at = words.index("easymp")
+    assert words[at - 2 : at + 2] == [sys.executable, "-m", "easymp", "launch"]
 
 
 @pytest.mark.parametrize(
@@ -140,10 +131,7 @@ def test_what_cannot_stand_in_the_batch_script_is_refused(tmp_path, monkeypatch,
     Path(script).write_text("")
     asked = ["launch", "--processes", "2", "--slurm"]
     assert main([*asked, "print", script]) == 1
-    assert (
-        r"the script's name 'a\ntouch pwned\n' has a character that cannot stand in"
-        in capsys.readouterr().err
-    )
+    assert r"name 'a\ntouch pwned\n' has a character that cannot stand in" in capsys.readouterr().err
     assert main([*asked, "print --job-name=x", script]) == 0  # only srun's command has it then, quoted
     assert [line for line in lines(capsys.readouterr().out) if "touch" in line] == []
     Path("train.py").write_text("")
@@ -165,22 +153,20 @@ def test_submitting_is_sbatch_s(tmp_path, monkeypatch, capfd):
 # -- where launchers meet ----------------------------------------------------------------------------------------------
 
 MPI = {
-    "OMPI_COMM_WORLD_RANK": 1,
-    "OMPI_COMM_WORLD_SIZE": 2,
-    "OMPI_COMM_WORLD_LOCAL_RANK": 1,
-    "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), (1, 2, 1, 2))
 }
 ONE_A_NODE = {**STEP, "SLURM_TASKS_PER_NODE": "1(x8)", "SLURM_NODEID": 5, "SLURM_LOCALID": 0}
 
 
-def met(
-    nodes: str | None = None,
-    node_rank: int | None = None,
-    address: str | None = None,
-    port: int | None = None,
-) -> tuple:
+def met(nodes=None, node_rank=None, address=None, port=None) -> tuple:
     found, variables = find_nodes(nodes, node_rank, address, port, 600.0)
     return found.nodes, found.most, found.node_rank, found.address, found.port, variables
+
+
+NO_SLURM = dict.fromkeys(TASK)
+ALONE = (1, None, None, "127.0.0.1", None, {})
+SECOND = {"EASYMP_LAUNCHER": "1 of 2"}
 
 
 @pytest.mark.parametrize(
@@ -201,28 +187,16 @@ def met(
             (8, None, 5, "n007", 15345, {"EASYMP_LAUNCHER": "1 of 4"}),
         ),
         # launchers that mpirun started on one machine, and in batch jobs, where its daemons are srun's tasks
-        (
-            {**dict.fromkeys(TASK), **MPI},
-            {"port": 4000},
-            (2, None, 1, "127.0.0.1", 4000, {"EASYMP_LAUNCHER": "1 of 2"}),
-        ),
-        (
-            {**ONE_A_NODE, **MPI, "MASTER_PORT": 4000},
-            {},
-            (2, None, 1, "127.0.0.1", 4000, {"EASYMP_LAUNCHER": "1 of 2"}),
-        ),
+        ({**NO_SLURM, **MPI}, {"port": 4000}, (2, None, 1, "127.0.0.1", 4000, SECOND)),
+        ({**ONE_A_NODE, **MPI, "MASTER_PORT": 4000}, {}, (2, None, 1, "127.0.0.1", 4000, SECOND)),
         # pods
-        (
-            {**dict.fromkeys(TASK), "PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "pod-0:7"},
-            {},
-            (1, 4, None, "pod-0", 7, {}),
-        ),
-        ({**dict.fromkeys(TASK), "PET_NPROC_PER_NODE": 4}, {}, (1, None, None, "127.0.0.1", None, {})),
+        ({**NO_SLURM, "PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "pod-0:7"}, {}, (1, 4, None, "pod-0", 7, {})),
+        ({**NO_SLURM, "PET_NPROC_PER_NODE": 4}, {}, ALONE),
         # alone
-        (dict.fromkeys(TASK), {}, (1, None, None, "127.0.0.1", None, {})),
-        ({"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, {}, (1, None, None, "127.0.0.1", None, {})),
-        (BATCH, {}, (1, None, None, "127.0.0.1", None, {})),
-        ({**BATCH, "SLURM_JOB_NUM_NODES": 2}, {"nodes": "1"}, (1, None, None, "127.0.0.1", None, {})),
+        (NO_SLURM, {}, ALONE),
+        ({"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, {}, ALONE),
+        (BATCH, {}, ALONE),
+        ({**BATCH, "SLURM_JOB_NUM_NODES": 2}, {"nodes": "1"}, ALONE),
     ],
 )
 def test_each_task_s_launcher_counts_as_a_node(slurm, changes, said, place):
@@ -232,16 +206,10 @@ def test_each_task_s_launcher_counts_as_a_node(slurm, changes, said, place):
 
 def test_what_does_not_fit_is_said(slurm):
     slurm(**BATCH, SLURM_JOB_NUM_NODES=2)
-    with pytest.raises(
-        SettingError,
-        match="Slurm's job has 2 nodes, and its batch script runs on the first one only: write srun",
-    ):
+    with pytest.raises(SettingError, match=r"Slurm's job has 2 nodes, .* on the first one only: write srun"):
         met()
     slurm(**ONE_A_NODE)
-    with pytest.raises(
-        SettingError,
-        match="nodes='2', but Slurm's srun announced 8: leave --nodes out, or start as many launch",
-    ):
+    with pytest.raises(SettingError, match="nodes='2', but Slurm's srun announced 8: leave --nodes out"):
         met("2")
     with pytest.raises(SettingError, match="nodes='1', but"):  # not eight trainings
         met("1")
@@ -269,9 +237,8 @@ def printed(capsys, *words: str) -> tuple[list[str], list[str]]:
 def test_command(train, capsys, monkeypatch):
     words = ["--processes", "2", "--nodes", "3", "--grace", "90"]
     options, told = printed(capsys, "--slurm", "print -p gpu", *words, train, "--lr", "1")
-    assert {"--job-name=train", "--nodes=3", "--gpus-per-node=2", "--signal=USR1@120", "-p gpu"} <= set(
-        options
-    )
+    wanted = {"--job-name=train", "--nodes=3", "--gpus-per-node=2", "--signal=USR1@120", "-p gpu"}
+    assert wanted <= set(options)
     assert told == ["--processes", "2", "--nodes", "3", "--grace", "90.0", train, "--lr", "1"]
     monkeypatch.setenv("EASYMP_CPU", "1")
     options, told = printed(capsys, "--slurm=", "--processes", "2", "--no-numa", "-m", "pkg.train")
@@ -290,12 +257,9 @@ def test_command_takes_the_project_s_word(train, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["print", "nowhere.py"], "'nowhere.py' is no file"),
+        (["print", "nowhere.py"], "'nowhere.py' is not a file"),
         (["print", "train.py"], "say how many processes each is to run"),
-        (
-            ["print", "--node-rank", "1", "train.py"],
-            "--node-rank 1 is for one node, and --slurm starts them all",
-        ),
+        (["print", "--node-rank", "1", "train.py"], "--node-rank 1 is for one node"),
         (["prnt", "train.py"], "it takes print or submit"),
     ],
 )

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -23,24 +22,12 @@ from easymp.cli import main
 from easymp.launcher import agent, rendezvous
 
 from .pool import hold_port
+from .test_launcher import script as script
+from .test_launcher import wait_for
 from .versions import grace
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 HOST = socket.gethostname()
-
-
-@pytest.fixture
-def script(tmp_path):
-    """Writes a script, returns its path."""
-
-    def write(text: str) -> str:
-        path = tmp_path / "train.py"
-        path.write_text(
-            "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(text)
-        )
-        return str(path)
-
-    return write
 
 
 @pytest.fixture
@@ -69,9 +56,8 @@ def launched(port: int, words: list[list[str]], after: str = "", signals: int = 
     thread = threading.Thread(target=stop)
     if signals >> node & 1:
         thread.start()
-    announced = dict.fromkeys(
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    )  # by the pool
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+    announced = dict.fromkeys(names)  # by the pool
     with env.override(**announced), contextlib.redirect_stderr(io.StringIO()) as said:
         code = main(["launch", "--main-address", f"127.0.0.1:{port}", *words[node]])
     if thread.ident:
@@ -99,10 +85,10 @@ def test_ranks_are_in_the_order_of_the_nodes_and_the_first_failure_is_told_to_al
     assert (code, main_code) == (1, 1)
     assert said.startswith("rank 2 of 4 failed first: ValueError: the cause\nTraceback")
     assert said.endswith("ValueError: the cause\n")
-    assert (
-        main_said
-        == f"rank 2 of 4 failed first, on node 1 ({HOST}): ValueError: the cause; the launcher there says more\n"
+    there = (
+        f"rank 2 of 4 failed first, on node 1 ({HOST}): ValueError: the cause; the launcher there says more\n"
     )
+    assert main_said == there
 
 
 def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, script, tmp_path, port):
@@ -118,10 +104,7 @@ def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, s
     (main_code, main_said), (code, said) = ranks(launched, port, words)
     assert (tmp_path / "done").exists()
     assert (main_code, code) == (1, 1)
-    assert (
-        main_said
-        == f"rank 1 of 2 failed first, on node 1 ({HOST}): ValueError: late; the launcher there says more\n"
-    )
+    assert main_said.startswith(f"rank 1 of 2 failed first, on node 1 ({HOST}): ValueError: late")
     assert said.endswith("ValueError: late\n")
 
 
@@ -244,19 +227,15 @@ def test_other_nodes_that_never_come_and_a_main_address_elsewhere(script, capsys
     )
     assert main([*words, "192.0.2.1", script("")]) == 1  # an address for documentation (RFC 5737): nobody's
     assert (
-        "'192.0.2.1' is not an address of this machine, which is to be the main node" in capsys.readouterr().err
+        "'192.0.2.1' is not an address of this machine, which is to be the main node"
+        in capsys.readouterr().err
     )
 
 
 @pytest.mark.parametrize(
     ("second", "others", "wait", "words"),
-    [
-        (
-            "2",
-            1,
-            "4",
-            "was started for 3 nodes, this one for 2 nodes",
-        ),  # the main node waits for one that is started rightly
+    [  # in the first case the main node waits for one that is started rightly
+        ("2", 1, "4", "was started for 3 nodes, this one for 2 nodes"),
         ("3", 2, "50", "say the same --node-rank 1: each machine needs its own"),
     ],
 )
@@ -343,13 +322,6 @@ def ends(*processes: subprocess.Popen) -> list[tuple[int, str]]:
     return [(process.returncode, err) for process, err in zip(processes, said)]
 
 
-def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 100
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, "the workers did not start"
-        time.sleep(0.05)
-
-
 def result(folder: Path, rank: int = 0) -> list:
     return json.loads(Path(f"{folder}.out{rank}").read_text())
 
@@ -362,11 +334,9 @@ def test_two_nodes_of_which_a_rank_is_killed_train_to_the_result_of_one(script, 
     words = ["--nodes", "2", "--max-restarts", "1", path, str(two), "kill", "8"]
     first, second = ends(*(node("--node-rank", str(k), *words) for k in (0, 1)))
     assert (first[0], second[0]) == (0, 0), first[1] + second[1]
-    assert (
-        f"easymp launch: a rank failed; restart 1, on 2 nodes: node 0 ({HOST}), node 1 ({HOST})\n"
-        in second[1]
-    )
-    assert f", on 2 nodes: node 0 ({HOST}), node 1 ({HOST})\n" in first[1]
+    where = f"on 2 nodes: node 0 ({HOST}), node 1 ({HOST})\n"
+    assert f"easymp launch: a rank failed; restart 1, {where}" in second[1]
+    assert where in first[1]
     assert result(one) == result(two) == result(two, 1)
 
 
@@ -438,7 +408,5 @@ def test_two_hosts_find_out_who_is_the_main_one_and_train_over_the_cable(script,
     words = ["--nodes", "2", path, str(tmp_path / "x")]
     for code, said in ends(*(node(*words, main=main, before=host) for host in reversed(before))):
         assert code == 0, said
-    assert [(tmp_path / f"x{rank}").read_text() for rank in (0, 1)] == [
-        f"3.0 {main} left",
-        f"3.0 {main} right",
-    ]
+    for rank, end in enumerate(("left", "right")):
+        assert (tmp_path / f"x{rank}").read_text() == f"3.0 {main} {end}"

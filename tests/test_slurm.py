@@ -23,7 +23,7 @@ BATCH = {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
     "ENVIRONMENT": "BATCH",
-}  # the script before its srun
+}  # before its srun
 
 
 @pytest.fixture
@@ -31,12 +31,9 @@ def slurm(monkeypatch):
     """Sets the variables of a task and these (None removes one), and no other of Slurm's."""
 
     def announce(**changes: object) -> None:
-        for name in [
-            n
-            for n in os.environ
-            if n.startswith("SLURM_") or n in ("MASTER_ADDR", "MASTER_PORT", "ENVIRONMENT")
-        ]:
-            monkeypatch.delenv(name)
+        for name in list(os.environ):
+            if name.startswith("SLURM_") or name in ("MASTER_ADDR", "MASTER_PORT", "ENVIRONMENT"):
+                monkeypatch.delenv(name)
         for name, value in {**TASK, **changes}.items():
             if value is not None:
                 monkeypatch.setenv(name, str(value))
@@ -110,9 +107,7 @@ def test_a_shell_at_a_terminal_is_no_task(slurm, monkeypatch):
 
 def test_a_batch_script_that_forgets_srun_is_told_so(slurm):
     slurm(**BATCH)
-    with pytest.warns(
-        EasympWarning, match="one process trains, of the 8 tasks of Slurm's job.*with srun before the command"
-    ):
+    with pytest.warns(EasympWarning, match="one process trains, of the 8 tasks of Slurm's job.*with srun"):
         assert read_ranks().size == 1
 
 
@@ -152,15 +147,8 @@ def test_contradictions(slurm, changes, words):
 def as_tasks(size: int, timeout: float) -> tuple[float, int]:
     """The pool's ranks as srun would have started them; the place to meet is the pool's, as one's own."""
     rank = os.environ["RANK"]
-    task = {
-        **TASK,
-        **STEP,
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank,
-        "SLURM_TASKS_PER_NODE": str(size),
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_TASKS": str(size),
-    }
+    task = {**TASK, **STEP, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
+    task |= {"SLURM_TASKS_PER_NODE": str(size), "SLURM_STEP_NUM_TASKS": str(size)}
     with env.override(RANK=None, WORLD_SIZE=None, LOCAL_RANK=None, LOCAL_WORLD_SIZE=None, **task):
         world = World(read_ranks(), torch.device("cpu"), timeout)
         try:

@@ -269,7 +269,7 @@ def surroundings(config: RendezvousConfig, threads: int) -> dict[str, str | None
         "OMP_NUM_THREADS": env.read("OMP_NUM_THREADS") or str(threads),
         # The agent's store keeps the keys of an earlier attempt, and a restarted gloo reads them: pytorch issue 135712.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # elastic would install its handlers over ours: a name that is no signal's.
+        # Not a signal's name: elastic would install its handlers over ours.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "none",
     }
     if config.limit > 1 and not env.read("GLOO_SOCKET_IFNAME"):
@@ -311,7 +311,7 @@ def _signals(agents: list[Agent]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """elastic's log lines go nowhere, unless LOGLEVEL asks for them: what they say is said better at the end."""
+    """Drop elastic's log lines, unless LOGLEVEL is set: the launcher's own last line says the same."""
     loggers = [] if env.read("LOGLEVEL") else [logging.getLogger(name) for name in LOUD]
     before, silence = [logger.propagate for logger in loggers], logging.NullHandler()
     for logger in loggers:

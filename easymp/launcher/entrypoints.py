@@ -1,8 +1,8 @@
-"""What users call: a script or a function on several processes.
+"""Run a script or a function on several processes.
 
-Functions run in forked processes, because a notebook's function cannot be sent to a fresh one. A fork copies only the calling thread,
-which has two consequences: a parent that has initialised CUDA cannot have children that use it (refused), and torch's thread pool
-is gone in the children while its bookkeeping says it is there, so they compute on one thread (a second one would wait forever).
+Functions run in forked processes, because a notebook's function cannot be sent to a fresh one. A fork copies the calling thread only:
+a parent that has initialised CUDA cannot have children that use it (refused), and torch's thread pool is gone in the children, so they
+compute on one thread (a second one would wait for ever).
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import hardware, settings
 from ..base import env
@@ -79,8 +78,7 @@ def launch_script(
         WorldError: the nodes did not meet, or a port is taken.
     """
     check_script(script, module)
-    _check_restarts(max_restarts)
-    processes = checked_processes(processes)
+    processes = _checked(processes, max_restarts)
     masks, threads = _bind(processes, numa)
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
     kind = "module" if module else "script"
@@ -100,11 +98,12 @@ def launch_script(
         )
     except agent.RanksFailed as error:
         sys.stdout.flush()
-        _say(error.explain())
+        print(error.explain(), file=sys.stderr, flush=True)  # noqa: T201
         return error.failures[0].exit_code
     except agent.Interrupted as error:
         by = f"stopped by {signal_name(error.number)}{f' on {error.node}' * bool(error.node)}"
-        _say(f"{by}; the ranks saved their state and can be started again" if error.saved else by)
+        saved = "; the ranks saved their state and can be started again" if error.saved else ""
+        print(by + saved, file=sys.stderr, flush=True)  # noqa: T201
         return RESTART if error.saved else 128 + error.number
     return 0
 
@@ -125,7 +124,7 @@ def launch(processes: int | None = None) -> None:
     found, why = ranks.read()
     if why == ranks.ONE or (found is not None and found.processes == 1 and found.most is None):
         return
-    processes = checked_processes(processes)
+    processes = _checked(processes)
     if processes == 1 and found is None:
         return
     name, module = _this_script()
@@ -182,14 +181,17 @@ def notebook_launcher(
         WorldError: the nodes did not meet, or a rank failed; the message ends with the first failing rank's own traceback.
         KeyboardInterrupt: the run was interrupted; the processes are gone. (SystemExit for SIGTERM.)
     """
-    processes = checked_processes(num_processes)
-    _refuse_options(rdzv_backend, dict(rdzv_conf or {}), rdzv_id, log_line_prefix_template)
-    port = None if use_port is None else _port(use_port)
+    processes, conf = _checked(num_processes, max_restarts), rdzv_conf or {}
+    _refuse_options(rdzv_backend, conf, rdzv_id, log_line_prefix_template)
+    port = None
     if rdzv_endpoint:
         master_addr, port = read_address(rdzv_endpoint)
-    wait = float(next(iter((rdzv_conf or {}).values()), WAIT))
+    elif use_port is not None:
+        port = int(use_port) if str(use_port).isdecimal() else 0
+        if not 0 < port < 65536:
+            raise SettingError(f"use_port={use_port!r} is not a port: use a number from 1 to 65535")
+    wait = float(next(iter(conf.values()), WAIT))
     config = RendezvousConfig(num_nodes, node_rank, master_addr, port, wait=wait)
-    _check_restarts(max_restarts)
     variables = {} if mixed_precision is None else {"EASYMP_MIXED_PRECISION": mixed_precision}
     if processes == 1 and num_nodes == 1:
         with env.override(**variables):
@@ -204,17 +206,16 @@ def debug_launcher(
 
     Returns and raises what `notebook_launcher` does; accelerators are not used.
     """
-    processes = checked_processes(num_processes)
-    return _fork(function, args, processes, RendezvousConfig(), 0, 0.05, {"EASYMP_CPU": "1"})
+    return _fork(function, args, _checked(num_processes), RendezvousConfig(), 0, 0.05, {"EASYMP_CPU": "1"})
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def check_script(script: str, module: bool) -> None:
-    """Raises SettingError where a script is no file, or a module's package cannot be found. Nothing is imported."""
+    """Raises SettingError where a script is not a file, or a module's package cannot be found. Nothing is imported."""
     if not module and not Path(script).is_file():
-        raise SettingError(f"{script!r} is no file: pass the script's path, or -m and a module's name")
+        raise SettingError(f"{script!r} is not a file: pass the script's path, or -m and a module's name")
     top = script.partition(".")[0]
     if module and not (PathFinder.find_spec(top, [os.getcwd()]) or find_spec(top)):
         raise SettingError(
@@ -222,12 +223,14 @@ def check_script(script: str, module: bool) -> None:
         )
 
 
-def checked_processes(processes: int | None) -> int:
-    """`processes`, or the number that suits this machine. Raises SettingError for an impossible number."""
+def _checked(processes: int | None, max_restarts: int = 0) -> int:
+    """`processes`, or the number that suits this machine. Raises SettingError for impossible numbers."""
+    if max_restarts < 0:
+        raise SettingError(f"max_restarts={max_restarts} is below 0: use 0 for no restart")
     if processes is None:
         return default_processes()
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        raise SettingError(f"{processes!r} is no number of processes: use a whole number of at least 1")
+        raise SettingError(f"{processes!r} is not a number of processes: use an integer of at least 1")
     return processes
 
 
@@ -247,37 +250,27 @@ def default_processes() -> int:
     return max(1, torch.cuda.device_count(), torch.xpu.device_count())
 
 
-def _check_restarts(count: int) -> None:
-    if count < 0:
-        raise SettingError(f"max_restarts={count} is below 0: use 0 for no restart")
-
-
-def _refuse_options(backend: str, conf: dict[str, Any], run: str, prefix: str | None) -> None:
+def _refuse_options(backend: str, conf: Mapping[str, Any], run: str, prefix: str | None) -> None:
     """Raises RefusedError for an option of Accelerate's notebook_launcher that has no counterpart here."""
     unknown = [name for name in conf if name not in ("timeout", "join_timeout")]
     if backend not in ("static", "c10d"):
-        why = f"rdzv_backend={backend!r} does not exist here: nodes meet at node 0, leave it out"
-    elif len(set(conf.values())) > 1:
-        why = f"rdzv_conf={conf!r} has two timeouts, and there is one wait: leave one of them out"
-    elif unknown:
-        why = f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: it takes 'timeout' only"
-    elif run != "none":
-        why = f"rdzv_id={run!r} has no counterpart here: runs differ by node 0's port, use_port"
-    elif prefix is not None:
-        why = "log_line_prefix_template has no counterpart here: ranks write to this process's output as they are"
-    else:
-        return
-    raise RefusedError(why)
-
-
-def _port(value: int | str) -> int:
-    try:
-        port = int(value)
-    except ValueError:
-        port = 0
-    if not 0 < port < 65536:
-        raise SettingError(f"use_port={value!r} is no port: use a number from 1 to 65535")
-    return port
+        raise RefusedError(
+            f"rdzv_backend={backend!r} does not exist here: nodes meet at node 0, leave it out"
+        )
+    if unknown:
+        raise RefusedError(
+            f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: it takes 'timeout' only"
+        )
+    if len(set(conf.values())) > 1:
+        raise RefusedError(
+            f"rdzv_conf={conf!r} has two timeouts, and there is one wait: leave one of them out"
+        )
+    if run != "none":
+        raise RefusedError(f"rdzv_id={run!r} has no counterpart here: runs differ by node 0's port, use_port")
+    if prefix is not None:
+        raise RefusedError(
+            "log_line_prefix_template has no counterpart here: ranks write to this process's output"
+        )
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
@@ -298,7 +291,7 @@ def _bind(processes: int, numa: bool) -> tuple[str, int]:
 
 
 def _this_script() -> tuple[str, bool]:
-    """What python was started with: a path, or a module's name and True."""
+    """The path that python was started with, or a module's name and True."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:
@@ -312,17 +305,11 @@ def _this_script() -> tuple[str, bool]:
     return sys.argv[0] if os.path.isfile(sys.argv[0]) else path, False
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Unsendable:
-    """Stands for a result that cannot be sent back, and says why."""
+class _Unsendable(NamedTuple):
+    """Stands for a result that cannot be sent back."""
 
     why: str
 

@@ -1,8 +1,8 @@
 """Launching in a job: where the launchers of its nodes meet, and the batch script of Slurm that starts them.
 
-One task a node, each of which starts its node's processes. A minute before the job's time is up, and where Slurm is set to send the same
-before it preempts, SIGUSR1 comes: a run that has called ``resume`` saves itself and ends with exit code 75, the script puts the job
-back into the queue, and it goes on from there.
+There is one task a node, which starts the node's processes. A minute before the job's time is up (and before preemption, where Slurm is
+set so) SIGUSR1 comes: a run that has called ``resume`` saves itself and ends with exit code 75, the script puts the job back into the
+queue, and it goes on from there.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..errors import SettingError
 from .rendezvous import RendezvousConfig, read_config, read_nodes
 from .worker import RESTART
 
-CPUS = 4  # a process with a GPU: it, and what loads its data
+CPUS = 4  # of a process with a GPU and its loaders
 ACTIONS = ("print", "submit")
 SHORT = {"-J": "--job-name", "-N": "--nodes", "-c": "--cpus-per-task", "-o": "--output", "-G": "--gpus"}
-# What says the same in another way: ours is left out where one of these is given.
+# Options with the same meaning: ours is left out where one of these is given.
 SAME = {
     "--gpus-per-node": ("--gpus", "--gres", "--gpus-per-task", "--gpus-per-socket"),
     "--cpus-per-task": ("--cpus-per-gpu",),
@@ -53,7 +53,7 @@ fi
 def find_nodes(
     nodes: str | None, node_rank: int | None, main_address: str | None, main_port: int | None, wait: float
 ) -> tuple[RendezvousConfig, dict[str, str | None]]:
-    """Where this launcher meets the others, and variables for its workers: as `read_config`; what is not given is as announced.
+    """Where this launcher meets the others, as `read_config`, and variables for its workers; announced values fill the gaps.
 
     Each announced task (of srun, mpirun, a pod of Kubeflow) is a launcher, and counts as a node.
 
@@ -78,9 +78,10 @@ def find_nodes(
     there = str(found.size) if found.most is None else f"{found.size}:{found.most}"
     rank = found.rank if node_rank is None else node_rank
     met = read_config(nodes or there, rank, main_address or found.address, main_port or found.port, wait)
+    if (found.local_size or 1) == 1:
+        return met, {}
     # The worker's entry counts local ranks over all launchers of this machine: each of them numbers its own workers from 0.
-    several = found.local_size is not None and found.local_size > 1
-    return met, {"EASYMP_LAUNCHER": f"{found.local_rank} of {found.local_size}"} if several else {}
+    return met, {"EASYMP_LAUNCHER": f"{found.local_rank} of {found.local_size}"}
 
 
 class Asked(NamedTuple):
@@ -112,7 +113,9 @@ def asked(text: str) -> Asked:
         elif options:
             options[-1] += " " + _quoted(word)
         else:
-            raise SettingError(f"--slurm {text!r}: {word!r} is no option of sbatch, which start with a dash")
+            raise SettingError(
+                f"--slurm {text!r}: {word!r} is not an option of sbatch: those start with a dash"
+            )
     return Asked(action, options)
 
 
@@ -130,8 +133,8 @@ def batch_script(
 
     Args:
         name: the job's.
-        command: what `easymp launch` is to be told on each node.
-        options: of sbatch, one each; what is written here gives way to them.
+        command: arguments of `easymp launch` on each node.
+        options: of sbatch, one each; they replace ours.
         processes: on each node.
         nodes: how many, as ``"2"``, or ``"1:4"`` for at least 1 and at most 4; None for one.
         gpus: each process gets one.

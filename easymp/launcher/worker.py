@@ -67,9 +67,7 @@ def record(path: str | None, rank: int, error: BaseException, code: int, tb: Tra
         text = f"{error.code}\n"
     if isinstance(error, SystemExit):
         kind = message = ""
-    fresh = Path(path).with_name(
-        f"{RECORD}.tmp"
-    )  # whole or not there: this rank may be killed while it writes
+    fresh = Path(path).with_name(f"{RECORD}.tmp")  # this rank may be killed while it writes
     failure = Failure(rank, code, kind, message, text, time.time())
     fresh.write_text(json.dumps(failure._asdict()), encoding="utf-8")
     fresh.replace(fresh.with_suffix(""))
@@ -98,7 +96,7 @@ def main() -> NoReturn:
     error_file, rank = env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK", 0)
     if (
         sys.platform == "linux"
-    ):  # SIGTERM when the launcher dies without a word (PR_SET_PDEATHSIG = 1): no rank is orphaned
+    ):  # SIGTERM when the launcher is killed (PR_SET_PDEATHSIG = 1): no rank is orphaned
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if cores:
         mask = int(cores.split(";")[env.integer("LOCAL_RANK", 0)], 16)
@@ -116,11 +114,11 @@ def main() -> NoReturn:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if code:
             record(error_file, rank, end, code & 0xFF, None)
-            sys.last_value = end  # exit handlers do not see the code, and shall not wait for the others
+            sys.last_value = end  # exit handlers do not see the code; they do not wait for the others then
     except BaseException as error:
         code = 1
         record(error_file, rank, error, code, _from_script(error))
-        # As the interpreter does when it prints: exit handlers can see that this is no ordinary end.
+        # As the interpreter does when it prints: exit handlers can see the error.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if code:
         threading.Thread(target=_exit_later, args=(code,), daemon=True).start()
