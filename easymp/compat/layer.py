@@ -1,7 +1,7 @@
 """Messages and module addresses that the layers share.
 
-A layer warns once about options without effect, records the native lines for what the script uses, and says what replaces absent names.
-`explain` prints the records on request, so that a migrated script runs without a flood of advice.
+A layer warns once about options without effect, records the native lines for the features that a script uses, and says what replaces
+absent names. `explain` prints the records on request, so that a migrated script runs without a flood of advice.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Layer:
     def absent(
         self, module: str, instead: Mapping[str, str], known: Callable[[], list[str]]
     ) -> Callable[[str], Any]:
-        """A module's ``__getattr__``: names of the original that are not here fail with their replacement.
+        """A module's ``__getattr__``: absent names of the original fail with their replacement.
 
-        With an ImportError, also where they are attributes: Python replaces the words of an AttributeError in ``from … import``.
+        The error is an ImportError, also for attributes: Python replaces the words of an AttributeError in ``from … import``.
 
         Args:
             module: the original's name, such as ``"apex.amp"``.
@@ -73,11 +73,9 @@ class Layer:
         def missing(name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            way = (
-                f": {instead[name]}"
-                if name in instead
-                else nearest(name, known()) or f". Here are {', '.join(known())}"
-            )
+            way = nearest(name, known()) or f". Here are {', '.join(known())}"
+            if name in instead:
+                way = f": {instead[name]}"
             raise ImportError(f"{module}.{name} is not part of easymp.compat{way}")
 
         return missing
@@ -95,12 +93,11 @@ def explain() -> str:
         lines = [f"# {layer.name} → easymp", "from easymp import Accelerator"]
         for what, code in layer.native.items():
             lines += ["", f"# {what}", code.strip()]
-        lines += [""] * bool(layer.ignored) + [
-            f"# without effect: {what} ({why})" for what, why in layer.ignored.items()
-        ]
+        lines += [""] * bool(layer.ignored)
+        lines += [f"# without effect: {what} ({why})" for what, why in layer.ignored.items()]
         parts.append("\n".join(lines))
     text = "\n\n".join(parts) or "no layer of easymp.compat is in use"
-    print(text)  # noqa: T201 (what the function is for)
+    print(text)  # noqa: T201
     return text
 
 
@@ -119,8 +116,8 @@ def submodules(package: str, table: Mapping[str, Mapping[str, Any]], layer: Laye
         listed = sorted(names)
         vars(module).update(names, __all__=listed, __path__=[])
         vars(module)["__getattr__"] = layer.absent(f"{original}.{address}", instead, partial(list, listed))
-        parent, _, leaf = module.__name__.rpartition(".")
         sys.modules[module.__name__] = module
+        parent, _, leaf = module.__name__.rpartition(".")
         vars(sys.modules[parent]).setdefault(
             leaf, module
         )  # a function of the same name wins: accelerate.utils.tqdm

@@ -146,7 +146,7 @@ def test_a_missing_script_is_said_in_a_sentence(capsys):
     assert main(["launch", "nowhere.py"]) == 1
     assert (
         capsys.readouterr().err
-        == "easymp: 'nowhere.py' is no file: pass the script's path, or -m and a module's name\n"
+        == "easymp: 'nowhere.py' is not a file: pass the script's path, or -m and a module's name\n"
     )
 
 

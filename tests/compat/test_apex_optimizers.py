@@ -22,43 +22,23 @@ from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def adam(
-    p,
-    g,
-    state,
-    step,
-    lr=1e-3,
-    betas=(0.9, 0.999),
-    eps=1e-8,
-    weight_decay=0.0,
-    bias_correction=True,
-    adam_w_mode=True,
-):
-    g = g if adam_w_mode else g + weight_decay * p
+def adam(p, g, state, step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **modes):
+    beside = modes.get("adam_w_mode", True)
+    g = g if beside else g + weight_decay * p
     m = state["m"] = betas[0] * state.get("m", 0) + (1 - betas[0]) * g
     v = state["v"] = betas[1] * state.get("v", 0) + (1 - betas[1]) * g * g
-    one, two = (1 - betas[0] ** step, 1 - betas[1] ** step) if bias_correction else (1, 1)
+    one, two = (1 - beta**step if modes.get("bias_correction", True) else 1 for beta in betas)
     update = (m / one) / ((v / two).sqrt() + eps)
-    return p - lr * (update + weight_decay * p if adam_w_mode else update)
+    return p - lr * (update + weight_decay * p if beside else update)
 
 
-def momentum(
-    p,
-    g,
-    state,
-    step,
-    lr,
-    momentum=0.0,
-    dampening=0.0,
-    weight_decay=0.0,
-    nesterov=False,
-    wd_after_momentum=False,
-):
-    d = g if wd_after_momentum else g + weight_decay * p
+def momentum(p, g, state, step, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, **modes):
+    after = modes.get("wd_after_momentum", False)
+    d = g if after else g + weight_decay * p
     if momentum:
         buffer = state["b"] = momentum * state["b"] + (1 - dampening) * d if "b" in state else d
-        d = d + momentum * buffer if nesterov else buffer
-    return p - lr * (d + weight_decay * p if wd_after_momentum else d)
+        d = d + momentum * buffer if modes.get("nesterov", False) else buffer
+    return p - lr * (d + weight_decay * p if after else d)
 
 
 def adagrad(p, g, state, step, lr=1e-2, eps=1e-10, weight_decay=0.0, adagrad_w_mode=False):
@@ -101,9 +81,8 @@ def test_each_follows_its_formula(kind, rule, how, dtype):
         if step == 2:
             optimizer = copy.deepcopy(optimizer)  # options travel along
             p = optimizer.param_groups[0]["params"][0]
-    assert torch.allclose(
-        p.detach().cpu().double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3
-    )
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    assert torch.allclose(p.detach().cpu().double(), exact, rtol=0, atol=tolerance)
     moments = {name: value.dtype for name, value in optimizer.state[p].items() if value.ndim}
     assert moments.keys() <= {"exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}
     assert set(moments.values()) <= {torch.float32}
@@ -196,11 +175,8 @@ def test_what_they_refuse_and_say():
     table(torch.tensor([0])).sum().backward()
     with pytest.raises(RuntimeError, match="FusedAdam does not support sparse gradients"):
         FusedAdam(table.parameters()).step()
-    for kind, none, how in (
-        (FusedAdam, True, {}),
-        (FusedSGD, False, {"lr": 0.1}),
-        (FusedSGD, True, {"lr": 0.1, "set_grad_none": True}),
-    ):
+    by_argument = (FusedSGD, True, {"lr": 0.1, "set_grad_none": True})
+    for kind, none, how in ((FusedAdam, True, {}), (FusedSGD, False, {"lr": 0.1}), by_argument):
         p.grad = torch.ones_like(p)
         kind([p], **how).zero_grad()
         assert (p.grad is None) == none

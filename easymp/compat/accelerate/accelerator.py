@@ -1,7 +1,7 @@
 """The Accelerator with the arguments, their order and the defaults of Accelerate.
 
-Where a default decides what is trained, it is Accelerate's: fp32 unless a precision is asked for, schedulers that step once a process
-(scripts count their horizon so), and nothing logged without `log_with`. Settings of the environment and of easymp.toml go before them.
+Defaults that change the training are Accelerate's: fp32, schedulers that step once a process (scripts count their horizon so), and no
+logs without `log_with`. Settings of the environment and of easymp.toml go before them.
 """
 
 from __future__ import annotations

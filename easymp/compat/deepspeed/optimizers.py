@@ -81,38 +81,29 @@ def _refuse_unknown(params: Iterable[str], takes: list[str], kind: str) -> None:
 
 
 class FusedAdam:
-    """AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``."""
+    """AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``. Options in the order of `ORDER`, or by name."""
 
-    def __new__(
-        cls,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        **others: Any,
-    ) -> Any:
-        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        return optimizer("Adam", {**given, "adam_w_mode": adam_w_mode, **others}, params)
+    ORDER = (
+        "lr",
+        "bias_correction",
+        "betas",
+        "eps",
+        "adam_w_mode",
+        "weight_decay",
+        "amsgrad",
+        "set_grad_none",
+    )
+
+    def __new__(cls, params: Any, *values: Any, **options: Any) -> Any:
+        return optimizer("Adam", {**dict(zip(cls.ORDER, values)), **options}, params)
 
 
 class DeepSpeedCPUAdam:
-    """`FusedAdam` with its arguments in another order."""
+    """`FusedAdam` with its options in another order."""
 
-    def __new__(
-        cls,
-        model_params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        **others: Any,
-    ) -> Any:
-        decoupled = others.pop("adam_w_mode", adamw_mode)
-        return FusedAdam(model_params, lr, True, betas, eps, decoupled, weight_decay, amsgrad, **others)
+    ORDER = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad", "adamw_mode")
+
+    def __new__(cls, model_params: Any, *values: Any, **options: Any) -> Any:
+        options = {**dict(zip(cls.ORDER, values)), **options}
+        decoupled = options.pop("adamw_mode", True)
+        return optimizer("Adam", {"adam_w_mode": decoupled, **options}, model_params)

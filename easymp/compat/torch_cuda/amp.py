@@ -142,5 +142,5 @@ def custom_bwd(bwd: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def amp_definitely_not_available() -> bool:
-    """Never: there is a CPU everywhere."""
+    """False: every machine has a CPU."""
     return False
