@@ -349,10 +349,10 @@ def test_scales_begin_at_65536_and_have_bounds():
     one("O1", max_loss_scale=1024.0)
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1024.0
     model, optimizer = one("O2", min_loss_scale=32768.0, max_loss_scale=2.0**24, lr=0.0)
-    for good, size in ((False, 32768.0), (False, 32768.0)):
-        backward((model(tensor(1.0)) * (1.0 if good else float("inf"))).sum(), optimizer)
+    for _ in range(2):
+        backward(model(tensor(1.0)).sum() * float("inf"), optimizer)
         optimizer.step()
-        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == size
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
     model, optimizer = one("O2", max_loss_scale=65536.0, lr=0.0)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 1999}})
     backward(model(tensor(1.0)).sum() * 0.25, optimizer)
@@ -488,32 +488,6 @@ def test_an_optimizer_that_was_not_given_does_not_step_on_scaled_gradients(level
     second.step()
 
 
-@BOTH
-def test_two_models_against_each_other(level):
-    """Apex's DCGAN example: three losses, and a generator's loss that goes through the discriminator."""
-    g, d = net(0), net(1)
-    (d, g), (of_d, of_g) = initialize(
-        [d, g], [sgd(d), sgd(g)], opt_level=level, num_losses=3, max_loss_scale=64.0
-    )
-    loss_fn, x = nn.CrossEntropyLoss(), torch.randn(6, 4, device=DEVICE)
-    real = torch.ones(6, dtype=torch.long, device=DEVICE)
-    made_up = torch.zeros_like(real)
-    start = [copy.deepcopy(m.state_dict()) for m in (d, g)]
-    for _ in range(3):
-        d.zero_grad()
-        backward(loss_fn(d(x), real), of_d, loss_id=0)
-        fake = g(x).repeat(1, 2)
-        backward(loss_fn(d(fake.detach()), made_up), of_d, loss_id=1)
-        of_d.step()
-        g.zero_grad()
-        backward(loss_fn(d(fake), real), of_g, loss_id=2)
-        of_g.step()
-    for model, before in zip((d, g), start):
-        state = model.state_dict()
-        assert not any(torch.equal(state[name], before[name]) for name in state if name.endswith("weight"))
-    assert [entry["unskipped"] for entry in amp.state_dict().values()] == [3, 3, 3]
-
-
 def test_backward_outside_of_scale_loss_is_seen_where_there_are_masters():
     model, optimizer = one("O2")
     model(tensor(1.0)).sum().backward()
@@ -568,36 +542,6 @@ def test_o2_holds_fp32_masters_of_half_parameters_and_the_others_themselves():
     assert list(model.parameters()) == given
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Rprop])
-def test_any_optimizer_steps_masters_as_it_steps_fp32(kind):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2, bias=False).to(DEVICE)
-    exact = copy.deepcopy(model)
-    exact.weight.data = exact.weight.half().float()
-    model, optimizer = initialize(model, kind(model.parameters(), lr=1e-2), opt_level="O2", loss_scale=1024.0)
-    reference = kind(exact.parameters(), lr=1e-2)
-    for _ in range(3):
-        exact.weight.data = model.weight.detach().float()  # gradients of the same weights
-        masters = list(amp.master_params(optimizer))
-        x = torch.randn(2, 3, device=DEVICE).half().float()
-        for m, o, wrap in ((model, optimizer, True), (exact, reference, False)):
-            o.zero_grad()
-            loss = (m(x) * 0.5).sum()
-            backward(loss, o) if wrap else loss.backward()
-        assert torch.allclose(masters[0].grad, exact.weight.grad, rtol=2e-3, atol=1e-5)
-        exact.weight.data = masters[0].detach().clone()
-        exact.weight.grad = masters[0].grad.clone()
-        optimizer.step()
-        reference.step()
-        assert torch.equal(masters[0], exact.weight)
-        assert torch.equal(model.weight, exact.weight.half())
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved)  # as from a checkpoint
-    assert all(
-        v.dtype == torch.float32 for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)
-    )
-
-
 def test_the_optimizers_own_ways_stay():
     model, optimizer = one("O2")
     extra = nn.Parameter(torch.ones(1, dtype=torch.float16, device=DEVICE))
@@ -640,37 +584,18 @@ def made(*shape, dtype=torch.float32):
     return torch.rand(shape, device=DEVICE).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("call", "found"),
-    [
-        (lambda x, h: F.linear(x, x), torch.float16),
-        (lambda x, h: x @ x, torch.float16),
-        (lambda x, h: torch.softmax(h, 0), torch.float32),
-        (lambda x, h: h.sum(), torch.float32),
-        (lambda x, h: h.exp(), torch.float32),
-        (lambda x, h: F.mse_loss(h, h), torch.float32),
-        (lambda x, h: F.layer_norm(h, [3]), torch.float32),
-        (lambda x, h: torch.cat([x, h]), torch.float32),
-        (lambda x, h: h + x, torch.float32),
-        (lambda x, h: F.relu(h), torch.float16),
-        (lambda x, h: F.relu(x), torch.float32),
-    ],
-)
-def test_torchs_functions_cast_from_initialize_on(call, found):
+def test_torchs_functions_cast_from_initialize_on():
     x, h = made(3, 3), made(3, 3, dtype=torch.float16)
-    initialize(net())
-    assert call(x, h).dtype == found
+    model = nn.LSTM(3, 3).to(DEVICE)
+    initialize(model)
+    assert F.linear(x, x).dtype == model(x)[0].dtype == torch.float16
+    assert torch.softmax(h, 0).dtype == torch.cat([x, h]).dtype == torch.float32
+    assert (F.relu(h).dtype, F.relu(x).dtype) == (torch.float16, torch.float32)
     with amp.disable_casts():
         assert F.linear(x, x).dtype == torch.float32
     assert F.linear(x, x).dtype == torch.float16
     initialize(net(), opt_level="O0")
     assert F.linear(x, x).dtype == torch.float32
-
-
-def test_binary_cross_entropy_on_half_is_refused():
-    initialize(net())
-    with pytest.raises(RuntimeError, match="binary_cross_entropy"):
-        F.binary_cross_entropy(made(3, dtype=torch.float16), made(3, dtype=torch.float16))
 
 
 def test_functions_of_users_join_the_lists(monkeypatch):
@@ -696,15 +621,6 @@ def test_functions_of_users_join_the_lists(monkeypatch):
         assert half(x).dtype == torch.float32
     with pytest.raises(RuntimeError, match="no function named 'nothing' in torch"):
         amp.register_half_function(torch, "nothing")
-
-
-def test_o1_runs_layers_that_torch_has_in_many_pieces():
-    model = nn.ModuleList([nn.LSTM(4, 4), nn.MultiheadAttention(4, 2), nn.Conv1d(3, 3, 1)]).to(DEVICE)
-    initialize(model)
-    x = made(3, 2, 4)
-    assert model[0](x)[0].dtype == torch.float16
-    assert model[1](x, x, x)[0].dtype == torch.float16
-    assert model[2](x.transpose(0, 1)).dtype == torch.float16
 
 
 def test_optimizers_step_without_casts():
