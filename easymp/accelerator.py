@@ -797,11 +797,7 @@ class Accelerator(Processes, Checkpoints):
         Raises:
             RefusedError: nothing of what is asked for can be recorded here.
         """
-        world, prepared = self._world, self._prepared
-        subject = profiling.Subject(
-            world, self._window, prepared, lambda: profiling.marked(self, prepared, world), self.project_dir
-        )
-        return profiling.Profile(subject, profile_handler or self._profiling)
+        return profiling.Profile(self, self._run, self._prepared, profile_handler or self._profiling)
 
     # -- collectives
 

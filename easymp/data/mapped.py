@@ -24,6 +24,7 @@ from .order import (
     generators,
     halves,
     length,
+    one,
     own_seed,
     parts,
     rounds,
@@ -49,9 +50,6 @@ class MapSource:
     """Reads a map-style data set by batches of indices.
 
     Args:
-        given: the user's DataLoader.
-        sampler: yields indices, or batches of indices if `whole` is set.
-        cut: how the order is cut into batches.
         ranks: the data ranks that this process reads for: its own, or all of them.
         whole: None, or for samplers of batches: "deal" whole batches to the ranks, "split" each batch.
         seeded: draw by f(seed, epoch); otherwise rank 0 draws from its own random state for all.
@@ -140,7 +138,7 @@ class MapSource:
         if self._whole == "split":
             found = halves(order, cut.ranks, even=cut.even, start=start)
         else:
-            count, size, weigh = (cut.ranks, None, size_of) if self._whole else (cut.whole, cut.batch, None)
+            count, size, weigh = (cut.ranks, None, size_of) if self._whole else (cut.whole, cut.batch, one)
             cutting = rounds(
                 order, count, complete=cut.completes, drop_last=cut.drop_last, start=start, weigh=weigh
             )

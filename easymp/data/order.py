@@ -200,6 +200,11 @@ class Round(NamedTuple):
     surplus: int
 
 
+def one(item: Any) -> int:
+    """The weight of a single sample."""
+    return 1
+
+
 def rounds(
     items: Iterable[Any],
     length: int,
@@ -208,24 +213,20 @@ def rounds(
     drop_last: bool = False,
     start: int = 0,
     at: int = 0,
-    weigh: Callable[[Any], int | None] | None = None,
+    weigh: Callable[[Any], int | None] = one,
 ) -> Iterator[Round]:
-    """Global batches of `length` items from a stream of unknown length.
+    """Global batches of `length` items from a stream of unknown length, from position `start` (in samples) on.
 
     Args:
-        items: samples, indices, or ready batches of `weigh` samples each (None: unknown, counts as one).
-        length: items in a round.
+        items: samples, indices, or ready batches of `weigh` samples each (None: unknown, counts as one), the first at position `at`.
         complete: complete the last round with the first items of the stream.
-        drop_last: drop the incomplete last round.
-        start: position to begin at, in samples. Earlier items are read and dropped.
-        at: position of the first item of `items`, in samples.
     """
     reader = iter(items)
     head: list[Any] = []  # first items of the stream, which complete its last round
     end = at
     if end < start:
         for item in reader:
-            end += 1 if weigh is None else (weigh(item) or 1)
+            end += weigh(item) or 1
             if complete and len(head) < length:
                 head.append(item)
             if end >= start:
@@ -233,31 +234,22 @@ def rounds(
     while chunk := list(islice(reader, length)):
         if complete and len(head) < length:
             head += chunk[: length - len(head)]
-        end += len(chunk) if weigh is None else sum(weigh(item) or 1 for item in chunk)
+        end += sum(weigh(item) or 1 for item in chunk)
         missing = length - len(chunk)
         if missing == 0:
             yield Round(chunk, end, 0)
             continue
         if not drop_last:
             repeats = [head[i % len(head)] for i in range(missing)] if complete else []
-            yield Round(chunk + repeats, end, _weight(repeats, weigh))
+            sizes = [weigh(item) for item in repeats]
+            yield Round(chunk + repeats, end, -1 if None in sizes else sum(size or 0 for size in sizes))
         return
-
-
-def _weight(items: list[Any], weigh: Callable[[Any], int | None] | None) -> int:
-    if weigh is None:
-        return len(items)
-    sizes = [weigh(item) for item in items]
-    return -1 if None in sizes else sum(s for s in sizes if s is not None)
 
 
 def halves(
     batches: Iterable[Sequence[Any]], ranks: int, *, even: bool, start: int = 0
 ) -> Iterator[tuple[Round, int]]:
-    """Cut each batch in `ranks` parts: yields it as a round with the number of items per part.
-
-    With `even`, a batch that does not divide is completed with samples of the first batches.
-    """
+    """Cut each batch in `ranks` parts: rounds, each with its items per part. With `even`, samples of the first batches fill parts up."""
     head: list[Any] = []
     end = 0
     for batch in batches:

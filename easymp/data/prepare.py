@@ -172,11 +172,7 @@ MOST, DEPTH, FEW = 1000, 12, 16  # limits of an outline: values, nesting, elemen
 
 
 class UnpreparedCheck:
-    """Finds a DataLoader that was not passed to `prepare` although several ranks read it.
-
-    Args:
-        data_rank, data_size: share of the data that this rank should read, and number of shares.
-    """
+    """Finds a DataLoader that was not passed to `prepare` although several ranks read it."""
 
     def __init__(self, world: World, data_rank: int, data_size: int) -> None:
         self._world, self._rank, self._size = world, data_rank, data_size
@@ -224,11 +220,7 @@ class UnpreparedCheck:
 
 
 def outline(value: Any, left: Iterator[int], depth: int = 0) -> Any:
-    """Fingerprint of a data set by its attributes. None of its methods is called, and few elements are read.
-
-    Args:
-        left: yields once for each value that may still be read.
-    """
+    """Fingerprint of a data set by its attributes: reads few elements, and as many values as `left` yields; calls no method."""
     if value is None or isinstance(value, (str, bytes, int, float)):
         return value
     if depth > DEPTH or next(left, None) is None:

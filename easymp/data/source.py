@@ -36,39 +36,24 @@ Feed = Iterator[tuple[Any, Note]]
 
 
 class Source(Protocol):
-    """Reads this rank's batches."""
+    """Reads this rank's batches.
+
+    `batches` of a data rank and `samples` of all ranks in an epoch are None if unknown. `read` begins at global sample `start` and leaves
+    `skip` batches out; `passed` gets the mark of each batch in use. `state` is for a resume inside a pass, beside epoch, position and
+    seed, and `drawing` the states of the sampler's own generators, if they decide the next order; `load` continues at a state.
+    """
 
     loader: DataLoader[Any]
     seed: int
     cut: Cut  # may be replaced between two passes
 
-    def batches(self, rank: int) -> int | None:
-        """Batches of a data rank in a whole epoch; None if unknown."""
-        ...
-
-    def samples(self) -> int | None:
-        """Samples in an epoch over all ranks; None if unknown beforehand."""
-        ...
-
-    def read(self, epoch: int, start: int, skip: int) -> Feed:
-        """One pass: from global sample `start`, without the first `skip` batches."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What a resume inside a pass needs beside epoch, position and seed."""
-        ...
-
-    def drawing(self) -> list[Tensor] | None:
-        """States of the sampler's own generators, if they decide the next order."""
-        ...
-
-    def passed(self, mark: Any) -> None:
-        """Record that the batch with this mark is in use."""
-        ...
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue at `state` in the next pass."""
-        ...
+    def batches(self, rank: int) -> int | None: ...
+    def samples(self) -> int | None: ...
+    def read(self, epoch: int, start: int, skip: int) -> Feed: ...
+    def passed(self, mark: Any) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def drawing(self) -> list[Tensor] | None: ...
+    def load(self, state: dict[str, Any]) -> None: ...
 
 
 def rebuild(given: DataLoader[Any], dataset: Any, pin_memory: bool, **how: Any) -> DataLoader[Any]:
@@ -107,17 +92,14 @@ def every(
     items: Iterable[Any],
     seed: Callable[[int], int],
     at: int,
-    weigh: Callable[[Any], int | None] | None = None,
+    weigh: Callable[[Any], int | None],
 ) -> Iterator[Any]:
-    """Yield `items` and seed the random streams with `seed(place)` at the start and at each place that is a multiple of `count`.
-
-    Args:
-        at: place of the first item.
-        weigh: places per item; None or an unknown weight counts as 1.
+    """Yield `items`, the first at place `at`, and seed the random streams with `seed(place)` at each multiple of `count`; `weigh` gives an
+    item's places, 1 if unknown.
     """
     seed_host(seed(at))
     for item in items:
-        at += 1 if weigh is None else (weigh(item) or 1)
+        at += weigh(item) or 1
         yield item
         if at % count == 0:
             seed_host(seed(at))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..base import pytree
 from ..base.rng import mix
 from ..errors import BatchError
-from .order import Cut, flagged, rounds, size_of
+from .order import Cut, flagged, one, rounds, size_of
 from .source import Feed, Note, aside, every, rebuild
 
 
@@ -83,7 +83,7 @@ class Cutter(IterableDataset[Any]):
         if mark.state is not None:
             self.dataset.load_state_dict(mark.state)
             at = mark.end
-        weigh, length = (rows, cut.ranks) if self._ready else (None, cut.whole)
+        weigh, length = (rows, cut.ranks) if self._ready else (one, cut.whole)
 
         def draws(place: int) -> int:  # the same on all ranks, so that data sets that shuffle are cut alike
             return mix(seed, "stream", epoch, worker, place)

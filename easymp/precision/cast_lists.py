@@ -117,11 +117,7 @@ class ListedCasts(TorchFunctionMode):
 def as_listed(
     cast: Cast, function: Callable[..., Any], args: Any, kwargs: Any, half: torch.dtype = torch.float16
 ) -> tuple[Any, Any]:
-    """Cast `args` and `kwargs` for `function`.
-
-    Raises:
-        StepError: half precision for a function that refuses it.
-    """
+    """Cast `args` and `kwargs` for `function`; StepError for half precision if the function refuses it."""
     if cast in (Cast.REFUSED, Cast.WIDEST):
         dtypes = {t.dtype for t in _floating((args, kwargs))}
         if cast is Cast.REFUSED and half in dtypes:

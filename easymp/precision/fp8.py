@@ -26,7 +26,7 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class FP8(BF16):
-    """bf16 autocast with `Float8Linear` in place of each `nn.Linear` whose two sizes are multiples of 16.
+    """bf16 autocast with `Float8Linear` in place of each `nn.Linear` with two sizes that are multiples of 16.
 
     Such a layer changes its class in place. Layers of other classes stay, also subclasses of `nn.Linear`.
     """
@@ -47,11 +47,7 @@ class FP8(BF16):
         return Refusal(f"{needs}, and {here}", "use bf16, fp32 or auto")
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Swap layers, see the class.
-
-        Raises:
-            PrepareError: the model has no layer to swap.
-        """
+        """Swap layers, see the class; PrepareError if the model has none to swap."""
         layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
         fit = {
             name: layer for name, layer in layers.items() if not any(n % MULTIPLE for n in layer.weight.shape)
@@ -71,7 +67,7 @@ class FP8(BF16):
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` whose product in forward and two products in backward run in fp8. Inputs have shape (..., in_features)."""
+    """`nn.Linear` with its product in forward and two products in backward in fp8. Inputs have shape (..., in_features)."""
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type

@@ -52,7 +52,7 @@ class O1(FP16):
 
 
 class O2(FP32):
-    """An fp16 model whose optimizer steps fp32 masters.
+    """An fp16 model with fp32 masters, which the optimizer steps.
 
     Parameters and buffers become fp16 in place, except in batch-norm layers with parameters.
     """

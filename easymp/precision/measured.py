@@ -32,14 +32,7 @@ WIDE = 128  # smallest layer width for which bf16 was faster on CPUs, for models
 
 
 class Measured:
-    """fp32 or bf16, the faster one. One decision holds for all models of a run.
-
-    Args:
-        options: of autocast, if bf16 wins.
-        world: sends the measurement of rank 0 to the other ranks.
-        measure: False decides by the widest layer.
-        decided: called once with the decision.
-    """
+    """fp32 or bf16, the faster one. One decision, told to `decided`, holds for all models; without `measure` the widest layer decides."""
 
     param: ClassVar[torch.dtype] = torch.float32
     reduce: ClassVar[torch.dtype] = torch.float32
@@ -179,10 +172,8 @@ def by_width(model: nn.Module) -> tuple[str, str]:
 def time_pairs(
     plain: nn.Module, cast: nn.Module, args: Any, kwargs: Any, agree: Callable[[bool], bool | None]
 ) -> tuple[float, int] | str:
-    """Median of bf16 time / fp32 time and the number of pairs, or the reason why bf16 does not run.
-
-    Args:
-        agree: gets whether this rank has enough pairs and returns the decision of rank 0.
+    """Median of bf16 time / fp32 time and the number of pairs, or the reason why bf16 does not run. `agree` turns "this rank has enough
+    pairs" into the decision of rank 0.
     """
     parameters = [p for p in plain.parameters() if p.requires_grad]
     ratios: list[float] = []

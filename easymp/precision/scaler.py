@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 
 NO_GRADIENTS = "unscale_ or step() before any backward(): this optimizer has no gradients yet"
 GUARD = GradScalerKwargs(init_scale=1.0, dynamic=False)
+
+
+class Held(NamedTuple):
+    """The scale and its counters on a device."""
+
+    state: Tensor  # int32 [3], as `cuda.Scale` has it; the others are views of it
+    scale: Tensor  # float32, 0-dim
+    good: Tensor
+    patience: Tensor
 
 
 class Scaler:
@@ -71,11 +80,7 @@ class Scaler:
         self._runs = window is not None
         self._window = window or UpdateWindow()
         self._seen = False  # whether a loss has been scaled since `update`
-        # int32 [3] on the device of the first loss, as `cuda.Scale` has it; the next three are views of it.
-        self._state: Tensor | None = None
-        self._scale: Tensor | None = None  # float32, 0-dim
-        self._good: Tensor | None = None
-        self._patience: Tensor | None = None
+        self._held: Held | None = None  # on the device of the first loss
         self._law: Tensor | None = None
         self._pending: tuple[float, int, int] = (self.rule.init_scale, 0, self.rule.hysteresis)
 
@@ -97,22 +102,22 @@ class Scaler:
                 f"scale() takes tensors, not {type(loss).__name__}: pass the loss before .item() or float()"
             )
         self._seen = True
-        scale = self._on(loss.device)
-        return loss * _to(scale, loss.device) if self.scales else loss
+        held = self._on(loss.device)
+        return loss * _to(held.scale, loss.device) if self.scales else loss
 
     @property
     def current(self) -> Tensor:
         """The scale, on its device, while a step is under way."""
-        assert self._scale is not None
-        return self._scale
+        assert self._held is not None
+        return self._held.scale
 
-    def _on(self, device: torch.device) -> Tensor:
-        if self._scale is None:
+    def _on(self, device: torch.device) -> Held:
+        if self._held is None:
             scale, good, patience = self._pending
-            self._state = torch.empty(3, dtype=torch.int32, device=device)
-            self._good, self._patience = self._state[1].fill_(good), self._state[2].fill_(patience)
-            self._scale = self._state[:1].view(torch.float32)[0].fill_(scale)
-        return self._scale
+            state = torch.empty(3, dtype=torch.int32, device=device)
+            number = state[:1].view(torch.float32)[0].fill_(scale)
+            self._held = Held(state, number, state[1].fill_(good), state[2].fill_(patience))
+        return self._held
 
     # -- the gradients ------------------------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class Scaler:
                 "a gradient is float16: dividing it by the scale would lose it. Keep fp32 parameters under fp16 (no .half())"
             )
         shared = self._world is not None and self._world.size > 1 and self.agree
-        if not gradients and not (shared and self._scale is not None):
+        if not gradients and not (shared and self._held is not None):
             raise StepError(NO_GRADIENTS)
         home = gradients[0].device if gradients else self._world.device  # type: ignore[union-attr]
         found = self.agreed(self.divide(gradients, home), bool(gradients))
@@ -152,18 +157,14 @@ class Scaler:
             )
 
     def divide(self, gradients: Sequence[Tensor], home: torch.device) -> Tensor:
-        """Divide `gradients`, in memory, by the scale; above 0 (fp32, 0-dim) if one of this rank is not finite.
-
-        Does not enter a phase. Values of fp16 gradients below 6e-8 are lost.
-
-        Args:
-            home: device of the scale, if no loss has been scaled yet.
+        """Divide `gradients`, in memory, by the scale, which is made on `home` if there is none; enters no phase. Values of fp16 gradients
+        below 6e-8 are lost. Returns a number above 0 (fp32, 0-dim) if one of this rank is not finite.
         """
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in gradients:
             grad = local(grad._values() if grad.is_sparse else grad)
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-        scale = self._on(home)
+        scale = self._on(home).scale
         inverse = scale.to(_widest(scale)).reciprocal().float()
         found = torch.zeros_like(scale)
         for (device, _), grads in by_kind.items():
@@ -174,13 +175,10 @@ class Scaler:
         return found
 
     def agreed(self, found: Tensor, here: bool) -> Tensor:
-        """The maximum of `found` over the ranks.
+        """The maximum of `found` over the ranks; StepError if no rank holds gradients.
 
         Args:
             here: whether this rank holds gradients; one with another stage or shard may hold none.
-
-        Raises:
-            StepError: no rank holds gradients.
         """
         together = self._world is not None and self.agree
         if together:
@@ -190,21 +188,14 @@ class Scaler:
         return found
 
     def scale_of(self, optimizers: Sequence[torch.optim.Optimizer], here: bool) -> Tensor | None:
-        """The scale that the gradients of all these still have; None if they are not scaled.
-
-        Args:
-            here: whether this rank holds gradients.
-
-        Raises:
-            StepError: no loss has been scaled.
-        """
+        """The scale that the gradients of all these still have; None if they are not scaled. StepError if no loss has been scaled."""
         if not self.enabled or any(self._window.turn(o).phase is not Phase.ACCUMULATING for o in optimizers):
             return None
         self._check_scaled(here)
-        if self._scale is None:
+        if self._held is None:
             raise StepError(NO_GRADIENTS)
         self._check_still()
-        return self._scale
+        return self._held.scale
 
     def _moved(self) -> bool:
         return any(turn.moved for turn in self._window.turns.values())
@@ -217,11 +208,7 @@ class Scaler:
             )
 
     def take(self, optimizers: Sequence[torch.optim.Optimizer], found: Tensor | None) -> None:
-        """Let the steps of `optimizers` divide by the scale; their gradients have been measured.
-
-        Args:
-            found: above 0 if one is not finite, on any rank; None if that is known already.
-        """
+        """Let the steps of `optimizers` divide by the scale; `found` is above 0 if one of the measured gradients is not finite."""
         for optimizer in optimizers:
             turn = self._window.turn(optimizer)
             turn.enter(Phase.CLIPPED)
@@ -256,11 +243,7 @@ class Scaler:
         return None if found.item() else optimizer.step(*args, **kwargs)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Divide `optimizer`'s gradients if that was not done; above 0 if its step must do nothing.
-
-        Raises:
-            StepError: a second step before update().
-        """
+        """Divide `optimizer`'s gradients if that was not done; above 0 if its step must do nothing. StepError before update()."""
         turn = self._window.turn(optimizer)
         turn.check(Phase.STEPPED)
         self.ensure_unscaled(optimizer)
@@ -273,13 +256,11 @@ class Scaler:
         return found
 
     def lend(self, optimizer: torch.optim.Optimizer) -> Scale | None:
-        """The scale, for `optimizer`'s step to move it as `update` would; after `begin_step`.
-
-        None if another optimizer divides by it, too, or if the rule does not move it or may raise an error.
-        """
-        turn, rule, state = self._window.turn(optimizer), self.rule, self._state
-        if state is None or self.sharers != 1 or self._window.begun != 1:
+        """The scale, for `optimizer`'s step to move as `update` would; None if another optimizer needs it, too, or the rule may raise."""
+        turn, rule = self._window.turn(optimizer), self.rule
+        if self._held is None or self.sharers != 1 or self._window.begun != 1:
             return None
+        state = self._held.state
         if not rule.dynamic or rule.raise_at_minimum or state.device.type not in ("cpu", "cuda"):
             return None
         if self._law is None or self._law.device != state.device:
@@ -317,13 +298,13 @@ class Scaler:
         found, moved = self._found(), self._moved()
         self._seen = False
         self._window.begin()
-        if moved:
-            torch.autograd.graph.increment_version(self._state)  # type: ignore[arg-type]  # written to past autograd
+        if moved and self._held is not None:
+            torch.autograd.graph.increment_version(self._held.state)  # written to past autograd
         if new_scale is not None:
-            if self._scale is None:
+            if self._held is None:
                 self._pending = (float(new_scale), *self._pending[1:])
             else:
-                self._scale.copy_(torch.as_tensor(new_scale).detach())
+                self._held.scale.copy_(torch.as_tensor(new_scale).detach())
         elif found is None:
             raise StepError("update() before any step(): no gradients have been looked at")
         elif not moved:
@@ -348,23 +329,20 @@ class Scaler:
     def _ahead(self) -> Iterator[None]:
         """Inside, scale and counters are as the next backward of a run will make them; afterwards as before."""
         found = self._found() if self._runs and self._stepped() and not self._moved() else None
-        if found is None or self._state is None:
+        if found is None or self._held is None:
             yield
             return
-        before = self._state.clone()
+        before = self._held.state.clone()
         try:
             self.advance(found)
             yield
         finally:
-            self._state.copy_(before)
+            self._held.state.copy_(before)
 
     def advance(self, found_inf: Tensor) -> None:
         """One step of the rule: `found_inf` is 0 after a good step and above 0 after an overflow."""
-        rule, scale = self.rule, self._on(found_inf.device)
+        rule, (_, scale, good, patience) = self.rule, self._on(found_inf.device)
         found_inf = _to(found_inf, scale.device)
-        good, patience = self._good, self._patience
-        assert good is not None
-        assert patience is not None
         if not rule.dynamic:
             return
         if (rule.growth_delay, rule.hysteresis, rule.min_scale, rule.max_scale) == (0, 1, 0.0, float("inf")):
@@ -396,7 +374,7 @@ class Scaler:
     @property
     def in_use(self) -> float:
         """The scale of the gradients at this moment. Waits for the device."""
-        return float(self._pending[0] if self._scale is None else self._scale)
+        return float(self._pending[0] if self._held is None else self._held.scale)
 
     def get_scale(self) -> float:
         """The scale as a number. Waits for the device."""
@@ -413,8 +391,8 @@ class Scaler:
             return {}
         with self._ahead():
             _, good, patience = self._pending
-            if self._state is not None:
-                _, good, patience = self._state.tolist()
+            if self._held is not None:
+                _, good, patience = self._held.state.tolist()
             scale = self.in_use
         return {
             "scale": scale,
@@ -438,11 +416,10 @@ class Scaler:
             min(int(state["_growth_tracker"]), rule.growth_interval + rule.growth_delay - 1),
             min(int(state.get("hysteresis", rule.hysteresis)), rule.hysteresis),
         )
-        device = None if self._scale is None else self._scale.device
-        self._state = self._scale = self._good = self._patience = None
+        before, self._held = self._held, None
         self._window.begin()
-        if device is not None:
-            self._on(device)
+        if before is not None:
+            self._on(before.state.device)
 
 
 def _to(number: Tensor, device: torch.device) -> Tensor:

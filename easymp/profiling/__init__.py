@@ -1,6 +1,6 @@
 """Profiles of training steps: torch.profiler around a run, and a table in words of the time and memory of each phase.
 
-Names are loaded at first use, so that a run without a profile loads none of this.
+Loaded at first use, so that a run without a profile loads none of this.
 """
 
 from __future__ import annotations
@@ -10,10 +10,6 @@ from typing import TYPE_CHECKING
 from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from .events import marked as marked
     from .profile import Profile as Profile
-    from .profile import Subject as Subject
 
-_HOMES = {"events": ("marked",), "profile": ("Profile", "Subject")}
-
-__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), {"profile": ("Profile",)})

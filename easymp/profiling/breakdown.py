@@ -4,9 +4,9 @@ Where the host computes, a moment belongs to the phase of the main thread; to co
 operation runs, outside of the loader: this is the cost of communication, with waiting for slower ranks. A collective that runs beside
 operations costs nothing, and is counted apart.
 
-Where a device computes, a moment belongs to the phase whose kernel runs (the phase in which the host launched it); else to
-communication if a collective's kernel runs; else to the phase whose copy runs; else the device is idle, and the moment belongs to the
-phase of the host.
+Where a device computes, a moment belongs to the phase of the kernel that runs (the phase in which the host launched it); else to
+communication if a collective's kernel runs; else to the phase of the copy that runs; else the device is idle, and the moment belongs
+to the phase of the host.
 """
 
 from __future__ import annotations
@@ -269,12 +269,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | None = None) -> list[str]:
-    """A sentence for each cause of waiting that stands out; its figure is in the table.
-
-    Args:
-        ranks: all that took part.
-        workers: num_workers of the loaders; None if there are none.
-    """
+    """A sentence for each cause of waiting that stands out; its figure is in the table. `workers` is None without loaders."""
     if not own.total:
         return []
     biggest = max(own.time, key=own.time.__getitem__)

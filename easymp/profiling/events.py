@@ -220,11 +220,7 @@ class Recording:
 
 
 def read(events: Iterable[Any], steps: Collection[str]) -> Recording:
-    """A recording from kineto's events.
-
-    Args:
-        steps: names of the complete steps, such as ``"ProfilerStep#2"``.
-    """
+    """A recording from kineto's events; `steps` are names of the complete steps, such as ``"ProfilerStep#2"``."""
     everything = [e for e in events if e.end_ns() >= e.start_ns()]
     rest = [e for e in everything if e.name() != MEMORY]
     here = [e for e in rest if e.device_type().name == "CPU"]

@@ -10,8 +10,8 @@ import shutil
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from ..base import env
-from ..base.accumulation import UpdateWindow
 from ..base.dtensor import local
 from ..base.units import size
 from ..distributed import World
@@ -29,7 +28,7 @@ from ..logging import get_logger
 from ..options import ProfileKwargs, activity_word
 from . import breakdown
 from .breakdown import Breakdown
-from .events import STEP, Marks, Target, Waits, read
+from .events import STEP, Marks, Waits, marked, read
 
 logger = get_logger(__name__)
 
@@ -38,18 +37,8 @@ logger = get_logger(__name__)
 TRIAL = 0
 WARMUP, FIRST, LAST = 1, 2, 4
 QUIET = "99"  # kineto's level of messages; by default it writes two lines a recording
+AS_TORCH = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 PATIENCE = 10.0  # seconds that the first rank waits for the results of the others
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The run to profile: `prepared` models, optimizers and loaders, the methods to mark, and the project's folder."""
-
-    world: World
-    window: UpdateWindow
-    prepared: Any
-    targets: Callable[[], Iterator[Target]]
-    project: str | None
 
 
 class Profile(torch.profiler.profile):
@@ -59,6 +48,7 @@ class Profile(torch.profiler.profile):
     the beginning of a window. From the first `step` that the script calls itself, only its calls count.
 
     Args:
+        accelerator, run, prepared: the training, and its prepared models, optimizers and loaders.
         how: what to record, and when; None: memory too, and the third to fifth step; the first one if there are not as many; the whole
             block if there are no steps.
 
@@ -68,19 +58,14 @@ class Profile(torch.profiler.profile):
         ranks: the breakdowns of all ranks that took part, on the first of them; on the others, their own.
     """
 
-    def __init__(self, subject: Subject, how: ProfileKwargs | None = None) -> None:
-        self._subject, self._free = subject, how is None
+    def __init__(self, accelerator: Any, run: Any, prepared: Any, how: ProfileKwargs | None = None) -> None:
+        self._world, self._window, self._prepared, self._free = run.world, run.window, prepared, how is None
         how = how or ProfileKwargs(profile_memory=True)
-        self._output = how.output_trace_dir
+        self._output, self._project = how.output_trace_dir, accelerator.project_dir
         super().__init__(
             activities=_activities(how),
             schedule=_three_steps if self._free else _schedule(how.schedule_option),
-            on_trace_ready=how.on_trace_ready,
-            record_shapes=how.record_shapes,
-            profile_memory=how.profile_memory,
-            with_stack=how.with_stack,
-            with_flops=how.with_flops,
-            with_modules=how.with_modules,
+            **{name: getattr(how, name) for name in AS_TORCH},
         )
         self.record_steps = True  # without a schedule, too
         self._over_after = LAST if self._free else _last_step(how.schedule_option)
@@ -92,12 +77,12 @@ class Profile(torch.profiler.profile):
         self._base = 0  # bytes on the device when the cycle began, where torch tells
         self._absolute = False  # whether peaks are of all that was allocated
         self._whole = False  # whether no step was complete, so that all events count as one
-        self._marks = Marks(subject.targets)
-        self._exchange = Exchange(subject.world)
+        self._marks = Marks(lambda: marked(accelerator, prepared, run.world))
+        self._exchange = Exchange(run.world)
         self._held: dict[str, int] = {}
         self._workers: int | None = None
         self.traces: list[Path] = []
-        self.breakdown = Breakdown(subject.world.rank, str(subject.world.device))
+        self.breakdown = Breakdown(run.world.rank, str(run.world.device))
         self.ranks: list[Breakdown] = []
 
     # -- the block ----------------------------------------------------------------------------------------------------
@@ -109,10 +94,10 @@ class Profile(torch.profiler.profile):
             StepError: a profile of this run is open already.
             SettingError: traces cannot be written.
         """
-        window = self._subject.window
+        window = self._window
         if window.timing is not None:
             raise StepError("a profile of this run is open already: close it before the next one")
-        self._folder = trace_folder(self._output, self._subject.project)
+        self._folder = trace_folder(self._output, self._project)
         self._exchange.begin()
         self._going = True
         try:
@@ -141,8 +126,8 @@ class Profile(torch.profiler.profile):
                 self.profiler, self._written = self._taken
         finally:
             self._leave()
-        self._held = footprint(self._subject.prepared)
-        self._workers = max((loader.num_workers for loader in self._subject.prepared.loaders), default=None)
+        self._held = footprint(self._prepared)
+        self._workers = max((loader.num_workers for loader in self._prepared.loaders), default=None)
         self.ranks = [self.breakdown] if self._failed else self._exchange.end(self.breakdown)
         logger.info("%s", self.summary())
 
@@ -152,7 +137,7 @@ class Profile(torch.profiler.profile):
 
     def _leave(self) -> None:
         self._going = False
-        self._subject.window.timing = None
+        self._window.timing = None
         self._marks.close()
 
     def _advance(self) -> None:
@@ -160,7 +145,7 @@ class Profile(torch.profiler.profile):
             self._complete.append(f"{STEP}{self.step_num}")
         super().step()
         if self.step_num > self._over_after:  # all is recorded: the rest of the block shall cost nothing
-            self._subject.window.timing = None
+            self._window.timing = None
             self._marks.close()
         else:
             self._marks.open()
@@ -190,7 +175,7 @@ class Profile(torch.profiler.profile):
 
     def _take(self) -> None:
         """Write the trace of this cycle, and add it to the breakdown."""
-        rank = self._subject.world.rank
+        rank = self._world.rank
         try:
             self._written = write_trace(self._folder, rank, super().export_chrome_trace)
             self.traces.append(self._written)
@@ -223,7 +208,7 @@ class Profile(torch.profiler.profile):
 
         On the first of the ranks that took part, with the others' figures; ``accelerator.print(prof.summary())`` shows it there.
         """
-        own, world = self.breakdown, self._subject.world
+        own, world = self.breakdown, self._world
         if not own.steps:
             return "profile: nothing was recorded; the block was over before its schedule's active steps"
         whole = ": all that was recorded, for no step in it was complete" if self._whole else ""
@@ -267,11 +252,7 @@ def _last_step(given: Mapping[str, int] | None) -> float:
 
 
 def _activities(how: ProfileKwargs) -> list[ProfilerActivity] | None:
-    """torch's activities; those that this machine lacks are left out, with a line in the log.
-
-    Raises:
-        RefusedError: this machine has none of them.
-    """
+    """torch's activities; those that this machine lacks are left out, with a line in the log; RefusedError if it has none."""
     if how.activities is None:
         return None
     here = {activity.name.lower(): activity for activity in torch.profiler.supported_activities()}
@@ -290,11 +271,7 @@ def _activities(how: ProfileKwargs) -> list[ProfilerActivity] | None:
 
 
 def trace_folder(given: str | os.PathLike[str] | None, project: str | None) -> Path:
-    """Make the folder for traces and check that it is writable.
-
-    Raises:
-        SettingError: it is a URL, or cannot be written to.
-    """
+    """Make the folder for traces; SettingError if it is a URL, or cannot be written to."""
     if given is None and project is not None and "://" in project:
         raise SettingError(
             f"traces are local files, and project_dir={project!r} is a URL: name a folder with ProfileKwargs(output_trace_dir=...)"

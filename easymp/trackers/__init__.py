@@ -16,13 +16,7 @@ from ..errors import SettingError, nearest
 
 
 class Entry(NamedTuple):
-    """A tracker that `log_with` can name; its module has the same name.
-
-    Attributes:
-        kind: its class.
-        package: the package that it needs; the extra of the tracker's name installs it.
-        takes_options: whether its `log` takes more than values and a step.
-    """
+    """The class of a tracker, in the module of its name; the package that it needs, and whether its `log` takes options."""
 
     kind: str
     package: str | None = None
@@ -51,11 +45,7 @@ __all__ += ["TRACKERS"]  # the list that __dir__ gives
 
 
 def words_of(log_with: Any) -> tuple[str | None, dict[str, Any]]:
-    """Split `log_with` into the setting's text and the script's own trackers by lower-case name.
-
-    Raises:
-        SettingError: an item is not a tracker, or two trackers have the same name.
-    """
+    """Split `log_with` into the setting's text and the script's own trackers by lower-case name."""
     if log_with is None:
         return None, {}
     own: dict[str, Any] = {}
@@ -72,15 +62,7 @@ def words_of(log_with: Any) -> tuple[str | None, dict[str, Any]]:
 
 
 def choose(words: str, where: str, own: Mapping[str, Any]) -> list[str]:
-    """The names in `words`, each once, in order.
-
-    Args:
-        where: the source of the setting, for the message.
-        own: the script's trackers by lower-case name.
-
-    Raises:
-        SettingError: an unknown name, or a package that is not installed.
-    """
+    """The names in `words`, each once, in order; `where` is the source of the setting, for messages."""
     names: list[str] = []
     for name in (word.strip().lower() for word in words.split(",") if word.strip()):
         if name == ALL:

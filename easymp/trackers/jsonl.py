@@ -27,11 +27,7 @@ T = TypeVar("T")
 
 
 class JsonLines:
-    """The file; `path` is its place from `start` on.
-
-    Raises:
-        SettingError: `options` are given; it takes none.
-    """
+    """The file; `path` is its place from `start` on."""
 
     name = "jsonl"
 

@@ -176,11 +176,7 @@ class Logbook:
                 self._try(name, partial(self._start, name, tracker))
 
     def finish(self) -> None:
-        """End the run.
-
-        Raises:
-            TrackerError, SettingError: a tracker could not start, unless the run ends by another error.
-        """
+        """End the run; raise the error of a tracker that could not start, unless the run ends by another error."""
         if self._over:
             return
         self._over = True

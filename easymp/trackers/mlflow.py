@@ -22,12 +22,7 @@ LONGEST = 500  # characters of a parameter that all versions of MLflow take
 
 
 class MLflow:
-    """One run of MLflow.
-
-    Args:
-        folder: the folder of the data base and of artifacts, unless the environment names a server.
-        options: arguments of `mlflow.start_run`, and `experiment_name`, by default the run's name.
-    """
+    """One run of MLflow. `options` are those of `mlflow.start_run`, and `experiment_name`, by default the run's name."""
 
     name = "mlflow"
 
@@ -63,7 +58,7 @@ class MLflow:
         data, run_id = client.get_run(self.run.info.run_id).data, self.run.info.run_id
         self._known = {
             name: max(metric.step for metric in client.get_metric_history(run_id, name))
-            for name in data.metrics
+            for name in (data.metrics if position is not None else ())
         }
         self._describe(config, data.params)
 

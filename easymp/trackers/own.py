@@ -14,14 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Own:
-    """Drives a tracker of the script; one with `position` and `resume` continues a resumed run (see `ResumableTracker`).
-
-    Args:
-        given: the tracker, or its class, which is instantiated with `options`.
-
-    Raises:
-        SettingError: options for a tracker that exists already.
-    """
+    """Drives a tracker of the script, or one of its class, made with `options`; one with `resume` continues (see `ResumableTracker`)."""
 
     def __init__(self, name: str, given: Any, options: Mapping[str, Any]) -> None:
         if isinstance(given, type):
@@ -69,11 +62,7 @@ def _is_accelerates(given: Any) -> bool:
 
 
 def check_own(given: Any) -> str:
-    """The name of a tracker of the script.
-
-    Raises:
-        SettingError: it lacks a name or a method.
-    """
+    """The name of a tracker of the script; SettingError if it lacks a name or a method."""
     name = getattr(given, "name", None)
     methods = ("log", "finish") if _is_accelerates(given) else ("start", "log", "finish")
     lacks = [method for method in methods if not callable(getattr(given, method, None))]

@@ -32,21 +32,15 @@ EVENTS = ("cuda", "xpu")  # devices whose transfers to pinned memory run while t
 
 @dataclass
 class Row:
-    """The values of one call of `log`.
+    """The values of one call of `log`."""
 
-    Attributes:
-        step: the script's, or the number of optimizer updates.
-        time: seconds since 1970, when it was logged.
-        values: numbers and words by name; tensors among them until they arrive from the device.
-        options: by a tracker's name, further arguments of its own log call.
-        updates: optimizer updates made by then.
-    """
-
-    step: int
-    time: float
-    values: dict[str, Any]
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    updates: int = 0
+    step: int  # the script's, or the number of optimizer updates
+    time: float  # seconds since 1970
+    values: dict[str, Any]  # numbers and words by name; tensors among them until they arrive from the device
+    options: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # of a tracker's own log call, by its name
+    updates: int = 0  # optimizer updates made by then
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -68,9 +62,6 @@ def checked_values(values: Any) -> dict[str, Any]:
     """The values by name, dicts inside them flattened (``{"loss": {"train": 1}}`` is ``"loss/train"``), without those that are None.
 
     Tensors stay tensors, without graph; nothing waits for a device.
-
-    Raises:
-        SettingError: a value is neither a number nor a word.
     """
     if not isinstance(values, Mapping):
         raise SettingError(
@@ -133,7 +124,7 @@ class Transfer(NamedTuple):
 
 
 class Pending:
-    """Rows whose numbers are still on their way, in the order of logging."""
+    """Rows with numbers on their way from the device, in the order of logging."""
 
     def __init__(self) -> None:
         self._rows: list[Row] = []

@@ -17,12 +17,7 @@ from .rows import Row, as_json, concise
 
 
 class TensorBoard:
-    """The event files of one run; `logging_dir` is their folder from `start` on.
-
-    Args:
-        folder: the parent of the run's folder.
-        options: arguments of torch's SummaryWriter.
-    """
+    """The event files of one run; `logging_dir` is their folder from `start` on. `options` are those of torch's SummaryWriter."""
 
     name = "tensorboard"
 

@@ -18,12 +18,7 @@ logger = get_logger(__name__)
 
 
 class WandB:
-    """One run of wandb.
-
-    Args:
-        folder: the parent of wandb's own folder.
-        options: arguments of `wandb.init`.
-    """
+    """One run of wandb. `options` are those of `wandb.init`; `folder` gets wandb's own folder."""
 
     name = "wandb"
 

@@ -15,12 +15,10 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     Sampler,
-    SubsetRandomSampler,
     TensorDataset,
 )
 
 from easymp import BatchError
-from easymp.base.accumulation import UpdateWindow
 
 from .loaders import Numbers, gathered, numbers, passes, prepared
 
@@ -148,31 +146,7 @@ def test_a_distributed_sampler_is_replaced_and_its_set_epoch_still_heard() -> No
     assert passes(prepared(DataLoader(Numbers(15), 2, sampler=quiet), 1, 2)) == [[[2, 3], [6, 7], [10, 11]]]
 
 
-def test_iterating_leaves_the_global_generator_alone() -> None:
-    plain = [
-        DataLoader(Numbers(9), 2, shuffle=True),
-        DataLoader(Numbers(9), 2, sampler=SubsetRandomSampler(range(5))),
-    ]
-    for loader in [prepared(loader) for loader in plain] + [
-        prepared(DataLoader(Numbers(9), batch_sampler=Uneven(9)))
-    ]:
-        before = torch.get_rng_state()
-        passes(loader, 2)
-        assert torch.equal(before, torch.get_rng_state())
-
-
 # -- the window ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_clock_knows_the_innermost_loop() -> None:
-    window = UpdateWindow()
-    outer, inner = (prepared(DataLoader(Numbers(4), 2), window=window) for _ in range(2))
-    for _ in outer:
-        assert window.reading is outer
-        for _ in inner:
-            assert window.reading is inner
-        assert window.reading is outer
-    assert window.reading is None
 
 
 # -- samplers -----------------------------------------------------------------------------------------------------------

@@ -90,13 +90,6 @@ def test_dispatched_ranks_get_what_sharded_ones_read(ranks: Any) -> None:
             assert ranks(dispatched, kind, 0, even) == sharded(kind, even)
 
 
-def test_dispatch_with_workers_on_rank_0(ranks: Any) -> None:
-    assert ranks(dispatched, "map", 2, True) == sharded("map", True)
-    first, second = ranks(dispatched, "stream", 2, True)
-    assert {i for seen in (first[0], second[0]) for batch, *_ in seen for i in batch} == set(range(11))
-    assert len(first[0]) == len(second[0])
-
-
 def left_early() -> Any:
     def job(world: World) -> Any:
         def make() -> Any:

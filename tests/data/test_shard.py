@@ -53,36 +53,6 @@ def test_shares_are_the_models(n: int, cut: Cut, data: st.DataObject) -> None:
     assert cut.surplus(n - start) == (expected[-1][2] if expected else 0)
 
 
-@given(n=lengths, cut=cuts)
-def test_each_sample_once_but_for_the_declared_surplus(n: int, cut: Cut) -> None:
-    order = list(range(n))
-    everyone = [list(shares(order, cut, rank)) for rank in range(cut.ranks)]
-    seen: list[int] = []
-    for k in range(max(map(len, everyone), default=0)):
-        round_ = [batches[k] for batches in everyone if k < len(batches)]
-        gathered = [i for share in round_ for i in share.items]
-        seen += gathered[: len(gathered) - round_[0].surplus]
-    kept = n // cut.whole * cut.whole if cut.drop_last else n
-    assert seen == order[:kept]
-    if cut.even and cut.ranks > 1:
-        assert {len(share.items) for batches in everyone for share in batches} <= {cut.batch}
-        assert len({len(batches) for batches in everyone}) == 1
-
-
-@given(n=lengths, before=cuts, after=cuts, data=st.data())
-def test_a_resume_at_another_world_size_reads_the_remaining_samples_in_order(
-    n: int, before: Cut, after: Cut, data: st.DataObject
-) -> None:
-    order = data.draw(st.permutations(range(n)))
-    first = list(shares(order, before, 0))
-    stop = data.draw(st.integers(0, len(first)))
-    position = first[stop - 1].end if stop else 0
-    rest = list(zip(*(shares(order, after, rank, position) for rank in range(after.ranks))))
-    read = [i for round_ in rest for share in round_ for i in share.items][: n - position]
-    if after.even and not after.drop_last:
-        assert read == order[position:]
-
-
 @given(
     sizes=st.lists(st.integers(1, 5), max_size=12),
     ranks=st.integers(1, 4),

@@ -143,12 +143,6 @@ def test_binary_cross_entropy_on_half_is_refused() -> None:
             assert loss(p.float(), y).dtype == FP32
 
 
-def test_it_nests_and_ends() -> None:
-    with o1(), o1():
-        assert (square() @ square()).dtype == FP16
-    assert (square() @ square()).dtype == FP32
-
-
 def test_attention_casts_what_is_inside() -> None:
     attention = nn.MultiheadAttention(8, 2, dropout=0.0)
     x = torch.randn(3, 2, 8)

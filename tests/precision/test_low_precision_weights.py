@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -48,36 +47,21 @@ def fine_tuned(precision: str, dtype: torch.dtype, kind: Any = torch.optim.AdamW
 def test_a_small_learning_rate_moves_the_weights() -> None:
     _, exact, _ = fine_tuned("no", FP32)
     for precision, kind, share, words in (
-        (
-            "bf16",
-            torch.optim.AdamW,
-            0.95,
-            r"fp32 .*4,225 trainable parameters of Sequential raised from bfloat16",
-        ),
-        (
-            "bf16-true",
-            torch.optim.AdamW,
-            0.95,
-            r"bfloat16 .*AdamW steps fp32 masters of 4,225 low-precision parameters",
-        ),
+        ("bf16", torch.optim.AdamW, 0.95, "4,225 trainable parameters of Sequential raised from bfloat16"),
+        ("bf16-true", torch.optim.AdamW, 0.95, "AdamW steps fp32 masters of 4,225 low-precision parameters"),
         # Each weight moves at random by a spacing of bf16, or not at all: right in the mean, and after 50 steps some have not moved.
-        (
-            "bf16-true",
-            easymp.optim.AdamW,
-            0.7,
-            r"AdamW steps 4,225 low-precision parameters with stochastic rounding",
-        ),
+        ("bf16-true", easymp.optim.AdamW, 0.7, "4,225 low-precision parameters with stochastic rounding"),
     ):
         moved, loss, plan = fine_tuned(precision, BF16, kind)
         assert moved > share, (precision, kind)
         assert loss == pytest.approx(exact, rel=0.01), (precision, kind)
         (line,) = [line for line in plan.splitlines() if line.startswith("weights")]
-        assert re.search(words, line), line
+        assert words in line
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp16", "O1", "O2", "fp32", "fp16-true"])
 def test_no_precision_loses_small_updates(precision: str) -> None:
-    """A sum of updates each of which is far below the spacing of fp16 around 1."""
+    """A sum of updates, each far below the spacing of fp16 around 1."""
     with Accelerator(mixed_precision=precision, cpu=True, probe=False) as acc:
         model = nn.Linear(1, 1, bias=False).half()
         nn.init.ones_(model.weight)
@@ -192,17 +176,13 @@ def trained(strategy: str, options: Any, precision: str, kind: str) -> dict[str,
         }
 
 
-WAYS = [
-    ("ddp", None, 2),
-    ("zero1", None, 2),
-    ("fsdp", None, 2),
-    ("tensor_parallel", None, 2),
-    ("local_sgd", {"every": 1}, 2),
-]
-
-
 @pytest.mark.parametrize(
-    ("strategy", "options", "processes"), [*WAYS, ("hsdp", {"shard_size": 2}, 4), ("pipeline", None, 2)]
+    ("strategy", "options", "processes"),
+    [
+        *((name, None, 2) for name in ("ddp", "zero1", "fsdp", "tensor_parallel", "pipeline")),
+        ("local_sgd", {"every": 1}, 2),
+        ("hsdp", {"shard_size": 2}, 4),
+    ],
 )
 def test_under_every_strategy(ranks: Any, strategy: str, options: Any, processes: int) -> None:
     one = trained("single", None, "bf16", "torch")

@@ -75,22 +75,6 @@ def test_the_faster_one_stays_and_the_figure_is_the_reason(
     assert policy.compute == seen[0]
 
 
-def test_it_decides_once_for_all_models(outcome: Any) -> None:
-    outcome(0.5)
-    policy, first, said = undecided(net())
-    second = policy.forward(net(), CPU)
-    first(torch.randn(4, 4))
-    outcome(2.0)
-    first(torch.randn(4, 4))
-    seen: list[torch.dtype] = []
-    second.module[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
-    second(torch.randn(4, 4))
-    assert seen == [torch.bfloat16]
-    assert len(said) == 1
-    later = net()
-    assert policy.forward(later, CPU) is not later  # already under autocast, nothing left to decide
-
-
 def test_the_step_leaves_no_trace(outcome: Any) -> None:
     """One training step after a measurement is the step that would have been without."""
     outcome(2.0)
@@ -137,16 +121,6 @@ def test_a_model_that_does_not_run_in_bf16_runs_in_fp32() -> None:
     assert policy.name == "fp32"
     assert said[0].reason.startswith("this model does not run in bf16 (TypeError: ")
     assert model.layer.weight.grad is not None
-
-
-def test_an_error_of_the_callers_own_decides_nothing(outcome: Any) -> None:
-    outcome(0.5)
-    policy, called, said = undecided(net())
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        called(torch.randn(4, 5))
-    assert policy.choice is None
-    called(torch.randn(4, 4))
-    assert len(said) == 1
 
 
 def test_real_measurement_has_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:

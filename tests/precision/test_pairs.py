@@ -9,20 +9,10 @@ import torch
 from torch import nn
 
 from easymp import Accelerator, GradScalerKwargs, PrepareError, RefusedError
-from easymp.strategies import STRATEGIES
+from easymp.registry import PRECISIONS, STRATEGIES
 
-ON_CPU = [
-    "no",
-    "bf16",
-    "fp16",
-    "bf16-true",
-    "fp16-true",
-    "O0",
-    "O1",
-    "O2",
-    "O3",
-    "auto",
-]  # tf32 and fp8 need a GPU
+# tf32 and fp8 need a GPU
+ON_CPU = ["no", *(name for name in PRECISIONS if name not in ("fp32", "tf32", "fp8")), "auto"]
 ALONE = {"single", "data_parallel"}
 OPTIONS: dict[str, Any] = {"hsdp": {"shard_size": 2}, "local_sgd": {"every": 1}}
 

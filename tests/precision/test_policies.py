@@ -58,12 +58,6 @@ def test_products_run_in_half_and_come_out_in_fp32(precision: str, compute: torc
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize(("precision", "options"), [("no", {}), ("bf16", {"enabled": False})])
-def test_a_precision_that_casts_nothing_computes_in_fp32(precision: str, options: dict[str, Any]) -> None:
-    model, x = Tiny(), torch.randn(2, 4)
-    torch.testing.assert_close(prepared(model, precision, **options)(x), model.layer(x), rtol=0, atol=0)
-
-
 def test_every_floating_output_is_fp32_in_its_own_container() -> None:
     precision = "bf16"
     a, [b] = outputs(precision, lambda y: (y, [y]))

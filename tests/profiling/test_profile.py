@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from easymp import Accelerator, CompileOptions, ProfileKwargs, RefusedError, SettingError, StepError
@@ -128,19 +127,6 @@ def test_steps_by_hand_are_the_only_ones(script: Script, by_hand: bool) -> None:
                 if prof.step_num == 6:
                     break
     assert len(prof.breakdown.steps) == (6 if by_hand else 16)  # the last batch ends its step
-
-
-def test_with_torchs_program(script: Script) -> None:
-    """The loop of torch's tutorial; CUDA is asked for where there is none."""
-    how = ProfileKwargs(activities=[ProfilerActivity.CPU, "cuda"], record_shapes=True, profile_memory=True)
-    with script.acc.profile(how) as prof:
-        for _ in range(4):
-            script.step(torch.randn(4, 8))
-            prof.step()
-    table = prof.key_averages(group_by_input_shape=True).table(sort_by="cuda_time_total", row_limit=50)
-    assert "backward" in table
-    assert "[[4, 8]" in table
-    assert len(prof.breakdown.steps) == 4
 
 
 def test_with_accelerates_programs(tmp_path: Path) -> None:

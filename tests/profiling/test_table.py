@@ -75,16 +75,3 @@ def test_ranks_have_a_line_each_and_the_slowest_is_named() -> None:
     assert breakdown.straggler([ranks[0], made(1, forward=55, communication=45)]) == []
     many = breakdown.of_ranks([made(r, forward=100 + r) for r in range(64)]).splitlines()
     assert len(many) == 1 + breakdown.ROWS + 1 and many[1].startswith("0 ") and many[-2].startswith("63 ")
-
-
-@pytest.mark.parametrize(
-    ("steps", "words"),
-    [
-        ([91_200_000], "1 step of 91.2 ms"),
-        ([91_200_000, 92_000_000, 90_800_000], "3 steps of 91.2, 92.0 and 90.8 ms"),
-        ([500_000, 40_000], "2 steps of 500.0 and 40.0 µs"),
-        ([k * MS for k in range(2, 12)], "10 steps of 2.0 to 11.0 ms"),
-    ],
-)
-def test_durations(steps: Any, words: str) -> None:
-    assert breakdown.durations(steps) == words

@@ -83,12 +83,6 @@ def test_each_rank_has_a_file_and_the_main_one_the_values(tmp_path: Path, ranks:
     assert (record.updates, record.samples, record.plan["processes"]) == (5, 40, 2)
 
 
-def test_of_several_accelerators_the_longest_training_counts(folder: Path) -> None:
-    for batches in (2, 7, 3):
-        train(batches=batches)
-    assert (found(folder).updates, found(folder).trainings) == (6, 3)
-
-
 def test_several_updates_of_one_batch_have_no_number_of_samples(folder: Path) -> None:
     train(updates=3)
     assert (found(folder).updates, found(folder).samples) == (2, None)
@@ -103,13 +97,6 @@ def test_a_killed_run_is_read_as_far_as_it_came(folder: Path) -> None:
     assert (record.updates, record.samples) == (5, 20)
     assert record.seconds is not None
     assert record.plan["precision"]["value"]
-
-
-def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train()
-    assert not list(tmp_path.iterdir())
-    assert read(tmp_path) is None
 
 
 def test_on_an_accelerator_its_own_memory_and_its_own_clock_count(

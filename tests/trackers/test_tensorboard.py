@@ -95,10 +95,3 @@ def test_a_run_that_goes_on_within_a_second_comes_after_what_there_was(tmp_path:
         file.rename(file.with_name(file.name.replace(own, f".{number}.")))
     names = sorted(path.name for path in (tmp_path / "log").iterdir())
     assert [name.split(".")[-2] for name in names] == ["999999", "1"]
-
-
-def test_another_run_of_that_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    for value in (1.0, 2.0):
-        with Accelerator(cpu=True, project_dir=tmp_path, log_with="tensorboard") as acc:
-            acc.log({"x": value}, step=0)
-    assert [scalars(tmp_path / name, "x") for name in ("log", "log-2")] == [[(0, 1.0)], [(0, 2.0)]]
