@@ -83,7 +83,7 @@ def kernels(hardware: Hardware) -> str:
     import torch
 
     capability = next((d.capability for d in hardware.devices if d.kind == "cuda"), None)
-    found = dataclasses.replace(cuda.facts(torch.device("cpu")), capability=capability)
+    found = cuda.facts(torch.device("cpu"))._replace(capability=capability)
     return cuda.unavailable(found) or "CuPy " + ", ".join(
         f"{version} ({name})" for name, version in found.wheels.items()
     )

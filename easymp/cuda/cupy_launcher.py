@@ -1,7 +1,7 @@
-"""Kernels launched on a GPU by CuPy; and whether they run on a device, or why not, in words for the plan.
+"""Kernels launched on a GPU by CuPy; and why they cannot run on a device, in words for the plan.
 
-`unavailable` reasons about what is installed without importing CuPy (0.5 s, and a wrong wheel loads wrong libraries). What passes
-that is tried once a device with a kernel whose answer is known. Nothing here raises: torch's own path is always there.
+`unavailable` judges by the installed packages, without importing CuPy (0.5 s, and a wrong wheel loads wrong libraries). A device that
+passes is tried once with a kernel of known answer. Nothing here raises: torch's own path is always there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,19 +24,18 @@ from .kernel import PREAMBLE, THREADS, Kernel
 
 # Oldest compute capability that a CUDA toolkit compiles for, by its major version (release notes of CUDA 12.0 and 13.0).
 OLDEST = {12: (5, 0), 13: (7, 5)}
-# Distributions of CuPy, by the CUDA that they are for: wheels of 11 and newer, and what is built from source or comes with conda.
+# Distributions of CuPy, by their CUDA version: wheels of 11 and newer; None for a build from source or conda's.
 WHEELS = {"cupy": None, **{f"cupy-cuda{major}x": major for major in range(11, 20)}}
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What `unavailable` looks at.
+class Facts(NamedTuple):
+    """The grounds of `unavailable`.
 
     Attributes:
-        cuda, hip: what torch was built for, as torch.version has them.
+        cuda, hip: versions that torch was built for, as torch.version has them.
         importable: whether there is a module cupy.
         wheels: distributions of CuPy by name, with their versions.
-        capability: of the device; None for others than NVIDIA's.
+        capability: of the device; None for devices of other makers than NVIDIA.
     """
 
     cuda: str | None
@@ -60,41 +60,41 @@ def facts(device: torch.device) -> Facts:
             wheels[name] = version(name)
         except PackageNotFoundError:
             pass
+    nvidia = device.type == "cuda" and torch.version.hip is None
     return Facts(
-        cuda=torch.version.cuda,
-        hip=torch.version.hip,
-        importable=find_spec("cupy") is not None,
-        wheels=wheels,
-        capability=torch.cuda.get_device_capability(device)
-        if device.type == "cuda" and torch.version.hip is None
-        else None,
+        torch.version.cuda,
+        torch.version.hip,
+        find_spec("cupy") is not None,
+        wheels,
+        torch.cuda.get_device_capability(device) if nvidia else None,
     )
 
 
 def unavailable(facts: Facts) -> str | None:
-    """Why kernels cannot run by what is known from outside; None where they may."""
-    if facts.hip is not None:
+    """Why kernels cannot run, as far as `facts` say; None where they may."""
+    cuda, hip, importable, wheels, capability = facts
+    if hip is not None:
         return "our kernels are CUDA's: torch is built for ROCm"
-    if facts.cuda is None:
+    if cuda is None:
         return "torch is built without CUDA"
-    if facts.capability is None:
+    if capability is None:
         return "our kernels run on NVIDIA GPUs only"
-    major = int(facts.cuda.split(".")[0])
+    major = int(cuda.split(".")[0])
     extra = f"pip install 'easymp[cuda{major}]'"
-    if len(facts.wheels) > 1:
-        names = sorted(facts.wheels)
+    if len(wheels) > 1:
+        names = sorted(wheels)
         return f"{' and '.join(names)} write over one another: pip uninstall {' '.join(names)}, then {extra}"
-    if not facts.importable:
+    if not importable:
         return f"CuPy is not installed: {extra}"
-    for name in facts.wheels:
+    for name in wheels:
         if WHEELS[name] not in (None, major):
-            return f"{name} is installed, but torch is built for CUDA {facts.cuda}: pip uninstall {name}, then {extra}"
-    oldest = OLDEST.get(major, OLDEST[max(OLDEST)])
-    if facts.capability < oldest:
-        return (
-            f"CUDA {major} compiles for compute capability {oldest[0]}.{oldest[1]} and newer, and this GPU has "
-            f"{facts.capability[0]}.{facts.capability[1]}"
-        )
+            return (
+                f"{name} is installed, but torch is built for CUDA {cuda}: pip uninstall {name}, then {extra}"
+            )
+    low, high = OLDEST.get(major, OLDEST[max(OLDEST)])
+    if capability < (low, high):
+        here = ".".join(map(str, capability))
+        return f"CUDA {major} compiles for compute capability {low}.{high} and newer, and this GPU has {here}"
     return None
 
 
@@ -123,17 +123,16 @@ def _try(device: torch.device) -> CupyLauncher | Unavailable:
         try:
             keep_cache_writable()
             probe(launcher)
-        except Exception as error:  # whatever is wrong with an optional package, training goes on without it
-            reason = str(error) if isinstance(error, KernelError) else f"{type(error).__name__}: {error}"
-        else:
             return launcher
+        except Exception as error:  # any fault of an optional package: training goes on without it
+            reason = str(error) if isinstance(error, KernelError) else f"{type(error).__name__}: {error}"
     if seen.wheels and seen.capability is not None:
         warn_once(reason)
     return Unavailable(reason)
 
 
 def warn_once(reason: str) -> None:
-    """Say that kernels fail here though CuPy is installed: once a process, whatever the device or kernel."""
+    """Warn, once a process, that kernels fail here though CuPy is installed."""
     if not _warned:
         _warned.append(reason)
         warnings.warn(
@@ -181,11 +180,10 @@ def keep_cache_writable() -> None:
 # -- the launcher -------------------------------------------------------------------------------------------------------
 
 # CuPy makes ``extern "C" __global__`` around a grid-stride loop ``CUPY_FOR(i, _ind.size())``, and starts
-# ``min(2^31 - 1, size / block_size)`` blocks. With ``size`` a multiple of the block, and fewer blocks than that, each thread goes
-# through it once and all threads of a block together, so a barrier in it is legal. A start of one thread does nothing: with that a
-# kernel is compiled and loaded before it is needed. Nothing is allocated here, and nothing waits: arguments are numbers, torch owns all
-# memory, and each start is on torch's current stream. Subnormal float32 numbers are flushed to zero (CuPy passes ``-ftz=true``).
-
+# ``min(2^31 - 1, size / block_size)`` blocks. With ``size`` a multiple of the block and fewer blocks than that, each thread runs the loop
+# once and all threads of a block together, so a barrier in it is legal. A start of one thread does nothing: it compiles and loads a
+# kernel before it is needed. Nothing is allocated or waited for: arguments are numbers, torch owns all memory, and each start is on
+# torch's current stream. Subnormal float32 numbers are flushed to zero (CuPy passes ``-ftz=true``).
 
 OPTIONS = ("--std=c++17",)
 MOST_BLOCKS = 2**31 - 1
@@ -213,7 +211,7 @@ template <int N> DEVICE double over_lanes(double x) {
 
 
 def operation(kernel: Kernel) -> str:
-    """What stands in the loop of `kernel`."""
+    """The text in the loop of `kernel`."""
     zeros = " ".join(f"double {s} = 0.0;" for s in kernel.sums)
     finish = kernel.after
     if kernel.sums:
@@ -239,7 +237,6 @@ def elementwise(kernel: Kernel) -> Any:
     """`kernel` as a cupy.ElementwiseKernel, which compiles when it is first called on a device."""
     import cupy  # optional
 
-    shared = "".join(f"__shared__ double {s}_of[{_WARPS}];\n" for s in kernel.sums)
     return cupy.ElementwiseKernel(
         ", ".join(kernel.arguments),
         "",
@@ -247,27 +244,16 @@ def elementwise(kernel: Kernel) -> Any:
         kernel.name,
         preamble=DEVICE + PREAMBLE,
         options=OPTIONS,
-        loop_prep=shared,
+        loop_prep="".join(f"__shared__ double {s}_of[{_WARPS}];\n" for s in kernel.sums),
         no_return=True,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    ptr: int
-
-
-def current_stream(index: int) -> int:
-    """The address of torch's current stream on CUDA device `index`, as torch's own compiled code asks for it: no object is made."""
-    return torch._C._cuda_getCurrentRawStream(index)
-
-
 class CupyLauncher:
-    """Launches on one CUDA device. Made by `availability.launcher_for`, which says why there is none."""
+    """Launches on one CUDA device. `launcher_for` makes it, or says why there is none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._index = device.index
         self._kernels: dict[Kernel, Any] = {}
 
     def ready(self, kernels: Iterable[Kernel]) -> None:
@@ -278,7 +264,14 @@ class CupyLauncher:
         """
         for kernel in kernels:
             if kernel not in self._kernels:
-                self._kernels[kernel] = self._loaded(kernel)
+                try:
+                    function = elementwise(kernel)
+                    self._start(function, 1, [0] * len(kernel.arguments))
+                except Exception as error:
+                    raise KernelError(
+                        f"{kernel.name} cannot be compiled for {self.device}: {_said(error)}"
+                    ) from error
+                self._kernels[kernel] = function
 
     def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
         """See `Launcher.launch`."""
@@ -289,30 +282,18 @@ class CupyLauncher:
         if not 0 < blocks <= MOST_BLOCKS:
             raise KernelError(f"{kernel.name} was given {blocks} blocks: a launch takes 1 to {MOST_BLOCKS}")
         try:
-            with torch.cuda.device(self._index):
-                function(
-                    *arguments,
-                    size=blocks * THREADS,
-                    block_size=THREADS,
-                    stream=_Stream(current_stream(self._index)),
-                )
+            self._start(function, blocks * THREADS, arguments)
         except Exception as error:
             raise KernelError(f"{kernel.name} cannot be started on {self.device}: {_said(error)}") from error
 
-    def _loaded(self, kernel: Kernel) -> Any:
-        try:
-            function = elementwise(kernel)
-            zeros = [0] * len(kernel.arguments)
-            with torch.cuda.device(self._index):
-                function(*zeros, size=1, block_size=THREADS, stream=_Stream(current_stream(self._index)))
-        except Exception as error:
-            raise KernelError(
-                f"{kernel.name} cannot be compiled for {self.device}: {_said(error)}"
-            ) from error
-        return function
+    def _start(self, function: Any, size: int, arguments: Sequence[int | float]) -> None:
+        index = self.device.index
+        with torch.cuda.device(index):
+            # The address of torch's current stream, as torch's own compiled code asks for it.
+            stream = SimpleNamespace(ptr=torch._C._cuda_getCurrentRawStream(index))
+            function(*arguments, size=size, block_size=THREADS, stream=stream)
 
 
 def _said(error: Exception) -> str:
     """Type and first words of `error`, in one line: a compiler's log is long."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

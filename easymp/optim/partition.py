@@ -19,25 +19,21 @@ from ..distributed import World
 from ..errors import SettingError
 from .fused import FusedOptimizer
 
-ALONE = (
-    2**20
-)  # bytes from which a tensor is gathered where it lies; smaller ones are packed into one collective
+ALONE = 2**20  # bytes from which a tensor is gathered in place; smaller ones are packed into one collective
 AT_A_TIME = 2  # collectives under way while the next is packed
 
 # The older name warns from torch 2.13 on.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def rows(length: int, rank: int, size: int) -> tuple[int, int]:
-    """First row of rank `rank`'s part of `length` rows, and how many it has."""
+def cut(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """Rows of rank `rank` of `size`, a view."""
+    if not tensor.ndim:
+        return tensor
+    length = tensor.shape[0]
     each = -(-length // size)
     start = min(rank * each, length)
-    return start, min(each, length - start)
-
-
-def cut(tensor: Tensor, rank: int, size: int) -> Tensor:
-    """Rank `rank`'s rows, a view."""
-    return tensor.narrow(0, *rows(tensor.shape[0], rank, size)) if tensor.ndim else tensor
+    return tensor.narrow(0, start, min(each, length - start))
 
 
 def packed_at_once(tensors: Sequence[Tensor], cap: int) -> int:
@@ -52,7 +48,7 @@ def _alone(tensor: Tensor) -> bool:
 
 
 class RowGather:
-    """Makes tensors whole, in place, of which each rank has its own rows right. Calling it is a collective.
+    """Completes tensors in place, each rank giving its own rows. Calling it is a collective.
 
     Args:
         tensors: shapes and dtypes are the same on all ranks.
@@ -77,18 +73,19 @@ class RowGather:
             bucket: list[Tensor] = []
             held = 0
             for tensor in alike:
-                held += tensor.numel() * tensor.element_size()
-                if bucket and held > cap:
+                size = tensor.numel() * tensor.element_size()
+                if bucket and held + size > cap:
                     self._transfers.append((self._packed, bucket))
-                    bucket, held = [], tensor.numel() * tensor.element_size()
+                    bucket, held = [], 0
                 bucket.append(tensor)
+                held += size
             self._transfers.append((self._packed, bucket))
 
     def __call__(self) -> None:
         under_way: deque[Iterator[None]] = deque()
         with torch.no_grad(), self._world.explained("the gathering of parameters"):
-            for transfer, what in self._transfers:
-                running = transfer(what)
+            for transfer, tensors in self._transfers:
+                running = transfer(tensors)
                 next(running)
                 under_way.append(running)
                 if len(under_way) > AT_A_TIME:
@@ -96,7 +93,7 @@ class RowGather:
             for running in under_way:
                 next(running, None)
 
-    # Each starts its collective, and when it is asked again waits for the end. Bytes travel, so that any dtype can.
+    # Each starts its collective, and waits for its end when it is asked again. It sends bytes, so any dtype will do.
 
     def _even(self, tensor: Tensor) -> Iterator[None]:
         flat = tensor.view(-1).view(torch.uint8)
@@ -120,50 +117,40 @@ class RowGather:
         room = [-(-t.shape[0] // size) * t[0].numel() for t in tensors]  # elements of the largest part
         whole = tensors[0].new_empty(size, sum(room))
         parts = [cut(t, rank, size).reshape(-1) for t in tensors]
-        torch._foreach_copy_(
-            [here[: part.numel()] for here, part in zip(whole[rank].split(room), parts)], parts
-        )
+        mine = [here[: part.numel()] for here, part in zip(whole[rank].split(room), parts)]
+        torch._foreach_copy_(mine, parts)
         work = _gather(whole.view(-1).view(torch.uint8), whole[rank].view(torch.uint8), async_op=True)
         yield
         work.wait()
-        # Only the last parts fall short, so that all parts in a row begin with the whole tensor.
+        # Only the last parts are shorter, so the parts in a row begin with the whole tensor.
         columns = zip(tensors, whole.split(room, dim=1))
         torch._foreach_copy_(tensors, [c.reshape(-1)[: t.numel()].view(t.shape) for t, c in columns])
 
 
-# Optimizers that step element by element, so that parts of their parameters do as well as the whole. Any other may look at whole
-# matrices (Muon does), and steps on DTensors, whose norms and products are those of the whole matrix.
-ELEMENTWISE = (
-    *(
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.SGD,
-        torch.optim.Adagrad,
-        torch.optim.RMSprop,
-        torch.optim.Adadelta,
-    ),
-    *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop),
+# torch's optimizers that step element by element: parts of their parameters do as well as whole ones. Others may read whole matrices
+# (Muon does), and step on DTensors, whose norms and products are those of the whole matrix.
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in "Adam AdamW SGD Adagrad RMSprop Adadelta Adamax NAdam RAdam ASGD Rprop".split()
 )
-# Before this torch, a DTensor that is a sum still to be made takes a number on each rank: `p.norm() + eps`, `p.sum() + 1` are wrong.
+# Before this torch, a DTensor that is a pending sum adds a number on each rank: `p.norm() + eps`, `p.sum() + 1` are wrong.
 SUMS_ARE_RIGHT = (2, 11)
 
 
 def elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether plain tensors with parts of its parameters are all that `optimizer` needs."""
+    """Whether `optimizer` can step on plain tensors that are parts of its parameters."""
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.rule.survey is None
     return type(optimizer) in ELEMENTWISE
 
 
 def check_sums(optimizer: torch.optim.Optimizer, strategy: str) -> None:
-    """Whether this torch's DTensors can be trusted with what `optimizer` may compute of whole parameters.
+    """Refuse optimizers that this torch's DTensors may step wrongly.
 
     Raises:
-        SettingError: they cannot: the numbers would be wrong, and nothing would say so.
+        SettingError: the numbers could be wrong, without an error.
     """
-    if TORCH >= SUMS_ARE_RIGHT:
-        return
-    if not isinstance(optimizer, (*ELEMENTWISE, FusedOptimizer)):
+    if TORCH < SUMS_ARE_RIGHT and not isinstance(optimizer, (*ELEMENTWISE, FusedOptimizer)):
         raise SettingError(
             f"strategy {strategy!r} cannot take {type(optimizer).__name__} with torch {torch.__version__}, whose sharded tensors add "
             f"wrongly to a sum or norm of themselves: update torch to {'.'.join(map(str, SUMS_ARE_RIGHT))} or newer, use strategy='ddp', "

@@ -1,11 +1,10 @@
-"""An optimizer whose state is spread over the ranks (ZeRO-1); parameters and gradients stay whole on every rank.
+"""An optimizer whose state is split over the ranks (ZeRO-1); parameters and gradients stay whole on every rank.
 
 Each rank has a twin of the user's optimizer, which knows only this rank's rows of each parameter. They are views: the twin's step
-writes into the whole parameters, and what the other ranks have written is gathered afterwards.
+writes into the whole parameters, and the rows of the other ranks are gathered afterwards.
 
-What optimizers do element by element runs on plain tensors, in every implementation (fused, foreach); the twins of others step on
-DTensors (`elementwise`). From outside, the states are DTensors either way, so that a checkpoint of them can be read by another number
-of ranks.
+Optimizers that work element by element run on plain tensors, in every implementation (fused, foreach); the twins of others step on
+DTensors (`elementwise`). From outside, the states are DTensors either way, so another number of ranks can read a checkpoint of them.
 """
 
 from __future__ import annotations
@@ -28,25 +27,20 @@ from .fused import FusedOptimizer
 from .partition import RowGather, check_sums, cut, elementwise
 from .torch_step import HOOKS, fill_momentum, indifferent
 
-OWN = {
-    "param_groups",
-    "state",
-    "defaults",
-    "step",
-    *HOOKS,
-}  # the scan for other references to parameters skips these
+OWN = {"param_groups", "state", "defaults", "step", *HOOKS}  # not scanned for other references to parameters
 
-# Optimizers that have a sharded one in their place.
-_taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_taken: weakref.WeakSet[torch.optim.Optimizer] = (
+    weakref.WeakSet()
+)  # those that have a sharded one in their place
 
 
 class _Part:
-    """A parameter, and what the twin has of it.
+    """A parameter, and the twin's part of it.
 
     Attributes:
         whole: the parameter, outside of autograd.
         shard: this rank's rows, as the twin's parameter.
-        place: where the whole one's memory began when it was cut.
+        place: address of the whole one when it was cut.
     """
 
     __slots__ = ("parameter", "place", "shard", "whole")
@@ -60,15 +54,15 @@ class _Part:
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps in place of `given`, whose param groups stay the ones to read and write; a step is a collective.
 
-    `given` can no longer step itself. What state it has, or is loaded into it, moves to the shards; its hooks fire here.
+    `given` can no longer step itself. Its state, and any state loaded into it, moves to the shards; its hooks fire here.
 
     Args:
         given: the user's optimizer, on whole parameters.
         cap: bytes that are packed into one collective.
-        frozen: ids of the parameters whose gradients nobody averages.
+        frozen: ids of the parameters whose gradients are not averaged over the ranks.
 
     Raises:
-        RefusedError: an optimizer that cannot do with parts of its parameters, or has been given to a run before.
+        RefusedError: an optimizer that needs its whole parameters, or was prepared before.
         SettingError: one that this torch would step wrongly.
     """
 
@@ -86,7 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name in HOOKS:
             setattr(
                 self, name, vars(given)[name]
-            )  # the same ones: hooks that are registered later with either fire, too
+            )  # shared: hooks that are registered later with either fire, too
         self._patch_step_function()  # torch's own __init__ would build param groups and state a second time
         self._twin = _twin(given)
         if self._plain and isinstance(self._twin, FusedOptimizer):
@@ -108,19 +102,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own["params"] = [self._part(p).shard for p in theirs["params"]]
         if self.given.state:
             for parameter, state in self.given.state.items():
+                key = parameter
                 if isinstance(parameter, Tensor):
-                    self._twin.state[self._part(parameter).shard] = map_leaves(
-                        lambda v, p=parameter: self._cut(p, v), state
-                    )
-                else:
-                    self._twin.state[parameter] = state
+                    key = self._part(parameter).shard
+                    state = map_leaves(lambda v, p=parameter: self._cut(p, v), state)
+                self._twin.state[key] = state
             self.given.state.clear()
         if len(self._parts) != before:
             fill_momentum(self._twin)
 
     @property
     def twin(self) -> torch.optim.Optimizer:
-        """What steps this rank's rows; `mine` says which of its parameters is part of which."""
+        """The optimizer of this rank's rows; `mine` maps a parameter to its rows."""
         self._follow()
         return self._twin
 
@@ -129,24 +122,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._part(parameter).shard, self._twin.state
 
     def gradient(self, shard: Tensor) -> Tensor | None:
-        """Of this rank's rows, cut from the whole one."""
+        """The gradient of `shard`, cut from the whole one."""
         parameter = self._wholes[id(shard)]
         return None if parameter.grad is None else self._shard(parameter, parameter.grad)
 
     def _first(self, shard: Tensor) -> int:
-        """Which element of the whole parameter, as it lies in memory, is the first of this rank's rows."""
+        """The number of the first element of this rank's rows in the memory of the whole parameter."""
         return shard.storage_offset() - self._wholes[id(shard)].storage_offset()
 
     def rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows of anything that has a parameter's shape, a view."""
+        """This rank's rows of a tensor that has a parameter's shape, a view."""
         return cut(whole, self.world.rank, self.world.size)
 
     def gather_rows(self, parameters: Sequence[Tensor]) -> None:
-        """Make whole, in place, what each rank has written into its own rows. A collective."""
+        """Complete parameters in place, each rank giving its own rows. A collective."""
         RowGather([p.detach() for p in parameters], self.world, self._cap)()
 
     def _lead(self) -> None:
-        """Show in `given`'s groups what the twin has written into its own."""
+        """Copy the twin's entries of param groups to those of `given`."""
         for theirs, own in zip(self.given.param_groups, self._twin.param_groups):
             theirs.update((name, value) for name, value in own.items() if name != "params")
 
@@ -158,7 +151,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameter,
             self._shard(parameter, parameter.detach()).requires_grad_(parameter.dtype.is_floating_point),
         )
-        if part is not None:  # `p.data = …` and its like: other memory
+        if part is not None:  # `p.data = …` has given it other memory
             if part.shard in self._twin.state:
                 self._twin.state[new.shard] = self._twin.state.pop(part.shard)
             self._stepped = []
@@ -180,18 +173,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if value.ndim == 0 and (self._plain or parameter.ndim):
             return value.clone()
         value = value.to(parameter.device)
+        rank, size = self.world.rank, self.world.size
         if self._plain:
-            return (
-                cut(value, self.world.rank, self.world.size) if value.shape == parameter.shape else value
-            ).clone()
-        rowwise = value.ndim and parameter.ndim and value.shape[0] == parameter.shape[0]
-        here = cut(value, self.world.rank, self.world.size) if rowwise else value
-        return self._distributed(here.clone(), parameter, value, bool(rowwise))
+            return (cut(value, rank, size) if value.shape == parameter.shape else value).clone()
+        rowwise = bool(value.ndim and parameter.ndim and value.shape[0] == parameter.shape[0])
+        here = cut(value, rank, size) if rowwise else value
+        return self._distributed(here.clone(), parameter, value, rowwise)
 
     def _distributed(self, here: Tensor, parameter: Tensor, whole: Tensor, rowwise: bool = True) -> Tensor:
-        from torch.distributed.device_mesh import (
-            init_device_mesh,
-        )  # half a second that most runs have no use for
+        # Half a second, which most runs do not need.
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         kind = parameter.device.type
@@ -234,7 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._lead()
         self._gather(parts)
         if hasattr(vars(self.given).get("step"), "_wrapped_by_lr_sched"):
-            self.given._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look there for the order of calls
+            self.given._opt_called = True  # type: ignore[attr-defined]  # by which torch's schedulers know the order of calls
 
     def _take_gradients(self) -> list[_Part]:
         parts = []
@@ -311,28 +302,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:  # type: ignore[override]
-        """Whole parameter → its state; what is cut is a DTensor that shares the shard's memory. To be read, not filled."""
+        """Whole parameter → its state; tensors that are cut are DTensors on the shards' memory. Read only."""
         return States(self)
 
     def laid_out(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Whole parameters as DTensors whose shards are those that their states have."""
+        """Whole parameters as DTensors whose shards are those of their states."""
         self._follow()
         shards = [self._part(p).shard for p in parameters]
-        return (
-            [self._distributed(s.detach(), p, p) for p, s in zip(parameters, shards)]
-            if self._plain
-            else shards
-        )
+        if not self._plain:
+            return shards
+        return [self._distributed(s.detach(), p, p) for p, s in zip(parameters, shards)]
 
     def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """These are the states of whole parameters from now on, as `state` shows them."""
+        """Replace the states of whole parameters by these, in the form of `state`."""
         self._follow()
         self._twin.state.clear()
         for key, state in states.items():
-            if not isinstance(key, Tensor):
-                self._twin.state[key] = state
-            else:
-                self._twin.state[self._part(key).shard] = map_leaves(local, state) if self._plain else state
+            if isinstance(key, Tensor):
+                key, state = self._part(key).shard, map_leaves(local, state) if self._plain else state
+            self._twin.state[key] = state
         fill_momentum(self._twin)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -373,12 +361,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return value.detach().cpu().clone()
 
     def _is_cut(self, parameter: Tensor, value: Tensor) -> bool:
-        return bool(
-            self._plain
-            and value.ndim
-            and parameter.ndim
-            and value.shape == self._parts[id(parameter)].shard.shape
-        )
+        both = self._plain and value.ndim and parameter.ndim
+        return bool(both and value.shape == self._parts[id(parameter)].shard.shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state, as `state_dict` of this or of a plain optimizer gives it.
@@ -422,7 +406,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def holder_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[Tensor, Any]:
-    """What `optimizer` really steps of `parameter`, this rank's rows where states are split, and where its state is."""
+    """The tensor that `optimizer` steps for `parameter`, this rank's rows where states are split, and the mapping of its state."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.mine(parameter)
     return parameter, optimizer.state
@@ -442,11 +426,8 @@ class States(Mapping[Any, dict[str, Any]]):
             return state
 
         def shown(value: Any) -> Any:
-            return (
-                it._distributed(value, key, key)
-                if isinstance(value, Tensor) and it._is_cut(key, value)
-                else value
-            )
+            is_cut = isinstance(value, Tensor) and it._is_cut(key, value)
+            return it._distributed(value, key, key) if is_cut else value
 
         return map_leaves(shown, state)
 
@@ -463,10 +444,10 @@ class States(Mapping[Any, dict[str, Any]]):
 
 
 def _twin(given: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer like `given`, without parameters, state and hooks. Never by its constructor, which may want anything."""
+    """An optimizer like `given`, without parameters, state and hooks; not by its constructor, whose arguments are not known."""
     twin: torch.optim.Optimizer = object.__new__(type(given))
     vars(twin).update(vars(given))
-    vars(twin).pop("step", None)  # a scheduler's, that calls `given`
+    vars(twin).pop("step", None)  # a scheduler's wrapper, which calls `given`
     vars(twin).update((name, OrderedDict()) for name in HOOKS)
     twin.param_groups = []
     twin.state = defaultdict(dict)

@@ -3,7 +3,6 @@
 import builtins
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def fresh(monkeypatch):
     ],
 )
 def test_the_reason(changes, said):
-    reason = unavailable(replace(GOOD, **changes))
+    reason = unavailable(GOOD._replace(**changes))
     assert reason is None if said is None else said in reason
 
 
