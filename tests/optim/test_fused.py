@@ -1,4 +1,4 @@
-"""Fused steps: the same numbers and the same state as the plain ones, and nobody's choice overridden."""
+"""Fused steps: the same numbers and the same state as the plain ones, and the user's choices kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp.base.accumulation import UpdateWindow
-from easymp.optim import PreparedOptimizer, fuse
-from easymp.precision import Scaler
+from easymp import Accelerator
+from easymp.optim import fuse
 
 KINDS = [
     (torch.optim.Adam, {"lr": 0.01}),
@@ -34,10 +33,6 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
 
 
-def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-    return PreparedOptimizer(optimizer, UpdateWindow(), Scaler(enabled=False))
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -50,10 +45,6 @@ def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def plain_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
-    return optimizer.state_dict()["state"]
-
-
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_the_same_numbers(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
     ours, theirs = net(), net()
@@ -63,7 +54,7 @@ def test_the_same_numbers(kind: type[torch.optim.Optimizer], options: dict[str, 
     train(ours, fused, 5)
     train(theirs, plain, 5)
     close(ours.state_dict(), theirs.state_dict())
-    close(plain_state(fused), plain_state(plain))
+    close(fused.state_dict()["state"], plain.state_dict()["state"])
 
 
 @pytest.mark.parametrize(
@@ -118,17 +109,17 @@ def test_a_gradient_that_comes_later_than_the_others() -> None:
 
 def test_a_parameter_group_that_comes_later() -> None:
     def run(fused: bool) -> list[Tensor]:
-        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        raw = torch.optim.SGD([a], lr=0.1, momentum=0.9)
-        if fused:
-            fuse(raw)
-        optimizer = prepared(raw)
-        for step in range(3):
-            if step == 1:
-                optimizer.add_param_group({"params": [b], "lr": 0.5})
-            a.grad, b.grad = torch.ones(2), torch.ones(2) if step else None
-            optimizer.step()
-        return [a.data, b.data]
+        with Accelerator(cpu=True, mixed_precision="no", fused=fused) as accelerator:
+            model = nn.ParameterList([torch.ones(2), torch.ones(2)])
+            a, b = accelerator.prepare(model).parameters()
+            optimizer = accelerator.prepare(torch.optim.SGD([a], lr=0.1, momentum=0.9))
+            for step in range(3):
+                if step == 1:
+                    optimizer.add_param_group({"params": [b], "lr": 0.5})
+                a.grad, b.grad = torch.ones(2), torch.ones(2) if step else None
+                optimizer.step()
+            assert bool(optimizer.param_groups[1]["fused"]) is fused
+            return [a.data, b.data]
 
     close(run(True), run(False))
 

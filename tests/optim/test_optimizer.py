@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from easymp import Accelerator, GradScalerKwargs, StepError
-from easymp.base.accumulation import UpdateWindow
-from easymp.optim import PreparedOptimizer, PreparedScheduler
-from easymp.precision import Scaler
+from easymp.optim import PreparedOptimizer
 
 
 def net() -> nn.Sequential:
@@ -23,108 +21,98 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def prepared(
-    model: nn.Module, accumulation: int = 1, scaler: Scaler | None = None, **options: Any
-) -> tuple[PreparedOptimizer, UpdateWindow]:
-    window = UpdateWindow(accumulation)
-    raw = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
-    return PreparedOptimizer(raw, window, scaler or Scaler(enabled=False)), window
+def run(accumulation: int = 1, precision: str = "no", **options: Any) -> tuple[Accelerator, Any, Any]:
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation,
+        kwargs_handlers=[GradScalerKwargs(init_scale=4.0)],
+    )  # fmt: skip
+    model = net()
+    return accelerator, *accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+    )
 
 
-def micro_steps(window: UpdateWindow, n: int) -> Iterator[int]:
-    """What `accumulate` does, without an Accelerator."""
-    for i in range(n):
-        window.inside = True
-        window.tick()
-        yield i
-        window.inside = False
-
-
-def backward(window: UpdateWindow, loss: Tensor) -> None:
-    window.backwards += 1
-    (loss / window.accumulation).backward()
-
-
-def grads(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters()]
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.ones(1, 4)).sum()
 
 
 # -- the user's own optimizer ------------------------------------------------------------------------------------------
 
 
 def test_it_is_the_users_optimizer_in_everything_else() -> None:
-    optimizer, _ = prepared(net(), momentum=0.9)
-    raw = optimizer.optimizer
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert optimizer.param_groups is raw.param_groups
-    assert optimizer.state is raw.state
-    assert optimizer.defaults is raw.defaults
-    for group in optimizer.param_groups:
-        group["lr"] = 0.5
-    assert raw.param_groups[0]["lr"] == 0.5
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    assert len(raw.param_groups) == 2
-    assert optimizer.param_groups is raw.param_groups
-    assert "Prepared(SGD" in repr(optimizer)
-    assert optimizer.state_dict().keys() == raw.state_dict().keys()
-    with pytest.raises(AttributeError, match="nonsense"):
-        optimizer.nonsense  # noqa: B018
+    accelerator, _, optimizer = run(momentum=0.9)
+    with accelerator:
+        raw = optimizer.optimizer
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.param_groups is raw.param_groups
+        assert optimizer.state is raw.state
+        assert optimizer.defaults is raw.defaults
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+        assert raw.param_groups[0]["lr"] == 0.5
+        optimizer.add_param_group({"params": list(accelerator.prepare(nn.Linear(1, 1)).parameters())})
+        assert len(raw.param_groups) == 2
+        assert "Prepared(SGD" in repr(optimizer)
+        assert optimizer.state_dict().keys() == raw.state_dict().keys()
+        with pytest.raises(AttributeError, match="nonsense"):
+            optimizer.nonsense  # noqa: B018
 
 
 def test_hooks_run_on_real_steps_only() -> None:
-    model = net()
-    optimizer, window = prepared(model, 2)
+    accelerator, model, optimizer = run(2)
     seen: list[str] = []
     handles = [
         optimizer.register_step_pre_hook(lambda o, a, k: seen.append(f"pre {type(o).__name__}")),
         optimizer.register_step_post_hook(lambda o, a, k: seen.append("post")),
     ]
-    for _ in micro_steps(window, 4):
-        backward(window, model(torch.ones(1, 4)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert seen == ["pre SGD", "post"] * 2
-    for handle in handles:
-        handle.remove()
-    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mark": 1})
-    assert optimizer.state_dict()["mark"] == 1
+    with accelerator:
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert seen == ["pre SGD", "post"] * 2
+        for handle in handles:
+            handle.remove()
+        optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mark": 1})
+        assert optimizer.state_dict()["mark"] == 1
 
 
 def test_a_closure_and_its_value() -> None:
-    model = net()
-    optimizer = PreparedOptimizer(
-        torch.optim.LBFGS(model.parameters()), UpdateWindow(), Scaler(enabled=False)
-    )
+    with Accelerator(cpu=True, mixed_precision="no") as accelerator:
+        model = net()
+        model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 4)).pow(2).sum()
-        loss.backward()
-        return loss
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 4)).pow(2).sum()
+            accelerator.backward(loss)
+            return loss
 
-    first = optimizer.step(closure)
-    assert model(torch.ones(1, 4)).pow(2).sum() < first
+        first = optimizer.step(closure)
+        assert model(torch.ones(1, 4)).pow(2).sum() < first
 
 
-def test_copies_and_pickles() -> None:
-    model = net()
-    optimizer, _ = prepared(model, momentum=0.9, scaler=Scaler())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert isinstance(again, PreparedOptimizer)
-        assert len(again.state) == 4
-        again.zero_grad()
-        assert again.param_groups[0]["params"][0] is not optimizer.param_groups[0]["params"][0]
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_copies_and_pickles_step_by_themselves(precision: str) -> None:
+    accelerator, model, optimizer = run(precision=precision, momentum=0.9)
+    with accelerator:
+        accelerator.backward(loss_of(model))
+        optimizer.step()
+        for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert isinstance(again, PreparedOptimizer)
+            assert len(again.state) == 4
+            parameter = again.param_groups[0]["params"][0]
+            before, parameter.grad = parameter.detach().clone(), torch.ones_like(parameter)
+            again.step()
+            again.zero_grad()
+            assert not torch.equal(parameter, before)
+            assert torch.equal(optimizer.param_groups[0]["params"][0], before)
 
 
 # -- accumulation ------------------------------------------------------------------------------------------------------
 
-BATCHES = 8
-
-
-def data() -> list[Tensor]:
-    return list(torch.randn(BATCHES, 3, 4, generator=torch.Generator().manual_seed(2)))
+BATCHES = list(torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(2)))
 
 
 def zero_first(optimizer: Any, step: Callable[[], None]) -> None:
@@ -143,64 +131,66 @@ def zero_last(optimizer: Any, step: Callable[[], None]) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_four_micro_batches_are_one_big_batch(idiom: Callable[..., None], set_to_none: bool) -> None:
     """Gradient by gradient, in both places where people write zero_grad."""
-    model, batches = net(), data()
-    optimizer, window = prepared(model, 4)
+    accelerator, model, optimizer = run(4)
     seen: list[list[Tensor]] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(grads(model)))
+    optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in model.parameters()]))
     zero = optimizer.zero_grad
-    optimizer.zero_grad = lambda: zero(set_to_none)  # type: ignore[method-assign]
-    for i in micro_steps(window, BATCHES):
-        idiom(optimizer, lambda i=i: backward(window, model(batches[i]).pow(2).mean()))
+    optimizer.zero_grad = lambda: zero(set_to_none)
+    with accelerator:
+        for x in BATCHES:
+            with accelerator.accumulate(model):
+                idiom(optimizer, lambda x=x: accelerator.backward(model(x).pow(2).mean()))
     reference = net()
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     assert len(seen) == 2
     for window in (0, 1):
         plain.zero_grad()
-        reference(torch.cat(batches[4 * window : 4 * window + 4])).pow(2).mean().backward()
-        torch.testing.assert_close(seen[window], grads(reference))
+        reference(torch.cat(BATCHES[4 * window : 4 * window + 4])).pow(2).mean().backward()
+        torch.testing.assert_close(seen[window], [p.grad for p in reference.parameters()])
         plain.step()
-    torch.testing.assert_close(model.state_dict(), reference.state_dict())
+    torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()))
 
 
 @pytest.mark.parametrize("idiom", [zero_first, zero_last])
 def test_two_optimizers_in_one_micro_step(idiom: Callable[..., None]) -> None:
     """As a GAN trains: the second one's zero_grad comes after the first one's backward."""
 
-    def run(accumulation: int) -> list[Tensor]:
-        a, b, batches = net(), net(), data()
-        window = UpdateWindow(accumulation)
-        first, second = (
-            PreparedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), window, Scaler(enabled=False))
-            for m in (a, b)
-        )
-        for _ in micro_steps(window, 4 * accumulation):
-            x = batches[(window.micro - 1) % 2] if accumulation > 1 else torch.cat(batches[:2])
-            for model, optimizer in ((a, first), (b, second)):
-                idiom(optimizer, lambda model=model, x=x: backward(window, model(x).pow(2).mean()))
-        return [*a.state_dict().values(), *b.state_dict().values()]
+    def train(accumulation: int) -> list[Tensor]:
+        with Accelerator(
+            cpu=True, mixed_precision="no", gradient_accumulation_steps=accumulation
+        ) as accelerator:
+            a, b = net(), net()
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b)]
+            a, b, *optimizers = accelerator.prepare(a, b, *optimizers)
+            for micro in range(4 * accumulation):
+                x = BATCHES[micro % 2] if accumulation > 1 else torch.cat(BATCHES[:2])
+                with accelerator.accumulate(a, b):
+                    for model, optimizer in zip((a, b), optimizers):
 
-    torch.testing.assert_close(run(2), run(1))
+                        def back(model: nn.Module = model, x: Tensor = x) -> None:
+                            accelerator.backward(model(x).pow(2).mean())
+
+                        idiom(optimizer, back)
+            return [*a.state_dict().values(), *b.state_dict().values()]
+
+    torch.testing.assert_close(train(2), train(1))
 
 
 def test_a_step_outside_of_accumulate_is_refused() -> None:
-    model = net()
-    optimizer, _ = prepared(model, 4)
-    model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(
-        StepError,
-        match=r"optimizer.step\(\) outside `with accelerator.accumulate.*gradient_accumulation_steps=4",
-    ):
-        optimizer.step()
-    assert all(p.grad is not None for p in model.parameters())
+    accelerator, model, optimizer = run(4)
+    with accelerator:
+        accelerator.backward(loss_of(model))
+        with pytest.raises(StepError, match=r"outside `with accelerator.accumulate.*accumulation_steps=4"):
+            optimizer.step()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.zero_grad()
 
 
 def test_the_last_batch_of_a_loader_ends_the_window() -> None:
-    with Accelerator(cpu=True, mixed_precision="fp32", gradient_accumulation_steps=4) as accelerator:
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = torch.utils.data.DataLoader(list(torch.randn(6, 4)), batch_size=1)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        steps = []
+    accelerator, model, optimizer = run(4)
+    with accelerator:
+        loader = accelerator.prepare(torch.utils.data.DataLoader(list(torch.randn(6, 4)), batch_size=1))
+        steps: list[bool] = []
         optimizer.register_step_post_hook(lambda *_: steps.append(True))
         for epoch in (1, 2):
             for x in loader:
@@ -214,57 +204,53 @@ def test_the_last_batch_of_a_loader_ends_the_window() -> None:
 
 # -- schedulers --------------------------------------------------------------------------------------------------------
 
-SCHEDULERS: list[Callable[[Any], Any]] = [
-    lambda o: StepLR(o, 1, gamma=0.5),
-    lambda o: LambdaLR(o, lambda n: 0.5**n),
-]
 
-
-@pytest.mark.parametrize("make", SCHEDULERS)
+@pytest.mark.parametrize("make", [lambda o: StepLR(o, 1, gamma=0.5), lambda o: LambdaLR(o, lambda n: 0.5**n)])
 @pytest.mark.parametrize("on", ["raw", "prepared"])
 @pytest.mark.filterwarnings("error")
 def test_a_scheduler_counts_updates(make: Callable[[Any], Any], on: str) -> None:
-    model = net()
-    optimizer, window = prepared(model, 2)
-    scheduler = PreparedScheduler(make(optimizer if on == "prepared" else optimizer.optimizer), [optimizer])
-    rates = []
-    for _ in micro_steps(window, 6):
-        backward(window, model(torch.ones(1, 4)).sum())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == [0.1, 0.05, 0.05, 0.025, 0.025, 0.0125]
-    assert scheduler.get_last_lr() == [0.0125]
-    assert scheduler.last_epoch == 3
+    accelerator, model, optimizer = run(2)
+    with accelerator:
+        scheduler = accelerator.prepare(make(optimizer if on == "prepared" else optimizer.optimizer))
+        rates = []
+        for _ in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                rates.append(optimizer.param_groups[0]["lr"])
+        assert rates == [0.1, 0.05, 0.05, 0.025, 0.025, 0.0125]
+        assert scheduler.get_last_lr() == [0.0125]
+        assert scheduler.last_epoch == 3
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_scheduler_skips_with_its_optimizer() -> None:
-    model = net()
-    scaler = Scaler(GradScalerKwargs(4.0))
-    optimizer, _window = prepared(model, scaler=scaler)
-    scheduler = PreparedScheduler(StepLR(optimizer.optimizer, 1, gamma=0.5), [optimizer])
-    rates = []
-    for value in (float("inf"), 1.0, float("nan"), 1.0):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(1, 4)).sum() * value).backward()
-        optimizer.step()
-        scheduler.step()
-        scaler.update()
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == [0.1, 0.05, 0.05, 0.025]
+    accelerator, model, optimizer = run(precision="fp16")
+    with accelerator:
+        scheduler = accelerator.prepare(StepLR(optimizer.optimizer, 1, gamma=0.5))
+        rates = []
+        for value in (float("inf"), 1.0, float("nan"), 1.0):
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model) * value)
+            optimizer.step()
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        assert rates == [0.1, 0.05, 0.05, 0.025]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")  # stepped before its optimizer, as asked
-def test_steps_per_process_and_free_schedulers() -> None:
-    model = net()
-    optimizer, window = prepared(model, 2)
-    peers = PreparedScheduler(LambdaLR(optimizer.optimizer, lambda n: 1.0), [optimizer], steps=3)
-    free = PreparedScheduler(LambdaLR(optimizer.optimizer, lambda n: 1.0), [optimizer], with_optimizer=False)
-    for _ in micro_steps(window, 4):
-        backward(window, model(torch.ones(1, 4)).sum())
-        optimizer.step()
-        peers.step()
-        free.step()
-    assert (peers.last_epoch, free.last_epoch) == (6, 4)
+def test_a_scheduler_that_is_asked_to_steps_at_every_call() -> None:
+    with Accelerator(
+        cpu=True, mixed_precision="no", gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
+    ) as accelerator:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, StepLR(optimizer, 1))
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model))
+                optimizer.step()
+                scheduler.step()
+        assert scheduler.last_epoch == 4
