@@ -56,9 +56,9 @@ from steppers import (
 from torch import Tensor
 from torch.autograd import DeviceType, profiler
 
-from easymp.cuda.cupy_launcher import Unavailable, launcher_for
+from easymp.cuda.cupy_launcher import CupyLauncher, Unavailable, launcher_for
 from easymp.cuda.elementwise import CHUNK
-from easymp.cuda.kernel import THREADS, Launcher
+from easymp.cuda.kernel import THREADS
 from easymp.optim import engine as torch_engine
 
 COPY = "torch's copy_"
@@ -94,7 +94,11 @@ def said(error: Exception) -> str:
 
 
 def apart(
-    contenders: Mapping[str, Contender], kind: str, size: str, device: torch.device, launcher: Launcher | None
+    contenders: Mapping[str, Contender],
+    kind: str,
+    size: str,
+    device: torch.device,
+    launcher: CupyLauncher | None,
 ) -> str:
     """Which of them does not end three steps where the first one does, so that the times compare nothing; "" where all do."""
     wanted: list[Tensor] = []
@@ -124,7 +128,7 @@ def apart(
     return ""
 
 
-def replays_alike(size: str, device: torch.device, launcher: Launcher) -> dict[str, Any]:
+def replays_alike(size: str, device: torch.device, launcher: CupyLauncher) -> dict[str, Any]:
     """Whether a step that was captured goes on bit for bit as one that is called, on new gradients each time; once they overflow."""
     jobs = [Job(size, "fp32", device, launcher) for _ in range(2)]
     runs = [kernels(jobs[0])[0], graphed(jobs[1])[0]]
@@ -348,7 +352,7 @@ def worth_report(sizes: Sequence[str], rounds: int | None, most: int, records: R
 # -- a GPU -------------------------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(size: str, kind: str, device: torch.device, launcher: Launcher, rounds: int) -> dict[str, Any]:
+def on_gpu(size: str, kind: str, device: torch.device, launcher: CupyLauncher, rounds: int) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     contenders = KINDS[kind]
@@ -402,7 +406,7 @@ def waits(run: Run) -> dict[str, Any]:
     return {"steps": len(spans), "waits": sorted(found), "kernels": len(works) / 3}
 
 
-def traces(size: str, device: torch.device, launcher: Launcher) -> dict[str, Any]:
+def traces(size: str, device: torch.device, launcher: CupyLauncher) -> dict[str, Any]:
     """Of each contender; and of one that waits, to see that a trace shows it."""
     job = Job(size, "fp32", device, launcher)
     runs, _, failed = ready(KINDS["fp32"], job)
@@ -482,7 +486,7 @@ def gpu_table(
 
 
 def gpu_report(
-    sizes: list[str], rounds: int | None, records: Records, device: torch.device, launcher: Launcher
+    sizes: list[str], rounds: int | None, records: Records, device: torch.device, launcher: CupyLauncher
 ) -> str:
     least = sizes[0]
     replay = records.get(lambda: replays_alike(least, device, launcher), part="replay", size=least)
@@ -562,7 +566,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def cell(size: str, rounds: int, device: torch.device, launcher: Launcher) -> dict[str, Any]:
+def cell(size: str, rounds: int, device: torch.device, launcher: CupyLauncher) -> dict[str, Any]:
     """Of our kernels alone, as they are in this process; printed by ``--cell``."""
     if why := apart(
         {name: KINDS["fp32"][name] for name in list(KINDS["fp32"])[:1] + [KERNELS]},

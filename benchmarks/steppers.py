@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator, GradScalerKwargs
-from easymp.cuda.kernel import Launcher
+from easymp.cuda.cupy_launcher import CupyLauncher
 from easymp.cuda.rounding import Rounding
 from easymp.cuda.rule import Scale
 from easymp.cuda.step import EMA, FusedStep
@@ -71,7 +71,12 @@ class Job:
     """
 
     def __init__(
-        self, size: str, kind: str, device: torch.device, launcher: Launcher | None = None, scale: float = 1.0
+        self,
+        size: str,
+        kind: str,
+        device: torch.device,
+        launcher: CupyLauncher | None = None,
+        scale: float = 1.0,
     ) -> None:
         self.kind, self.device, self.launcher = kind, device, launcher
         made = torch.Generator(device).manual_seed(0)

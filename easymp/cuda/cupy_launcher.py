@@ -250,7 +250,7 @@ def elementwise(kernel: Kernel) -> Any:
 
 
 class CupyLauncher:
-    """Launches on one CUDA device. `launcher_for` makes it, or says why there is none."""
+    """Runs kernels on one CUDA device, in the order of torch's current stream there; `launcher_for` makes it. Tests have one of g++."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -274,7 +274,11 @@ class CupyLauncher:
                 self._kernels[kernel] = function
 
     def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
-        """See `Launcher.launch`."""
+        """Run `kernel` on `blocks` blocks, with a number for each of its arguments; does not wait for the device.
+
+        Raises:
+            KernelError: it cannot be compiled or started.
+        """
         function = self._kernels.get(kernel)
         if function is None:
             self.ready([kernel])

@@ -7,11 +7,7 @@ runs one thread after another on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
 
 from .rounding import ROUNDING
 
@@ -35,28 +31,6 @@ class Kernel:
     body: str
     sums: tuple[str, ...] = ()
     after: str = ""
-
-
-class Launcher(Protocol):
-    """Runs kernels on one device, in the order of torch's current stream there."""
-
-    device: torch.device
-
-    def ready(self, kernels: Iterable[Kernel]) -> None:
-        """Compile what is not compiled yet, so that a failure comes before the first launch changes anything.
-
-        Raises:
-            KernelError: one of them cannot be compiled.
-        """
-        ...
-
-    def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
-        """Run `kernel` on `blocks` blocks, with a number for each of its arguments; does not wait for the device.
-
-        Raises:
-            KernelError: it cannot be compiled or started.
-        """
-        ...
 
 
 # Words that kernels are written in: numbers of half precision, and loads and stores of 16 bytes. A launcher puts its own part in front:

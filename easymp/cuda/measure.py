@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..base.dtensor import parts
 from .elementwise import TYPES, Role, Row, Table, capturing, dense, lay_out, places, plain, stream
-from .kernel import THREADS, Kernel, Launcher
+from .kernel import THREADS, Kernel
+
+if TYPE_CHECKING:
+    from .cupy_launcher import CupyLauncher
 
 RESULT = ("norm", "factor", "found_inf", "inverse_scale")  # float32, what `conclude` writes
 
@@ -124,19 +127,16 @@ class _Laid:
 
 
 class Gradients:
-    """Kernels over all gradients at once, of whatever dtypes, on the launcher's device: measured, or unscaled where they lie.
+    """Measures all gradients on the launcher's device at once.
 
     Args:
-        copies: of a gradient's owner, the number of ranks that hold the same elements of it; where it is 0, they are counted elsewhere.
+        copies: of a parameter, the number of ranks that hold the same elements of its gradient; 0: they are counted elsewhere.
     """
 
-    def __init__(self, launcher: Launcher, copies: Callable[[Any], int] = lambda owner: 1) -> None:
+    def __init__(self, launcher: CupyLauncher, copies: Callable[[Any], int] = lambda owner: 1) -> None:
         self._launcher, self._copies = launcher, copies
         self._laid = _Laid()
         self._captured: list[_Laid] = []  # what graphs point at
-
-    def _takes(self, gradient: Tensor) -> bool:
-        return gradient.device == self._launcher.device and gradient.dtype in TYPES and plain(gradient)
 
     def measure(
         self,
@@ -148,20 +148,8 @@ class Gradients:
     ) -> Tensor:
         """float32 [4], as `RESULT` names them, of the strided gradients on this device in dtypes that kernels know."""
         laid, held = self._lay_out(parts(list(gradients)), owners)
-        result = self._run(squares, laid, max_norm, scale, over_ranks)
-        del held  # until all that reads them is in the stream
-        return result
-
-    def _run(
-        self,
-        make: Callable[[torch.dtype], Kernel],
-        laid: _Laid,
-        max_norm: float,
-        scale: Tensor | None,
-        over_ranks: OverRanks | None,
-    ) -> Tensor:
         device, launch = self._launcher.device, self._launcher.launch
-        self._launcher.ready([*map(make, laid.dtypes), TOTAL, *([] if over_ranks is None else [CONCLUDE])])
+        self._launcher.ready([*map(squares, laid.dtypes), TOTAL, *([] if over_ranks is None else [CONCLUDE])])
         result = torch.empty(len(RESULT), dtype=torch.float32, device=device)
         totals = torch.empty(2, dtype=torch.float64, device=device)
         at, count, partials = (0 if scale is None else scale.data_ptr()), 0, 0
@@ -172,12 +160,14 @@ class Gradients:
                 self._captured.append(laid)
             for dtype, first, last in zip(laid.dtypes, laid.table.starts, laid.table.starts[1:]):
                 if last > first:
-                    launch(make(dtype), last - first, [rows, chunks + 8 * first, partials + 16 * first, at])
+                    given = [rows, chunks + 8 * first, partials + 16 * first, at]
+                    launch(squares(dtype), last - first, given)
         end = [at, max_norm, result.data_ptr()]
         launch(TOTAL, 1, [partials, count, totals.data_ptr(), over_ranks is None, *end])
         if over_ranks is not None:
             over_ranks(totals)
             launch(CONCLUDE, 1, [totals.data_ptr(), *end])
+        del held  # kept until all launches that read them are in the stream
         return result
 
     def _lay_out(self, gradients: list[Tensor], owners: Sequence[Any]) -> tuple[_Laid, list[Tensor]]:
@@ -189,7 +179,8 @@ class Gradients:
         kinds: dict[torch.dtype, list[Row]] = {}
         held: list[Tensor] = []
         for gradient, owner in zip(gradients, owners):
-            if self._takes(gradient) and (copies := self._copies(owner)):
+            mine = gradient.device == self._launcher.device and gradient.dtype in TYPES and plain(gradient)
+            if mine and (copies := self._copies(owner)):
                 here = _readable(gradient)
                 held.append(here)
                 kinds.setdefault(gradient.dtype, []).append(Row((here,), copies))

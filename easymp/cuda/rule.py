@@ -34,11 +34,6 @@ def code(element: Element, states: tuple[str, ...]) -> str:
 Number = str | Callable[[Group], float]  # a key of a param group, or a function of it
 
 
-def number(how: Number, group: Group) -> float:
-    """The number of `group`."""
-    return float(group[how] if isinstance(how, str) else how(group))
-
-
 def direction(group: Group) -> float:
     """The sign of gradients: -1 where a group maximizes."""
     return -1.0 if group["maximize"] else 1.0
@@ -114,7 +109,7 @@ class Rule:
 
     def hyper(self, group: Group) -> list[float]:
         """The `numbers` of `group`."""
-        return [number(how, group) for how in self.numbers.values()]
+        return [float(group[how] if isinstance(how, str) else how(group)) for how in self.numbers.values()]
 
 
 # -- the third launch ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -26,10 +26,13 @@ from ..base.dtensor import add_up, dense, local, parts
 from ..errors import KernelError, StepError
 from . import EMA
 from .elementwise import TYPES, Row, Table, addresses, alike, capturing, lay_out, places, plain, upload
-from .kernel import THREADS, Kernel, Launcher
+from .kernel import THREADS, Kernel
 from .measure import Gradients, OverRanks, totals
 from .rounding import Rounding
 from .rule import MOST, TENSOR, Group, Rule, Scale, Survey, prepare, roles_of, survey_of, update, weigh
+
+if TYPE_CHECKING:
+    from .cupy_launcher import CupyLauncher
 
 _NOTHING: dict[str, Any] = {}
 Gradient = Callable[[Tensor], "Tensor | None"]
@@ -104,7 +107,7 @@ class FusedStep:
         self,
         optimizer: torch.optim.Optimizer,
         rule: Rule,
-        launcher: Launcher,
+        launcher: CupyLauncher,
         *,
         gradient: Gradient = lambda parameter: parameter.grad,
         copy: dict[int, Tensor] | None = None,

@@ -120,7 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if isinstance(launcher, str):
             return self._by_torch(launcher)
         kernels = cuda.FusedStep(
-            *(self._stepped, self.rule, launcher),
+            *(self, self.rule, launcher),
             ema_decay=self.options.ema_decay,
             state_dtype=self.options.state_dtype,
             rounding=self.rounding,
@@ -130,10 +130,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _by_torch(self, reason: str) -> StepChoice:
         return StepChoice("torch", reason)
-
-    @property
-    def _stepped(self) -> torch.optim.Optimizer:
-        return self
 
     def use_plain_torch(self) -> None:
         """Neither kernels nor a fused step of torch's, in groups that leave it open."""
@@ -158,7 +154,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Unless the options ask for it, a rule whose state has no step (SGD, Lion) does not: a resumed run would draw other bits.
         """
-        if self.options.rounding is None and self._stepped is self and self.rule.counts:
+        if self.options.rounding is None and self.rule.counts:
             self.options = replace(self.options, stochastic_rounding=seed)
             self._chosen = None
         return self.options.rounding is not None
@@ -223,7 +219,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._fail(error)
         moved = [p for p in self._parameters() if p.grad is not None]
         if moved or self.rule.norm:
-            self._advance_averaged(moved, factor, found_inf)
+            averages = Averages(lambda parameter: (parameter, self.state), self.options.ema_decay)
+            averages.around(moved, lambda: self.advance_by_torch(moved, factor, found_inf), found_inf)
 
     @contextmanager
     def borrowing(self, scale: Scale) -> Iterator[None]:
@@ -233,12 +230,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             yield
         finally:
             self._lent = None
-
-    def _advance_averaged(
-        self, moved: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        averages = Averages(lambda parameter: (parameter, self.state), self.options.ema_decay)
-        averages.around(moved, lambda: self.advance_by_torch(moved, factor, found_inf), found_inf)
 
     def advance_by_torch(
         self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None

@@ -1,99 +1,37 @@
 """LARC: "Large Batch Training of Convolutional Networks", You, Gitman and Ginsburg, arXiv:1708.03888, as Apex's wrapper has it.
 
-Each tensor's gradient, weight decay in it, is multiplied by trust × |p| / (|g| + decay × |p| + eps), or by what of that is below 1 times
-lr with `clip`; another rule does the rest, without decay. A tensor whose norm or whose gradient's is 0 has neither factor nor decay.
+Each tensor's gradient, weight decay in it, is multiplied by trust × |p| / (|g| + decay × |p| + eps); with `clip`, by this ratio over lr, at
+most 1. Another optimizer does the rest, without decay. A tensor whose norm is 0, or its gradient's, has neither factor nor decay.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.dtensor import local
-from ..cuda.rule import Group, Rule, Survey, code, direction, number
+from ..base.dtensor import local, meshes
 from ..errors import RefusedError
-from .engine import rule_of
 from .fused import FusedOptimizer, Options, StepChoice
 from .torch_optimizers import swapped
 from .torch_step import HOOKS, whole_squares, wide
 
-
-class Trust(NamedTuple):
-    """LARC's own numbers: the coefficient of the ratio of norms, whether factors stay at most 1, and an addend of the norms."""
-
-    coefficient: float = 0.02
-    clip: bool = True
-    eps: float = 1e-8
-
-
-def larc(rule: Rule, trust: Trust) -> Rule:
-    """`rule`, without a survey of its own, on gradients scaled a tensor."""
-    inside = {name: partial(_bare, how) for name, how in rule.numbers.items()}
-
-    def element(states: tuple[str, ...]) -> str:
-        body = code(rule.element, states)
-        return f"const float sole = g; {{ const float g = (sole + pull * p) * adapt; {body} }}"
-
-    return replace(
-        rule,
-        name=f"larc_{rule.name}",
-        numbers={
-            **inside,
-            "larc_trust": lambda group: trust.coefficient,
-            "larc_clip": lambda group: trust.clip,
-            "larc_eps": lambda group: trust.eps,
-            "larc_decay": lambda group: direction(group) * group["weight_decay"],
-        },
-        prepare=f"{rule.prepare}\nadapt = 1.0; pull = 0.0;",
-        constants=(*rule.constants, "adapt", "pull"),
-        element=element,
-        reference=None,
-        survey=Survey(
-            sums=("weights", "gradients"),
-            element="weights += p * p; gradients += g * g;",
-            weigh="""
-if (weights > 0.0 && gradients > 0.0) {
-  const double weight = sqrt(weights);
-  adapt = larc_trust * weight / (sqrt(gradients) + weight * fabs(larc_decay) + larc_eps);
-  if (larc_clip != 0.0) adapt = adapt < lr ? adapt / lr : 1.0;
-  pull = larc_decay;
-}
-""",
-        ),
-    )
-
-
-def _bare(how: Any, group: Group) -> float:
-    """A number of the rule inside, without the decay that LARC does."""
-    return number(how, {**group, "weight_decay": 0.0})
-
-
-def adapted(p: Tensor, g: Tensor, weight: Tensor, slope: Tensor, trust: Trust, group: Group) -> Tensor:
-    """The gradient as the rule inside sees it, of a tensor with the norm `weight` and a gradient with the norm `slope`."""
-    decay = group.get("weight_decay", 0.0)
-    factor = trust.coefficient * weight / (slope + weight * decay + trust.eps)
-    if trust.clip:
-        factor = (factor / group["lr"]).clamp(max=1.0)
-    moves = (weight > 0) & (slope > 0)
-    pull = torch.where(moves, -decay if group.get("maximize") else decay, 0.0)
-    return (g + pull * p) * torch.where(moves, factor, 1.0)
+_OWN = ("optim", "trust", "options", *HOOKS)
 
 
 class LARC(FusedOptimizer):
     """Another optimizer, with a learning rate for each parameter that its norm and its gradient's allow.
 
     A gradient is multiplied, decay in it, by min(1, trust_coefficient × |p| / (|g| + weight_decay × |p| + eps) / lr). Param groups, state
-    and checkpoints are those of the optimizer inside. Of sharded parameters (DTensors) the norms are those of the whole tensors.
+    and checkpoints are those of the optimizer inside. Of sharded parameters (DTensors) the norms are those of the whole tensors. The norms
+    are torch's; the optimizer inside steps by kernels where it can.
 
     Args:
-        optimizer: any of torch's classes; its weight decay is left to LARC.
+        optimizer: one of torch's classes or of ours; its weight decay is left to LARC.
         trust_coefficient: of the ratio of norms.
-        clip: False leaves out the min and / lr, so that lr is multiplied by the ratio, whatever it is.
+        clip: False leaves out the min and / lr: lr is multiplied by the ratio.
         eps: added to the norms.
 
     Raises:
@@ -109,38 +47,31 @@ class LARC(FusedOptimizer):
     ) -> None:
         # torch's own __init__ would build param groups and state a second time.
         self.optim = optimizer
-        self.trust = Trust(trust_coefficient, clip, eps)
+        self.trust = trust_coefficient, clip, eps
         ours = isinstance(optimizer, FusedOptimizer)
-        self.options = optimizer.options if ours else Options()
-        inside = optimizer.rule if ours else rule_of(type(optimizer))
-        if inside is not None and inside.survey is not None:
+        if isinstance(optimizer, LARC) or (ours and optimizer.rule.survey is not None):
             raise RefusedError(
                 f"{type(optimizer).__name__} scales by the norms of tensors already: LARC is for optimizers that do not"
             )
-        self._inside = inside
+        self.options = optimizer.options if ours else Options()
         for name in HOOKS:
             setattr(self, name, OrderedDict())
         self._patch_step_function()
 
-    @property
-    def rule(self) -> Rule:  # type: ignore[override]
-        assert self._inside is not None
-        return larc(self._inside, self.trust)
-
     def _choose(self, wanted: bool) -> StepChoice:
-        if self._inside is None:
-            return self._by_torch(f"our kernels have no rule for {type(self.optim).__name__}")
-        return super()._choose(wanted)
+        return self._by_torch(
+            "LARC's norms are torch's, and the optimizer inside steps as its own engine says"
+        )
 
-    @property
-    def _stepped(self) -> torch.optim.Optimizer:
-        return self.optim
+    def round_from(self, seed: int) -> bool:
+        return self.options.rounding is not None
 
-    def _advance_averaged(self, moved: Any, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        self.advance_by_torch(moved, factor, found_inf)  # an average is kept by the optimizer inside
-
-    def advance_by_torch(self, parameters: Any, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        held = [p.grad for p in parameters]
+    def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
+        self._meshes = meshes(self._parameters())
+        parameters = [p for p in self._parameters() if p.grad is not None]
+        if not parameters:
+            return
+        held: list[Any] = [p.grad for p in parameters]
         gradients = [g.to_dense() if g.is_sparse else g for g in held]
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         weights = whole_squares(parameters, parameters).sqrt()
@@ -148,21 +79,31 @@ class LARC(FusedOptimizer):
         if factor is not None:
             gradients = list(torch._foreach_mul(gradients, factor))
             slopes = slopes * factor.to(slopes.device)
-        hidden = [(p, p.grad) for p in self._parameters() if p.grad is not None]
-        for parameter, _ in hidden:
-            parameter.grad = None
-        norms = zip(weights.float().unbind(), slopes.float().unbind())
-        for p, g, (weight, slope) in zip(parameters, gradients, norms):
-            here = weight.to(p.device), slope.to(p.device)
-            new = adapted(wide(local(p)), wide(local(g)), *here, self.trust, groups[id(p)])
-            p.grad = torch.empty_like(g)
-            local(p.grad).copy_(new)
         try:
+            for p, g, weight, slope in zip(
+                parameters, gradients, weights.float().unbind(), slopes.float().unbind()
+            ):
+                new = self._adapted(
+                    local(p), local(g), weight.to(p.device), slope.to(p.device), groups[id(p)]
+                )
+                p.grad = torch.empty_like(g)
+                local(p.grad).copy_(new)
             with swapped(self.param_groups, "weight_decay", 0.0):
                 self._step_inside(found_inf)
         finally:
-            for parameter, gradient in hidden:
+            for parameter, gradient in zip(parameters, held):
                 parameter.grad = gradient
+
+    def _adapted(self, p: Tensor, g: Tensor, weight: Tensor, slope: Tensor, group: dict[str, Any]) -> Tensor:
+        """The gradient for the optimizer inside, of a tensor with the norm `weight` and a gradient with the norm `slope`."""
+        coefficient, clip, eps = self.trust
+        decay = group.get("weight_decay", 0.0)
+        factor = coefficient * weight / (slope + weight * decay + eps)
+        if clip:
+            factor = (factor / group["lr"]).clamp(max=1.0)
+        moves = (weight > 0) & (slope > 0)
+        pull = torch.where(moves, -decay if group.get("maximize") else decay, 0.0)
+        return (wide(g) + pull * wide(p)) * torch.where(moves, factor, 1.0)
 
     def _step_inside(self, found_inf: Tensor | None) -> None:
         if isinstance(self.optim, FusedOptimizer):
@@ -197,7 +138,7 @@ class LARC(FusedOptimizer):
         return f"LARC({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("optim", "trust", "options", "_inside", *HOOKS)}
+        return {name: vars(self)[name] for name in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -14,7 +14,7 @@ from ..base.dtensor import add_up, dense, local
 from ..errors import StepError
 
 if TYPE_CHECKING:
-    from ..cuda.kernel import Launcher
+    from ..cuda.cupy_launcher import CupyLauncher
     from ..cuda.rule import Rule
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -137,7 +137,7 @@ def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any])
 # -- the step by kernels --------------------------------------------------------------------------------------------------
 
 
-def launcher_of(optimizer: torch.optim.Optimizer, find: Callable[[], Rule | str]) -> Launcher | str:
+def launcher_of(optimizer: torch.optim.Optimizer, find: Callable[[], Rule | str]) -> CupyLauncher | str:
     """What launches the steps of `optimizer` as kernels, by the rule that `find` gives; or why torch steps, in words."""
     held = [
         p for group in optimizer.param_groups for p in group["params"] if not p.is_meta

@@ -12,11 +12,10 @@ from easymp.cuda.kernel import Kernel
 from easymp.cuda.measure import CONCLUDE, TOTAL, squares, totals
 from easymp.cuda.rule import Rule, prepare, survey_of, update, weigh
 from easymp.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, NovoGrad
-from easymp.optim.larc import Trust, larc
 
 RULES = {own.torchs: own.rule for own in (Adam, AdamW, SGD, Adagrad)}
 PLAIN = tuple(own.rule for own in (Adam, SGD, Adagrad, Lion))
-ALL = (*PLAIN, LAMB.rule, NovoGrad.rule, *(larc(rule, Trust()) for rule in PLAIN))
+ALL = (*PLAIN, LAMB.rule, NovoGrad.rule)
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)

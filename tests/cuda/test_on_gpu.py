@@ -96,7 +96,7 @@ def assert_same(here: list, there: list, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
 @pytest.mark.parametrize(("gradient", "parameter", "state", "misaligned"), KINDS)
 def test_each_rule_as_on_a_cpu(launcher, rule, gradient, parameter, state, misaligned):
-    group = GROUPS[rule.name.removeprefix("larc_")]
+    group = GROUPS[rule.name]
     ours, theirs = parameters(parameter, "cuda", misaligned), parameters(parameter, "cpu", misaligned)
     mine = step_of(ours, rule, group, launcher, state)
     reference = step_of(theirs, rule, group, CompiledLauncher(), state)
