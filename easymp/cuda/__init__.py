@@ -1,8 +1,7 @@
-"""Kernels of our own, for what no compiler fuses: the step after backward.
+"""Kernels of our own for the step after backward, which no compiler fuses.
 
-From its text (`preamble`, `streams`, `rules`) a `Kernel` is compiled by a `Launcher`; `table` says where tensors lie; `step` runs it all.
-
-Names that rooms above want before anything runs on a GPU are loaded at first use.
+`rule` and `elementwise` write the text of a `Kernel`, `cupy_launcher` compiles and launches it, `step` runs all of them. Names are loaded
+at first use, so that a process without a GPU loads none of them.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ PROBE = Kernel(
 
 
 def probe(launcher: CupyLauncher) -> None:
-    """Run `PROBE` on two blocks and look at what it wrote.
+    """Run `PROBE` on two blocks and check its result.
 
     Raises:
         KernelError: it cannot be compiled or started, or its answer is wrong.

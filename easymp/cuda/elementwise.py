@@ -1,7 +1,7 @@
-"""Kernels that stream over tensors, element by element, and the table of addresses from which a launch finds them.
+"""Kernels that stream over tensors, element by element, and the table of addresses that a launch reads.
 
-What is written by hand is what happens to one element; loads, stores, conversions and the loop are made around it. Each block takes
-one chunk of one tensor, as the chunk map says (`table`). A tensor that is not aligned goes through the same text one number at a time.
+A rule writes the text for one element; loads, stores, conversions and the loop are generated around it. Each block takes one chunk of
+one tensor, by the chunk map of a `Table`. A tensor that is not aligned goes through the same text one number at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 @dataclass(frozen=True)
 class Role:
-    """One tensor of each row: what `element` sees as a float of this name.
+    """One tensor of each row: a float of this name in `element`.
 
     Attributes:
         reads, writes: whether the number is loaded before, and stored after.
@@ -132,11 +132,10 @@ for (i64 j = whole + thread; j < count; j += {THREADS}) {{
 
 # -- the table ----------------------------------------------------------------------------------------------------------
 
-# Nothing is copied together or moved, so gradients in DDP's buckets, shards of FSDP and torch's own state stay what they are. The table
-# owns nothing: who fills it keeps the tensors.
+# Nothing is copied or moved, so gradients in DDP's buckets, shards of FSDP and torch's own state stay where they are. The table owns
+# nothing: its maker keeps the tensors.
 
-
-# Pinned memory that a capture has taken is its graph's, and not handed on (its CachingHostAllocator.h).
+# From this torch on, pinned memory that a capture has taken belongs to its graph (CachingHostAllocator.h).
 GRAPHS_KEEP_PINNED = TORCH >= (2, 11)
 CHUNK = 16384  # elements that one block takes
 HEAD = 5  # words of a row before its addresses: elements, whether all addresses are multiples of 16, `copies`, `number` and `first`
@@ -144,7 +143,7 @@ ROLES = 9  # most addresses of a row
 WORDS = HEAD + ROLES
 
 
-@dataclass(eq=False, slots=True)  # not frozen, for it is made at each step
+@dataclass(eq=False, slots=True)  # frozen ones take longer to make
 class Row:
     """The tensors of one parameter.
 
@@ -204,12 +203,12 @@ def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device:
     """`numbers` as a tensor on `device`, without a wait for it. Quickest for an array of that type.
 
     Raises:
-        StepError: in a capture, of a torch that gives what a replay will read to others.
+        StepError: in a capture, by a torch that reuses the memory that a replay will read.
     """
     if not GRAPHS_KEEP_PINNED and capturing(device):
         raise StepError(
-            f"tensors lie elsewhere in this capture of a CUDA graph than in the step before, and torch {torch.__version__} does not keep "
-            "what its replays would copy: leave gradients where they are (zero_grad(set_to_none=False)), or use torch 2.11 or newer"
+            f"tensors lie elsewhere in this capture of a CUDA graph than in the step before, and torch {torch.__version__} reuses the "
+            "memory that its replays would copy: leave gradients where they are (zero_grad(set_to_none=False)), or use torch 2.11 or newer"
         )
     here = (
         torch.frombuffer(numbers, dtype=dtype)
@@ -222,19 +221,14 @@ def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is launched on `device` now goes into a CUDA graph, whose replays find tables where they were."""
+    """Whether launches on `device` go into a CUDA graph now. Its replays read the same tables."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where `tensor` lies and how: what a table took of it. The same memory may later be another tensor's, of another kind."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
 def places(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
-    """What tells whether a table of `tensors` is one of these others too, which may lie in the same memory; None where some have none.
+    """Facts that are equal for other tensors only if a table of `tensors` serves these, too; None where some have no memory of their own.
 
-    Shapes are not in it, for they cost more than all the rest: of dense tensors that are `alike`, numbers of elements will do.
+    Without shapes, which cost more than all the rest: of dense tensors that are `alike`, numbers of elements will do.
     """
     where = addresses(tensors)
     if where is None:
@@ -256,7 +250,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is strided memory, and no class of its own that computes otherwise and may have none (quantised, fake)."""
+    """Whether `tensor` is strided memory, and not of a class with operations of its own (quantised, fake)."""
     return (
         tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     )

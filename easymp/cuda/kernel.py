@@ -34,7 +34,7 @@ class Kernel:
 
 
 # Words that kernels are written in: numbers of half precision, and loads and stores of 16 bytes. A launcher puts its own part in front:
-# ``DEVICE`` (what marks a function of the device), ``half_to_float``, ``float_to_half`` and the streaming loads and stores ``__ldcs`` and
+# ``DEVICE`` (the mark of a function of the device), ``half_to_float``, ``float_to_half`` and the streaming loads and stores ``__ldcs`` and
 # ``__stcs`` of 4-, 8- and 16-byte words. No header is needed, so any CUDA toolkit will do.
 PREAMBLE = (
     r"""

@@ -21,7 +21,7 @@ from .kernel import THREADS, Kernel
 if TYPE_CHECKING:
     from .cupy_launcher import CupyLauncher
 
-RESULT = ("norm", "factor", "found_inf", "inverse_scale")  # float32, what `conclude` writes
+RESULT = ("norm", "factor", "found_inf", "inverse_scale")  # float32, the output of `CONCLUDE`
 
 _INVERSE = "const float inverse = scale ? (float)(1.0 / (double)*at<const float>(scale)) : 1.f;"
 
@@ -51,7 +51,7 @@ out[2] = at<const double>(totals)[1] > 0.0 ? 1.f : 0.f;
 out[3] = (float)inverse;
 """
 
-# One block adds up what the blocks of `squares` left, always in the same order, so that a step gives the same bits each time.
+# One block adds up the sums of the blocks of `squares`, always in the same order: a step gives the same bits each time.
 TOTAL = Kernel(
     "total",
     (
@@ -136,7 +136,7 @@ class Gradients:
     def __init__(self, launcher: CupyLauncher, copies: Callable[[Any], int] = lambda owner: 1) -> None:
         self._launcher, self._copies = launcher, copies
         self._laid = _Laid()
-        self._captured: list[_Laid] = []  # what graphs point at
+        self._captured: list[_Laid] = []  # read by CUDA graphs
 
     def measure(
         self,

@@ -1,11 +1,11 @@
-"""Stochastic rounding to bf16: up with the probability of what is cut off, so that what is added often is not lost.
+"""Stochastic rounding to bf16: up with the probability of the part that is cut off, so that many small addends are not lost.
 
-A bf16 weight w takes no update below 2^-9 w when rounded to the nearest; rounded so, the mean of many roundings is the number itself
-("Deep Learning with Limited Numerical Precision", Gupta et al., arXiv:1502.02551; for bf16 training, arXiv:2010.06192).
+Rounded to the nearest, a bf16 weight w takes no update below 2^-9 w; here the mean of many roundings is the number itself ("Deep Learning
+with Limited Numerical Precision", Gupta et al., arXiv:1502.02551; for bf16 training, arXiv:2010.06192).
 
-Random bits are a hash of seed, step, parameter, role and the number of the element, and nothing else: no generator's state is kept,
-they are the same whatever the launch and on every rank that holds the same element, and a run that resumes at a step goes on with the
-bits that it would have had. The same integers come from torch's operations as from the kernel's.
+Random bits are a hash of seed, step, parameter, role and the number of the element. No generator's state is kept: the bits are the same
+for any launch and on every rank that holds the same element, and a resumed run draws those that it would have drawn. torch's operations
+give the same integers as the kernel's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import SettingError
 
-_firsts: Any = WeakIdKeyDictionary()  # DTensor → its placements, and what `first_of` says
+_firsts: Any = WeakIdKeyDictionary()  # DTensor → its placements, and the result of `first_of`
 
 
 def first_of(parameter: Any) -> int:
@@ -31,7 +31,7 @@ def first_of(parameter: Any) -> int:
         return 0
     known = _firsts.get(parameter)
     if known is None or known[0] != placements:
-        # Imported here: heavy, and who holds DTensors has it.
+        # Heavy, and loaded already where there are DTensors.
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, placements)
@@ -48,8 +48,7 @@ class Rounding:
     Attributes:
         seed: 0 to 2^63 - 1.
         first: of a parameter, the number in the whole tensor of its first element on this rank. Where shards are runs of the whole
-            (rows), each element is rounded alike however many ranks there are; shards that begin elsewhere have other bits. Shards that
-            are no DTensors do not say where they begin: they want a `first` of their own, or share bits.
+            (rows), each element is rounded alike on any number of ranks. Shards that are not DTensors need a `first` of their own.
     """
 
     seed: int = 0
@@ -62,7 +61,7 @@ class Rounding:
 
 # 32 bits to 32 bits, one to one; constants found by search for the least bias (C. Wellons, "hash-prospector", 2018: lowbias32).
 _SHIFTS, _FACTORS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
-_HIGH = 0x9E3779B9  # what 2^32 elements count for
+_HIGH = 0x9E3779B9  # stands for 2^32 elements
 
 # For kernels: `key_of` once a block, the rest once an element.
 ROUNDING = f"""
@@ -98,7 +97,7 @@ def stochastic(x: Tensor, key: Tensor, role: int = 0, first: int = 0) -> Tensor:
         random = _mixed(_low(e ^ salt) + (e >> 32) * _HIGH) >> 16
         bits = piece.view(torch.int32)
         moved = torch.where(piece.isfinite(), bits + random.to(torch.int32), bits) >> 16
-        moved = torch.where(piece.isnan(), _NAN, moved)  # what torch makes of NaN depends on its vector unit
+        moved = torch.where(piece.isnan(), _NAN, moved)  # torch's own NaN depends on its vector unit
         into[begin : begin + _PIECE] = moved.to(torch.int16).view(torch.bfloat16)
     return out
 
@@ -123,7 +122,7 @@ def _low(x: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Of 32 bits in int64, whose products lose only what lies above."""
+    """Hash 32 bits, in int64: a product's lower 32 bits are right."""
     x = _low(x)
     x = _low((x ^ (x >> _SHIFTS[0])) * _FACTORS[0])
     x = _low((x ^ (x >> _SHIFTS[1])) * _FACTORS[1])

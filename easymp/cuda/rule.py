@@ -115,7 +115,9 @@ class Rule:
 # -- the third launch ------------------------------------------------------------------------------------------------------
 
 TENSOR = 4  # words of each tensor: its group, and the addresses of its step counter, its lr (0: the group's) and its scalar
-MOST = 16  # most numbers of a group, and most constants of a tensor, whose last is the number of the step
+MOST = (
+    16  # most numbers of a group, and most constants of a tensor; the last constant is the number of the step
+)
 
 
 def prepare(rule: Rule) -> Kernel:
@@ -123,7 +125,7 @@ def prepare(rule: Rule) -> Kernel:
 
     Arguments: ``tensors`` int64 [count, TENSOR]; ``hyper`` float64 [groups, MOST], lr first; ``skip``, the address of
     a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST]; ``measured``, the address of
-    `measure.RESULT`, and ``factor`` of what gradients are multiplied by, or 0; ``scale`` and ``law``, see `scale.MOVE`.
+    `measure.RESULT`, and ``factor`` of the gradients' factor, or 0; ``scale`` and ``law``, see `MOVE`.
     """
     declared = " ".join(f"double {c} = 0.0;" for c in rule.constants)
     text = f"""
@@ -141,7 +143,7 @@ out[{MOST - 1}] = (float)step;
 
 
 def weigh(rule: Rule, survey: Survey) -> Kernel:
-    """For each tensor: its constants, with what the survey has found.
+    """For each tensor: its constants, after the survey.
 
     Arguments: those of `prepare`, with ``totals`` float64 [count, sums] in place of the last two.
     """
@@ -160,7 +162,7 @@ def weigh(rule: Rule, survey: Survey) -> Kernel:
 
 
 def _each(name: str, rule: Rule, arguments: tuple[str, ...], text: str, always: str = "") -> Kernel:
-    """A kernel with a thread a tensor; the step is skipped where ``skip`` says so, but for what is `always` done."""
+    """A kernel with a thread a tensor, which runs `text` unless ``skip`` is above 0, and `always` in any case."""
     numbers = " ".join(f"const double {n} = group[{i + 1}]; (void){n};" for i, n in enumerate(rule.numbers))
     stored = " ".join(f"out[{i}] = (float){c};" for i, c in enumerate(rule.constants))
     assert len(rule.numbers) < MOST

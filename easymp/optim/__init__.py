@@ -1,6 +1,6 @@
 """Optimizers and schedulers as `prepare` hands them back, and optimizers of our own.
 
-Names are loaded at first use: an Accelerator that is imported, or prepares no optimizer, does not wait for what steps.
+Names are loaded at first use: an Accelerator without optimizers loads no engine.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Clip:
 
     Attributes:
         factor: float32, 0-dim, on the device.
-        measured: what kernels have measured of these gradients, if they did.
+        measured: the kernels' measurement of these gradients.
     """
 
     def __init__(

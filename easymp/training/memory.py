@@ -339,11 +339,11 @@ def _rounds(optimizer: Optimizer) -> bool:
     """Whether bf16 parameters are stepped with stochastic rounding and without masters: by easymp's optimizers."""
     each = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     kinds = [one if isinstance(one, type) else type(one) for one in each]
-    # LARC's rule is that of the optimizer inside, which it cannot let round.
+    # LARC has no rule, and does not let the optimizer inside round.
     rules = [
         getattr(kind, "rule", None) if issubclass(kind, optim.FusedOptimizer) else None for kind in kinds
     ]
-    return all(rule is not None and not isinstance(rule, property) and rule.counts for rule in rules)
+    return all(rule is not None and rule.counts for rule in rules)
 
 
 def fits(need: Memory, available: int) -> bool:

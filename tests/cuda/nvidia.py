@@ -1,15 +1,10 @@
-"""Kernels, as CuPy writes them out, compiled for NVIDIA's architectures by NVRTC or nvcc; no GPU is needed."""
+"""Kernels, as CuPy writes them out, compiled for NVIDIA's architectures by NVRTC; no GPU is needed."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from easymp.cuda.cupy_launcher import DEVICE, OPTIONS, elementwise
 from easymp.cuda.kernel import PREAMBLE, Kernel
@@ -59,13 +54,13 @@ class Compiled:
         return len(re.findall(rf"{kind}\.global[.\w]*\.cs\.", self.ptx))
 
 
-def compiled(kernels: Sequence[Kernel], architecture: str, folder: Path) -> list[Compiled]:
+def compiled(kernels: Sequence[Kernel], architecture: str) -> list[Compiled]:
     """All of `kernels` in one compilation, for `architecture` ("90").
 
     Raises:
         RuntimeError: with the compiler's words.
     """
-    ptx, log = (_by_nvrtc if nvrtc() else _by_nvcc)(file_of(kernels), architecture, folder)
+    ptx, log = _by_nvrtc(file_of(kernels), architecture)
     texts = dict(re.findall(r"\.visible \.entry (\w+)\((.*?\n\})", ptx, re.DOTALL))
     parts = {
         m[1]: m[2]
@@ -85,73 +80,35 @@ def compiled(kernels: Sequence[Kernel], architecture: str, folder: Path) -> list
 def unavailable() -> str:
     """Why nothing can be compiled here, in words; "" where it can."""
     try:
-        import cupy  # noqa: F401
-    except ImportError as error:
-        return f"CuPy is needed for its text of the kernels: {error}"
-    return "" if nvrtc() or nvcc() else "neither NVRTC nor nvcc is installed"
+        from cupy_backends.cuda.libs import nvrtc
 
-
-def nvrtc() -> Any:
-    """CuPy's binding of NVRTC; None where the library is not found."""
-    from cupy_backends.cuda.libs import nvrtc
-
-    try:
         nvrtc.getVersion()
-    except RuntimeError:
-        return None
-    return nvrtc
-
-
-def nvcc() -> str | None:
-    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    except (ImportError, RuntimeError) as error:
+        return f"CuPy and NVRTC are needed: {error}"
+    return ""
 
 
 def toolkit() -> tuple[int, int]:
-    """Of the compiler that `compiled` runs."""
-    if binding := nvrtc():
-        return binding.getVersion()
-    said = subprocess.run([nvcc() or "nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    major, minor = re.findall(r"release (\d+)\.(\d+)", said)[0]
-    return int(major), int(minor)
+    """The version of NVRTC."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    return nvrtc.getVersion()
 
 
-def _options() -> list[str]:
+def _by_nvrtc(text: str, architecture: str) -> tuple[str, str]:
     from cupy._core import core
+    from cupy_backends.cuda.libs import nvrtc
 
     # As cupy.cuda.compiler puts them together.
-    return [*core.assemble_cupy_compiler_options(OPTIONS), "-ftz=true"]
-
-
-def _by_nvrtc(text: str, architecture: str, folder: Path) -> tuple[str, str]:
-    binding = nvrtc()
-    program = binding.createProgram(text, "kernels.cu", (), ())
+    options = [*core.assemble_cupy_compiler_options(OPTIONS), "-ftz=true", f"-arch=sm_{architecture}"]
+    program = nvrtc.createProgram(text, "kernels.cu", (), ())
     try:
-        options = [f"-arch=sm_{architecture}", "--device-as-default-execution-space", "--ptxas-options=-v"]
         try:
-            binding.compileProgram(program, (*_options(), *options))
-        except binding.NVRTCError as error:
-            raise RuntimeError(binding.getProgramLog(program)) from error
-        return binding.getPTX(program).decode(), binding.getProgramLog(program)
+            nvrtc.compileProgram(
+                program, (*options, "--device-as-default-execution-space", "--ptxas-options=-v")
+            )
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(nvrtc.getProgramLog(program)) from error
+        return nvrtc.getPTX(program).decode(), nvrtc.getProgramLog(program)
     finally:
-        binding.destroyProgram(program)
-
-
-def _by_nvcc(text: str, architecture: str, folder: Path) -> tuple[str, str]:
-    file = folder / "kernels.cu"
-    file.write_text(text)
-    command = [
-        nvcc() or "nvcc",
-        *_options(),
-        f"-arch=sm_{architecture}",
-        "-Xptxas=-v",
-        "--keep",
-        f"--keep-dir={folder}",
-    ]
-    done = subprocess.run(
-        [*command, "--cubin", "-o", os.fspath(folder / "out.cubin"), os.fspath(file)],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return (folder / "kernels.ptx").read_text(), done.stderr
+        nvrtc.destroyProgram(program)

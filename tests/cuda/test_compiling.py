@@ -17,8 +17,8 @@ def compiler():
         pytest.skip(f"an optional package is not installed: {why}")
 
 
-def look(kernels, architecture, folder, record):
-    for kernel, found in zip(kernels, compiled(kernels, architecture, folder)):
+def look(kernels, architecture, record):
+    for kernel, found in zip(kernels, compiled(kernels, architecture)):
         name = f"{kernel.name} on sm_{architecture}"
         assert (found.stack, found.spilled) == (0, 0), f"{name} does not keep its numbers in registers"
         assert "ld.local" not in found.ptx and "st.local" not in found.ptx, f"{name} has local arrays"
@@ -32,20 +32,20 @@ def look(kernels, architecture, folder, record):
         record(f"registers of {name}", found.registers)
 
 
-def test_one_of_each_kind(tmp_path, record_property):
-    look(few_kernels(), WHOLE, tmp_path, record_property)
+def test_one_of_each_kind(record_property):
+    look(few_kernels(), WHOLE, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_one_of_each_kind_on_other_gpus(architecture, tmp_path, record_property):
+def test_one_of_each_kind_on_other_gpus(architecture, record_property):
     if int(architecture) >= 100 and toolkit() < (12, 8):
         with pytest.raises(RuntimeError, match="architecture"):
-            compiled(few_kernels()[:1], architecture, tmp_path)
+            compiled(few_kernels()[:1], architecture)
         return
-    look(few_kernels(), architecture, tmp_path, record_property)
+    look(few_kernels(), architecture, record_property)
 
 
 @pytest.mark.slow
-def test_every_kernel(tmp_path, record_property):
-    look(every_kernel(), WHOLE, tmp_path, record_property)
+def test_every_kernel(record_property):
+    look(every_kernel(), WHOLE, record_property)

@@ -172,18 +172,3 @@ def test_sparse_gradients_are_refused() -> None:
     with Accelerator(mixed_precision="no", gradient_accumulation_steps=2, cpu=True) as acc:
         with pytest.raises(PrepareError, match=r"'Embedding' has sparse gradients, .* summed in fp32"):
             acc.prepare(nn.Embedding(4, 2, sparse=True).to(BF16))
-
-
-def kept() -> list[Tensor]:
-    with Accelerator(mixed_precision="no", strategy="ddp", gradient_accumulation_steps=2) as acc:
-        model = acc.prepare(nn.Linear(1, 1, bias=False).to(BF16))
-
-        def window() -> Tensor:
-            for _ in range(2):
-                with acc.accumulate(model):
-                    acc.backward(model(torch.full((1, 1), 1.0 + acc.process_index, dtype=BF16)).float().sum())
-            return model.weight.grad.float().clone()
-
-        with acc.no_sync(model):
-            first = window()
-        return [first, window()]  # what was kept counts in the next one, as ever
