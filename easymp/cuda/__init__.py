@@ -13,7 +13,7 @@ _HOMES = {
     "cupy_launcher": ("Unavailable", "facts", "launcher_for", "unavailable", "warn_once"),
     "elementwise": ("TYPES", "upload"),
     "rounding": ("Rounding", "key_of", "stochastic"),
-    "rule": ("Scale",),
+    "rule": ("Scale", "complete"),
     "step": ("FusedStep", "takes"),
 }
 

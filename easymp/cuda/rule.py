@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .elementwise import Role, stream
+from ..base.dtensor import local
+from . import EMA
+from .elementwise import Role, alike, stream
 from .kernel import THREADS, Kernel
 
 Group = Mapping[str, Any]
@@ -110,6 +112,52 @@ class Rule:
     def hyper(self, group: Group) -> list[float]:
         """The `numbers` of `group`."""
         return [float(group[how] if isinstance(how, str) else how(group)) for how in self.numbers.values()]
+
+
+def complete(
+    rule: Rule,
+    group: Group,
+    parameter: Tensor,
+    state: dict[str, Any],
+    counters: dict[Tensor, Tensor],
+    dtype: torch.dtype | None,
+    average: bool = False,
+) -> list[tuple[str, Any]]:
+    """Make the missing entries of a state, or of `counters` of steps; loaded ones come into the layout and `dtype` of the step.
+
+    Returns the replaced entries with their former values, None where there was none.
+    """
+    before, device = [], parameter.device
+    keys = rule.states_of(group)
+    fresh = any(state.get(key) is None for key in keys)
+
+    def put(key: str, value: Tensor) -> None:
+        before.append((key, state.get(key)))
+        state[key] = value
+
+    for key in rule.single:
+        held = state.get(key)  # a number would be waited for
+        now = torch.zeros((), device=device) if held is None else torch.as_tensor(held)
+        put(key, now.to(device, torch.float32))
+    if not rule.counts and (fresh or parameter not in counters):
+        counters[parameter] = torch.full((), 0.0 if fresh else 1.0, device=device)
+    for key in (*keys, EMA) if average else keys:
+        value = state.get(key)
+        wanted = dtype or (parameter if value is None else value).dtype
+        if key == EMA:
+            wanted = (
+                torch.float32
+            )  # a bf16 average would not follow weights that move by less than 2^-9 of it
+        if value is not None and value.dtype == wanted and alike(local(value), local(parameter)):
+            continue
+        put(key, torch.empty_like(parameter, dtype=wanted, requires_grad=False))
+        if value is not None:
+            local(state[key]).copy_(local(value))
+        elif key == EMA:
+            local(state[key]).copy_(local(parameter))
+        else:
+            local(state[key]).fill_(rule.starts(group))
+    return before
 
 
 # -- the third launch ------------------------------------------------------------------------------------------------------

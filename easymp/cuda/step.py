@@ -29,7 +29,20 @@ from .elementwise import TYPES, Row, Table, addresses, alike, capturing, lay_out
 from .kernel import THREADS, Kernel
 from .measure import Gradients, OverRanks, totals
 from .rounding import Rounding
-from .rule import MOST, TENSOR, Group, Rule, Scale, Survey, prepare, roles_of, survey_of, update, weigh
+from .rule import (
+    MOST,
+    TENSOR,
+    Group,
+    Rule,
+    Scale,
+    Survey,
+    complete,
+    prepare,
+    roles_of,
+    survey_of,
+    update,
+    weigh,
+)
 
 if TYPE_CHECKING:
     from .cupy_launcher import CupyLauncher
@@ -387,13 +400,15 @@ class FusedStep:
         self, parameter: Tensor, gradient: Tensor, position: int, number: int, lr: int, uses: tuple[str, ...]
     ) -> _Item:
         """`parameter` as a row, its tensors in the order of their roles."""
-        state = self._state(parameter, uses, self.optimizer.param_groups[number])
+        averages = () if self.ema_decay is None else (EMA,)
+        state, group = self.optimizer.state[parameter], self.optimizer.param_groups[number]
+        given = self.rule, group, parameter, state, self._counters, self.state_dtype
+        self._before += [(state, *entry) for entry in complete(*given, bool(averages))]
         counter = state["step"] if self.rule.counts else self._counters[parameter]
         scalar = state[self.rule.scalar] if self.rule.scalar else counter
         here, low = local(parameter), self._copy.get(id(parameter))
         if not alike(gradient, here) or gradient.is_neg():
             gradient = torch.empty_like(here, dtype=gradient.dtype).copy_(gradient)
-        averages = (EMA,) if self.ema_decay is not None else ()
         beside = [local(state[key]) for key in (*uses, *averages)]
         row = (gradient, here, *beside, *(() if low is None else (local(low),)))
         roles = roles_of(uses, bool(averages), low is not None)
@@ -402,38 +417,3 @@ class FusedStep:
         first = 0 if self.rounding is None else self.rounding.first(parameter)
         words = (number, local(counter).data_ptr(), lr, local(scalar).data_ptr())
         return _Item(kind, Row(row, self._copies(parameter), position, first), words)
-
-    def _state(self, parameter: Tensor, uses: Sequence[str], group: Group) -> dict[str, Any]:
-        """The state of `parameter`, made where there is none; loaded states come into its layout and dtype."""
-        state = self.optimizer.state[parameter]
-        device = self._launcher.device
-        for key in self.rule.single:
-            held = state.get(key)  # a number would be waited for
-            now = torch.zeros((), device=device) if held is None else torch.as_tensor(held)
-            self._put(state, key, now.to(device, torch.float32))
-        fresh = any(state.get(key) is None for key in uses)
-        if not self.rule.counts and (fresh or parameter not in self._counters):
-            begun = 0.0 if fresh else 1.0
-            self._counters[parameter] = torch.full((), begun, dtype=torch.float32, device=device)
-        for key in (*uses, EMA) if self.ema_decay is not None else uses:
-            value = state.get(key)
-            wanted = self.state_dtype or (parameter if value is None else value).dtype
-            if key == EMA:
-                wanted = (
-                    torch.float32
-                )  # a bf16 average would not follow weights that move by less than 2^-9 of it
-            if value is not None and value.dtype == wanted and alike(local(value), local(parameter)):
-                continue
-            made = torch.empty_like(parameter, dtype=wanted, requires_grad=False)
-            self._put(state, key, made)
-            if value is not None:
-                local(made).copy_(local(value))
-            elif key == EMA:
-                local(made).copy_(local(parameter))
-            else:
-                local(made).fill_(self.rule.starts(group))
-        return state
-
-    def _put(self, state: dict[str, Any], key: str, value: Tensor) -> None:
-        self._before.append((state, key, state.get(key)))
-        state[key] = value

@@ -44,14 +44,26 @@ class ListOptimizer(FusedOptimizer):
     precision is widened to fp32 for the step and rounded after it, as the kernels do it.
 
     Args:
-        options: ema_decay, state_dtype and stochastic_rounding.
         defaults: of the param groups. Numbers below 0, and betas of 1 or more, are refused.
+        maximize: ascend.
+        fused: False keeps to torch's operations.
+        ema_decay, state_dtype, stochastic_rounding: see `Options`.
 
     Raises:
         SettingError: a wrong number; in `add_param_group`, a parameter that is not a real float.
     """
 
-    def __init__(self, params: Any, options: Options, **defaults: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        ema_decay: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | bool = False,
+    ) -> None:
         for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
             value = defaults.get(name)
             if value is not None and not value >= 0.0:
@@ -61,8 +73,8 @@ class ListOptimizer(FusedOptimizer):
             raise SettingError(
                 f"betas={betas} must be two numbers, at least 0 and below 1; (0.9, 0.999) is usual"
             )
-        self.options = options
-        super().__init__(params, defaults)
+        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
+        super().__init__(params, {**defaults, "maximize": maximize, "fused": fused})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

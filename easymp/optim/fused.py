@@ -248,31 +248,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     # -- states and rounding by torch, as the kernels have them ---------------------------------------------------------
 
     def _complete(self, group: Group, parameter: Tensor) -> Tensor:
-        """Make the missing states of `parameter`, in the dtype of the options; returns its counter of steps."""
-        state, dtype, fresh = self.state[parameter], self.options.state_dtype, False
-        for key in self.rule.states_of(group):
-            value = state.get(key)
-            fresh |= value is None
-            if value is None:
-                state[key] = torch.full_like(
-                    parameter, self.rule.starts(group), dtype=dtype, requires_grad=False
-                )
-            elif dtype is not None and value.dtype != dtype:
-                state[key] = value.to(dtype)
-        for key in self.rule.single:
-            value = state.get(key, 0.0)
-            if not isinstance(value, Tensor) or (value.device, value.dtype) != (
-                parameter.device,
-                torch.float32,
-            ):
-                state[key] = torch.as_tensor(value).to(parameter.device, torch.float32)
-        if self.rule.counts:
-            return state["step"]
+        """Make the missing states of `parameter`, as the kernels have them; returns its counter of steps."""
         if self._steps is None:
             self._steps = {}
-        if fresh or parameter not in self._steps:
-            self._steps[parameter] = torch.tensor(0.0 if fresh else 1.0, device=parameter.device)
-        return self._steps[parameter]
+        state = self.state[parameter]
+        cuda.complete(self.rule, group, parameter, state, self._steps, self.options.state_dtype)
+        return state["step"] if self.rule.counts else self._steps[parameter]
 
     def _round_back(
         self, parameter: Any, number: int, keys: Sequence[str], moved: Sequence[Tensor], counter: Tensor

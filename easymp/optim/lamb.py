@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..cuda.rule import BETAS, Rule, Survey, direction
 from .foreach import ListOptimizer, Lists
-from .fused import Options
 from .torch_step import whole_squares
 
 _UPDATE = "(exp_avg * unbias / (sqrtf(exp_avg_sq) * root + eps) + plain * p)"
@@ -71,9 +70,7 @@ class LAMB(ListOptimizer):
         grad_averaging: False adds the gradient to the first average whole.
         max_grad_norm: gradients are clipped first, by the norm of those of all groups; None: not.
         use_nvlamb: let tensors without weight decay have a ratio, too.
-        maximize: ascend.
-        fused: False keeps to torch's operations.
-        ema_decay, state_dtype, stochastic_rounding: see `Options`.
+        options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, see `ListOptimizer`.
     """
 
     rule = LAMB_RULE
@@ -91,17 +88,12 @@ class LAMB(ListOptimizer):
         grad_averaging: bool = True,
         max_grad_norm: float | None = 1.0,
         use_nvlamb: bool = False,
-        maximize: bool = False,
-        fused: bool | None = None,
-        ema_decay: float | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: int | bool = False,
+        **options: Any,
     ) -> None:
-        options = Options(ema_decay, state_dtype, stochastic_rounding)
         group = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         group |= {"weight_decay": weight_decay, "adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging}
-        group |= {"max_grad_norm": max_grad_norm, "use_nvlamb": use_nvlamb, "maximize": maximize}
-        super().__init__(params, options, **group, fused=fused)
+        group |= {"max_grad_norm": max_grad_norm, "use_nvlamb": use_nvlamb}
+        super().__init__(params, group, **options)
 
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
         norm = self.gradient_norm(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..cuda.rule import BETAS, Rule, direction
 from .foreach import ListOptimizer, Lists
-from .fused import Options
 
 LION = Rule(
     name="lion",
@@ -40,9 +39,7 @@ class Lion(ListOptimizer):
     The paper's advice: a tenth to a third of AdamW's lr, and as much more weight decay. State: ``exp_avg``.
 
     Args:
-        maximize: ascend.
-        fused: False keeps to torch's operations.
-        ema_decay, state_dtype, stochastic_rounding: see `Options`.
+        options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, see `ListOptimizer`.
     """
 
     rule = LION
@@ -53,16 +50,10 @@ class Lion(ListOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        fused: bool | None = None,
-        ema_decay: float | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: int | bool = False,
+        **options: Any,
     ) -> None:
-        options = Options(ema_decay, state_dtype, stochastic_rounding)
-        group = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "fused": fused}
-        super().__init__(params, options, **group)
+        group = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, group, **options)
 
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
         for group, of in lists:

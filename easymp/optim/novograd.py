@@ -17,7 +17,6 @@ from ..base.dtensor import local
 from ..cuda.rule import BETAS, Group, Rule, Survey, direction
 from ..errors import SettingError, StepError
 from .foreach import ListOptimizer, Lists
-from .fused import Options
 from .torch_step import whole_squares
 
 
@@ -90,9 +89,7 @@ class NovoGrad(ListOptimizer):
         grad_averaging: False adds the gradient to the momentum whole.
         norm_type: 2, or 0 or inf for the largest magnitude, which torch's operations compute.
         init_zero: start the average norm at 0; else at the first norm.
-        maximize: ascend.
-        fused: False keeps to torch's operations.
-        ema_decay, state_dtype, stochastic_rounding: see `Options`.
+        options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, see `ListOptimizer`.
     """
 
     rule = NOVOGRAD
@@ -110,19 +107,14 @@ class NovoGrad(ListOptimizer):
         grad_averaging: bool = True,
         norm_type: float = 2,
         init_zero: bool = False,
-        maximize: bool = False,
-        fused: bool | None = None,
-        ema_decay: float | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: int | bool = False,
+        **options: Any,
     ) -> None:
         if norm_type not in (2, 0, math.inf):
             raise SettingError(f"norm_type={norm_type} must be 2, or inf (Apex writes 0)")
-        options = Options(ema_decay, state_dtype, stochastic_rounding)
         group = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         group |= {"weight_decay": weight_decay, "reg_inside_moment": reg_inside_moment}
         group |= {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
-        super().__init__(params, options, **group, maximize=maximize, fused=fused)
+        super().__init__(params, group, **options)
 
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
         for group, of in lists:
