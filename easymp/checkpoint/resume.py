@@ -1,6 +1,6 @@
-"""The two things that a resumable run adds to a loop: epochs that know where a checkpoint was taken, and an orderly end by a signal.
+"""Epochs that continue where a checkpoint was taken, and an orderly end of a run by a signal.
 
-Preemption: SIGTERM is sent by Slurm, Kubernetes and clouds before they kill, SIGUSR1 by ``sbatch --signal=USR1@120`` some time before.
+Preemption: Slurm, Kubernetes and clouds send SIGTERM before they kill, and ``sbatch --signal=USR1@120`` sends SIGUSR1 some time before.
 The handler only takes note. The run saves and leaves where the body of a training loop ends (a prepared loader is asked for its next
 batch, or ``epochs()`` for its next epoch), at the same place on all ranks. Until a signal comes, this costs one uncontended lock.
 
@@ -80,19 +80,19 @@ class Epochs:
         saved = self._saved
         if saved is None or mine > saved["loop"] >= 0:
             return []
-        if saved["loop"] < 0:
-            self._saved = None
-            if any(loader.epoch or loader.position for loader in self._loaders):
-                raise StepError(
-                    "the checkpoint was saved outside of accelerator.epochs(), so it does not say which epochs are left: use the loop that "
-                    "the script had then, such as range(first, n)"
-                )
-            return []
         if mine < saved["loop"]:
             self._epoch = count  # this loop was over
             return []
-        self._epoch, self._saved = saved["epoch"], None
-        return list(saved["finished"])
+        self._saved = None
+        if saved["loop"] >= 0:
+            self._epoch = saved["epoch"]
+            return list(saved["finished"])
+        if any(loader.epoch or loader.position for loader in self._loaders):
+            raise StepError(
+                "the checkpoint was saved outside of accelerator.epochs(), so it does not say which epochs are left: use the loop that "
+                "the script had then, such as range(first, n)"
+            )
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """The loop, the epoch that the next process begins with, and each loader's finished passes in it."""

@@ -1,4 +1,4 @@
-"""A training that can be killed anywhere and started again, and what became of it."""
+"""A training that can be killed anywhere and started again, and its result."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from easymp import Accelerator, DataLoaderConfiguration
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.checkpoint.storage_remote import RemoteStorage
+
+from ..strategies.models import whole
 
 SAMPLES, EPOCHS = 40, 3
 
@@ -93,7 +95,6 @@ class Case:
     loading: Mapping[str, Any] = field(default_factory=dict)
     validate: bool = True
     every: int = 2
-    adam: bool = True
     async_: bool = False
     store: Mapping[str, Any] = field(default_factory=dict)
     norm: bool = False
@@ -101,11 +102,9 @@ class Case:
 
 def loader_of(case: Case) -> DataLoader[Any]:
     more = {"num_workers": case.workers, "persistent_workers": case.workers > 0}
-    if case.data != "map":
-        return DataLoader(
-            Streamed() if case.data == "stream" else Remembered(), batch_size=case.batch, **more
-        )
-    return DataLoader(Numbered(), batch_size=case.batch, shuffle=True, **more)
+    if case.data == "map":
+        return DataLoader(Numbered(), batch_size=case.batch, shuffle=True, **more)
+    return DataLoader(Streamed() if case.data == "stream" else Remembered(), batch_size=case.batch, **more)
 
 
 def die(after: int, number: int = signal.SIGKILL) -> Callable[[], None]:
@@ -163,17 +162,12 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
     model: Any = nn.Sequential(
         nn.Linear(12, 33), *norm, nn.Tanh(), nn.Dropout(0.2), nn.Linear(33, 16), nn.Tanh(), nn.Linear(16, 5)
     )
-    optimizer: Any = (
-        torch.optim.AdamW(model.parameters(), 0.01)
-        if case.adam
-        else torch.optim.SGD(model.parameters(), 0.05, 0.9)
-    )
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
     schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 15)
     plateau: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     loader, test_loader = loader_of(case), DataLoader(Numbered(24), batch_size=8)
-    model, optimizer, schedule, loader, test_loader = acc.prepare(
-        model, optimizer, schedule, loader, test_loader
-    )
+    prepared = acc.prepare(model, optimizer, schedule, loader, test_loader)
+    model, optimizer, schedule, loader, test_loader = prepared
     plateau = acc.prepare(plateau)
     seen: list[tuple[int, list[int]]] = []
     tested: list[int] = []
@@ -201,7 +195,7 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
         "resumed": resumed,
         "seen": seen,
         "tested": tested,
-        "weights": {name: p.detach().clone() for name, p in full(model)},
+        "weights": {name: whole(p) for name, p in model.named_parameters() if not p.is_meta},
         "statistics": [buffer.clone() for buffer in model.buffers()],
         "lr": schedule.get_last_lr(),
         "updates": optimizer.updates,
@@ -211,19 +205,7 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
     return result
 
 
-def full(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The whole parameters; a collective."""
-    there = [
-        (name, p) for name, p in model.named_parameters() if not p.is_meta
-    ]  # another stage of a pipeline's
-    return [(name, p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in there]  # type: ignore[operator]
-
-
-if __name__ == "__main__":  # a worker of torchrun, of which the last one dies once
-    first, last = (
-        os.environ["TORCHELASTIC_RESTART_COUNT"] == "0",
-        int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1,
-    )
-    torch.save(
-        train(sys.argv[1], Case("ddp"), 7 if first and last else 0), f"{sys.argv[1]}/{os.environ['RANK']}.pt"
-    )
+if __name__ == "__main__":  # a worker of torchrun; the last one dies once
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dies = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == size - 1
+    torch.save(train(sys.argv[1], Case("ddp"), 7 if dies else 0), f"{sys.argv[1]}/{rank}.pt")

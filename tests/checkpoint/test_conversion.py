@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import easymp
-from easymp import Accelerator, CheckpointError, SettingError, checkpoint
+from easymp import CheckpointError, SettingError, checkpoint
 from easymp.cli import main
-from tests.strategies.models import make, whole
+from tests.strategies.models import make
 
 from .samples import flip
 
@@ -162,30 +162,6 @@ def test_all_of_it_is_a_checkpoint_with_whole_tensors(samples: Path, tmp_path: P
     assert index["weight_map"].keys() == weights_in(out, "model-*.safetensors").keys()
     checkpoint.merge(out, tmp_path / "again", all=True)
     assert checkpoint.diff(out, tmp_path / "again").same
-
-
-def go_on(strategy: str, folder: str) -> tuple[float, State]:
-    """Load, and train a step more."""
-    with Accelerator(strategy=strategy) as acc:
-        model = make("tied")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 20)
-        model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
-        acc.load_state(folder)
-        loss = nn.functional.cross_entropy(model(torch.ones(8, 12)), torch.arange(8) % 5)
-        acc.backward(loss)
-        optimizer.step()
-        return float(loss), {name: whole(p) for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize(("strategy", "processes"), [("fsdp", 2), ("single", 1)])
-def test_training_goes_on_from_it_as_from_the_shards(
-    samples: Path, tmp_path: Path, ranks: Any, strategy: str, processes: int
-) -> None:
-    checkpoint.merge(samples / OF_TWO, tmp_path / "whole", all=True)
-    shards = ranks(go_on, strategy, str(samples / OF_TWO), processes=processes)[0]
-    merged = ranks(go_on, strategy, str(tmp_path / "whole"), processes=processes)[0]
-    assert shards[0] == merged[0] and same(shards[1], merged[1])
 
 
 @pytest.mark.parametrize("all_", [False, True])

@@ -206,7 +206,10 @@ def test_what_cannot_be_kept_is_refused_and_leaves_nothing(tmp_path: Path) -> No
             handle.remove()
             assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000000"]
             assert run.acc.save_iteration == 1
-        run.acc.save_state()
+        place = run.acc.save_state()
+        run.acc.register_save_state_pre_hook(lambda *_: (Path(place) / "mine").write_text(""))
+        with pytest.raises(CheckpointError, match="a hook wrote to"):
+            run.acc.save_state(place)
 
 
 def test_what_a_killed_run_left_of_them_goes_with_the_next_save(tmp_path: Path) -> None:

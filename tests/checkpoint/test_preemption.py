@@ -13,7 +13,6 @@ import torch
 
 from easymp import Accelerator
 from easymp.checkpoint import resume
-from easymp.launcher.worker import RESTART
 
 from ..conftest import Ranks
 from .runs import Case, signalled, train
@@ -42,9 +41,7 @@ def test_a_signal_saves_on_all_ranks_and_the_next_run_goes_on(
 ) -> None:
     folder = str(tmp_path / "stopped")
     ended = ranks.fails(signalled, folder, case, number, to, step, processes=processes)
-    assert [(outcome.type, outcome.message) for outcome in ended] == [
-        ("SystemExit", str(RESTART))
-    ] * processes
+    assert {(outcome.type, outcome.message) for outcome in ended} == {("SystemExit", "75")}
     again = ranks(train, folder, case, processes=processes)
     straight = ranks(train, str(tmp_path / "straight"), case, processes=processes)
     for one, other in zip(straight, again):

@@ -193,35 +193,6 @@ def test_objects_of_the_user_come_back(tmp_path: Path) -> None:
         assert run.acc.load_state(strict=False).skipped
 
 
-def test_hooks(tmp_path: Path) -> None:
-    called: list[Any] = []
-
-    def save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        called.append((len(models), sorted(weights[0]), Path(output_dir).name))
-        weights.pop()
-
-    def load(models: list[nn.Module], input_dir: str) -> None:
-        called.append((len(models), input_dir))
-        models.pop()
-
-    with Run(tmp_path) as run:
-        handle = run.acc.register_save_state_pre_hook(save)
-        place = run.acc.save_state()
-        assert called == [(1, ["bias", "weight"], Path(place).name)]
-        run.acc.register_load_state_pre_hook(load)
-        run.step()
-        weight = run.weight()
-        run.acc.load_state()
-        assert called[1:] == [(1, place)]
-        assert torch.equal(run.weight(), weight)  # its weights were left to the hook
-        handle.remove()
-        run.acc.save_state()
-        assert len(called) == 2
-        run.acc.register_save_state_pre_hook(lambda *_: (Path(place) / "mine").write_text(""))
-        with pytest.raises(CheckpointError, match="a hook wrote to"):
-            run.acc.save_state(place)
-
-
 def test_missing_random_streams_are_an_error_unless_that_is_allowed(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         place = Path(run.acc.save_state())
@@ -379,21 +350,3 @@ def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
             if number == 3:
                 run.acc.load_state()
         assert read == order[:32] and indices(run.loader) == order[16:]
-
-
-@pytest.mark.parametrize("kind", ["memory", "s3"])
-def test_a_run_in_an_object_store_saves_again_and_goes_on(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    place = "memory://" + tmp_path.name if kind == "memory" else request.getfixturevalue("s3") + "/run"
-    with Run(place, project_config=ProjectConfiguration(total_limit=2)) as run:
-        for asynchronous in (False, True, False):
-            run.step()
-            run.acc.save_state(async_=asynchronous)
-        run.acc.save_state()  # the same step once more
-        before = run.weight()
-    found = checkpoint.list_checkpoints(f"{place}/checkpoints")
-    assert [e.name.partition(".")[0] for e in found if e.committed] == ["step-00000002", "step-00000003"]
-    with Run(place) as run:
-        assert run.acc.resume().startswith(f"{place}/checkpoints/step-00000003")
-        assert torch.equal(run.weight(), before)

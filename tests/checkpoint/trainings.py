@@ -1,4 +1,4 @@
-"""Trainings that are saved in one run and continued in another, and what is compared of them."""
+"""Trainings that are saved in one run and continued in another, and their states as digests."""
 
 from __future__ import annotations
 
@@ -56,11 +56,9 @@ class Training:
         torch.manual_seed(seed)
         model = MODELS[row.kind]()
         given = list(model.parameters())
-        optimizer: Any = (
-            torch.optim.AdamW(given, 0.01)
-            if row.precision != "O3"
-            else torch.optim.SGD(given, 0.05, momentum=0.9)
-        )
+        optimizer: Any = torch.optim.AdamW(given, 0.01)
+        if row.precision == "O3":
+            optimizer = torch.optim.SGD(given, 0.05, momentum=0.9)
         schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 20)
         self.model, self.optimizer, self.schedule = self.acc.prepare(model, optimizer, schedule)
 
@@ -71,10 +69,8 @@ class Training:
             generator = torch.Generator().manual_seed(update)
             total = torch.zeros(())
             for _ in range(acc.gradient_accumulation_steps):
-                x, y = (
-                    torch.randn(BATCH, 12, generator=generator),
-                    torch.randint(0, 5, (BATCH,), generator=generator),
-                )
+                x = torch.randn(BATCH, 12, generator=generator)
+                y = torch.randint(0, 5, (BATCH,), generator=generator)
                 x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
                 with acc.accumulate(self.model):
                     total += train_step(acc, self.model, entropy, x, y)
@@ -93,25 +89,17 @@ class Training:
         found |= dict(digests({names[id(p)]: master for p, master in masters}, "master"))
         for parameter, state in self.optimizer.state.items():
             found |= dict(digests(state, f"state/{names[id(parameter)]}"))
-        group = {
-            k: v for k, v in self.optimizer.param_groups[0].items() if k not in ("params", "fused", "foreach")
-        }
-        return {
-            **found,
-            "group": group,
-            "schedule": self.schedule.state_dict(),
-            "scale": self.acc.scaler.state_dict(),
-        }
+        group, mine = self.optimizer.param_groups[0], ("params", "fused", "foreach")
+        found["group"] = {key: value for key, value in group.items() if key not in mine}
+        return {**found, "schedule": self.schedule.state_dict(), "scale": self.acc.scaler.state_dict()}
 
 
 def digests(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, Tensor) and not value.is_meta:
             full = whole(value).resolve_conj().contiguous().cpu()
-            yield (
-                f"{prefix}/{name}",
-                (str(full.dtype), tuple(full.shape), hashlib.sha256(as_bytes(full)).hexdigest()[:16]),
-            )
+            digest = hashlib.sha256(as_bytes(full)).hexdigest()[:16]
+            yield f"{prefix}/{name}", (str(full.dtype), tuple(full.shape), digest)
         elif not isinstance(value, Tensor):
             yield f"{prefix}/{name}", value
 

@@ -77,10 +77,8 @@ def test_a_prefetcher_copies_the_next_batch_before_it_hands_one_out() -> None:
     said: list[str] = []
     fake = {"Stream": mock.Mock(), "stream": lambda side: nullcontext(), "current_stream": mock.Mock()}
     with mock.patch.multiple(torch.cuda, **fake):
-        batches = Prefetcher(
-            [[Sent(0, said)], [Sent(1, said)], [Sent(2, said)]], SimpleNamespace(type="cuda")
-        )
-        for (tensor,) in batches:
+        sent = [[Sent(i, said)] for i in range(3)]
+        for (tensor,) in Prefetcher(sent, SimpleNamespace(type="cuda")):
             said.append(f"compute {tensor.number}")
     assert said == [
         *("copy 0", "copy 1", "keep 0", "compute 0"),
@@ -97,33 +95,14 @@ def test_batches_arrive_on_the_device_as_they_were() -> None:
     )
 
 
-def test_on_a_cpu_a_prefetcher_gives_what_the_loader_gives() -> None:
-    batch = [torch.ones(2)]
-    batches = Prefetcher([batch], torch.device("cpu"))
-    assert [given is batch for given in batches] == [True]
-    assert len(batches) == 1
-
-
 # -- the table --------------------------------------------------------------------------------------------------------------
-
-
-def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings() -> None:
-    assert (
-        table.lines_of_code(
-            '"""About.\n\nMore."""\n\nimport os  # why\n\n\ndef f():\n    "doc"\n    return """a\nb"""\n'
-        )
-        == 4
-    )
 
 
 def test_the_table_is_of_these_programs() -> None:
     assert sorted(approach.name for approach in table.APPROACHES) == PROGRAMS
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:4]]
-        for line in text.splitlines()
-        if line.startswith("| [")
-    ]
+    lines = [line for line in text.splitlines() if line.startswith("| [")]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines]
     shown = [[f"[{a.title}]({a.program.name})", table.size(a), a.precision] for a in table.APPROACHES]
     assert rows == shown, "python examples/approaches/table.py writes it"
 
