@@ -1,10 +1,9 @@
-"""apex.optimizers and apex.normalization by Apex's arguments, against formulas in double precision."""
+"""apex.optimizers, normalization and fp16_utils by Apex's arguments, against formulas in double precision."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import nn
 
 import easymp.optim
 from easymp import EasympError, EasympWarning
-from easymp.compat import apex, explain
-from easymp.compat.apex import normalization
+from easymp.compat import apex
+from easymp.compat.apex import fp16_utils, normalization
 from easymp.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
@@ -186,28 +185,78 @@ def test_what_they_refuse_and_say():
 
 
 def test_norms_are_torchs():
-    x = torch.randn(4, 3, 8)
+    x, weight, bias = torch.randn(4, 3, 8), torch.randn(8), torch.randn(8)
     pairs = [
         (normalization.FusedLayerNorm(8)(x), F.layer_norm(x, [8])),
         (normalization.FusedLayerNorm(8, elementwise_affine=False)(x), F.layer_norm(x, [8])),
         (normalization.FusedRMSNorm((3, 8))(x), x / (x.square().mean((1, 2), keepdim=True) + 1e-5).sqrt()),
+        (normalization.fused_layer_norm(x, 8), F.layer_norm(x, [8], eps=1e-6)),
+        (
+            normalization.fused_layer_norm_affine(x, weight, bias, (8,)),
+            F.layer_norm(x, [8], weight, bias, 1e-6),
+        ),
+        (normalization.fused_rms_norm(x, 8), F.rms_norm(x, [8], eps=1e-6)),
+        (normalization.fused_rms_norm_affine(x, weight, 8), F.rms_norm(x, [8], weight, 1e-6)),
+        (normalization.manual_rms_norm(x, 8, weight, 1e-6), F.rms_norm(x, [8], weight, 1e-6)),
     ]
     for found, expected in pairs:
         assert torch.allclose(found, expected, atol=1e-5)
     for kind in (normalization.MixedFusedLayerNorm, normalization.MixedFusedRMSNorm):
         assert kind(8)(x.half()).dtype == torch.float32
         assert kind(8).half()(x).dtype == torch.float16
+    assert normalization.mixed_dtype_fused_layer_norm_affine(x.half(), weight, bias, 8).dtype == torch.float32
+    assert normalization.mixed_dtype_fused_rms_norm_affine(x.half(), weight, 8).dtype == torch.float32
 
 
-def test_what_has_no_effect_is_named():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EasympWarning)  # once a process
+def test_what_has_no_effect_is_named(monkeypatch):
+    from easymp.compat.apex.amp.state import layer
+
+    monkeypatch.setattr(layer, "ignored", {})
+    monkeypatch.setattr(layer, "_warned", False)
+    with pytest.warns(EasympWarning, match=r"Apex: without effect here: memory_efficient"):
         normalization.FusedLayerNorm(8, memory_efficient=True)
-        FusedSGD([nn.Parameter(torch.ones(3))], lr=0.1, materialize_master_grads=False)
-    said = explain()
-    assert (
-        "# without effect: memory_efficient" in said and "# without effect: materialize_master_grads" in said
+    FusedSGD([nn.Parameter(torch.ones(3))], lr=0.1, materialize_master_grads=False)
+    assert layer.ignored.keys() == {"memory_efficient", "materialize_master_grads"}
+
+
+# -- fp16_utils ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_by_hand(flat):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False)).half()
+    params, masters = fp16_utils.prep_param_lists(network, flat_master=flat)
+    assert {m.dtype for m in masters} == {torch.float32}
+    assert len(masters) == (1 if flat else 3)
+    optimizer = torch.optim.SGD(masters, lr=0.5)
+    before = [p.detach().float() for p in params]
+    network(torch.ones(2, 4).half()).float().sum().backward()
+    grads = [p.grad.float() for p in params]
+    fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
+    fp16_utils.clip_grad_norm(masters, 1e6)
+    optimizer.step()
+    fp16_utils.master_params_to_model_params(params, masters, flat_master=flat)
+    for p, b, g in zip(params, before, grads):
+        assert torch.allclose(p.float(), b - 0.5 * g, atol=1e-2)
+
+
+def test_networks_in_half():
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
+    half = fp16_utils.network_to_half(network)
+    assert half(torch.randn(3, 4)).dtype == torch.float16
+    assert (network[0].weight.dtype, network[1].weight.dtype, network[2].running_var.dtype) == (
+        torch.float16,
+        torch.float32,
+        torch.float16,
     )
+    assert fp16_utils.FP16Model(nn.Linear(4, 4))(torch.randn(3, 4)).dtype == torch.float16
+    whole = fp16_utils.BN_convert_float(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).half())
+    assert (whole[0].weight.dtype, whole[1].weight.dtype) == (torch.float32, torch.float16)
+    layer = nn.Sequential(nn.Linear(1, 1))
+    fp16_utils.convert_module(layer, torch.float16)
+    assert layer[0].weight.dtype == torch.float32
+    assert fp16_utils.to_python_float(torch.ones(1)) == fp16_utils.to_python_float([1.0]) == 1.0
 
 
 # -- names --------------------------------------------------------------------------------------------------------------------------
@@ -220,8 +269,7 @@ def test_what_has_no_effect_is_named():
         (apex, "contrib", "torch has most of it"),
         (apex.optimizers, "FusedAdm", "did you mean 'FusedAdam'"),
         (apex.parallel, "multiproc", "easymp launch --processes N"),
-        (apex, "fp16_utils", "amp.initialize"),
-        (apex.normalization, "fused_rms_norm_affine", "use torch.nn.functional.rms_norm"),
+        (apex.fp16_utils, "FP16_Optimizer", "use amp.initialize"),
         (apex.normalization, "InstanceNorm3d", "Here are FusedLayerNorm, "),
     ],
 )

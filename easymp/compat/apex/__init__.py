@@ -1,22 +1,21 @@
 """NVIDIA Apex for PyTorch: ``from easymp.compat.apex import amp``, on CPUs and GPUs.
 
-Here are `amp` (O0 to O3), `parallel` (DistributedDataParallel, Reducer, SyncBatchNorm, LARC), `optimizers` (Fused*) and
-`normalization`. Not here: fp16_utils, contrib, transformer, mlp, fused_dense, RNN, pyprof.
+Here are `amp` (O0 to O3), `parallel` (DistributedDataParallel, Reducer, SyncBatchNorm, LARC), `optimizers` (Fused*), `normalization`
+and `fp16_utils`. Not here: contrib, transformer, mlp, fused_dense, RNN, pyprof.
 """
 
 from __future__ import annotations
 
-from . import amp, normalization, optimizers, parallel
+from . import amp, fp16_utils, normalization, optimizers, parallel
 from .amp.state import layer
 
-__all__ = ["amp", "normalization", "optimizers", "parallel"]
+__all__ = ["amp", "fp16_utils", "normalization", "optimizers", "parallel"]
 
 __getattr__ = layer.absent(
     "apex",
     {
         "RNN": "use torch.nn.LSTM, GRU and RNN, which O1 casts as a whole",
         "contrib": "torch has most of it: scaled_dot_product_attention, nn.GroupNorm, label smoothing in cross_entropy",
-        "fp16_utils": "amp.initialize(model, optimizer, opt_level='O2') makes fp16 models and fp32 masters",
         "fused_dense": "use torch.nn.Linear under torch.compile",
         "mlp": "use torch.nn.Linear and ReLU under torch.compile",
         "multi_tensor_apply": "use torch._foreach_* functions; clip_grad_norm_ and optimizers here do",

@@ -1,0 +1,112 @@
+"""``apex.fp16_utils``: half-precision models and fp32 masters by hand, for scripts from before `amp`.
+
+FP16_Optimizer is not here: `amp.initialize` with opt_level="O2" replaces it, in Apex too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...precision.levels import cast, cast_model
+from .amp.state import layer
+
+__all__ = [
+    *("BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network"),
+    *("master_params_to_model_params", "model_grads_to_master_grads", "network_to_half", "prep_param_lists"),
+    *("to_python_float", "tofp16"),
+]
+
+_AMP = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"
+_MOVED = dict.fromkeys(("FP16_Optimizer", "LossScaler", "DynamicLossScaler"), _AMP)
+__getattr__ = layer.absent("apex.fp16_utils", _MOVED, lambda: __all__)
+
+clip_grad_norm = nn.utils.clip_grad_norm_
+
+
+class tofp16(nn.Module):
+    """Its input in fp16."""
+
+    def forward(self, input: Any) -> Any:
+        return cast(input, torch.float16)
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:
+    """`module`, in place, with batch-norm layers that have parameters in fp32."""
+    for one in module.modules():
+        if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.affine:
+            one.float()
+    return module
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast `module`'s own floating-point parameters and buffers, not those of its children."""
+    module._apply(lambda t: cast(t, dtype), recurse=False)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`network`, in place, in `dtype`, except batch-norm layers with parameters."""
+    return cast_model(network, dtype, keep_batch_norm=True)
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """`network`, in fp16 with fp32 batch-norm, behind a cast of its input."""
+    return nn.Sequential(tofp16(), convert_network(network, torch.float16))
+
+
+class FP16Model(nn.Module):
+    """`network` in fp16 with fp32 batch-norm; inputs are cast to fp16."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.network(*cast(inputs, torch.float16))
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """The trainable parameters, and fp32 masters of them.
+
+    Args:
+        flat_master: one master of one dimension holds all parameters, which are then of one type.
+    """
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not flat_master:
+        return params, [p.detach().clone().float().requires_grad_() for p in params]
+    master = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in params]).float())
+    master.grad = torch.zeros_like(master)
+    return params, [master]
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the model's gradients to the masters, in fp32."""
+    grads = [p.grad for p in model_params]
+    if flat_master:
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(model_params, grads)]
+        master_params[0].grad = torch.cat([g.reshape(-1) for g in parts]).float()
+        return
+    for master, grad in zip(master_params, grads):
+        master.grad = None if grad is None else grad.detach().clone().float()
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the masters to the model's parameters, rounded."""
+    if flat_master:
+        master_params = master_params[0].split([p.numel() for p in model_params])
+    for parameter, master in zip(model_params, master_params):
+        parameter.copy_(master.view_as(parameter))
+
+
+def to_python_float(t: Any) -> float:
+    """The number in a tensor with one element, or in a sequence."""
+    return t.item() if isinstance(t, Tensor) else t[0]
