@@ -25,35 +25,37 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _check(good: bool, words: str) -> None:
+    if not good:
+        raise SettingError(words)
+
+
 def _check_fields(record: Any) -> None:
     """Refuse a wrong type in the bool and int fields of `record`; an int field may have a ``least`` in its metadata."""
     for f in dataclasses.fields(record):
         value, kind, least = getattr(record, f.name), str(f.type), f.metadata.get("least")
         if value is None and kind.endswith("None"):
             continue
-        if kind.startswith("bool") and not isinstance(value, bool):
-            raise SettingError(f"{f.name}={value!r} is neither True nor False")
-        if kind.startswith("int") and not _whole(value, least):
+        if kind.startswith("bool"):
+            _check(isinstance(value, bool), f"{f.name}={value!r} is neither True nor False")
+        elif kind.startswith("int"):
             bound = f" of at least {least}" if least else ""
-            raise SettingError(f"{f.name}={value!r} is not a whole number{bound}")
+            _check(_whole(value, least), f"{f.name}={value!r} is not a whole number{bound}")
 
 
 def _check_word(name: str, value: Any, known: Collection[str]) -> None:
-    if value not in known:
-        words = ", ".join(repr(str(word)) for word in known)
-        raise SettingError(f"{name}={value!r} is none of {words}{nearest(str(value), known)}")
+    words = ", ".join(repr(str(word)) for word in known)
+    _check(value in known, f"{name}={value!r} is none of {words}{nearest(str(value), known)}")
 
 
 def _check_table(name: str, given: Any, known: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
-    """Refuse what is no dict of `known` names, each with a test of its value and the test in words."""
-    if not isinstance(given, Mapping):
-        raise SettingError(f"{name} is a {type(given).__name__}, not a dict")
+    """Refuse anything but a dict of `known` names, each with a test of its value and the test in words."""
+    _check(isinstance(given, Mapping), f"{name} is a {type(given).__name__}, not a dict")
     for key, value in given.items():
-        if key not in known:
-            raise SettingError(f"{name} has no {key!r}{nearest(key, known) or '.'} Known: {', '.join(known)}")
+        near = nearest(str(key), known) or "."
+        _check(key in known, f"{name} has no {key!r}{near} Known: {', '.join(known)}")
         good, words = known[key]
-        if not good(value):
-            raise SettingError(f"{key}={value!r} in {name} is not {words}")
+        _check(good(value), f"{key}={value!r} in {name} is not {words}")
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,11 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if self.save_on_each_node:
-            raise SettingError(
-                "save_on_each_node=True cannot be honoured: each rank writes its part of one checkpoint. Use a folder that all nodes "
-                "share, or a URL such as s3://bucket/folder"
-            )
+        _check(
+            not self.save_on_each_node,
+            "save_on_each_node=True cannot be honoured: each rank writes its part of one checkpoint. Use a folder that all nodes share, or "
+            "a URL such as s3://bucket/folder",
+        )
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Any = None) -> None:
@@ -158,12 +160,9 @@ class AutocastKwargs:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if self.output_dtype is not None and not (
-            isinstance(self.output_dtype, torch.dtype) and self.output_dtype.is_floating_point
-        ):
-            raise SettingError(
-                f"output_dtype={self.output_dtype!r} is no floating-point type: pass torch.float32, or None"
-            )
+        dtype = self.output_dtype
+        good = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+        _check(good, f"output_dtype={dtype!r} is not a floating-point type: pass torch.float32, or None")
 
 
 @dataclass(frozen=True)
@@ -206,8 +205,7 @@ class GradScalerKwargs:
             ("hysteresis", self.hysteresis >= 1, "at least 1"),
             ("min_scale", 0 <= self.min_scale <= self.max_scale, "at least 0 and at most the maximum"),
         ):
-            if not good:
-                raise SettingError(f"{name}={getattr(self, name)!r} of the loss scale must be {rule}")
+            _check(good, f"{name}={getattr(self, name)!r} of the loss scale must be {rule}")
 
 
 class LoggerType(StrEnum):
@@ -293,44 +291,38 @@ class DistributedDataParallelKwargs:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if not _number(self.bucket_cap_mb) or self.bucket_cap_mb <= 0:
-            raise SettingError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
-        for name, known in (
-            ("comm_hook", list(DDPCommunicationHookType)),
-            ("comm_wrapper", ["no", "fp16", "bf16"]),
-        ):
+        good = _number(self.bucket_cap_mb) and self.bucket_cap_mb > 0
+        _check(good, f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
+        wrappers = ("no", "fp16", "bf16")
+        for name, known in (("comm_hook", list(DDPCommunicationHookType)), ("comm_wrapper", wrappers)):
             given = getattr(self, name)
             word = given.value if isinstance(given, Enum) else given
             _check_word(name, word, known)
             object.__setattr__(self, name, str(word))
-        if self.comm_wrapper != DDPCommunicationHookType.NO and not self.low_rank:
-            raise SettingError(
-                f"comm_wrapper={self.comm_wrapper!r} is the type of PowerSGD's matrices, but comm_hook={self.comm_hook!r}: pass "
-                f"comm_hook={self.comm_wrapper!r} alone, or comm_hook='power_sgd' with it"
-            )
-        self._check_power_sgd()
-        factor = self.gradient_predivide_factor
+        _check(
+            self.comm_wrapper == "no" or self.low_rank,
+            f"comm_wrapper={self.comm_wrapper!r} is the type of PowerSGD's matrices, but comm_hook={self.comm_hook!r}: pass "
+            f"comm_hook={self.comm_wrapper!r} alone, or comm_hook='power_sgd' with it",
+        )
+        state, factor = self.comm_state_option, self.gradient_predivide_factor
+        _check_table("comm_state_option", state, POWER_SGD)
+        _check(
+            self.low_rank or not state,
+            f"comm_state_option holds options of PowerSGD, but comm_hook={self.comm_hook!r}: pass comm_hook='power_sgd', or leave them out",
+        )
+        start = state.get("start_powerSGD_iter", 1000)
+        _check(
+            start >= 2 or not self.remembers,
+            f"start_powerSGD_iter={start} is too early: torch orders the buckets anew after the first step, and what PowerSGD remembers "
+            "of one would belong to another. Pass at least 2, or use_error_feedback=False and warm_start=False",
+        )
         if factor is not None:
-            if not _number(factor) or not 0 < factor < float("inf"):
-                raise SettingError(f"gradient_predivide_factor={factor!r} is not a finite number above 0")
-            if self.low_rank:
-                raise SettingError(
-                    f"gradient_predivide_factor={factor} has no effect under comm_hook={self.comm_hook!r}, which sums factors of "
-                    "gradients and not gradients: leave one of them out"
-                )
-
-    def _check_power_sgd(self) -> None:
-        given = self.comm_state_option
-        _check_table("comm_state_option", given, POWER_SGD)
-        if given and not self.low_rank:
-            raise SettingError(
-                f"comm_state_option holds options of PowerSGD, but comm_hook={self.comm_hook!r}: pass comm_hook='power_sgd', or leave "
-                "them out"
-            )
-        if self.remembers and given.get("start_powerSGD_iter", 1000) < 2:
-            raise SettingError(
-                f"start_powerSGD_iter={given['start_powerSGD_iter']} is too early: torch orders the buckets anew after the first step, and "
-                "what PowerSGD remembers of one would belong to another. Pass at least 2, or use_error_feedback=False and warm_start=False"
+            good = _number(factor) and 0 < factor < float("inf")
+            _check(good, f"gradient_predivide_factor={factor!r} is not a finite number above 0")
+            _check(
+                not self.low_rank,
+                f"gradient_predivide_factor={factor} has no effect under comm_hook={self.comm_hook!r}, which sums factors of gradients "
+                "and not gradients: leave one of them out",
             )
 
 
@@ -349,16 +341,16 @@ class InitProcessGroupKwargs:
     timeout: timedelta | float = 120.0
 
     def __post_init__(self) -> None:
-        if self.init_method not in (None, "env://"):
-            raise SettingError(
-                f"init_method={self.init_method!r} is not honoured: ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). "
-                "Leave it out"
-            )
-        good = _number(self.timeout) or isinstance(self.timeout, timedelta)
-        if not good or self.seconds <= 0:
-            raise SettingError(
-                f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0"
-            )
+        _check(
+            self.init_method in (None, "env://"),
+            f"init_method={self.init_method!r} is not honoured: ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). "
+            "Leave it out",
+        )
+        good = isinstance(self.timeout, timedelta) or _number(self.timeout)
+        _check(
+            good and self.seconds > 0,
+            f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0",
+        )
 
     @property
     def seconds(self) -> float:
@@ -396,18 +388,16 @@ class ProfileKwargs:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if self.on_trace_ready is not None and not callable(self.on_trace_ready):
-            raise SettingError(f"on_trace_ready={self.on_trace_ready!r} is not a function")
-        if isinstance(self.activities, str) or (self.activities is not None and not self.activities):
-            raise SettingError(f'activities={self.activities!r} is no list such as ["cpu", "cuda"]')
-        for given in self.activities or ():
-            _check_word("activities: activity", activity_word(given), ACTIVITIES)
-        if self.schedule_option is not None:
-            _check_table("schedule_option", self.schedule_option, SCHEDULE)
-            if "active" not in self.schedule_option:
-                raise SettingError(
-                    "schedule_option names no active steps, so nothing is recorded: add active=3"
-                )
+        hook, given, cycle = self.on_trace_ready, self.activities, self.schedule_option
+        _check(hook is None or callable(hook), f"on_trace_ready={hook!r} is not a function")
+        good = given is None or (bool(given) and not isinstance(given, str))
+        _check(good, f'activities={given!r} is not a list such as ["cpu", "cuda"]')
+        for activity in given or ():
+            _check_word("activities: activity", activity_word(activity), ACTIVITIES)
+        if cycle is not None:
+            _check_table("schedule_option", cycle, SCHEDULE)
+            words = "schedule_option names no active steps, so nothing is recorded: add active=3"
+            _check("active" in cycle, words)
 
 
 def activity_word(given: Any) -> str:

@@ -7,7 +7,7 @@ once. `skip_first_batches` counts from the start of the epoch. A state saved bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..base.accumulation import UpdateWindow
+from ..distributed.process_group import World
 from ..errors import BatchError, LengthError
 from ..logging import get_logger
 from .order import size_of
@@ -40,37 +41,30 @@ class PreparedLoader:
         self,
         given: DataLoader[Any],
         source: Source,
-        *,
         window: UpdateWindow,
+        world: World,
         rank: int,
         batch_size: int | None,
         differ: bool,
         device: torch.device | None,
         non_blocking: bool,
-        at_end: Callable[[], None],
-        forwards: Callable[[], int],
     ) -> None:
-        self.loader = source.loader
-        self.batch_size = batch_size
-        self.epoch = 0
-        self.position = 0
+        self.loader, self.batch_size = source.loader, batch_size
+        self.epoch = self.position = self.finished = 0
         self.last = False
         self.local_size: int | None = None
-        self.finished = 0
-        self._given, self._source, self._window, self._rank = given, source, window, rank
+        self._given, self._source, self._window, self._world = given, source, window, world
+        self._rank, self._device, self._non_blocking = rank, device, non_blocking
         self._differ = differ  # batches have no common size
-        self._device, self._non_blocking = device, non_blocking
-        self._at_end = at_end  # called at the end of a pass that was not left early
-        self._forwards = forwards  # counts forwards that need every rank
-        self._surplus = 0
         self._pass: object | None = None  # the running pass
         self._next_epoch: int | None = None  # set_epoch, while a pass runs
         self._resume = False  # the next pass begins at `position`, not at 0
         self._over = False  # … and has nothing left: the state was taken at its last batch
-        self._loads = 0  # number of states loaded
         self._inner = False  # whether the running pass began inside another loader's
-        self._round = 0  # calls of `replay`
-        self._begun = 0  # … when the running pass began
+        self._surplus = self._loads = 0  # repeated samples of this round, and number of states loaded
+        self._round = self._begun = (
+            0  # calls of `replay`, and how many there were when the running pass began
+        )
         self._empty = 0  # passes to come that have nothing in them
         self._told = [getattr(part, "epoch", None) for part in self._parts()]
 
@@ -190,7 +184,7 @@ class PreparedLoader:
         try:
             if window.timing is not None:
                 window.timing.asks(self)
-            counts, forwards = self._unlike_counts(skip), self._forwards()
+            counts, forwards = self._unlike_counts(skip), self._world.forwards
             for given, (batch, note) in enumerate(feed):
                 _, self.position, self._surplus, self.local_size, self.last, mark = note
                 if window.timing is not None:
@@ -210,7 +204,7 @@ class PreparedLoader:
                     window.timing.asks(self)
             if counts:
                 self._refuse_uneven(counts, forwards)
-            self._at_end()
+            self._world.settle()
         finally:
             if window.timing is not None:
                 window.timing.over(self)
@@ -241,7 +235,7 @@ class PreparedLoader:
 
     def _refuse_uneven(self, counts: list[int], forwards: int) -> None:
         """Raise BatchError on all ranks if some are out of batches and the loop has called a sharded model."""
-        if self._forwards() != forwards:
+        if self._world.forwards != forwards:
             raise BatchError(
                 f"the ranks have {', '.join(map(str, counts))} batches in this pass, and the model's parameters are sharded, so that each "
                 "forward needs every rank: keep even_batches=True in DataLoaderConfiguration, make the DataLoader with drop_last=True, or "

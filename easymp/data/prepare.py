@@ -36,23 +36,21 @@ from .stream import StreamSource
 
 def prepare_loader(
     loader: DataLoader[Any],
-    *,
     window: UpdateWindow,
     world: World,
-    data_rank: int,
-    data_size: int,
-    device: torch.device,
+    rank: int,
+    size: int,
     config: DataLoaderConfiguration,
     seed: int,
-    device_placement: bool = True,
+    place: bool = True,
 ) -> PreparedLoader:
     """Shard `loader` over the ranks that share the data. A prepared loader is returned unchanged.
 
     Args:
         window: hears when a pass begins, continues and ends.
-        data_rank, data_size: index of the share of this process, and number of shares.
+        rank, size: index of the share of this process, and number of shares.
         seed: of the data order, the same on every rank; `config.data_seed` overrides it.
-        device_placement: move batches to `device`.
+        place: move batches to the world's device.
 
     Raises:
         BatchError: `loader` is not a DataLoader, its data set is empty, it reads out of order, or its batch size does not divide.
@@ -60,50 +58,36 @@ def prepare_loader(
     if isinstance(loader, (PreparedLoader, SkippedLoader)):
         return loader
     _check(loader)
-    sampler, size, drop_last, whole = _reading(loader, data_size)
-    per_rank = _per_rank(loader, size, data_size, config.split_batches, whole)
-    cut = Cut(per_rank or 1, data_size, config.even_batches, drop_last)
-    placed = device if device_placement else None
+    sampler, batch, drop_last, whole = _reading(loader, size)
+    per_rank = _per_rank(loader, batch, size, config.split_batches, whole)
+    cut = Cut(per_rank or 1, size, config.even_batches, drop_last)
+    device = world.device if place else None
     # Workers hand over CPU tensors, which the DataLoader's own thread can pin; without workers `moved` does it.
-    to_cuda = placed is not None and device.type == "cuda"
-    pin_memory = loader.pin_memory or (to_cuda and loader.num_workers > 0)
+    pins = loader.pin_memory or (device is not None and device.type == "cuda" and loader.num_workers > 0)
     dispatch = bool(config.dispatch_batches) and world.size > 1
-    ranks = range(data_size) if dispatch else (data_rank,)
-    settings = {"seed": seed if config.data_seed is None else config.data_seed, "pin_memory": pin_memory}
+    ranks = range(size) if dispatch else (rank,)
+    settings: Any = {"seed": seed if config.data_seed is None else config.data_seed, "pin_memory": pins}
     source: Source
     if isinstance(loader.dataset, IterableDataset):
         source = StreamSource(loader, cut, ranks, **settings)
     else:
+        ahead = dispatch or (device is not None and reads_ahead(device, config.non_blocking))
+        settings |= {"seeded": config.use_seedable_sampler, "alone": dispatch}
+        settings |= {"whole": ("split" if config.split_batches else "deal") if whole else None}
         source = MapSource(
-            *(loader, sampler, cut, ranks, world),
-            whole=("split" if config.split_batches else "deal") if whole else None,
-            seeded=config.use_seedable_sampler,
-            alone=dispatch,
-            ahead=not loader.num_workers
-            and (dispatch or (placed is not None and reads_ahead(placed, config.non_blocking))),
-            **settings,
+            loader, sampler, cut, ranks, world, ahead=ahead and not loader.num_workers, **settings
         )
     if dispatch:
-        source = Dispatched(source, world, data_rank)
-    if cut.drop_last and source.batches(data_rank) == 0:
+        source = Dispatched(source, world, rank)
+    if cut.drop_last and source.batches(rank) == 0:
         warnings.warn(
             f"drop_last=True leaves nothing: {source.samples()} samples do not fill one global batch of {cut.whole}. Lower the "
             "batch size, or leave drop_last out",
             EasympWarning,
             stacklevel=2,
         )
-    return PreparedLoader(
-        loader,
-        source,
-        window=window,
-        rank=data_rank,
-        batch_size=per_rank,
-        differ=(whole and not config.split_batches) or (size is None and not whole),
-        device=placed,
-        non_blocking=config.non_blocking,
-        at_end=world.settle,
-        forwards=lambda: world.forwards,
-    )
+    differ = (whole and not config.split_batches) or (batch is None and not whole)
+    return PreparedLoader(loader, source, window, world, rank, per_rank, differ, device, config.non_blocking)
 
 
 def _check(loader: Any) -> None:

@@ -114,7 +114,7 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
-        self._done: dict[int, Any] = {}  # id of a user's optimizer, scheduler or loader → the prepared one
+        self._done: dict[int, Any] = {}  # id of a user's object, and of the prepared one → the prepared one
         self.owner: dict[int, str] = {}
         self.stepped_by: dict[int, PreparedOptimizer] = {}
         self.masters: dict[int, Tensor] = {}
@@ -147,44 +147,42 @@ class Preparation:
             raise PrepareError(
                 f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
             )
-        place = [self._options.place if p is None else p for p in device_placement or [None] * len(objects)]
-        views = {id(m): p.view for p in self.models for m in (p.view, p.route.original)}
-        models = {id(o): o for o in objects if isinstance(o, nn.Module) and id(o) not in views}
+        asked = device_placement or [None] * len(objects)
+        place = {id(o): self._options.place if p is None else p for o, p in zip(objects, asked)}
+        models = {id(o): o for o in objects if isinstance(o, nn.Module) and id(o) not in self._done}
         new = list(models.values())
         named = dict(zip(models, forward_methods(new, methods)))
         self._check_models(new)
-        self._compare(objects, named)
+        seeds = [torch.initial_seed()]
+        if self._run.world.size > 1:
+            lines = [f"forward methods {names}" for names in named.values()]
+            seeds = compare_prepared(self._run, objects, self._options.records, lines)
+        if not self._seeded:
+            self._seeded, self.seed, self._alike = True, seeds[0], len(set(seeds)) == 1
         given = [o for o in objects if isinstance(o, Optimizer)]
         plain = [o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in given]
         if new:
             self._spread(new, plain, named)
-        done: dict[int, Any] = {}
         for kind in (nn.Module, Optimizer, DataLoader, object):
-            for i, item in enumerate(objects):
-                if i in done or not isinstance(item, kind):
-                    continue
-                if kind is nn.Module:
-                    if id(item) not in views:
-                        views[id(item)] = self._prepare_model(item, plain, place[i], named[id(item)])
-                    done[i] = views[id(item)]
-                elif item is None or isinstance(item, (PreparedLoader, SkippedLoader)):
-                    done[i] = item
-                else:
-                    if id(item) not in self._done:
-                        self._done[id(item)] = self._prepare_other(item, place[i])
-                    done[i] = self._done[id(item)]
+            for item in objects:
+                if isinstance(item, kind) and id(item) not in self._done:
+                    self._done[id(item)] = self._prepare_one(item, place[id(item)], plain, named)
         if new and self._alike:
             if self.strategy.data_rank:
                 diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
             self._alike = False
-        return [done[i] for i in range(len(objects))]
+        return [self._done[id(item)] for item in objects]
 
-    def _prepare_other(self, item: Any, place: bool) -> Any:
+    def _prepare_one(
+        self, item: Any, place: bool, optimizers: Sequence[Optimizer], named: dict[int, tuple[str, ...]]
+    ) -> Any:
+        if isinstance(item, nn.Module):
+            return self._prepare_model(item, optimizers, place, named[id(item)])
         if isinstance(item, Optimizer):
             return item if isinstance(item, optim.PreparedOptimizer) else self._prepare_optimizer(item)
         if isinstance(item, DataLoader):
             return self._prepare_loader(item, place)
-        if isinstance(item, optim.PreparedScheduler):
+        if item is None or isinstance(item, (PreparedLoader, SkippedLoader, optim.PreparedScheduler)):
             return item
         if callable(getattr(item, "step", None)) and hasattr(item, "state_dict"):
             return self._prepare_scheduler(item)
@@ -192,15 +190,6 @@ class Preparation:
             f"prepare() got a {type(item).__name__}, which is not a Module, Optimizer, scheduler or DataLoader: leave it out "
             "(a data set goes into a DataLoader first)"
         )
-
-    def _compare(self, objects: Sequence[Any], named: dict[int, tuple[str, ...]]) -> None:
-        """Raise on all ranks where they bring different things; settle one data seed for all."""
-        seeds = [torch.initial_seed()]
-        if self._run.world.size > 1:
-            methods = [f"forward methods {names}" for names in named.values()]
-            seeds = compare_prepared(self._run, objects, self._options.records, methods)
-        if not self._seeded:
-            self._seeded, self.seed, self._alike = True, seeds[0], len(set(seeds)) == 1
 
     def _refine(self, name: str, value: Any, reason: str) -> None:
         """Put another value and reason into the plan."""
@@ -247,14 +236,14 @@ class Preparation:
             raise RefusedError(
                 f"forward_methods: strategy {strategy.name!r} {strategy.only_forward}. Call the model itself, or use 'ddp'"
             )
-        if self.replicas is not None:
-            self.replicas.follow(strategy)
         if run.world.size > 1:
+            if self.replicas is not None:
+                self.replicas.follow(strategy)
             self._auto.reduce_early(models, optimizers, strategy, run.window.accumulation > 1)
-        if run.plan.settings.convert_sync_batchnorm and strategy.data_size > 1:
-            for model in models:
-                self.converted += [(module, type(module)) for module in batchnorms(model)]
-                convert_sync_batchnorm(model, strategy.data_group)
+            if run.plan.settings.convert_sync_batchnorm and strategy.data_size > 1:
+                for model in models:
+                    self.converted += [(module, type(module)) for module in batchnorms(model)]
+                    convert_sync_batchnorm(model, strategy.data_group)
         if options.recompute:
             self._undo.append(recompute(find_recomputed(models, options.recompute)))
         if self._compiling:  # recomputed parts are compiled, too
@@ -288,13 +277,10 @@ class Preparation:
         if precision.masters or (strategy.sums and self._run.window.accumulation != 1):
             why = "gradients of low-precision parameters are summed in fp32, dense ones only"
             refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
-        view, route = make_view(
-            *(model, wrapped, world.blame, partial(self._no_sync, model)),
-            methods=methods,
-            no_double_backward=strategy.no_double_backward,
-            sharded=strategy.sharded,
-        )
+        calls = (world.blame, partial(self._no_sync, model), methods)
+        view, route = make_view(model, wrapped, *calls, strategy.no_double_backward, strategy.sharded)
         self.models.append(Prepared(view, route))
+        self._done[id(view)] = view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         if strategy.sums and (
             self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
@@ -454,25 +440,21 @@ class Preparation:
             self.replicas.begin_again(prepared)
 
     def _say_steps(self) -> None:
-        """Which step runs of each optimizer, and why, in the plan."""
-        steps: dict[str, list[str]] = {"CuPy": [], "fused": [], "as given": []}
+        """Put into the plan which step runs of each optimizer, and why."""
+        said: dict[str, list[str]] = {"CuPy": [], "fused": [], "as given": []}
         for optimizer, why_not in self._not_fused.items():
             engine, given, kind = optimizer.engine, optimizer.given, type(optimizer.given).__name__
+            way, reason = "as given" if why_not else "fused", why_not or f"torch's fused {kind}"
             if engine.kernels is not None:
-                steps["CuPy"].append(engine.reason)
+                way, reason = "CuPy", engine.reason
             elif isinstance(given, optim.FusedOptimizer):
-                name, reason = given.engine.name, given.engine.reason
-                steps["CuPy" if given.engine.kernels else "fused"].append(
-                    f"easymp's {kind} by {name}: {reason}"
-                )
-            else:
-                because = (
-                    f": {engine.reason}" if engine.reason and self._run.world.device.type == "cuda" else ""
-                )
-                way = "as given" if why_not else "fused"
-                steps[way].append((why_not or f"torch's fused {kind}") + because)
-        reasons = dict.fromkeys(chain.from_iterable(steps.values()))
-        self._refine("optimizer", ", ".join(name for name in steps if steps[name]), "; ".join(reasons))
+                way = "CuPy" if given.engine.kernels else "fused"
+                reason = f"easymp's {kind} by {given.engine.name}: {given.engine.reason}"
+            elif engine.reason and self._run.world.device.type == "cuda":
+                reason = f"{reason}: {engine.reason}"
+            said[way].append(reason)
+        reasons = dict.fromkeys(chain.from_iterable(said.values()))
+        self._refine("optimizer", ", ".join(way for way in said if said[way]), "; ".join(reasons))
 
     def _gave_way(self, reason: str) -> None:
         """Kernels failed, and torch steps from here on."""
@@ -492,21 +474,13 @@ class Preparation:
         return self.schedulers[-1]
 
     def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
-        window, world, strategy = self._run.window, self._run.world, self.strategy
+        run, share = self._run, (self.strategy.data_rank, self.strategy.data_size)
         prepared = prepare_loader(
-            loader,
-            window=window,
-            world=world,
-            data_rank=strategy.data_rank,
-            data_size=strategy.data_size,
-            device=world.device,
-            config=self._options.loading,
-            seed=self.seed,
-            device_placement=place,
+            loader, run.window, run.world, *share, self._options.loading, self.seed, place
         )
         self.loaders.append(prepared)
         if len(self.loaders) == 1 and prepared.batch_size is not None:
-            self.batch = prepared.batch_line(window.accumulation)
+            self.batch = prepared.batch_line(run.window.accumulation)
             if logger.isEnabledFor(logging.INFO):
                 logger.info("batch: %s", self.batch)
         return prepared

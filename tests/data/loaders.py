@@ -47,16 +47,9 @@ class Stream(IterableDataset[int]):
 def prepared(
     loader: DataLoader[Any], rank: int = 0, size: int = 1, *, seed: int = 7, **config: Any
 ) -> PreparedLoader:
-    return prepare_loader(
-        loader,
-        window=config.pop("window", None) or UpdateWindow(),
-        world=config.pop("world", None) or World(Ranks(), CPU),
-        data_rank=rank,
-        data_size=size,
-        device=config.pop("device", CPU),
-        config=DataLoaderConfiguration(**config),
-        seed=seed,
-    )
+    window = config.pop("window", None) or UpdateWindow()
+    world = config.pop("world", None) or World(Ranks(), config.pop("device", CPU))
+    return prepare_loader(loader, window, world, rank, size, DataLoaderConfiguration(**config), seed)
 
 
 def numbers(batch: Any) -> list[int]:
