@@ -484,7 +484,7 @@ class Accelerator(Processes, Checkpoints):
             kwargs: for `Tensor.backward`.
 
         Raises:
-            StepError: a loss that is no scalar, or has no graph; one that holds the gradient of a gradient, where that cannot be had;
+            StepError: a loss that is not a scalar, or has no graph; one that holds the gradient of a gradient, where that is refused;
                 gradients that no rank averages, since their model was not called.
             WorldError: another rank is missing or elsewhere.
         """
@@ -753,7 +753,7 @@ class Accelerator(Processes, Checkpoints):
         return self._prepared.stepped(chosen) if self._prepared.masters else chosen
 
     def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
-        """`parameters`, whose gradients are in memory what they shall be so far."""
+        """`parameters`, after their gradients were unscaled and clipped in memory as asked so far."""
         prepared = self._prepared
         left = any(optimizer.turn.clip is not None for optimizer in prepared.optimizers)
         waiting = self._scaler.enabled or prepared.masters or left
@@ -808,7 +808,7 @@ class Accelerator(Processes, Checkpoints):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, for results of the current batch: samples that only complete the last round are dropped.
 
-        Call it inside the loop over a prepared loader. Objects that are no tensors (``use_gather_object=True``, or no tensor in the
+        Call it inside the loop over a prepared loader. Other objects than tensors (``use_gather_object=True``, or no tensor in the
         tree) are gathered as lists with one item a sample. Where the current batch is shorter than the others, a tensor of the
         loader's `batch_size` rows (``loss.repeat(batch_size)``: a loss that weighs as much as its samples) is cut to it.
 
@@ -822,7 +822,7 @@ class Accelerator(Processes, Checkpoints):
     def mean(self, value: Any, weight: Any = 1.0) -> Tensor:
         """Mean of a number over the ranks, weighted: sum(value × weight) / sum(weight), 0-dim, on all ranks.
 
-        ``accelerator.mean(loss, len(batch))`` is the mean over samples, whatever each rank's share.
+        ``accelerator.mean(loss, len(batch))`` is the mean over samples, also where ranks have unlike batches.
         """
         return collectives.weighted_mean(value, weight, self._world)
 
@@ -980,7 +980,7 @@ class Accelerator(Processes, Checkpoints):
 
 
 def _refuse_unknown(others: dict[str, Any]) -> None:
-    """A sentence for keywords that Accelerator() does not take; those of the peer that are left at None are no request."""
+    """Refuse keywords that Accelerator() does not take; keywords of the peer may be None."""
     for name, value in others.items():
         if name in ELSEWHERE:
             if value is not None:

@@ -85,7 +85,7 @@ ELSEWHERE = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``", did you mean 'x'?"`` for the closest of `known`, whatever the capitals, or ``""`` where none is close."""
+    """``", did you mean 'x'?"`` for the closest of `known` in any case of letters, or ``""`` where none is close."""
     spelled = {str(k).lower(): str(k) for k in known}
     same = ELSEWHERE.get(str(name).lower().replace("-", "_"))
     if same in spelled:

@@ -69,7 +69,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
 PRECISIONS: Registry[type[Precision]] = Registry(
     {
         "fp32": ("precision.policies:FP32", "exact"),
-        "tf32": ("precision.policies:TF32", "fp32 whose products keep 10 bits of mantissa"),
+        "tf32": ("precision.policies:TF32", "fp32, but products keep 10 bits of mantissa"),
         "bf16": ("precision.policies:BF16", "half the bits with fp32's range: no loss scale"),
         "fp16": (
             "precision.policies:FP16",

@@ -71,7 +71,7 @@ def read(path: Path | str | None = None) -> ProjectFile:
     place = Path(named or FILE)
     if not place.is_file():
         if path is not None:
-            raise SettingError(f"{named!r} is no file: pass a project file, as `easymp config` writes it")
+            raise SettingError(f"{named!r} is not a file: pass a project file, as `easymp config` writes it")
         if named:
             raise SettingError(f"{VARIABLE}={named!r} in the environment names no file: correct or unset it")
         return ProjectFile()
@@ -321,7 +321,7 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     for name, value in arguments.items():
         if name not in NAMES:
             near = nearest(name, NAMES) or "."
-            raise SettingError(f"{name!r} is no setting{near} Known: {', '.join(NAMES)}")
+            raise SettingError(f"{name!r} is not a setting{near} Known: {', '.join(NAMES)}")
         if value is not None:
             take(name, value, Source.ASKED, f"{name}={value!r}")
     for name, value in _overrides():
@@ -357,7 +357,7 @@ def _table(file: ProjectFile, name: str) -> dict[str, Any]:
     table = file.content.get(name, {})
     if not isinstance(table, dict):
         raise SettingError(
-            f"{file.where(name)}: {name} = {table!r} is no table: write [{name}], and its settings below"
+            f"{file.where(name)}: {name} = {table!r} is not a table: write [{name}], and its settings below"
         )
     return table
 
@@ -373,7 +373,7 @@ def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table:
             other, home = (NAMES, "the top of the file") if table else (LAUNCHING, f"the table [{LAUNCH}]")
             hint = f": it belongs to {home}." if key in other else nearest(key, known) or "."
             raise SettingError(
-                f"{file.where(key, table)}: {key!r} is no setting{place}{hint} Known: {', '.join(known)}"
+                f"{file.where(key, table)}: {key!r} is not a setting{place}{hint} Known: {', '.join(known)}"
             )
     return found
 
@@ -397,7 +397,7 @@ def _from_environment() -> dict[str, tuple[Any, str]]:
         if variable not in ours:
             near = nearest(variable, ours) or "."
             raise SettingError(
-                f"{variable} in the environment is no setting{near} Unset it or correct its name"
+                f"{variable} in the environment is not a setting{near} Unset it or correct its name"
             )
         if variable in known and env.read(variable):  # an empty variable is the shell's way to unset one
             name, words = known[variable], f"{variable} in the environment"

@@ -87,7 +87,7 @@ def test_sizes(said: object, size: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 WRONG = [
     *(("gradient_accumulation_steps", value, "not a whole number") for value in (1.5, True, "many", [2])),
-    *(("memory", value, "is no size") for value in ("16G", "lots", 0, -5, True, "1.2.3MB", float("inf"))),
+    *(("memory", value, "is not a size") for value in ("16G", "lots", 0, -5, True, "1.2.3MB", float("inf"))),
     ("gradient_accumulation_steps", 0, "below the smallest possible value, 1"),
     ("seed", -1, "below the smallest possible value, 0"),
     ("seed", 2**64, "above the largest possible value"),
@@ -144,11 +144,11 @@ def test_wrong_variables(variable: str, value: str, words: str, monkeypatch: pyt
         ("strategy = 'ddpp'", r"easymp.toml, line 1: strategy = 'ddpp' is not one of .*'ddp'\?"),
         ("strategy = ['ddp']", "easymp.toml, line 1: strategy = .*of type list, but a word"),
         ("cpu = 1", "easymp.toml, line 1: cpu = 1 is neither yes nor no"),
-        ("Strategy_ = 'ddp'", r"'Strategy_' is no setting, did you mean 'strategy'\? Known: "),
-        ("[easymp]\nseed = 1", "'easymp' is no setting"),
-        ("# sede = 1\n\nsede = 1", r"line 3: 'sede' is no setting, did you mean 'seed'\?"),
-        ("seed = 1\n[launch]\nnodes = '2'\n[sede]\nx = 1", "line 4: 'sede' is no setting"),
-        ("processes = 2", r"line 1: 'processes' is no setting: it belongs to the table \[launch\]"),
+        ("Strategy_ = 'ddp'", r"'Strategy_' is not a setting, did you mean 'strategy'\? Known: "),
+        ("[easymp]\nseed = 1", "'easymp' is not a setting"),
+        ("# sede = 1\n\nsede = 1", r"line 3: 'sede' is not a setting, did you mean 'seed'\?"),
+        ("seed = 1\n[launch]\nnodes = '2'\n[sede]\nx = 1", "line 4: 'sede' is not a setting"),
+        ("processes = 2", r"line 1: 'processes' is not a setting: it belongs to the table \[launch\]"),
         ("seed = ", "easymp.toml is not valid TOML"),
     ],
 )
@@ -174,7 +174,7 @@ def test_launching_has_a_table_of_its_own() -> None:
     assert resolve_launching(processes=3, nodes="4") == Launching(processes=3, nodes="4")
     with pytest.raises(SettingError, match="processes=0 is below"):
         resolve_launching(processes=0)
-    with pytest.raises(SettingError, match=r"'there\.toml' is no file"):
+    with pytest.raises(SettingError, match=r"'there\.toml' is not a file"):
         resolve_launching("there.toml")
 
 
@@ -183,10 +183,10 @@ def test_launching_has_a_table_of_its_own() -> None:
     [
         (
             "[launch]\nseed = 2",
-            r"line 2: 'seed' is no setting of \[launch\]: it belongs to the top of the file",
+            r"line 2: 'seed' is not a setting of \[launch\]: it belongs to the top of the file",
         ),
-        ("[launch]\nnode = 2", r"line 2: 'node' is no setting of \[launch\], did you mean 'nodes'\?"),
-        ("launch = 2", "line 1: launch = 2 is no table"),
+        ("[launch]\nnode = 2", r"line 2: 'node' is not a setting of \[launch\], did you mean 'nodes'\?"),
+        ("launch = 2", "line 1: launch = 2 is not a table"),
     ],
 )
 def test_wrong_tables_of_launch(text: str, words: str) -> None:
@@ -250,7 +250,7 @@ def test_the_file_says_what_is_recomputed_and_compiled(
     [
         (
             "strategy_options = 3",
-            "line 1: strategy_options = 3 is no table: write .strategy_options., and its settings below",
+            "line 1: strategy_options = 3 is not a table: write .strategy_options., and its settings below",
         ),
         ("seed = 1\n[strategy_options]\nbuckets = 1", "line 2: strategy 'single' has no option 'buckets'"),
         (

@@ -283,7 +283,7 @@ class UpdateWindow:
         self._look()
 
     def asks(self, loader: Any) -> None:
-        """`loader` is asked for a batch: loaders that began after it and are still open are no loop in its body, but read beside it."""
+        """`loader` is asked for a batch: loaders that began after it and are still open do not run in its body, but beside it."""
         nest = self._reading
         if any(one is loader for one in nest):
             while nest[-1] is not loader:

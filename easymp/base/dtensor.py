@@ -74,7 +74,7 @@ def dense(tensor: Tensor) -> bool:
     return True
 
 
-# -- Optimizers whose parameters are replaced, or move to another device.
+# -- Optimizers after their parameters were replaced, or moved to another device.
 
 
 def names_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, str]:
@@ -95,7 +95,7 @@ def names_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
 
 
 def rebind(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> None:
-    """Put `model`'s parameters of now where `optimizers` hold those of `names`. Others' parameters stay.
+    """Put `model`'s new parameters where `optimizers` hold those of `names`. Parameters of other models stay.
 
     Lists of parameters are changed in place, for some optimizers (LBFGS) keep a second reference to them.
     """

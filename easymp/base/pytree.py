@@ -177,7 +177,7 @@ def slice_tensors(data: Any, part: slice) -> Any:
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Batches of the same structure joined along `dim`; leaves that are no tensors come from the first."""
+    """Batches of the same structure joined along `dim`; leaves other than tensors come from the first."""
     first = data[0]
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)

@@ -27,7 +27,7 @@ def read_bytes(value: Any, where: str) -> int:
     """Bytes of a number or of text such as ``"16GiB"``.
 
     Raises:
-        SettingError: it is no size; the message begins with `where`.
+        SettingError: it is not a size; the message begins with `where`.
     """
     text = "" if isinstance(value, bool) else str(value).lower()
     found = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", text)
@@ -37,6 +37,6 @@ def read_bytes(value: Any, where: str) -> int:
         number = 0
     if number < 1:
         raise SettingError(
-            f"{where}{value!r} is no size: use a number of bytes, or a unit, as in 16GiB or 16GB"
+            f"{where}{value!r} is not a size: use a number of bytes, or a unit, as in 16GiB or 16GB"
         )
     return number

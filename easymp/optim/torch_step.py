@@ -52,14 +52,8 @@ def fuse(
         return f"torch has no fused step for {kind.__name__}"
     sparse = _sparse(models) if kind in DENSE_ONLY else {}
     for group in optimizer.param_groups:
-        why_not = _group_refusal(kind, group)
-        for parameter in group["params"] if why_not is None else ():
-            why_not = _parameter_refusal(kind, parameter)
-            if why_not is None and id(parameter) in sparse:
-                why_not = f"does not take the sparse gradients of {sparse[id(parameter)]!r}"
-            if why_not is not None:
-                why_not = f"torch's fused {kind.__name__} {why_not}"
-                break
+        refusals = (_parameter_refusal(kind, p, sparse.get(id(p))) for p in group["params"])
+        why_not = _group_refusal(kind, group) or next(filter(None, refusals), None)
         if why_not is not None:
             return why_not
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -84,18 +78,20 @@ def _group_refusal(kind: type, group: dict[str, Any]) -> str | None:
     return None
 
 
-def _parameter_refusal(kind: type, parameter: Any) -> str | None:
-    device = parameter.device.type
+def _parameter_refusal(kind: type, parameter: Any, sparse: str | None) -> str | None:
+    device, fused = parameter.device.type, f"torch's fused {kind.__name__}"
+    if sparse is not None:
+        return f"{fused} does not take the sparse gradients of {sparse!r}"
     if not torch.is_floating_point(parameter) or device not in DEVICES.get(kind, EVERYWHERE):
-        return f"does not take {parameter.dtype} on {device}"
+        return f"{fused} does not take {parameter.dtype} on {device}"
     if kind is torch.optim.SGD and device == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
         # In torch 2.13 its kernel computes something else from 32 elements on; the plain step is right.
-        return f"is wrong for {parameter.dtype} on a CPU"
+        return f"{fused} is wrong for {parameter.dtype} on a CPU"
     if kind not in SHARDED and hasattr(parameter, "to_local"):
-        return "does not take sharded parameters"
+        return f"{fused} does not take sharded parameters"
     if (type(parameter) is nn.Parameter and parameter.is_contiguous()) or dense(local(parameter)):
         return None
-    return "is wrong for a parameter that has gaps in memory, or overlaps"
+    return f"{fused} is wrong for a parameter that has gaps in memory, or overlaps"
 
 
 def _sparse(models: Iterable[nn.Module]) -> dict[int, str]:

@@ -52,7 +52,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None)
     """Rank `from_process`'s values in every tensor of the tree.
 
     Raises:
-        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks. Or there is no such process.
+        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks. Or `from_process` does not exist.
         BatchError: a leaf is not a tensor.
     """
     there = world or state.current_world()
@@ -66,17 +66,13 @@ def broadcast_object_list(
     """Rank `from_process`'s list, filled into the given one, which is returned.
 
     Raises:
-        WorldError: the ranks' calls or lengths of lists differ; on all ranks. Or there is no such process.
+        WorldError: the ranks' calls or lengths of lists differ; on all ranks. Or `from_process` does not exist.
         BatchError: `object_list` is not a list.
     """
     there = world or state.current_world()
     call = f"broadcast_object_list(from_process={_process(there, from_process)})"
-    _compare_lists(
-        there,
-        call,
-        object_list,
-        {"": f"a list of {len(object_list)}"} if isinstance(object_list, list) else None,
-    )
+    facts = {"": f"a list of {len(object_list)}"} if isinstance(object_list, list) else None
+    _compare_lists(there, call, object_list, facts)
     return there.broadcast_objects(object_list, from_process)
 
 
@@ -140,7 +136,7 @@ def _together(
     The leaves' turns follow the names of their leaf_paths, so that dicts may have their keys in another order on each rank.
 
     Args:
-        free: dimension whose length may differ.
+        free: a dimension that may differ in length.
     """
     found = list(leaf_paths(tree))
     if world is not None:
@@ -169,12 +165,9 @@ def _form(leaf: Any, free: int | None) -> str:
 
 
 def _compare_lists(world: World, call: str, given: Any, facts: dict[str, str] | None = None) -> None:
-    kinds = (list, tuple) if call == "gather_object" else list
-    error = (
-        ""
-        if isinstance(given, kinds)
-        else f"{call} takes a list of objects, not a {type(given).__name__}: pass [object]"
-    )
+    error = ""
+    if not isinstance(given, (list, tuple) if call == "gather_object" else list):
+        error = f"{call} takes a list of objects, not a {type(given).__name__}: pass [object]"
     world.compare(call, lambda: facts or {}, error, "Every rank must pass a list of the same length")
     if error:
         raise BatchError(error)
@@ -189,12 +182,7 @@ def _process(world: World, number: int) -> int:
 
 
 def gather_for_metrics(data: Any, as_objects: bool, world: World, loader: Any, every: int) -> Any:
-    """What `Accelerator.gather_for_metrics` does.
-
-    Args:
-        loader: the prepared loader being read, or None.
-        every: how many neighbouring ranks read the same batches.
-    """
+    """`Accelerator.gather_for_metrics`, of the batch of `loader` (None: none is read); `every` neighbouring ranks read the same."""
     objects = as_objects or not any(isinstance(leaf, Tensor) for leaf in leaves(data))
     error = ""
     try:
@@ -225,7 +213,7 @@ def gather_for_metrics(data: Any, as_objects: bool, world: World, loader: Any, e
 
 
 def weighted_mean(value: Any, weight: Any, world: World) -> Tensor:
-    """What `Accelerator.mean` does."""
+    """`Accelerator.mean`."""
     values = torch.as_tensor(value, dtype=torch.float32, device=world.device).detach()
     weights = torch.as_tensor(weight, dtype=torch.float32, device=world.device).detach()
     world.compare("mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)})
@@ -240,20 +228,18 @@ def weighted_mean(value: Any, weight: Any, world: World) -> Tensor:
 
 def _check_batch(leaf: Any, size: int | None, objects: bool) -> None:
     """Dimension 0 must be the batch, or repeated samples could not be told apart."""
-    if isinstance(leaf, Tensor):
-        length, shape = leaf.shape[0] if leaf.ndim else None, f"shape {tuple(leaf.shape)}"
-    else:
-        length = len(leaf) if hasattr(leaf, "__len__") else None
-        shape = f"{length} items"
-    if length is None:
+    tensor = isinstance(leaf, Tensor)
+    scalar = not leaf.ndim if tensor else not hasattr(leaf, "__len__")
+    if scalar:
         raise BatchError(
             "gather_for_metrics() got a scalar: repeated samples cannot be taken out of it. Gather one value a sample, or use "
             "mean(value, weight)"
         )
-    if size is not None and length != size:
+    if size is not None and len(leaf) != size:
+        got = f"shape {tuple(leaf.shape)}" if tensor else f"{len(leaf)} items"
         remedy = "dimension 0 must be the batch. Reshape to one row a sample, or use gather()"
         if objects:
             remedy = "pass one item for each sample, or use gather_object()"
         raise BatchError(
-            f"gather_for_metrics() got {shape}, but this rank's batch has {size} samples: {remedy}"
+            f"gather_for_metrics() got {got}, but this rank's batch has {size} samples: {remedy}"
         )

@@ -186,8 +186,8 @@ def estimate(
         precision: a name that ``Accelerator(mixed_precision=...)`` takes, save "auto"; or a precision.
         per_node: ranks of a node; None means one node.
         optimizer: a name of `STATES`, a class of torch.optim, how many tensors of its size are kept for a parameter, or one
-            or several optimizers of this model, whose groups count: parameters that none of them holds have no states. Of an
-            optimizer whose class is not in `STATES`, two are taken.
+            or several optimizers of this model: parameters that none of them holds have no states. An optimizer of a class
+            that is not in `STATES` counts with two.
         options: of the strategy: its record or a dict of its fields.
         sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, activations
             are counted as in `easymp.training.memory.bytes_saved`; what a loss outside of the model saves is not among them. They
@@ -294,7 +294,7 @@ def _stored(parameter: Tensor, policy: Precision) -> int:
 
 
 def _matrices(model: nn.Module) -> set[int]:
-    """ids of the parameters that autocast copies: weights and biases of layers whose products run in half precision."""
+    """ids of the parameters that autocast copies: weights and biases of layers that compute in half precision."""
     found: set[int] = set()
     for module in model.modules():
         own = [p for p in module._parameters.values() if p is not None]
@@ -391,7 +391,7 @@ def bytes_saved(
     Args:
         compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
         stored: what floating-point tensors are converted to before; None leaves them as they are.
-        change: called with the copy of `model` whose forward is followed.
+        change: called with the copy of `model` that runs forward.
     """
     # Imported here: few runs need it.
     from torch._subclasses.fake_tensor import FakeTensorMode

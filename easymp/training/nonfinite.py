@@ -1,7 +1,7 @@
 """Losses and gradient norms that are not finite: reported once, with step, rank and loss scale; skipped; or raised on all ranks.
 
 A report waits for no device: numbers of some steps go to the host together, and are read when they have arrived. To skip, gradients are
-checked before each step, as under a loss scale (`Scaler`, whose scale is 1 here where there is none). To raise, losses are checked, too.
+checked before each step, as under a loss scale (by a `Scaler` with scale 1 where there is none). To raise, losses are checked, too.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ class Nonfinite:
         self._world, self._scaler, self._updates, self._precision = world, scaler, updates, precision
         self._pending = Pending()
         self._said = False
-        self._bad = (
-            False  # whether a loss of this rank was not finite since the last step, where that is raised
-        )
+        self._bad = False  # a loss of this rank was not finite since the last step, where that is raised
         self._steps = 0
         if scaler.enabled:
             scaler.found = self._step
@@ -120,7 +118,8 @@ class Nonfinite:
             )
 
     def _words(self) -> str:
-        scale = f"loss scale {self._scaler.in_use:g}" if self._scaler.scales else "no loss scale"
+        scaler = self._scaler
+        scale = f"loss scale {scaler.in_use:g}" if scaler.scales else "no loss scale"
         return f"precision {self._precision()}, {scale}"
 
     def _raise(self) -> None:

@@ -58,7 +58,7 @@ def find_executable_batch_size(
 ) -> Any:
     """Run ``function(batch_size, …)``, and again with less each time that any rank runs out of memory.
 
-    ``@find_executable_batch_size(starting_batch_size=256)`` above a training function whose first parameter is the batch size.
+    ``@find_executable_batch_size(starting_batch_size=256)`` above a training function with the batch size as its first parameter.
     Everything that holds memory must be made inside it. All ranks try the same size. A size that worked is where the next call
     begins.
 
@@ -128,9 +128,12 @@ def _attempt(
             if notes is not None:
                 notes.write("failed")
             raise
-        # What hangs on the frames of the error, models above all, must be free before the next attempt.
+        # Objects on the frames of the error, models above all, must be free before the next attempt.
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        _let_go(before)
+        # So must objects that outer Accelerators prepared in it: they hold memory, and connections of the process group.
+        for accelerator in accelerators():
+            if not any(model is old for model in accelerator._prepared.models for old in before):
+                accelerator.free_memory()
     if notes is None:
         return result, outcome == "done"
     notes.write(outcome)
@@ -145,16 +148,8 @@ def _attempt(
     return result, fits
 
 
-def _let_go(before: list[Any]) -> None:
-    """Free what the attempt prepared with Accelerators that were made outside of it: it holds memory, and the process group, whose
-    connections would stay open. One that still has a model from `before` is left as it is."""
-    for accelerator in accelerators():
-        if not any(model is old for model in accelerator._prepared.models for old in before):
-            accelerator.free_memory()
-
-
 class Notes:
-    """What each rank says of one attempt, in the store of the process group."""
+    """The ranks' outcomes of one attempt, in the store of the process group."""
 
     def __init__(self, world: World) -> None:
         store = world.store()
@@ -168,7 +163,7 @@ class Notes:
         self._store.set(str(self._rank), outcome)
         self._store.get(
             str(self._rank)
-        )  # `set` returns before it has arrived, and another connection may overtake it
+        )  # `set` returns before it has arrived; another connection may overtake it
 
     def someone_ran_out(self, wait: bool = False) -> bool:
         """Whether any rank ran out of memory; `wait` until all have said how they fared."""

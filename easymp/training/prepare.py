@@ -58,23 +58,12 @@ class Prepared(NamedTuple):
 
 
 class PrepareOptions(NamedTuple):
-    """The constructor's arguments about preparing.
-
-    Attributes:
-        place: move models and batches to the device.
-        loading: how loaders read.
-        schedule: makes a prepared scheduler of a scheduler and the prepared optimizers that it drives.
-        strategy_options: options of the strategy were given.
-        initialize: gives values to modules that were built on the meta device.
-        recompute: modules that are computed again in backward.
-        compile: options of torch.compile, if anything is compiled.
-        records: option records that must be the same on all ranks.
-    """
+    """The constructor's arguments about preparing; `schedule` makes a prepared scheduler, `records` must be the same on all ranks."""
 
     place: bool
     loading: DataLoaderConfiguration
     schedule: Callable[[Any, Sequence[PreparedOptimizer]], PreparedScheduler]
-    strategy_options: bool = False
+    strategy_options: bool = False  # whether some were given
     initialize: Callable[[nn.Module], None] | None = None
     recompute: Which = False
     compile: CompileOptions | None = None
@@ -311,11 +300,9 @@ class Preparation:
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         settings, strategy, kind = self._run.plan.settings, self.strategy, type(optimizer).__name__
+        remedy = "prepare the model in the same call or before, and build the optimizer from that model's parameters"
         for g, group in enumerate(optimizer.param_groups):
-            self._check_free(
-                *(f"{kind} holds", f" (param group {g})", group["params"]),
-                "prepare the model in the same call or before, and build the optimizer from that model's parameters",
-            )
+            self._check_free(f"{kind} holds", f" (param group {g})", group["params"], remedy)
         own = isinstance(optimizer, optim.FusedOptimizer)  # chooses its step itself
         if own and optimizer.options.ema_decay is not None and settings.ema_decay is not None:
             raise PrepareError(
@@ -324,11 +311,10 @@ class Preparation:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if optimizer.state:
             follow(optimizer, self._raised)
-        masters = None
+        masters, why_not = None, None
         if self._precision.masters or any(p.dtype in LOW for p in held):
             masters = self._masters_for(optimizer, held)
             self._keep_frozen(optimizer, held)
-        why_not: str | None = None
         if own and not settings.fused:
             optimizer.use_plain_torch()
         elif settings.fused and not own:  # before it is spread: the strategy's optimizer has another class
@@ -336,15 +322,12 @@ class Preparation:
         stepped, counting = strategy.spread(optimizer), strategy.counting
         if isinstance(stepped, optim.FusedOptimizer) and counting.add is not None:
             stepped.count_by(counting)
-        engine = optim.Engine(
-            *(stepped, counting, settings.fused, settings.ema_decay, masters, self._gave_way),
-            scaled=self._scaler.enabled,
-        )
+        choice = (settings.fused, settings.ema_decay, masters, self._gave_way, self._scaler.enabled)
+        engine = optim.Engine(stepped, counting, *choice)
         if self._run.world.size > 1 and self._run.world.device.type == "cuda":
             same_kernels(self._run.world, stepped, engine)
-        prepared = optim.PreparedOptimizer(
-            stepped, self._run.window, self._scaler, optimizer, masters, self.sums, engine
-        )
+        shared = (self._run.window, self._scaler, optimizer, masters, self.sums, engine)
+        prepared = optim.PreparedOptimizer(stepped, *shared)
         self.stepped_by.update((id(p), prepared) for p in held)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
         self.optimizers.append(prepared)

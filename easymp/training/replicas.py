@@ -170,13 +170,13 @@ class Replicas:
         self._sent[key] = _Sent(optimizer, optimizer.updates, held, options, sums, rows, work, event)
 
     def _piece(self, parameter: Any) -> int | None:
-        """The number of the piece of `parameter` that this rank and others hold; None: no other rank holds it."""
+        """The number of the piece of `parameter` that this rank and others hold; None: other ranks do not hold it."""
         placements = getattr(parameter, "placements", None)
         own = placements is None and not self._replicated
         if parameter.is_meta or own or copies(parameter, self._world.size) == 1:
             return None
         if type(local(parameter)).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return None  # the bits of such a subclass are its own affair
+            return None  # a subclass that keeps its values in its own way
         piece = WHOLE
         for dim, placement in enumerate(placements or ()):
             if not placement.is_replicate():

@@ -25,11 +25,7 @@ from ..strategies import STRATEGIES
 
 @dataclass(slots=True)
 class Run:
-    """What an open Accelerator, or a PartialState made without one, stands on.
-
-    Attributes:
-        accelerator: the one, if it is still there: to be asked to let go of what it prepared.
-    """
+    """The world, plan and window of an open Accelerator, or of a PartialState made without one; `accelerator()` is None then."""
 
     world: World
     plan: Plan
@@ -41,7 +37,7 @@ _open: list[Run] = []
 
 
 def register(run: Run) -> None:
-    """The newest open run is the one that views show."""
+    """Add an open run; views show the newest one."""
     _open.append(run)
 
 
@@ -145,13 +141,8 @@ class GradientState:
     sync_with_dataloader = property(lambda self: self._window.end_with_loader)
     active_dataloader = property(lambda self: self._window.reading)
 
-    @property
-    def in_dataloader(self) -> bool:
-        return self._window.reading is not None
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        return self._window.reading is not None and self._window.reading.last
+    in_dataloader = property(lambda self: self._window.reading is not None)
+    end_of_dataloader = property(lambda self: self.in_dataloader and self._window.reading.last)
 
     @property
     def remainder(self) -> int:

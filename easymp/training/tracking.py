@@ -27,7 +27,7 @@ class Tracking:
 
     Args:
         own: the script's trackers by lower-case name.
-        optimizers: the prepared ones by now, whose updates count the steps.
+        optimizers: the prepared ones by now; their updates count the steps.
 
     Attributes:
         logbook: starts the trackers and hands rows to them; on other ranks than the main one it has none.

@@ -1,7 +1,7 @@
 """A prepared model: the user's own module with another way to be called; and the micro-step around its calls.
 
 A view shares the module's ``__dict__``, so parameters, buffers, hooks, methods, attributes, ``state_dict`` names and ``isinstance`` are
-the module's own. Only its class differs: a subclass made for it, whose ``__call__`` goes through autocast and the strategy's wrapper.
+the module's own. Only its class differs: a subclass made for it, with a ``__call__`` that goes through autocast and the strategy's wrapper.
 Nothing is set on the user's module. Copies of a view are of the module. As DistributedDataParallel's wrapper, a view has ``module`` and
 ``no_sync()``, unless the module has its own.
 """
@@ -157,7 +157,7 @@ def make_view(
     no_double_backward: str = "",
     sharded: bool = False,
 ) -> tuple[nn.Module, Route]:
-    """The module a user calls in place of `original`; `original` itself where `module` is no other.
+    """The module a user calls in place of `original`; `original` itself where `module` is the same.
 
     Args:
         methods: those that are called as forward is.

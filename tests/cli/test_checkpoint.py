@@ -133,7 +133,7 @@ def test_merge(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert told(capsys, "merge", "--all", "--max-shard-size", "4KB", root / OF_TWO, tmp_path / "whole")
     assert "nothing differs" in told(capsys, "diff", root / OF_TWO, tmp_path / "whole")
     text = told(capsys, "merge", "--max-shard-size", "4 apples", root / OF_TWO, tmp_path / "x", code=1)
-    assert "is no size" in text and not (tmp_path / "x").exists()
+    assert "is not a size" in text and not (tmp_path / "x").exists()
 
 
 def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

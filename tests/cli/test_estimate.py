@@ -173,7 +173,7 @@ def test_options_of_a_strategy_and_ranks_of_a_node(ask):
     ("words", "said"),
     [
         ("7B --processes two", "--processes 'two' is not a whole number"),
-        ("7B --memory lots", "--memory 'lots' is no size"),
+        ("7B --memory lots", "--memory 'lots' is not a size"),
         ("7B --options {'a':1} --strategy fsdp", "--options, line 1"),
         ("1M --optimizer adamx", "the states of optimizer 'adamx' are not known"),
         ("1M --input 1", "activations need a forward, and 1M has none"),

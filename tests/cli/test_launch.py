@@ -93,7 +93,7 @@ def test_one_node_has_no_use_for_another_s_address_and_says_so(launched, caplog)
         ("--grace -1", "below the smallest possible value, 0", ""),
         ("--max-restarts -1", "below the smallest possible value, 0", ""),
         ("--processes 0", "below the smallest possible value, 1", ""),
-        ("--config nowhere.toml", "'nowhere.toml' is no file", "easymp config"),
+        ("--config nowhere.toml", "'nowhere.toml' is not a file", "easymp config"),
     ],
 )
 def test_wrong_words_are_refused_with_the_way_out(capsys, words, why, way):
@@ -139,7 +139,7 @@ def test_the_file_of_config_is_the_launchers_and_the_workers(launched, tmp_path,
 def test_a_wrong_setting_is_said_once_and_before_anything_starts(tmp_path, capsys):
     (tmp_path / "mine.toml").write_text("sed = 3\n")
     assert main(["launch", "--config", str(tmp_path / "mine.toml"), __file__]) == 1
-    assert "mine.toml, line 1: 'sed' is no setting, did you mean 'seed'?" in capsys.readouterr().err
+    assert "mine.toml, line 1: 'sed' is not a setting, did you mean 'seed'?" in capsys.readouterr().err
 
 
 def test_a_missing_script_is_said_in_a_sentence(capsys):
