@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +12,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from easymp import Accelerator
+
+
+@contextmanager
+def heard(name: str) -> Iterator[list[tuple[str, str]]]:
+    """Level and message of what the logger `name` says inside; also in processes without pytest."""
+    said: list[tuple[str, str]] = []
+    handler, logger = logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def make(seed: int = 0) -> nn.Module:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,23 +11,13 @@ from torch import nn
 from easymp import Accelerator, NonfiniteError, StepError
 
 from ..strategies.models import whole
+from .models import heard
 
 NAN, INF = float("nan"), float("inf")
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
 
 
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """What easymp says inside."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("easymp.training.nonfinite")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
+LOG = "easymp.training.nonfinite"
 
 
 def net() -> nn.Module:
@@ -61,9 +48,9 @@ def train(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
 def test_it_is_said_once(precision: str) -> None:
-    with heard() as said, Accelerator(mixed_precision=precision, cpu=True) as acc:
+    with heard(LOG) as said, Accelerator(mixed_precision=precision, cpu=True) as acc:
         assert train(acc, [1, 1, NAN, NAN]) == [True] * 4  # what is NaN is equal to nothing
-    (line,) = said
+    ((_, line),) = said
     assert line.startswith(
         f"rank 0, step 3: the loss is nan (precision {precision}, no loss scale). The step is taken"
     )
@@ -97,7 +84,7 @@ def among_ranks(strategy: str, mode: str, steps: int, items: bool) -> dict[str, 
     options = {"every": 1} if strategy == "local_sgd" else None
     found: dict[str, Any] = {"skipped": [], "moved": [], "error": ""}
     with (
-        heard() as said,
+        heard(LOG) as said,
         Accelerator(
             mixed_precision="bf16",
             strategy=strategy,
@@ -150,7 +137,7 @@ def test_all_ranks_skip_or_raise(ranks: Any, strategy: str, steps: int, items: b
     skipping = ranks(among_ranks, strategy, "skip", steps, items)
     assert [got["moved"] for got in skipping] == [[True, False, True]] * 2
     assert [got["skipped"] for got in skipping] == [[False, True, False]] * 2
-    (line,) = [line for got in skipping for line in got["said"]]
+    ((_, line),) = [line for got in skipping for line in got["said"]]
     assert "step 2: the loss is nan (precision bf16, no loss scale)" in line
     raising = ranks(among_ranks, strategy, "raise", steps, items)
     assert [got["moved"] for got in raising] == [[True, False, True]] * 2
