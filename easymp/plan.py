@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .base.units import columns
 from .distributed import Ranks
 from .errors import RefusedError
 from .hardware import Hardware
@@ -67,8 +68,7 @@ class Plan:
         nodes = f" on {self.ranks.nodes} nodes" if self.ranks.nodes > 1 else ""
         rows = [("processes", f"{self.ranks.size}{nodes}", self.ranks.announced or self.ranks.alone)]
         rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
-        names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
-        return "\n".join(f"{name:<{names}}  {value:<{values}}  {reason}" for name, value, reason in rows)
+        return "\n".join(columns(rows, 3))
 
     def as_dict(self) -> dict[str, Any]:
         """The same for programs: plain values only."""

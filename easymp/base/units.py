@@ -1,8 +1,9 @@
-"""Numbers of bytes, to words and from words."""
+"""Numbers of bytes, to words and from words; and columns of text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import SettingError
@@ -40,3 +41,12 @@ def read_bytes(value: Any, where: str) -> int:
             f"{where}{value!r} is not a size: use a number of bytes, or a unit, as in 16GiB or 16GB"
         )
     return number
+
+
+def columns(rows: Sequence[Sequence[str]], words: int = 1) -> list[str]:
+    """Lines of `rows`: the first `words` columns begin at one place, the others, numbers, end at one place."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    aligned = (
+        [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in rows
+    )
+    return ["  ".join(row).rstrip() for row in aligned]

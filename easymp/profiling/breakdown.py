@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..base.units import size
+from ..base.units import columns, size
 from .events import (
     BACKWARD,
     COMMUNICATION,
@@ -243,7 +243,7 @@ def table(own: Breakdown) -> str:
             rows[-1].append("" if peak is None else size(peak))
     idle, peak = _ms(own.a_step(sum(own.idle.values()))), size(max(own.peak.values(), default=0))
     rows.append(["a step", _ms(own.step), "100 %", idle, peak])
-    return columns([[cell for cell, there in zip(row, shown) if there] for row in rows])
+    return "\n".join(columns([[cell for cell, there in zip(row, shown) if there] for row in rows]))
 
 
 def of_ranks(ranks: Sequence[Breakdown]) -> str:
@@ -257,15 +257,7 @@ def of_ranks(ranks: Sequence[Breakdown]) -> str:
         rows.append([str(r.rank), *map(_ms, (r.step, r.own, r.each(COMMUNICATION), r.each(DATA)))])
     if len(shown) < len(ranks):
         rows.append([f"and {len(ranks) - len(shown)} more", "", "", "", ""])
-    return columns(rows)
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    first, *widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = (
-        [row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], widths))] for row in rows
-    )
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    return "\n".join(columns(rows))
 
 
 def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | None = None) -> list[str]:

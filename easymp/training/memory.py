@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from .. import optim
 from ..base.pytree import map_leaves
-from ..base.units import size, unit
+from ..base.units import columns, size, unit
 from ..errors import BatchError, SettingError, nearest
 from ..logging import get_logger
 from ..plan import candidates
@@ -119,7 +119,7 @@ class Memory:
         name, scale = unit(self.total)
         rows = {**self.rows, "total": self.total}
         cells = [[row, f"{number / scale:,.2f}"] for row, number in rows.items()]
-        lines = [f"{line} {name}" for line in _aligned(cells, left=1)]
+        lines = [f"{line} {name}" for line in columns(cells)]
         return "\n".join([f"{self.strategy}, {self.precision}, {many}; a rank needs", *lines, *self.notes])
 
 
@@ -141,10 +141,10 @@ class Table:
 
     def __str__(self) -> str:
         name, scale = unit(max(line.total for line in self.lines))
-        columns = [row for row in ROWS if any(getattr(line, row) for line in self.lines)]
-        cells = [["strategy", "precision", *columns, "total"]]
+        shown = [row for row in ROWS if any(getattr(line, row) for line in self.lines)]
+        cells = [["strategy", "precision", *shown, "total"]]
         for line in self.lines:
-            sizes = [*(getattr(line, row) for row in columns), line.total]
+            sizes = [*(getattr(line, row) for row in shown), line.total]
             cells.append([line.strategy, line.precision, *(f"{s / scale:,.2f}" if s else "–" for s in sizes)])
         notes: dict[str, list[str]] = {}
         for line in self.lines:
@@ -152,16 +152,7 @@ class Table:
                 notes.setdefault(note, []).append(line.strategy)
         every = {line.strategy for line in self.lines}
         said = [n if every == {*s} else f"{', '.join(dict.fromkeys(s))}: {n}" for n, s in notes.items()]
-        return "\n".join([*_aligned(cells, left=2), f"{name} a rank", *said])
-
-
-def _aligned(cells: list[list[str]], left: int) -> list[str]:
-    """Lines of `cells`; the first `left` columns are words, the others numbers."""
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return [
-        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
-        for row in cells
-    ]
+        return "\n".join([*columns(cells, 2), f"{name} a rank", *said])
 
 
 def estimate(
