@@ -35,18 +35,6 @@ def test_each_name_loads_and_says_what_it_is(name: str) -> None:
         assert value.__module__.startswith("easymp")
 
 
-def test_what_the_scripts_of_others_import() -> None:
-    wanted = (
-        "Accelerator set_seed find_executable_batch_size release_memory notebook_launcher debug_launcher "
-        "DataLoaderConfiguration GradientAccumulationPlugin AutocastKwargs GradScalerKwargs "
-        "DistributedDataParallelKwargs InitProcessGroupKwargs ProfileKwargs DistributedType "
-        "PrecisionType PartialState AcceleratorState GradientState gather broadcast reduce "
-        "send_to_device recursively_apply find_batch_size concatenate pad_across_processes gather_object "
-        "broadcast_object_list skip_first_batches LoggerType GeneralTracker"
-    )
-    assert {*wanted.split()} <= {*easymp.__all__}
-
-
 def test_type_checkers_see_each_name_where_it_is() -> None:
     """They read no table of names, but the imports under TYPE_CHECKING, which are to be the same."""
     assert (PACKAGE / "py.typed").exists()

@@ -1,12 +1,8 @@
-"""On a GPU: the loop of the README in each precision, a resume that is exact, steps that wait for nothing, and the command line."""
+"""On a GPU: the loop of the README in each precision, a resume that is exact, and steps that wait for nothing."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -116,12 +112,3 @@ def test_an_optimizer_that_has_stepped_before_goes_on(tmp_path: Path) -> None:
 
 
 # -- the command line ----------------------------------------------------------------------------------------------------------
-
-
-def easymp(folder: Path, *words: str) -> Any:
-    """What a command prints as JSON, or else as text."""
-    done = subprocess.run(
-        [sys.executable, "-m", "easymp", *words], cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout) if "--json" in words else done.stdout

@@ -12,36 +12,14 @@ from torch.utils.data import DataLoader
 import easymp
 from easymp import (
     Accelerator,
-    DistributedDataParallelKwargs,
     DistributedType,
 )
 
-from .models import data, make, train
+from .models import data, make
 
 
 def close_to(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(a, b))
-
-
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
-def trained(
-    batch: int, steps: int, clip: float | None, precision: str = "no", **ddp: Any
-) -> list[torch.Tensor]:
-    options = [DistributedDataParallelKwargs(**ddp)]
-    with Accelerator(
-        mixed_precision=precision, seed=5, gradient_accumulation_steps=steps, kwargs_handlers=options
-    ) as acc:
-        return train(acc, batch, clip=clip)
-
-
-@pytest.mark.parametrize(("steps", "clip"), [(1, None), (1, 0.1), (3, 0.1)])
-def test_two_processes_train_as_one(ranks, steps: int, clip: float | None) -> None:
-    one = trained(12 // steps, steps, clip)
-    zero, other = ranks(trained, 6 // steps, steps, clip)
-    assert close_to(zero, other)
-    assert close_to(one, zero)
 
 
 def token_windows() -> list[torch.Tensor]:
