@@ -8,22 +8,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, PrepareError, SettingError
-from easymp.base.dtensor import local
+from easymp import Accelerator, PrepareError, SettingError, memory
 from easymp.precision import PRECISIONS
 from easymp.strategies import STRATEGIES
-from easymp.strategies.transforms import find_recomputed, recompute
-from easymp.training.memory import Memory, estimate
 
 from .conftest import Ranks
 from .strategies import models
 
 F32 = 4
+estimate = memory.estimate
 
 
 def held(tensors: list[Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
-    return sum({s._cdata: s.nbytes() for s in (local(t).untyped_storage() for t in tensors)}.values())
+    parts = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return sum({s._cdata: s.nbytes() for s in (part.untyped_storage() for part in parts)}.values())
 
 
 # -- beside real training ----------------------------------------------------------------------------------------------
@@ -211,9 +210,8 @@ def test_checkpointed_blocks_keep_inputs_and_one_of_them_what_it_computes_again(
         torch.randn(8, 12, requires_grad=True),
     )
     whole = estimate(model, sample=x).activations
-    undo = recompute(find_recomputed([model], True))
-    kept = saved_by_running(model, x, None)
-    undo()
+    with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing=True) as acc:
+        kept = saved_by_running(acc.prepare(model), x, None)
     assert whole is not None and kept == (8 * 12 + 4 * 8 * 16) * F32
     predicted = estimate(model, sample=x, activation_checkpointing=True).activations
     assert (
@@ -279,6 +277,5 @@ def test_every_strategy_and_precision_has_its_arithmetic() -> None:
     for strategy in STRATEGIES:
         for precision in PRECISIONS:
             it = estimate(models.make("tied"), strategy=strategy, precision=precision, world=4, per_node=2)
-            assert isinstance(it, Memory)
             assert 0 < it.lasting <= it.total
             assert it.weights <= estimate(models.make("tied"), precision="fp32").weights
