@@ -1,6 +1,6 @@
-"""The Accelerator: it decides once, prepares what it is given, and runs the step.
+"""The Accelerator: it makes the plan, prepares models, optimizers and loaders, and runs the step.
 
-The plan holds what it decides, with reasons. The strategy spreads models, the precision knows dtypes, the world knows ranks.
+The plan holds its decisions and their reasons. The strategy distributes models, the precision holds dtypes, the world ranks.
 """
 
 from __future__ import annotations
@@ -335,11 +335,11 @@ class Accelerator(Processes, Checkpoints):
         batch = f"\nbatch         {self._prepared.batch}" if self._prepared.batch else ""
         return self.plan.explain() + batch
 
-    # -- what it is
+    # -- properties
 
     @property
     def plan(self) -> Plan:
-        """What was decided, and why; refined as models and optimizers are prepared."""
+        """The decisions and their reasons; refined as models and optimizers are prepared."""
         return self._run.plan
 
     @property
@@ -564,7 +564,7 @@ class Accelerator(Processes, Checkpoints):
             model: a prepared model.
             loss_fn: called as ``loss_fn(outputs, target)``, or ``loss_fn(outputs)`` without a target; returns one number.
             inputs, keywords: for the model.
-            target: what the loss compares with, a tensor or a nested batch of tensors.
+            target: the second argument of `loss_fn`, a tensor or a nested batch of tensors.
             num_items: as in `backward`.
 
         Returns:
@@ -687,7 +687,7 @@ class Accelerator(Processes, Checkpoints):
                 loader.even_batches = even
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The run's autocast, for what is computed outside of a prepared model."""
+        """The run's autocast, for computations outside of a prepared model."""
         return self._precision.casting(self.device, autocast_handler or self._autocast)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -748,7 +748,7 @@ class Accelerator(Processes, Checkpoints):
             torch._foreach_clamp_max_(grads, float(clip_value))
 
     def _as_list(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        """What the optimizers hold of `parameters`, with the gradients."""
+        """`parameters`, or their fp32 masters with the gradients."""
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return self._prepared.stepped(chosen) if self._prepared.masters else chosen
 
@@ -786,7 +786,7 @@ class Accelerator(Processes, Checkpoints):
             yield
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> profiling.Profile:
-        """torch.profiler around what is inside: ``with accelerator.profile() as prof:``, on all ranks or on some.
+        """torch.profiler around the block: ``with accelerator.profile() as prof:``, on all ranks or on some.
 
         Gives a torch.profiler.profile that counts the steps itself (see `easymp.profiling.Profile`), writes a Chrome trace a rank, and has
         ``prof.summary()``: a table of where time and memory went.
@@ -795,7 +795,7 @@ class Accelerator(Processes, Checkpoints):
             profile_handler: what to record and when, over the constructor's. Without any: three steps after two, memory included.
 
         Raises:
-            RefusedError: nothing of what is asked for can be recorded here.
+            RefusedError: none of the activities can be recorded here.
         """
         return profiling.Profile(self, self._run, self._prepared, profile_handler or self._profiling)
 
@@ -859,7 +859,7 @@ class Accelerator(Processes, Checkpoints):
         Args:
             project_name: names files, and projects and experiments of services.
             config: hyperparameters: a dict, an argparse Namespace, or a dataclass; anything in it.
-            init_kwargs: a tracker's name → what it takes more.
+            init_kwargs: a tracker's name → further arguments of its start.
 
         Raises:
             SettingError: a wrong name.
@@ -879,7 +879,7 @@ class Accelerator(Processes, Checkpoints):
             values: numbers, words, 0-dim tensors (as they are now, and without waiting for the device), or dicts of these; None leaves
                 a value out.
             step: a whole number; None takes the number of optimizer updates, or of calls where no optimizer is prepared.
-            log_kwargs: a tracker's name → what its `log` takes more.
+            log_kwargs: a tracker's name → further arguments of its `log`.
 
         Raises:
             SettingError: a wrong value or name, on every rank that calls.
@@ -897,7 +897,7 @@ class Accelerator(Processes, Checkpoints):
         """The tracker of this name; on other ranks than the main one an object that takes every call and does nothing.
 
         Args:
-            unwrap: give what the tracker stands on: TensorBoard's SummaryWriter, the run of wandb or MLflow, the path of a file.
+            unwrap: return the library's own object: TensorBoard's SummaryWriter, the run of wandb or MLflow, the path of a file.
 
         Raises:
             SettingError: there is none of this name.
@@ -965,7 +965,7 @@ class Accelerator(Processes, Checkpoints):
             self._nonfinite.finish()
             self._logbook.finish()
             if self._saves is not None:
-                self._saves.close()  # what is being written in the background; its ranks still need the world's store
+                self._saves.close()  # saves in the background still need the world's store
         finally:
             self.free_memory()
             self._undo.close()

@@ -1,4 +1,4 @@
-"""The errors of easymp. Every message says what was passed, why it cannot be had, and what to do.
+"""The errors of easymp. Every message names the value, the reason, and the remedy.
 
 The classes also derive from the builtin that a careful caller would expect (ValueError, RuntimeError …), so that existing
 ``except`` clauses keep working.
@@ -50,11 +50,11 @@ class WorldError(EasympError, RuntimeError):
 
 
 class CheckpointError(EasympError, RuntimeError):
-    """A checkpoint cannot be written, or is not what it should be; what is live has not changed, unless the message says so."""
+    """A checkpoint cannot be written, or is damaged. Live objects have not changed, unless the message says so."""
 
 
 class TrackerError(EasympError, RuntimeError):
-    """A tracker of what is logged cannot start."""
+    """A tracker cannot start."""
 
 
 class KernelError(EasympError, RuntimeError):

@@ -88,14 +88,14 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run keeps what stays.
+    """Where a run keeps checkpoints and logs.
 
     Attributes:
         project_dir: a folder, or a URL of fsspec; checkpoints without a path go to ``project_dir/checkpoints``, or to ``./checkpoints``.
         logging_dir: for the script's own logs; None takes `project_dir`. Several runs may share it, and `project_dir` belongs to one run.
-        automatic_checkpoint_naming: what ``save_state()`` without a path does in any case: ``step-00000100``, by optimizer updates.
-        total_limit: how many of the checkpoints that ``save_state()`` names by itself are left, the last ones; None leaves all. What a run
-            did not continue is not counted, and stays: `easymp checkpoint prune` removes it.
+        automatic_checkpoint_naming: accepted; ``save_state()`` without a path names by optimizer updates in any case: ``step-00000100``.
+        total_limit: how many of the checkpoints that ``save_state()`` names by itself are left, the last ones; None leaves all. Checkpoints
+            that the run did not continue are not counted, and stay: `easymp checkpoint prune` removes them.
         iteration: saves so far; kept in checkpoints.
         save_on_each_node: accepted as False only: the ranks write one checkpoint together, in one place that all of them reach.
     """
@@ -209,7 +209,7 @@ class GradScalerKwargs:
 
 
 class LoggerType(StrEnum):
-    """What `log_with` takes, as members; those of Accelerate that are not here are refused with a sentence."""
+    """Names of trackers that `log_with` takes. Other trackers of Accelerate are refused with a sentence."""
 
     ALL = "all"
     JSONL = "jsonl"
@@ -225,7 +225,7 @@ class LoggerType(StrEnum):
 
 
 class DDPCommunicationHookType(StrEnum):
-    """How gradients travel under strategy "ddp": the words that `comm_hook` takes, as members."""
+    """The words that `comm_hook` takes: how gradients are communicated under strategy "ddp"."""
 
     NO = "no"
     FP16 = "fp16"
@@ -331,7 +331,7 @@ class InitProcessGroupKwargs:
     """Options of the process group.
 
     Attributes:
-        backend: accepted where it is what the device takes in any case: "gloo" on CPUs, "nccl" on NVIDIA and AMD, "xccl" on Intel.
+        backend: accepted only as the usual one of the device: "gloo" on CPUs, "nccl" on NVIDIA and AMD, "xccl" on Intel.
         init_method: accepted as "env://" only: where ranks meet is the launcher's.
         timeout: how long a collective may wait for the other ranks (a timedelta or seconds); 2 minutes.
     """
@@ -367,7 +367,7 @@ class ProfileKwargs:
     """Options of `Accelerator.profile`, by Accelerate's names; those that torch.profiler.profile has, with its defaults.
 
     Attributes:
-        activities: what is recorded: words of "cpu", "cuda", "xpu", "mtia", "hpu", or torch's ProfilerActivity; None: all there is.
+        activities: names of "cpu", "cuda", "xpu", "mtia", "hpu", or torch's ProfilerActivity; None: all that the machine has.
         schedule_option: of torch.profiler.schedule: ``active`` steps are recorded after ``wait`` and ``warmup`` ones (0), again and again
             or ``repeat`` times, the first ``skip_first`` apart. None records the whole block.
         on_trace_ready: called with the profile whenever a cycle of the schedule has been recorded.
@@ -401,7 +401,7 @@ class ProfileKwargs:
 
 
 def activity_word(given: Any) -> str:
-    """What `ProfileKwargs` calls an activity."""
+    """The name of an activity in `ProfileKwargs`."""
     return str(getattr(given, "name", given)).lower()
 
 

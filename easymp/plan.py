@@ -1,7 +1,7 @@
 """The decision: what will run here, each choice with its reason and its source.
 
-`make_plan` is pure: settings, hardware and ranks in, plan out. It asks each strategy and precision by `refuse`. A refusal of what was asked
-for is an error; a refusal of what "auto" tries leads to the next candidate, and its reason is kept.
+`make_plan` is pure: settings, hardware and ranks in, plan out. It asks each strategy and precision by `refuse`. A refusal of a
+request is an error; a refusal of a candidate of "auto" leads to the next one, and its reason is kept.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
     """Decide.
 
     Raises:
-        RefusedError: what was asked for cannot run here; the sentence says why, and what would.
+        RefusedError: a request cannot run here; the message says why, and names an alternative.
     """
     device = _device(settings, hardware, ranks)
     facts = _facts(hardware, ranks, device.value)
@@ -161,7 +161,7 @@ def _precision(settings: Settings, facts: Facts) -> Choice[str]:
 
 
 def _candidates(facts: Facts) -> list[tuple[str, str]]:
-    """What "auto" tries here, best first, each with the reason to take it."""
+    """The candidates of "auto" here, best first, each with the reason to take it."""
     fp32 = ("fp32", "no faster precision is known here")
     if facts.device == "cpu":
         cpu = facts.hardware.cpu

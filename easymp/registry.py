@@ -19,11 +19,11 @@ class Registry(Mapping[str, T]):
     """Classes by name.
 
     Args:
-        rows: name → ("file below the package:class", what it does in a few words).
+        rows: name → ("file below the package:class", its description in a few words).
 
     Attributes:
         homes: name → where its class is.
-        words: name → what it does.
+        words: name → its description.
     """
 
     def __init__(self, rows: Mapping[str, tuple[str, str]]) -> None:
@@ -42,7 +42,7 @@ class Registry(Mapping[str, T]):
         return len(self.homes)
 
 
-# One line a strategy: its name, its class, and what it does.
+# One line a strategy: its name, its class, and its description.
 STRATEGIES: Registry[type[Strategy]] = Registry(
     {
         "single": ("strategies.single:Single", "one process alone"),

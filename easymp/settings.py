@@ -32,7 +32,7 @@ OPTIONS = "strategy_options"  # the table of the strategy's own
 
 @dataclass(frozen=True)
 class ProjectFile:
-    """What stands in the file.
+    """The content of the project file.
 
     Attributes:
         path: as it was named; None where there is no file.
@@ -292,7 +292,7 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     ``EASYMP_OVERRIDE`` wins over them all: it makes a script that names its settings run with others.
 
     Args:
-        given: a whole Settings object; what was passed to it, and is not None, counts as asked for.
+        given: a whole Settings object; arguments of its constructor, unless None, count as asked for.
         arguments: single settings; None means not given.
 
     Raises:

@@ -270,14 +270,14 @@ class UpdateWindow:
     # -- loaders
 
     def _look(self) -> None:
-        """After each change of what is read: loops are asked about at every batch, and change once a pass."""
+        """After each change of the loops: they are asked about at every batch, and change once a pass."""
         self.enclosing: Any = self._reading[-1] if self._reading else None
         there = self._reading or self._beside or [None]
         self.reading: Any = there[-1]
         self.outermost: Any = there[0]
 
     def enter(self, loader: Any, beside: bool = False) -> None:
-        """`loader` begins to be read: the innermost loop is the one that counts, and not what is read `beside` it."""
+        """`loader` begins to be read: the innermost loop counts, and not a loader that is read `beside` it."""
         (self._beside if beside else self._reading).append(loader)
         self._at_end = False
         self._look()

@@ -81,7 +81,7 @@ def names_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
     """id of each parameter of `model` → its name, to be taken before parameters are replaced; a tied one has its first name.
 
     Raises:
-        PrepareError: an optimizer has stepped already on one of them: what it remembers would belong to nothing.
+        PrepareError: an optimizer has stepped already on one of them: its state would belong to no parameter.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for optimizer in optimizers:
@@ -117,7 +117,7 @@ def follow(optimizer: torch.optim.Optimizer, raised: Mapping[int, torch.dtype]) 
     Counters stay on the CPU where torch's plain step wants them: as in torch's own `load_state_dict`, unless it is fused or capturable.
 
     Args:
-        raised: id of a parameter that has become fp32 → what it was. States of that dtype become fp32, too.
+        raised: id of a parameter that has become fp32 → its dtype before. States of that dtype become fp32, too.
     """
     for group in optimizer.param_groups:
         on_device = bool(group.get("fused") or group.get("capturable"))

@@ -55,7 +55,7 @@ def merged(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def put(changes: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Set (or with None remove) variables for good; returns what they were."""
+    """Set (or with None remove) variables for good; returns the values before."""
     before = {name: os.environ.get(name) for name in changes}
     for name, value in changes.items():
         if value is None:

@@ -22,7 +22,7 @@ def at_first_use(
 
     Args:
         package: its ``__name__``.
-        namespace: its ``globals()``, which keep what was loaded.
+        namespace: its ``globals()``, which keep the loaded values.
         public: names in ``__all__``, by module. A name that ends its module's path is the module itself.
         inner: names for easymp's other packages, which ``__all__`` leaves out.
         elsewhere: names that are looked for here → where they are, the text of an ImportError.

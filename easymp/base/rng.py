@@ -1,7 +1,7 @@
 """Random streams: one shared by all ranks until the models are prepared, one a rank from then on.
 
-What all ranks must draw alike (initial weights, data order) comes from the shared seed; what they must not (dropout,
-augmentation) from a stream a rank. Seeds are mixed by a hash, so neighbouring seeds, epochs and ranks share nothing.
+Equal draws on all ranks (initial weights, data order) come from the shared seed, unlike ones (dropout, augmentation) from a stream
+a rank. Seeds are mixed by a hash, so neighbouring seeds, epochs and ranks share nothing.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from . import env
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """``(2, 11)`` of ``"2.11.0+cu130"``, and of ``"2.11.0a0+1234"``, as NVIDIA's containers have it: it counts as what it becomes."""
+    """``(2, 11)`` of ``"2.11.0+cu130"``, and of ``"2.11.0a0+1234"``: a pre-release counts as its release."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 

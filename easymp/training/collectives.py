@@ -20,7 +20,7 @@ modules_at_first_use(globals(), "state")
 
 LENGTHS = (
     f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current batch "
-    "without what was repeated to complete it"
+    "without the samples that complete it"
 )
 
 
@@ -154,7 +154,7 @@ def _together(
 
 
 def _form(leaf: Any, free: int | None) -> str:
-    """What must be the same on all ranks: ``"float32[2, 3]"``, and the kind of device where it is not the CPU."""
+    """The part of a leaf that must be equal on all ranks: ``"float32[2, 3]"``, and the kind of device where it is not the CPU."""
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
     shape = [str(length) for length in leaf.shape]

@@ -71,13 +71,13 @@ class Memory:
         weights: parameters, or this rank's shards of them.
         buffers: the model's buffers, whole.
         gradients: in the type of the weights, and once more in fp32 for masters.
-        states: what the optimizer keeps.
+        states: the optimizer's states.
         masters: fp32 master weights, where the precision keeps some beside low-precision weights.
         copies: autocast's low-precision copies of the weights of matrix layers, alive from forward to backward.
         gathered: other ranks' weights that are here for a while, in the precision's compute type, at the peak.
         reducing: whole gradients and those in communication, beside those in `gradients`, at the peak.
         activations: what forward keeps for backward; None where no sample was given.
-        notes: what is only approximate, or not counted.
+        notes: figures that are approximate, or not counted.
     """
 
     strategy: str
@@ -105,7 +105,7 @@ class Memory:
 
     @property
     def lasting(self) -> int:
-        """What stays from one step to the next: weights, buffers, gradients, states, masters."""
+        """Bytes that stay from one step to the next: weights, buffers, gradients, states, masters."""
         return self.weights + self.buffers + self.gradients + self.states + self.masters
 
     def __add__(self, other: Memory) -> Memory:
@@ -169,7 +169,7 @@ def estimate(
     averages: bool = False,
     activation_checkpointing: bool | str | Sequence[str] = False,
 ) -> Memory:
-    """What one of `world` ranks needs to train `model`.
+    """Estimate the memory that one of `world` ranks needs to train `model`.
 
     Args:
         model: any module, or a number of parameters (fp32, all trained).
@@ -181,12 +181,12 @@ def estimate(
             that is not in `STATES` counts with two.
         options: of the strategy: its record or a dict of its fields.
         sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, activations
-            are counted as in `easymp.training.memory.bytes_saved`; what a loss outside of the model saves is not among them. They
+            are counted as in `easymp.training.memory.bytes_saved`; a loss outside of the model is not counted. They
             are those of the whole model: where a strategy splits layers or stages over ranks, a rank keeps fewer.
         activations: their bytes, where they are known already.
         averages: moving averages of the weights are kept (``Accelerator(ema_decay=...)``), in fp32, among the states.
         activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`: these parts
-            keep their inputs, and one of them at a time, counted as the average one, what it computes again.
+            keep their inputs; recomputation in backward counts with the average part.
 
     Raises:
         SettingError: a wrong name or value.
@@ -231,7 +231,7 @@ def estimate(
         sums["gathered"] = layout.gathered * there
         sums["reducing"] = layout.unreduced * there + layout.reducing * policy.reduce.itemsize
     else:
-        notes.append("from a count alone: what is gathered at a time is not known, and not counted")
+        notes.append("from a count alone: weights that are gathered at a time are not counted")
     if activations is None and sample is not None:
         activations = _activations(module, policy, sample, read_which(activation_checkpointing))
     if activations is None:
@@ -434,8 +434,8 @@ def bytes_saved(
     except Exception as error:
         why = (str(error).splitlines() or [""])[0]
         raise BatchError(
-            f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: {why}): check that the "
-            "sample is what it takes, or leave the sample out"
+            f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: {why}): check the "
+            "sample, or leave the sample out"
         ) from error
     return sum(number for where, number in saved.items() if where not in weights)
 
@@ -447,7 +447,7 @@ def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
     """The first strategy for which there is memory, or the last, with the arithmetic.
 
     Args:
-        needs: what a rank needs, activations not counted, by strategy, best first.
+        needs: by strategy, best first, without activations.
         available: bytes of the poorest rank.
     """
     most = int(available * (1 - SPARE))

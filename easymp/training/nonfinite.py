@@ -85,7 +85,7 @@ class Nonfinite:
                 self._note(GRADIENTS, found * (scaler.current <= 1), self._updates())
 
     def finish(self) -> None:
-        """The run ends: say what is still on its way."""
+        """The run ends: report numbers that are still on their way."""
         self._pending.send()
         self._read(wait=True)
 

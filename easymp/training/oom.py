@@ -44,7 +44,7 @@ def release_memory(*objects: Any, device: torch.device | None = None) -> list[No
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is a device's or the host's way to say that memory is used up."""
+    """Whether `error` means that the device or the host has no memory left."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
@@ -166,7 +166,7 @@ class Notes:
         )  # `set` returns before it has arrived; another connection may overtake it
 
     def someone_ran_out(self, wait: bool = False) -> bool:
-        """Whether any rank ran out of memory; `wait` until all have said how they fared."""
+        """Whether any rank ran out of memory; `wait` until all have reported."""
         if wait:
             self._store.wait(self._keys, AS_LONG_AS_IT_TAKES)
         return self._store.check(["ran out"])

@@ -241,7 +241,7 @@ class Preparation:
             self._compiling.blocks(models, strategy.sharded)
 
     def _look_for_memory(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """On one process: estimate exactly only what is above a bound for any precision and usual optimizer."""
+        """On one process: estimate the memory, unless a bound for any precision and usual optimizer fits."""
         every = [*(p.route.original for p in self.models), *models]
         most = sum(p.numel() * (8 * p.element_size() + 12) for model in every for p in model.parameters())
         if most > self._run.plan.memory * (1 - SPARE):
@@ -471,7 +471,7 @@ class Preparation:
     # -- for the step
 
     def routes(self, models: Sequence[nn.Module]) -> list[Route]:
-        """How `models` are called; all of them, where none is named."""
+        """The routes of `models`, or of all prepared ones."""
         if not models:
             return [prepared.route for prepared in self.models]
         routes = {id(m): p.route for p in self.models for m in (p.view, p.route.original)}
@@ -487,7 +487,7 @@ class Preparation:
         yield from self.sums.gradients()
 
     def stepped(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """What optimizers hold of `parameters`: their masters, with the gradients, where they have some."""
+        """`parameters`, or their fp32 masters with the gradients, as optimizers hold them."""
         held = [self.masters.get(id(p), p) for p in parameters]
         for optimizer in self.optimizers_of(held):
             optimizer.gather()

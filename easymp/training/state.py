@@ -66,7 +66,7 @@ def current_world(cpu: bool | None = None, backend: str | None = None, timeout: 
 
 
 class PartialState(Processes):
-    """Who this process is. Made without an Accelerator, it joins the world by itself.
+    """The process and its ranks. Made without an Accelerator, it joins the world by itself.
 
     Args:
         cpu: the CPU, although there is an accelerator.
@@ -97,7 +97,7 @@ class PartialState(Processes):
 
 
 class AcceleratorState(Processes):
-    """Who this process is, and what was decided.
+    """The process and the plan of the open run.
 
     Raises:
         StepError: no Accelerator is open.

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ..settings import Settings
     from .state import Run
 
-Options = Mapping[str, Mapping[str, Any]] | None  # a tracker's name → what it takes more
+Options = Mapping[str, Mapping[str, Any]] | None  # a tracker's name → further arguments
 
 
 class Tracking:
-    """What `init_trackers`, `log`, `trackers` and `get_tracker` of an Accelerator do.
+    """`init_trackers`, `log`, `trackers` and `get_tracker` of an Accelerator.
 
     Args:
         own: the script's trackers by lower-case name.

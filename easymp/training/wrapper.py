@@ -82,9 +82,9 @@ class Route:
 
     Attributes:
         original: the user's module.
-        module: what the strategy made of it.
-        no_sync: inside what it gives, gradients stay with this rank for a while.
-        explain: is told of an error in a call.
+        module: the result of the strategy's `wrap`.
+        no_sync: makes a context that keeps gradients to this rank.
+        explain: called with an error of a call.
         no_double_backward: why a gradient of a gradient is refused; "" where it works.
     """
 
@@ -129,7 +129,7 @@ class Route:
                 own["forward"] = before
 
         def once(*args: Any, **kwargs: Any) -> Any:
-            restore()  # what the method calls is the model's own forward
+            restore()  # the method calls the model's own forward
             return getattr(original, name)(*args, **kwargs)
 
         module: Any = self.module
@@ -213,7 +213,7 @@ def make_view(
 
 
 class _View:
-    """What all views do alike, before their own class is asked."""
+    """Methods of all views, before those of their own class."""
 
     __slots__ = ()
     _easymp_route: Route
@@ -242,7 +242,7 @@ class _View:
 
 
 def _itself(module: nn.Module) -> nn.Module:
-    """What making a copy of a view calls."""
+    """Called when a view is copied."""
     return module
 
 
