@@ -282,8 +282,8 @@ def through(strategy: str | None, way: str, how: dict[str, Any], named: bool = T
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor_parallel"])
 @pytest.mark.parametrize("way", ["forward", "methods", "twice"])
 def test_methods_train_as_forward_does(ranks, strategy: str, way: str) -> None:
-    for how in ({}, {"gradient_accumulation_steps": 2}):
-        assert far(ranks(through, strategy, way, how)[0], through(None, way, how)) < PRECISE
+    how = {"gradient_accumulation_steps": 2 if way == "twice" else 1}
+    assert far(ranks(through, strategy, way, how)[0], through(None, way, how)) < PRECISE
 
 
 @pytest.mark.parametrize("way", ["embed", "child"])
