@@ -10,7 +10,7 @@ from ...base.units import size
 from ...distributed import Ranks
 from ...errors import EasympError, RefusedError, SettingError
 from ...hardware import Hardware
-from ...plan import AUTOMATIC, incompatible, make_plan
+from ...plan import incompatible, make_plan
 from ...protocols import Facts
 from ...registry import ALIASES, PRECISIONS, STRATEGIES
 from ...settings import Settings
@@ -20,6 +20,7 @@ from .models import Sized
 
 WITH_INPUT = "activations are not counted: pass the shape of a batch (--input)"
 WITHOUT = "activations are not counted: they need a forward, so module:callable and a batch's shape (--input)"
+SIMPLEST = ("single", "ddp", "zero1", "fsdp")  # the first that fits is suggested
 
 
 class Row(NamedTuple):
@@ -128,10 +129,9 @@ def estimates(
         activations[precision] = estimate(
             sized.model, **{**how, "options": None}, strategy="single", precision=precision
         ).activations
-    simplest = [name for name in STRATEGIES if name in ("single", "zero1", *AUTOMATIC)]
     rows: list[Row] = []
     for world, plan in plans.items():
-        for strategy in strategies or simplest:
+        for strategy in strategies or SIMPLEST:
             if why := STRATEGIES[strategy].refuse(facts[world]):
                 refused += [f"{strategy} on {world}: {why}"] if strategies else []
                 continue
