@@ -78,7 +78,7 @@ from checkpointers import (
     sync,
 )
 
-from easymp.checkpoint.blocks import crc32
+from easymp.checkpoint.storage import crc32
 
 CASES = {"one": 1, "ddp": 2, "fsdp": 2}  # processes
 TITLES = {"one": "one process", "ddp": "ddp, two processes", "fsdp": "fsdp, two processes"}

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..logging import get_logger
-from .blocks import Tick, no_tick
 from .codec import pack
+from .folders import Opened
 from .huggingface import load
 from .layout import whole
 from .load import Reading
@@ -32,6 +32,7 @@ from .read_plan import Want
 from .run_state import numbered
 from .snapshot import Kept
 from .source import canonical, without_wrappers
+from .storage import Tick, no_tick
 from .storage_local import LocalStorage
 
 logger = get_logger(__name__)
@@ -245,7 +246,7 @@ class Translated(Reading):
         }
         step = max((trees[o.name]["updates"] for o in optimizers if o.name in trees), default=0)
         manifest = Manifest(step, max(len(found.rng), 1), "", "Accelerate", {}, tensors, {}, states, aliases)
-        super().__init__(LocalStorage(folder), "", manifest, rank, strict, again=True)
+        super().__init__(Opened(LocalStorage(folder), "", manifest), rank, strict, again=True)
 
     def run(self, tick: Tick = no_tick) -> None:
         self._refill(self._wanted)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SettingError
-from .blocks import Tick, no_tick
 from .codec import TAG
 from .folders import (
     Opened,
@@ -33,12 +32,12 @@ from .folders import (
 )
 from .layout import slices, whole
 from .lineage import committed, committed_saves, drop, newest, survey, take_away
-from .lock import lock_of
-from .manifest import BLOCK, MANIFEST, FileRecord, Manifest, Stored
+from .lock import claim, lock_of
+from .manifest import BLOCK, MANIFEST, Manifest, Stored
 from .progress import expect
 from .read_plan import expected, faults, one_by_one, room
 from .snapshot import group
-from .storage import Storage
+from .storage import SourceFile, Storage, Tick, block_count, no_tick
 
 LONG = 60  # characters of a value that is shown
 TRACKING = "state/tracking"  # names and positions of logs, which differ between equal runs
@@ -275,34 +274,32 @@ def verify(folder: str | os.PathLike[str], tick: Tick = no_tick) -> list[Damage]
     found: list[Damage] = []
     expect(tick, _bytes_of(opened.manifest))
     held = expected(opened.manifest, opened.manifest.files)
-    for name, record in opened.manifest.all_files.items():
-        wrong = list(_damage_in(opened, name, record, tick))
+    for name, file in {**opened.files, **opened.extra}.items():
+        wrong = list(_damage_in(opened.manifest, name, file, tick))
         if not wrong and name in held:
-            said = faults(opened.storage, opened.folder, name, record.size, held[name])
-            wrong = [Damage(name, why, None, tensors) for why, tensors in said]
+            wrong = [Damage(name, why, None, tensors) for why, tensors in faults(file, held[name])]
         found += wrong
     return found
 
 
-def _damage_in(opened: Opened, name: str, record: FileRecord, tick: Tick) -> Iterator[Damage]:
-    storage, path = opened.storage, inside(opened.folder, name)
-    size = storage.size(path)
-    if size != record.size:
-        why = "is missing" if size is None else f"has {size} bytes, and {record.size} were written"
-        yield Damage(name, why, None, _tensors_in(opened.manifest, name, 0, record.size))
+def _damage_in(manifest: Manifest, name: str, file: SourceFile, tick: Tick) -> Iterator[Damage]:
+    size = file.storage.size(file.name)
+    if size != file.size:
+        why = "is missing" if size is None else f"has {size} bytes, and {file.size} were written"
+        yield Damage(name, why, None, _tensors_in(manifest, name, 0, file.size))
         return
 
     def fault(numbers: Sequence[int] | None = None, tick: Tick = no_tick) -> str:
         try:
-            storage.verify(path, record.size, record.checksums, tick, numbers)
+            file.verify(tick, numbers)
         except (CheckpointError, OSError) as error:
-            return str(error).removeprefix(f"{inside(storage.place, path)}: ")
+            return str(error).removeprefix(f"{file}: ")
         return ""
 
     if why := fault(tick=tick):  # it ends at the first fault: each block alone tells which ones are wrong
-        blocks = [block for block in range(len(record.checksums)) if fault([block])]
+        blocks = [block for block in range(block_count(file.size)) if fault([block])]
         for block in blocks:
-            tensors = _tensors_in(opened.manifest, name, block * BLOCK, (block + 1) * BLOCK)
+            tensors = _tensors_in(manifest, name, block * BLOCK, (block + 1) * BLOCK)
             yield Damage(name, "is not what was written", block, tensors)
         if not blocks:
             yield Damage(name, why)
@@ -535,12 +532,12 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
         gone = committed_saves(storage, checkpoint) if checkpoint in old else []
         try:
             # Named in the lock, so that the next writer knows what was left half done after a kill.
-            claim = storage.claim(checkpoint, gone[-1] if gone else "")
+            lock = claim(storage, checkpoint, gone[-1] if gone else "")
         except CheckpointError:
             busy.append(checkpoint)
             continue
         try:
-            rest = _leftovers(storage, checkpoint, claim.left)
+            rest = _leftovers(storage, checkpoint, lock.left)
             size += sum(_bytes_in(storage, name) for name in (*gone, *rest))
             if not dry_run:
                 for folder in rest:
@@ -548,7 +545,7 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
                 for folder in gone:
                     drop(storage, folder)
         finally:
-            claim.release()
+            lock.release()
         removed += gone
         left_over += rest
     return Pruned(tuple(kept), tuple(removed), tuple(left_over), tuple(busy), size)

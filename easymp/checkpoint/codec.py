@@ -1,7 +1,7 @@
 """Python state as JSON; reading it runs no code.
 
-`dumps` and `loads` are strict JSON: no key twice, no NaN, bounded depth and length. The text may come from anyone, so whatever costs more
-than its length is refused before it is parsed.
+`dumps` and `loads` are strict JSON: no key twice, no NaN, bounded depth and length. The text may come from anyone, so what costs more than
+its length is refused before it is parsed.
 
 `pack` and `unpack` tag the values that plain JSON lacks as ``{"$": kind, …}``, and replace tensors by their names in files. Kept: the
 builtin containers, OrderedDict, Counter, defaultdict of a builtin; numbers of any size, bytes, torch's Size, dtype and device, NumPy's
@@ -59,7 +59,7 @@ def dumps(value: Any) -> bytes:
         return text
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"this cannot be stored as JSON ({error}): pass plain values, and fewer"
+            f"this cannot be stored as JSON ({error}): pass fewer and plain values"
         ) from None
 
 
@@ -67,7 +67,7 @@ def loads(text: bytes, what: str) -> Any:
     """The value of a JSON text; `what` names the file in messages.
 
     Raises:
-        CheckpointError: it is no JSON, or of a kind that easymp never writes.
+        CheckpointError: it is not JSON, or of a kind that easymp never writes.
     """
     try:
         _check_cost(text)
@@ -86,7 +86,7 @@ def loads(text: bytes, what: str) -> Any:
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{what}: no JSON that is read here ({error}): damaged, or another kind of file"
+            f"{what}: not JSON as written here ({error}): damaged, or another kind of file"
         ) from None
     return value
 
@@ -105,7 +105,7 @@ def _check_cost(text: bytes) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice[:80]!r} stands twice")
     return found
 
@@ -123,7 +123,7 @@ def _float(digits: str) -> float:
 
 
 def _constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"JSON has no number {name}")
 
 
 # -- kinds ------------------------------------------------------------------------------------------------------------
@@ -138,13 +138,10 @@ MAPPINGS: dict[type, str] = {
 FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, list, dict, set, tuple)}
 FACTORIES["none"] = None
 TORCH_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-NUMPY_DTYPES = {  # what NumPy and torch both have, under the same names
-    name: TORCH_DTYPES[name]
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
+SHARED = (  # dtypes that NumPy and torch both have, under the same names
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+)
+NUMPY_DTYPES = {name: TORCH_DTYPES[name] for name in SHARED.split()}
 
 
 def _base64(content: bytes | bytearray) -> str:
@@ -197,14 +194,15 @@ class _Packer:
         if kind is complex:
             return {TAG: "complex", "items": [self.pack(part, path) for part in (value.real, value.imag)]}
         if not hashed and isinstance(value, Tensor):
-            return {TAG: "tensor", "name": self._keep(_checked(value, path), path)}
+            _check_tensor(value, path)
+            return {TAG: "tensor", "name": self._keep(value, path)}
         if kind is list or kind in SEQUENCES or kind in MAPPINGS:
             return self._container(value, path, hashed)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic) and value.dtype.name in NUMPY_DTYPES:
             return {TAG: "scalar", "dtype": value.dtype.name, "value": self.pack(value.item(), path)}
         if numpy is not None and kind is numpy.ndarray and not hashed and value.dtype.name in NUMPY_DTYPES:
-            # A copy in native byte order; torch shares the memory of no array that is read-only or runs backwards.
+            # A copy in native byte order; torch takes no array that is read-only or runs backwards.
             array = value.astype(value.dtype.newbyteorder("="), order="C")
             return {TAG: "array", "name": self._keep(torch.from_numpy(array), path)}
         raise CheckpointError(f"{path}: {_refusal(value, hashed)}")
@@ -218,15 +216,13 @@ class _Packer:
             )
         self._open.append(id(value))
         try:
-            if type(value) in MAPPINGS:
+            kind, items = type(value), value
+            if kind in MAPPINGS:
                 return self._mapping(value, path)
-            if type(value) in (range, slice):
-                value = type(value), (value.start, value.stop, value.step)
-            elif isinstance(value, (set, frozenset)):  # a fixed order: equal states have equal bytes
-                value, hashed = (type(value), sorted(value, key=repr)), True
-            else:
-                value = type(value), value
-            kind, items = value
+            if kind in (range, slice):
+                items = value.start, value.stop, value.step
+            elif kind in (set, frozenset):  # a fixed order: equal states have equal bytes
+                items, hashed = sorted(value, key=repr), True
             packed = [self.pack(item, f"{path}/{i}", hashed) for i, item in enumerate(items)]
         finally:
             self._open.pop()
@@ -239,12 +235,12 @@ class _Packer:
         packed: dict[str, Any] = {TAG: kind}
         if isinstance(value, defaultdict):
             factory = value.default_factory
-            name = next((name for name, known in FACTORIES.items() if known is factory), None)
-            if name is None:
+            names = [name for name, known in FACTORIES.items() if known is factory]
+            if not names:
                 raise CheckpointError(
                     f"{path}: a defaultdict of {_named(factory)} can't be stored: store dict(…) of it"
                 )
-            packed["of"] = name
+            packed["of"] = names[0]
         packed["items"] = [
             [self.pack(key, f"{path}/key {i}", hashed=True), self.pack(item, f"{path}/{_step(key, i)}")]
             for i, (key, item) in enumerate(value.items())
@@ -258,26 +254,21 @@ class _Packer:
         return path
 
 
-def _checked(value: Tensor, path: str) -> Tensor:
-    plain: tuple[type, ...] = (Tensor, nn.Parameter, nn.Buffer)
-    if type(value) not in plain:
-        distributed = sys.modules.get(
-            "torch.distributed.tensor"
-        )  # long to import, and no DTensor exists before
+def _check_tensor(value: Tensor, path: str) -> None:
+    if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+        distributed = sys.modules.get("torch.distributed.tensor")  # long to import, and it makes all DTensors
         if distributed is None or type(value) is not distributed.DTensor:
-            raise CheckpointError(
-                f"{path}: a {_named(type(value))} would come back as a plain tensor: store .as_subclass(torch.Tensor) of it"
-            )
+            said = f"a {_named(type(value))} would come back as a plain tensor"
+            raise CheckpointError(f"{path}: {said}: store .as_subclass(torch.Tensor) of it")
     if value.layout != torch.strided:
         raise CheckpointError(f"{path}: a tensor of layout {value.layout} can't be stored: store .to_dense()")
-    return value
 
 
 def _encodable(text: str) -> bool:
     try:
         text.encode()
         return True
-    except UnicodeEncodeError:  # half of a surrogate pair, as in names of files that are no text
+    except UnicodeEncodeError:  # half of a surrogate pair, as in names of files that are not text
         return False
 
 
@@ -288,48 +279,22 @@ def _step(key: Any, number: int) -> str:
     return str(key) if key is None or (isinstance(key, int) and -WORD <= key < WORD) else f"item {number}"
 
 
-REMEDIES = {  # by class, in this order: a value that can be stored in its place
-    "enum.Enum": "its .value",
-    "datetime.date": "its isoformat()",
-    "datetime.time": "its isoformat()",
-    "datetime.timedelta": "its total_seconds()",
-    "collections.deque": "list(…) of it",
-    "decimal.Decimal": "str(…) of it",
-    "fractions.Fraction": "its as_integer_ratio()",
-    "random.Random": "its getstate()",
-    "torch._C.Generator": "its get_state()",
-    "numpy.random._generator.Generator": "its bit_generator.state",
-    "numpy.random.mtrand.RandomState": "its get_state()",
-    "numpy.ndarray": "its tolist(), or an array of numbers",
-    "numpy.generic": "its tolist(), or an array of numbers",
-    **{f"builtins.{name}": f"{name}(…) of it" for name in ["tuple", "dict", "str", "int", "float", "bytes", "list", "set", "frozenset"]},
-}  # fmt: skip
-
-
 def _refusal(value: Any, hashed: bool) -> str:
     """Why a value can't be stored, and what can."""
-    kind = type(value)
-    what = f"a {_named(kind)} can't be stored"
-    if hashed and isinstance(value, Tensor):
-        return f"{what} in a set, or as a key of a dict: use a list, or another key"
     if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
-        return f"a function ({value.__name__.strip('<>')}) can't be stored: leave it out, and set it again after loading"
-    if isinstance(value, type):
-        return f"a class ({_named(value)}) can't be stored: store its name, and look it up yourself"
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
-    remedy = next((remedy for base, remedy in REMEDIES.items() if base in bases), None)
-    if remedy is None:
-        if hasattr(value, "__fspath__"):
-            remedy = "str(…) of it"
-        elif isinstance(value, Mapping):
-            remedy = "dict(…) of it"
-        elif callable(getattr(value, "state_dict", None)):
-            remedy = "its state_dict()"
-        else:
-            remedy = "numbers, words, tensors, and lists or dicts of them"
-    elif kind.__module__.partition(".")[0] == "numpy" and hasattr(value, "dtype"):
-        what = f"a NumPy {kind.__name__} of {value.dtype} can't be stored"
-    return f"{what}: store {remedy}"
+        what, remedy = (
+            f"a function ({value.__name__.strip('<>')})",
+            "leave it out, and set it again after loading",
+        )
+    elif isinstance(value, type):
+        what, remedy = f"a class ({_named(value)})", "store its name, and look it up yourself"
+    elif hashed and isinstance(value, Tensor):
+        what, remedy = "a tensor in a set, or as a key of a dict,", "use a list, or another key"
+    elif callable(getattr(value, "state_dict", None)):
+        what, remedy = f"a {_named(type(value))}", "store its state_dict()"
+    else:
+        what, remedy = f"a {_named(type(value))}", "store numbers, words, tensors, and lists or dicts of them"
+    return f"{what} can't be stored: {remedy}"
 
 
 def _named(kind: Any) -> str:
@@ -343,24 +308,24 @@ def _named(kind: Any) -> str:
 
 
 def unpack(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """What `pack` was given; `tensor` brings the tensor of a name.
+    """The value that `pack` was given; `tensor` brings the tensor of a name.
 
-    An array shares the memory of its tensor, so that one that is filled later fills the array. What `tensor` returns that is no tensor
-    is put in place as it is.
+    An array shares the memory of its tensor, so that one that is filled later fills the array. Other results of `tensor` are put in place
+    as they are.
 
     Raises:
-        CheckpointError: `value` is nothing that `pack` returns.
+        CheckpointError: `pack` does not return such a `value`.
     """
     try:
         return _unpack(value, tensor, 0)
     except RecursionError:
         raise CheckpointError(
-            "a state is unpacked where too many functions have called one another: load from further out"
+            "a state is unpacked too deep in the call stack: load from further out"
         ) from None
 
 
 def names(value: Any) -> list[str]:
-    """Of the tensors in what `pack` returned; raises as `unpack`."""
+    """The names of the tensors in a result of `pack`; raises as `unpack`."""
     found: list[str] = []
     unpack(value, found.append)
     return found
@@ -368,7 +333,7 @@ def names(value: Any) -> list[str]:
 
 def _unpack(value: Any, tensor: Callable[[str], Any], depth: int) -> Any:
     if depth > DEPTH:
-        raise CheckpointError(f"a state of more than {DEPTH} levels is none that was stored")
+        raise CheckpointError(f"a state has more than {DEPTH} levels, which easymp never stores")
     if isinstance(value, list):
         return [_unpack(item, tensor, depth + 1) for item in value]
     if not isinstance(value, dict):
@@ -407,12 +372,12 @@ def _pair(item: Any, tensor: Callable[[str], Any], depth: int) -> tuple[Any, Any
 
 
 def _no_tensor(name: str) -> Any:
-    raise CheckpointError(f"the tensor {name!r:.80} of a state is where none can be: in a set, or a key")
+    raise CheckpointError(f"the tensor {name!r:.80} of a state is in a set, or a key, where it cannot be")
 
 
 def _expect(right: bool) -> None:
     if not right:
-        raise ValueError("easymp writes no such value")
+        raise ValueError("easymp does not write such a value")
 
 
 def _collection(make: Callable[[Any], Any], items: list[Any]) -> Any:
@@ -432,7 +397,7 @@ def _hex(value: str) -> int:
 
 def _complex(items: list[Any]) -> complex:
     real, imaginary = items
-    _expect(type(real) is float and type(imaginary) is float)
+    _expect(type(real) is type(imaginary) is float)
     return complex(real, imaginary)
 
 
@@ -442,8 +407,8 @@ def _integers(make: Callable[[list[int]], Any], items: list[Any]) -> Any:
 
 
 def _three(make: Callable[..., Any], items: list[Any]) -> Any:
-    _expect(len(items) == 3)
-    return make(*items)
+    start, stop, step = items
+    return make(start, stop, step)
 
 
 def _scalar(dtype: str, value: Any) -> Any:
@@ -457,12 +422,12 @@ def _bytes(value: str) -> bytes:
     return base64.b64decode(value, validate=True)
 
 
-ONE, ITEMS = {"value": str}, {"items": list}
+NAME, ONE, ITEMS = {"name": str}, {"value": str}, {"items": list}
 READERS: dict[
     str, tuple[dict[str, type], Callable[..., Any]]
 ] = {  # kind → its fields, and what is made of them
-    "tensor": ({"name": str}, lambda name: name),
-    "array": ({"name": str}, lambda name: name.numpy() if isinstance(name, Tensor) else name),
+    "tensor": (NAME, lambda name: name),
+    "array": (NAME, lambda name: name.numpy() if isinstance(name, Tensor) else name),
     "scalar": ({"dtype": str, "value": object}, _scalar),
     "str": (ONE, lambda value: _bytes(value).decode("utf-8", "surrogatepass")),
     "int": (ONE, _hex),

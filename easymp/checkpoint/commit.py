@@ -8,6 +8,7 @@ and COMMIT, which is written last, decides which counts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..errors import CheckpointError
 from ..logging import get_logger
 from .folders import checkpoint_of, inside, is_committed, next_save, saves_of, temporary, writing
 from .lineage import Saved, drop, refuse_foreign, set_aside, take_away
-from .lock import TEMPORARY, abandoned, lock_of
+from .lock import TEMPORARY, abandoned, claim, lock_of
 from .storage import Storage
 
 logger = get_logger(__name__)
@@ -28,55 +29,48 @@ def begin(storage: Storage, checkpoint: str, by: Saved | None = None) -> Commit:
         by: the new one's place among others. One that has its name and is not on its line gets another name; without `by`, it is replaced.
 
     Raises:
-        CheckpointError: another process writes it, or something else has its name.
+        CheckpointError: another process writes it, or its name is taken by other files.
         OSError: the folder cannot be written to.
     """
-    return (Renamed if storage.renames else InPlace)(storage, checkpoint, by)
+    if storage.renames:
+        return Renamed(storage, checkpoint, temporary(checkpoint), by)
+    return InPlace(storage, checkpoint, next_save(storage.list(), checkpoint), by)
 
 
 def check_name(checkpoint: str) -> None:
-    """Raises CheckpointError for a name that no checkpoint can have."""
+    """Raises CheckpointError for a name that a checkpoint cannot have."""
     reserved = checkpoint.startswith(TEMPORARY) or checkpoint_of(checkpoint) != checkpoint
     if "/" in checkpoint or not checkpoint or reserved:
+        said = f"{checkpoint!r} is not a name for a checkpoint"
         raise CheckpointError(
-            f"{checkpoint!r} is no name for a checkpoint: {TEMPORARY}… and ….save-2 are those of saves under way; pass another one"
+            f"{said}: {TEMPORARY}… and ….save-2 are those of saves under way; pass another one"
         )
 
 
-class Commit:
+class Commit(ABC):
     """One save's folder, on the rank that claimed the checkpoint.
 
     Attributes:
         folder: where its files go.
     """
 
-    folder: str
-
-    def __init__(self, storage: Storage, checkpoint: str, by: Saved | None) -> None:
-        self._storage, self._checkpoint, self._keep = storage, checkpoint, False
-        self.folder = self._name()
-        self._claim = storage.claim(checkpoint, "" if storage.renames else self.folder)
+    def __init__(self, storage: Storage, checkpoint: str, folder: str, by: Saved | None) -> None:
+        self._storage, self._checkpoint, self.folder, self._keep = storage, checkpoint, folder, False
+        self._claim = claim(storage, checkpoint, "" if storage.renames else folder)
         try:
             self._settle(by)
-            storage.make(self.folder)
+            storage.make(folder)
         except BaseException:
             self._claim.release()
             raise
 
-    def _name(self) -> str:
-        raise NotImplementedError
-
+    @abstractmethod
     def _settle(self, by: Saved | None) -> None:
-        """Finish or remove what dead writers left, and make room for the new checkpoint."""
-        raise NotImplementedError
+        """Finish or remove the leftovers of dead writers, and make room for the new checkpoint."""
 
+    @abstractmethod
     def finish(self) -> None:
-        """All files and COMMIT are there: from now on it counts.
-
-        Raises:
-            OSError: it may not; what counted before still does.
-        """
-        raise NotImplementedError
+        """All files and COMMIT are there: from now on it counts."""
 
     def close(self) -> None:
         """Remove a folder that does not count, and release the claim."""
@@ -86,9 +80,6 @@ class Commit:
 
 
 class Renamed(Commit):
-    def _name(self) -> str:
-        return temporary(self._checkpoint)
-
     def _settle(self, by: Saved | None) -> None:
         storage, checkpoint = self._storage, self._checkpoint
         refuse_foreign(storage, checkpoint)
@@ -102,19 +93,22 @@ class Renamed(Commit):
                 storage.rename(counts, checkpoint)
                 storage.sync()
         set_aside(storage, checkpoint, by)
-        left = [name for name in storage.list() if writing(name) and name != lock_of(checkpoint)]
+        left: dict[str, list[str]] = {}
+        for name in storage.list():
+            if (owner := writing(name)) and name != lock_of(checkpoint):
+                left.setdefault(owner, []).append(name)
         if left:
             storage.sync()  # a writer may have died just after a swap: what it replaced goes when that is on disk
-        for owner in dict.fromkeys(writing(name) or "" for name in left):
+        for owner, names in left.items():
             try:
-                claim = storage.claim(owner) if owner != checkpoint else None
+                lock = claim(storage, owner) if owner != checkpoint else None
             except CheckpointError:
                 continue  # it lives
-            for name in left:
-                if writing(name) == owner and name != lock_of(owner):
+            for name in names:
+                if name != lock_of(owner):
                     take_away(storage, name)
-            if claim is not None:
-                claim.release()
+            if lock is not None:
+                lock.release()
 
     def finish(self) -> None:
         storage, name = self._storage, self._checkpoint
@@ -152,24 +146,22 @@ class Renamed(Commit):
 
 
 class InPlace(Commit):
-    def _name(self) -> str:
-        return next_save(self._storage.list(), self._checkpoint)
-
     def _settle(self, by: Saved | None) -> None:
         storage, checkpoint = self._storage, self._checkpoint
         _remove_uncommitted(storage, checkpoint, self._claim.left)
         if storage.list(self.folder):
+            place = inside(storage.place, checkpoint)
             raise CheckpointError(
-                f"{inside(storage.place, checkpoint)}: another writer was there just now: give this run its own"
+                f"{place}: another writer was there just now: give this run a folder of its own"
             )
         refuse_foreign(storage, checkpoint)
         set_aside(storage, checkpoint, by)
         for name in storage.list():
             owner = writing(name)
             if owner is not None and owner != checkpoint and abandoned(storage, name):
-                claim = storage.claim(owner)
-                _remove_uncommitted(storage, owner, claim.left)
-                claim.release()
+                lock = claim(storage, owner)
+                _remove_uncommitted(storage, owner, lock.left)
+                lock.release()
 
     def finish(self) -> None:
         self._storage.sync()
@@ -180,7 +172,7 @@ class InPlace(Commit):
 
 
 def _remove_uncommitted(storage: Storage, checkpoint: str, left: Mapping[str, Any]) -> None:
-    """Remove what a dead writer left of this checkpoint, beside the save that counts; `left` are its words, which name its folder."""
+    """Remove a dead writer's files of this checkpoint, beside the save that counts; `left` are its words, which name its folder."""
     saves = saves_of(storage.list(), checkpoint)
     counts = next((save for save in saves if is_committed(storage, save)), None)
     for save in saves:

@@ -16,21 +16,22 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from .codec import LONGEST, loads
-from .header import Slot, length
+from .codec import LONGEST
+from .header import Slot
 from .header import decode as decode_header
+from .header import length as header_length
 from .lock import TEMPORARY
 from .manifest import COMMIT, MANIFEST, FileRecord, Manifest, decode, seal
-from .storage import Storage
+from .storage import SourceFile, Storage
 from .storage_local import LocalStorage
 from .storage_remote import RemoteStorage
 
 LATEST = "latest"
+FIRST = 2**16  # bytes of a file that are read at once: its header, mostly
 SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and a line feed
 _STEP = re.compile(r"step-(\d{8,})(\.line-[0-9a-f]+(-\d+)?)?")
 _AGAIN = re.compile(r"(.+)\.save-(\d+)")
@@ -89,7 +90,7 @@ def aside(names: Iterable[str], checkpoint: str, line: str) -> str:
 
 
 def temporary(checkpoint: str) -> str:
-    """A new name for a folder that is no checkpoint yet, or no longer."""
+    """A new name for a folder that is not a checkpoint yet, or no longer."""
     return f"{TEMPORARY}{checkpoint}-{secrets.token_hex(4)}"
 
 
@@ -103,11 +104,7 @@ def writing(name: str) -> str | None:
 
 
 def is_committed(storage: Storage, folder: str) -> bool:
-    """Whether `folder` holds a manifest and the COMMIT that seals it. The manifest is not decoded.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Whether `folder` holds a manifest and the COMMIT that seals it. The manifest is not decoded."""
     manifest, commit = inside(folder, MANIFEST), inside(folder, COMMIT)
     if storage.size(commit) != SEAL or (size := storage.size(manifest)) is None or size > LONGEST:
         return False
@@ -123,11 +120,7 @@ def is_checkpoint(storage: Storage, folder: str) -> bool:
 
 
 def current(storage: Storage, checkpoint: str) -> str:
-    """The folder that holds `checkpoint`: that of its newest committed save; the plain name where none is committed.
-
-    Raises:
-        OSError: `storage` cannot be read.
-    """
+    """The folder that holds `checkpoint`: that of its newest committed save; the plain name where none is committed."""
     found = saves_of(storage.list(), checkpoint)
     if found in ([], [checkpoint]):
         return checkpoint
@@ -135,41 +128,26 @@ def current(storage: Storage, checkpoint: str) -> str:
 
 
 def open_manifest(storage: Storage, folder: str) -> Manifest:
-    """The manifest of the checkpoint in `folder` of `storage` ("" for `storage` itself), checked against its COMMIT.
-
-    Raises:
-        CheckpointError: `folder` is no checkpoint, was not committed, was changed since, or is of a newer format.
-        OSError: it cannot be read.
-    """
+    """The manifest of the checkpoint in `folder` of `storage` ("" for `storage` itself), checked against its COMMIT."""
     place, manifest, commit = inside(storage.place, folder), inside(folder, MANIFEST), inside(folder, COMMIT)
     sealed, described = storage.size(commit) is not None, storage.size(manifest) is not None
     if not (sealed or described):
-        raise CheckpointError(
-            f"{place}: no checkpoint: neither {MANIFEST} nor {COMMIT} is there; pass the folder of one step"
+        said = f"not a checkpoint: neither {MANIFEST} nor {COMMIT} is there; pass the folder of one step"
+    elif not sealed:
+        said = f"not committed: {COMMIT} is missing, so the save did not end; load an earlier checkpoint"
+    elif not described:
+        said = f"{MANIFEST} is missing though {COMMIT} is there: load another checkpoint"
+    elif storage.get(commit, SEAL) != seal(text := storage.get(manifest, LONGEST)):
+        said = (
+            f"{MANIFEST} is not the one that {COMMIT} seals: one of them was changed; load another checkpoint"
         )
-    if not sealed:
-        raise CheckpointError(
-            f"{place}: not committed: {COMMIT} is missing, so the save did not end; load an earlier checkpoint"
-        )
-    if not described:
-        raise CheckpointError(
-            f"{place}: {MANIFEST} is missing though {COMMIT} is there: load another checkpoint"
-        )
-    text = storage.get(manifest, LONGEST)
-    if storage.get(commit, SEAL) != seal(text):
-        raise CheckpointError(
-            f"{place}: {MANIFEST} is not the one that {COMMIT} seals: one of them was changed; load another checkpoint"
-        )
-    return decode(text, inside(storage.place, manifest))
+    else:
+        return decode(text, inside(storage.place, manifest))
+    raise CheckpointError(f"{place}: {said}")
 
 
 def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """Write the last two files of `folder`: with COMMIT, the second one, it is a checkpoint.
-
-    Raises:
-        CheckpointError: the manifest is impossible.
-        OSError: it cannot be written.
-    """
+    """Write the last two files of `folder`: with COMMIT, the second one, it is a checkpoint."""
     text = manifest.encode()
     for name, content in ((MANIFEST, text), (COMMIT, seal(text))):
         storage.put(inside(folder, name), [content], len(content))
@@ -180,11 +158,7 @@ def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
 
 
 def open_storage(place: str | os.PathLike[str]) -> Storage:
-    """The folder `place`: a path or ``file://`` URL on this machine, any other URL by fsspec. Nothing is read or made.
-
-    Raises:
-        CheckpointError: a URL of an unknown kind, or a ``file://`` URL of another machine.
-    """
+    """The folder `place`: a path or ``file://`` URL on this machine, any other URL by fsspec. Nothing is read or made."""
     path = os.fspath(place)
     kind, mark, rest = path.partition("://")
     if not mark or "/" in kind:
@@ -223,12 +197,17 @@ class Opened(NamedTuple):
 
     @property
     def files(self) -> dict[str, SourceFile]:
-        return source_files(self.storage, self.folder, self.manifest.files)
+        """The checkpoint's own, by name."""
+        return self._files(self.manifest.files)
 
     @property
     def extra(self) -> dict[str, SourceFile]:
         """Those of hooks."""
-        return source_files(self.storage, self.folder, self.manifest.extra)
+        return self._files(self.manifest.extra)
+
+    def _files(self, files: Mapping[str, FileRecord]) -> dict[str, SourceFile]:
+        below = f"{self.folder}/" if self.folder else ""
+        return {n: SourceFile(self.storage, below + n, f.size, f.checksums) for n, f in files.items()}
 
 
 def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
@@ -246,28 +225,7 @@ def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
         raise CheckpointError(f"{os.fspath(place)}: cannot be read ({error})") from error
 
 
-# -- files with tensors -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file that is read; `checksums` of each BLOCK, or None for a file of another program."""
-
-    storage: Storage
-    name: str
-    size: int
-    checksums: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.storage.place.rstrip('/')}/{self.name}"
-
-
-def source_files(storage: Storage, folder: str, files: Mapping[str, FileRecord]) -> dict[str, SourceFile]:
-    """The files of a checkpoint in `folder`."""
-    return {
-        name: SourceFile(storage, inside(folder, name), file.size, file.checksums)
-        for name, file in files.items()
-    }
+# -- files of other programs ------------------------------------------------------------------------------------------
 
 
 def found_at(place: str | os.PathLike[str]) -> tuple[Storage, str]:
@@ -288,12 +246,8 @@ def file_in(folder: Storage, name: str) -> SourceFile:
 
 
 def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
-    """The tensors of a safetensors file, and its metadata.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    base = length(file.storage.head(file.name, 8), file.size, str(file))
-    text = file.storage.head(file.name, base)
-    slots = decode_header(text, file.size, str(file))
-    return slots, loads(text[8:base], str(file)).get("__metadata__") or {}
+    """The tensors of a safetensors file, and its metadata."""
+    text, what = file.storage.head(file.name, FIRST), str(file)
+    if (base := header_length(text, file.size, what)) > len(text):
+        text = file.storage.head(file.name, base)
+    return decode_header(text, file.size, what)

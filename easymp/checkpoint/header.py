@@ -1,13 +1,13 @@
 """The header of a safetensors file: 8 bytes of length, JSON, spaces up to a page, then tensors one after the other.
 
-The format: https://huggingface.co/docs/safetensors (spaces after the JSON are part of it). Its types are those of version 0.8 of
-the library; what it lacks and torch has is written as what it consists of: complex128 as pairs of F64, complex32 as pairs of F16,
-in a last dimension of 2, as `torch.view_as_real` shows them. The bytes are the same.
+The format: https://huggingface.co/docs/safetensors (spaces after the JSON are part of it). The types are those of version 0.8 of the
+library. It lacks complex128 and complex32: they are written as pairs of F64 and F16 in a last dimension of 2, as `torch.view_as_real`
+shows them. The bytes are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,16 +20,20 @@ PAGE = 4096
 LONGEST = 100_000_000  # bytes of a header that the safetensors library still reads
 MOST = 2**63 - 1  # bytes in a file or a tensor
 DIMENSIONS = 64  # torch's limit
+FLOAT4 = torch.float4_e2m1fn_x2  # two values a byte: the format counts values, torch counts bytes
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0", torch.float4_e2m1fn_x2: "F4",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0", FLOAT4: "F4",
     torch.complex64: "C64", torch.complex128: "C128", torch.complex32: "C32",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-PARTS = {torch.complex128: torch.float64, torch.complex32: torch.float16}  # what safetensors has no name for
+PARTS = {
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float16,
+}  # types that safetensors has no name for
 
 
 class Slot(NamedTuple):
@@ -41,20 +45,13 @@ class Slot(NamedTuple):
     end: int
 
 
-def words(metadata: object) -> bool:
-    """Whether the format takes this as ``__metadata__``."""
-    return isinstance(metadata, dict) and all(
-        isinstance(word, str) for pair in metadata.items() for word in pair
-    )
-
-
 def filed(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
     """Dtype and shape of a tensor in a file: its own, or with the real and imaginary parts in one more dimension."""
     return (PARTS[dtype], (*shape, 2)) if dtype in PARTS else (dtype, tuple(shape))
 
 
 def nbytes(dtype: torch.dtype, shape: object) -> int | None:
-    """Bytes of a tensor; None where no torch tensor can have this `shape`."""
+    """Bytes of a tensor; None where a torch tensor cannot have this `shape`."""
     if not isinstance(shape, (list, tuple)) or len(shape) > DIMENSIONS:
         return None
     # A dimension of zero does not make another one harmless: torch multiplies them all for the strides.
@@ -66,13 +63,7 @@ def nbytes(dtype: torch.dtype, shape: object) -> int | None:
 def encode(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, list[Slot]]:
-    """The bytes before the first tensor, and the slot of each of `tensors`, in their order.
-
-    Raises:
-        CheckpointError: a dtype or shape that no file can hold, two tensors of one name, or more names than a header takes.
-    """
-    if not words(metadata or {}):
-        raise CheckpointError(f"the metadata of a safetensors file maps words to words, not {metadata!r:.80}")
+    """The bytes before the first tensor, and the slot of each of `tensors`, in their order."""
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     places, at = [], 0
     for name, dtype, shape in tensors:
@@ -82,14 +73,14 @@ def encode(
             )
         size = nbytes(dtype, tuple(shape))
         if size is None or at + size > MOST:
-            raise CheckpointError(f"{name}: no file holds a tensor of shape {list(shape)}")
+            raise CheckpointError(f"{name}: a file cannot hold a tensor of shape {list(shape)}")
         if name in table or name == "__metadata__":
             raise CheckpointError(f"{name}: two tensors of a file have this name: rename one of them")
         kept, dims = filed(dtype, shape)
-        if kept is torch.float4_e2m1fn_x2:  # two values a byte; the format counts values, torch counts bytes
+        if kept is FLOAT4:
             if not dims:
                 raise CheckpointError(
-                    f"{name}: safetensors stores no {dtype} without a dimension: use .reshape(1)"
+                    f"{name}: safetensors stores {dtype} in one dimension or more: use .reshape(1)"
                 )
             dims = (*dims[:-1], 2 * dims[-1])
         table[name] = {"dtype": NAMES[kept], "shape": dims, "data_offsets": [at, at + size]}
@@ -99,31 +90,27 @@ def encode(
     text += b" " * (-(len(text) + 8) % PAGE)
     if len(text) > LONGEST:
         raise CheckpointError(
-            f"{len(places)} names take {len(text)} bytes, and a header has {LONGEST}: put them into several files"
+            f"{len(places)} names take {len(text)} bytes, and a header {LONGEST} at most: use several files"
         )
     base = len(text) + 8
     return len(text).to_bytes(8, "little") + text, [Slot(d, s, base + b, base + e) for d, s, b, e in places]
 
 
 def length(text: bytes, size: int, what: str) -> int:
-    """Bytes before the data of a file of `size` bytes, from its first 8.
-
-    Raises:
-        CheckpointError: they are impossible; `what` names the file.
-    """
+    """Bytes before the data of a file of `size` bytes, from its first 8."""
     count = int.from_bytes(text[:8], "little")
     if len(text) < 8 or count > LONGEST or 8 + count > size:
         raise CheckpointError(
-            f"{what}: no safetensors file: {size} bytes, whose first 8 ({text[:8].hex()}) are no length of a header"
+            f"{what}: not a safetensors file: {size} bytes, and the first 8 ({text[:8].hex()}) are not the length of a header"
         )
     return 8 + count
 
 
-def decode(text: bytes, size: int, what: str) -> dict[str, Slot]:
-    """The tensors of a file of `size` bytes that begins with `text` (at least its header).
+def decode(text: bytes, size: int, what: str) -> tuple[dict[str, Slot], dict[str, str]]:
+    """The tensors of a file of `size` bytes that begins with `text` (at least its header), and its metadata.
 
     Raises:
-        CheckpointError: `text` is no header of such a file; `what` names it.
+        CheckpointError: `text` is not the header of such a file; `what` names it.
     """
     base = length(text, size, what)
     if len(text) < base:
@@ -132,34 +119,43 @@ def decode(text: bytes, size: int, what: str) -> dict[str, Slot]:
         )
     table = loads(text[8:base], what)
     if text[8:9] != b"{" or not isinstance(table, dict):
-        raise CheckpointError(f"{what}: no safetensors file: its header is no object of JSON")
-    metadata = table.pop("__metadata__", None)
-    if metadata is not None and not words(metadata):
-        raise CheckpointError(
-            f"{what}: no safetensors file: __metadata__ maps words to words, and here it does not"
-        )
+        raise CheckpointError(f"{what}: not a safetensors file: its header is not a table")
+    metadata = table.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(word, str) for word in metadata.values()):
+        raise CheckpointError(f"{what}: not a safetensors file: __metadata__ does not map words to words")
     slots = {name: _slot(entry, base, size, f"{what}: {name!r}") for name, entry in table.items()}
-    _tiled(slots, base, size, what)
-    return slots
+    at = base
+    for slot, name in sorted(((slot[2:], name) for name, slot in slots.items())):
+        if slot[0] != at:
+            said = (
+                "overlaps with the tensor before it"
+                if slot[0] < at
+                else f"leaves {slot[0] - at} bytes before it unused"
+            )
+            raise CheckpointError(f"{what}: {name!r} {said}: damaged, or not a safetensors file")
+        at = slot[1]
+    if at != size:
+        raise CheckpointError(
+            f"{what}: {size - at} bytes after the last tensor: damaged, or not a safetensors file"
+        )
+    return slots, metadata
 
 
 def _slot(entry: Any, base: int, size: int, what: str) -> Slot:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(
-            f"{what} is not described by dtype, shape and data_offsets alone: damaged, or no safetensors file"
-        )
+        raise CheckpointError(f"{what} is not described by dtype, shape and data_offsets alone: damaged")
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None or dtype in PARTS:
         raise CheckpointError(
-            f"{what} has the dtype {name!r:.40}, which this easymp does not know: update it, or convert the file"
+            f"{what} has the unknown dtype {name!r:.40}: update easymp, or convert the file"
         )
-    if dtype is torch.float4_e2m1fn_x2 and isinstance(shape, list) and shape:
+    if dtype is FLOAT4 and isinstance(shape, list) and shape:
         shape = [*shape[:-1], shape[-1] // 2 if type(shape[-1]) is int and shape[-1] % 2 == 0 else None]
     count = nbytes(dtype, shape)
-    if count is None or (dtype is torch.float4_e2m1fn_x2 and not shape):
-        raise CheckpointError(f"{what} has the shape {entry['shape']!r:.80}, which no {dtype} can have")
-    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(place) is not int for place in offsets):
+    if count is None or (dtype is FLOAT4 and not shape):
+        raise CheckpointError(f"{what} has the shape {entry['shape']!r:.80}, which a {dtype} cannot have")
+    if not isinstance(offsets, list) or [*map(type, offsets)] != [int, int]:
         raise CheckpointError(f"{what} lies at {offsets!r:.80}, which are not two places")
     begin, end = offsets
     if not 0 <= begin <= end <= size - base or end - begin != count:
@@ -167,20 +163,3 @@ def _slot(entry: Any, base: int, size: int, what: str) -> Slot:
             f"{what} lies at {offsets}, and needs {count} bytes of the {size - base} after the header: damaged, or cut short"
         )
     return Slot(dtype, tuple(shape), base + begin, base + end)
-
-
-def _tiled(slots: Mapping[str, Slot], base: int, size: int, what: str) -> None:
-    at = base
-    for name, slot in sorted(slots.items(), key=lambda item: item[1][2:]):
-        if slot.begin != at:
-            fault = (
-                "overlaps with the tensor before it"
-                if slot.begin < at
-                else f"leaves {slot.begin - at} bytes before it unused"
-            )
-            raise CheckpointError(f"{what}: {name!r} {fault}: damaged, or no safetensors file")
-        at = slot.end
-    if at != size:
-        raise CheckpointError(
-            f"{what}: {size - at} bytes after the last tensor: damaged, or no safetensors file"
-        )

@@ -13,14 +13,13 @@ from typing import Any
 
 from ..distributed import World
 from ..errors import CheckpointError
-from .blocks import Part, Tick, no_tick
 from .commit import check_name
-from .folders import Opened, SourceFile, current, inside, open_manifest, temporary, writing
+from .folders import Opened, current, inside, open_manifest, temporary, writing
 from .lineage import take_away
-from .lock import lock_of
+from .lock import claim, lock_of
 from .manifest import BLOCK, FileRecord, check_extra
 from .snapshot import first, on_all, on_rank_0, trouble
-from .storage import Storage
+from .storage import Part, SourceFile, Storage, Tick, no_tick
 from .storage_local import LocalStorage
 
 PREFIX = "easymp-"  # of folders in TMPDIR
@@ -149,7 +148,7 @@ class HookFolder:
     def _above_all_ranks(self, owner: str) -> str:
         """Rank 0: a folder for those of all ranks, locked while this process lives."""
         there = self._there
-        self._open.callback(there.claim(owner).release)
+        self._open.callback(claim(there, owner).release)
         for name in there.list():
             if writing(name) == owner and name != lock_of(owner):
                 take_away(there, name)
@@ -235,7 +234,7 @@ def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[
             path = storage.path(folder)
             if path is not None:
                 for file in opened.extra.values():
-                    storage.verify(file.name, file.size, file.checksums or ())
+                    file.verify()
                 return path
             above = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
             there = LocalStorage(held.enter_context(above))
@@ -278,7 +277,7 @@ def _blocks(file: SourceFile) -> Iterator[Part]:
     """The bytes of a file, a block at a time, verified if checksums are known."""
     for begin in range(0, file.size, BLOCK):
         block = memoryview(bytearray(min(BLOCK, file.size - begin)))
-        file.storage.fetch(file.name, file.size, file.checksums, [(begin, block)])
+        file.fetch([(begin, block)])
         yield block
 
 

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, RefusedError
-from .blocks import Part, Tick, as_bytes, no_tick
 from .codec import dumps, loads, pack, unpack
 from .folders import file_in, found_at, inside, read_header
 from .header import encode, nbytes
 from .layout import Shape, on_host, whole
 from .manifest import COMMIT, INDEX, MANIFEST, Piece, Stored
-from .read_plan import Want, stream
+from .read_plan import Want, plan, stream
 from .snapshot import encode_index
 from .source import SINGLE, memory
-from .storage import Storage
+from .storage import Part, Storage, Tick, as_bytes, no_tick
 
 SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 TEMPORARY = re.compile(r"\.model.*\.safetensors\.tmp")
@@ -210,7 +209,7 @@ def load(f: str | os.PathLike[str]) -> Any:
         for name, t in tensors.items():
             box = whole(t.shape)
             wants.append(Want(Stored(t.dtype, tuple(t.shape), (Piece(box, "", slots[name].begin),)), box, t))
-        stream({"": file}, wants)
+        stream({"": file}, plan(wants))
     except OSError as error:
         raise CheckpointError(f"{place}: cannot be read ({error})") from error
     if TREE in metadata:

@@ -1,4 +1,4 @@
-"""Chunks of tensors, as pure arithmetic: the overlap of two layouts, where it lies in memory, and the chunks of a live tensor on this rank.
+"""Chunks of tensors, as arithmetic: the overlap of two layouts, where it lies in memory, and the chunks of a live tensor on this rank.
 
 A `Box` is a chunk that one rank holds, or one file stores: an offset and a shape, in elements, row-major.
 """
@@ -6,8 +6,7 @@ A `Box` is a chunk that one rank holds, or one file stores: an offset and a shap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -58,9 +57,8 @@ def strides(shape: Shape) -> Shape:
 
 def span(part: Box, within: Box) -> int:
     """Elements from the first to the last one of `part`, both included, in the row-major memory of `within`, which contains it."""
-    return (
-        sum((n - 1) * stride for n, stride in zip(part.shape, strides(within.shape))) + 1 if part.count else 0
-    )
+    steps = zip(part.shape, strides(within.shape))
+    return sum((n - 1) * stride for n, stride in steps) + 1 if part.count else 0
 
 
 def runs(part: Box, within: Box) -> Iterator[tuple[int, int]]:
@@ -90,8 +88,6 @@ def fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
     box adds 1 at its first corner and 1 or -1 at the others, those just behind its ends. So the boxes cover what one box of `shape`
     covers if and only if their steps add up to that one's; and the first place, by row, where they do not is where the count is wrong.
     """
-    if len(boxes) == 1 and boxes[0] == ((0,) * len(shape), shape):  # most are, and the rest takes its time
-        return None
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):
             return f"{box} has {len(box.shape)} dimensions, and the tensor {len(shape)}"
@@ -103,7 +99,8 @@ def fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
     if len(cut) > SPLIT:
         return f"the tensor is cut along {len(cut)} dimensions, and at most {SPLIT} are understood"
     if len(solid) << len(cut) > CORNERS:
-        return f"the tensor is cut into {len(solid)} boxes along {len(cut)} dimensions, and at most {CORNERS >> len(cut)} are understood"
+        most = CORNERS >> len(cut)
+        return f"the tensor is cut into {len(solid)} boxes along {len(cut)} dimensions, and at most {most} are understood"
     steps: Counter[Shape] = Counter()
     for box in solid:
         _add_corners(steps, [(box.offset[d], box.offset[d] + box.shape[d]) for d in cut], 1)
@@ -149,60 +146,60 @@ Run = tuple[int, int]
 """First element and count along one dimension."""
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
+class Place(NamedTuple):
     """The chunks of a tensor on one rank.
 
     Attributes:
         shape: of the whole tensor.
-        parts: boxes of it, each with the elements that lie there, as a view that shares the live tensor's memory and has the box's
-            shape; any strides. None where this rank's shard is empty; several where elements that are neighbours here are not in the
-            whole.
+        parts: boxes of it, each with its elements as a view of the live tensor's memory, of the box's shape and any strides. None
+            where this rank's shard is empty; several where neighbours here are apart in the whole.
     """
 
     shape: Shape
     parts: tuple[tuple[Box, Tensor], ...]
 
 
-def place_of(tensor: Tensor) -> Place | None:
-    """The chunks of `tensor`, plain or a DTensor, on this rank; None for a meta tensor. No collective.
-
-    Raises:
-        CheckpointError: a partial DTensor, one of an unknown layout, or a sparse tensor.
-    """
+def places_of(tensors: Iterable[Tensor]) -> list[Place | None]:
+    """The chunks of each tensor, plain or a DTensor, on this rank; None for a meta tensor. No collective."""
     with torch.no_grad():
-        spread: Any = tensor if hasattr(tensor, "to_local") else None  # DTensor, which takes long to import
-        local = (tensor if spread is None else spread.to_local()).detach()
-        if local.is_meta:
-            return None
-        if local.layout != torch.strided:
-            raise CheckpointError(
-                f"a tensor of layout {local.layout} cannot be stored or loaded: convert it with to_dense()"
-            )
-        shape = tuple(tensor.shape)
-        if spread is None:
-            return Place(shape, ((whole(shape), local),))
-        mesh = spread.device_mesh
-        at = mesh.get_coordinate()
-        if at is None:  # a mesh of other ranks
-            return Place(shape, ())
-        held = runs_held(shape, tuple(mesh.shape), at, spread.placements)
-        if tuple(sum(count for _, count in runs) for runs in held) != tuple(local.shape):
-            raise CheckpointError(
-                f"a DTensor of {list(shape)} on a mesh of {list(mesh.shape)} as {list(spread.placements)} holds {list(local.shape)} "
-                f"here, which is not what that layout says: redistribute it to Shard or Replicate"
-            )
-        return Place(shape, tuple(_parts(held, local)))
+        return [_place(tensor) for tensor in tensors]
+
+
+def _place(tensor: Tensor) -> Place | None:
+    spread: Any = tensor if hasattr(tensor, "to_local") else None  # DTensor, which takes long to import
+    local = (tensor if spread is None else spread.to_local()).detach()
+    if local.is_meta:
+        return None
+    if local.layout != torch.strided:
+        raise CheckpointError(
+            f"a tensor of layout {local.layout} cannot be stored or loaded: convert it with to_dense()"
+        )
+    shape = tuple(tensor.shape)
+    if spread is None:
+        return Place(shape, ((Box((0,) * len(shape), shape), local),))
+    mesh = spread.device_mesh
+    at = mesh.get_coordinate()
+    if at is None:  # a mesh of other ranks
+        return Place(shape, ())
+    held = runs_held(shape, tuple(mesh.shape), at, spread.placements)
+    if tuple(sum(count for _, count in runs) for runs in held) != tuple(local.shape):
+        raise CheckpointError(
+            f"a DTensor of {list(shape)} on a mesh of {list(mesh.shape)} as {list(spread.placements)} holds {list(local.shape)} "
+            f"here, which that layout does not say: redistribute it to Shard or Replicate"
+        )
+    parts = []
+    for choice in product(*held):
+        view = local
+        for d, run in enumerate(choice):
+            view = view.narrow(d, sum(n for _, n in held[d][: held[d].index(run)]), run[1])
+        parts.append((Box(tuple(first for first, _ in choice), tuple(n for _, n in choice)), view))
+    return Place(shape, tuple(parts))
 
 
 def runs_held(
     shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], placements: Sequence[Any]
 ) -> list[list[Run]]:
-    """The runs of each dimension on the rank with coordinates `at`, in the order of its memory.
-
-    Raises:
-        CheckpointError: a placement that is neither a shard nor whole.
-    """
+    """The runs of each dimension on the rank with coordinates `at`, in the order of its memory."""
     held: list[list[Run]] = [[(0, length)] for length in shape]
     late = []
     for axis, placement in enumerate(placements):
@@ -211,8 +208,7 @@ def runs_held(
         dim = None if placement.is_partial() else getattr(placement, "dim", None)
         if dim is None:
             raise CheckpointError(
-                f"a DTensor with the placement {placement!r} has no values yet that could be stored or loaded: redistribute it to Shard "
-                "or Replicate"
+                f"a DTensor cannot be stored or loaded as {placement!r}: redistribute it to Shard or Replicate"
             )
         factor = getattr(placement, "split_factor", 1)
         after = prod(
@@ -221,9 +217,8 @@ def runs_held(
         if factor == after > 1:
             late.append((dim, axis))  # cut when those to the right had been
         elif factor > 1:
-            held[dim] = [
-                r for i in range(factor) for r in _chunk(_chunk(held[dim], factor, i), mesh[axis], at[axis])
-            ]
+            chunks = [_chunk(held[dim], factor, i) for i in range(factor)]
+            held[dim] = [run for chunk in chunks for run in _chunk(chunk, mesh[axis], at[axis])]
         else:
             held[dim] = _chunk(held[dim], mesh[axis], at[axis])
     for dim, axis in reversed(late):
@@ -246,28 +241,8 @@ def _chunk(runs: Sequence[Run], count: int, index: int) -> list[Run]:
     return piece
 
 
-def _parts(held: Sequence[Sequence[Run]], local: Tensor) -> list[tuple[Box, Tensor]]:
-    parts = []
-    for choice in product(*map(range, map(len, held))):
-        box = Box(
-            tuple(held[d][i][0] for d, i in enumerate(choice)),
-            tuple(held[d][i][1] for d, i in enumerate(choice)),
-        )
-        view = local
-        for d, i in enumerate(choice):
-            view = view.narrow(d, sum(n for _, n in held[d][:i]), box.shape[d])
-        parts.append((box, view))
-    return parts
-
-
 def on_host(tensor: Tensor, name: str) -> Tensor:
-    """A tensor that is whole here, on the CPU and contiguous: itself, where it is that already.
-
-    Raises:
-        CheckpointError: it is on the meta device.
-    """
+    """A tensor that is whole here, on the CPU and contiguous: itself, where it is that already."""
     if tensor.is_meta:
-        raise CheckpointError(
-            f"{name} is on the meta device and has no values: prepare the model, or load_weights into it"
-        )
+        raise CheckpointError(f"{name} is on the meta device: prepare the model, or load_weights into it")
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

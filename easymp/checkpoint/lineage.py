@@ -18,6 +18,7 @@ from ..logging import get_logger
 from .folders import (
     LATEST,
     SEAL,
+    Opened,
     aside,
     checkpoint_of,
     current,
@@ -29,6 +30,7 @@ from .folders import (
     step_of,
     temporary,
 )
+from .lock import claim
 from .manifest import COMMIT, MANIFEST, Lineage, Manifest, head
 from .storage import Storage
 
@@ -131,8 +133,9 @@ def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, 
 def damage(storage: Storage, folder: str) -> str:
     """The damage to a committed checkpoint, in words; "" if there is none. Reads all of it."""
     try:
-        for name, record in open_manifest(storage, folder).all_files.items():
-            storage.verify(inside(folder, name), record.size, record.checksums)
+        opened = Opened(storage, folder, open_manifest(storage, folder))
+        for file in (*opened.files.values(), *opened.extra.values()):
+            file.verify()
     except (OSError, CheckpointError) as error:
         return str(error)
     return ""
@@ -246,14 +249,14 @@ def retain(storage: Storage, it: Saved, limit: int | None) -> None:
 
 def _retire(storage: Storage, checkpoint: str, folder: str) -> None:
     try:
-        claim = storage.claim(checkpoint, folder)  # the next writer learns what was left half done
+        lock = claim(storage, checkpoint, folder)  # the next writer learns what was left half done
     except CheckpointError:
         return  # another process writes it now
     try:
         for save in committed_saves(storage, checkpoint):
             drop(storage, save)
     finally:
-        claim.release()
+        lock.release()
 
 
 def committed_saves(storage: Storage, checkpoint: str) -> list[str]:

@@ -11,8 +11,8 @@ says so on all ranks, and another load puts all in place again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,14 @@ from torch import Tensor
 from ..distributed import World
 from ..errors import CheckpointError, EasympError, nearest
 from ..logging import get_logger
-from .blocks import Tick, no_tick
 from .codec import unpack
-from .folders import SourceFile, current, open_manifest, source_files
-from .layout import Box, whole
+from .folders import Opened, current, open_manifest
+from .layout import Box
 from .manifest import Manifest, Stored
 from .progress import expect
-from .read_plan import Want, blocks_of, preflight, stream
+from .read_plan import Want, blocks_of, plan, preflight, stream
 from .snapshot import Kept
-from .storage import Storage
+from .storage import Storage, Tick, no_tick
 
 logger = get_logger(__name__)
 
@@ -55,8 +54,7 @@ class Loaded:
     skipped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A change that may fail, as it runs a user's code, and how to undo it.
 
     Attributes:
@@ -90,20 +88,11 @@ class Reading:
         trials: made before anything that cannot fail, and undone on all ranks where one of them fails on one.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        folder: str,
-        manifest: Manifest,
-        rank: int = 0,
-        strict: bool = True,
-        again: bool = False,
-    ) -> None:
-        self.manifest, self.rank, self.strict = manifest, rank, strict
+    def __init__(self, opened: Opened, rank: int = 0, strict: bool = True, again: bool = False) -> None:
+        self.manifest, self.rank, self.strict = opened.manifest, rank, strict
         self.skipped: list[str] = []
         self.trials: list[Trial] = []
-        self._storage, self._folder, self._again = storage, folder, again
-        self._files: dict[str, SourceFile] = {}
+        self._opened, self._again = opened, again
         self._tick: Tick = no_tick
         self._wanted: list[Want] = []
         self._live: list[Want] = []
@@ -125,31 +114,30 @@ class Reading:
         name: str,
         own: bool = False,
         tensor: Callable[[str], Any] | None = None,
-        within: Sequence[str] = (),
+        only: Sequence[str] | None = None,
     ) -> Any:
         """The tree under `name`, its tensors as `tensor` makes them of their full names (by default whole ones, on the CPU).
 
         Args:
             own: this rank's own.
-            within: keys that lead to a part of the tree, which is made instead.
+            only: keys of the tree; the others are left out.
         """
         name = f"ranks/{self.rank:05d}/{name}" if own else name
         if name not in self:
             raise CheckpointError(f"the checkpoint has no {name}")
         tree = self.manifest.states[name]
-        for key in within:
-            tree = tree[key]
-        return unpack(tree, tensor or self.whole)
+        return unpack(tree if only is None else {key: tree[key] for key in only}, tensor or self.whole)
 
     def left(self) -> list[str]:
         """Names of states that nothing asked for, except those of single ranks; without the parts of each."""
-
-        def known(name: str) -> bool:
+        left = []
+        for name in self.manifest.states:
             words = name.split("/")
             above = ["/".join(words[:n]) for n in range(1, len(words))]
-            return name in self._asked or any(n in self._asked or n in self.manifest.states for n in above)
-
-        return sorted(n for n in self.manifest.states if not n.startswith("ranks/") and not known(n))
+            known = name in self._asked or any(n in self._asked or n in self.manifest.states for n in above)
+            if words[0] != "ranks" and not known:
+                left.append(name)
+        return sorted(left)
 
     # -- tensors
 
@@ -165,25 +153,33 @@ class Reading:
         return self._masters.get(self.manifest.aliases.get(name, name))
 
     def whole(self, name: str) -> Tensor:
-        return self.part(name, whole(self.stored(name).shape))
+        """A new CPU tensor, filled by `run`."""
+        shape = self.stored(name).shape
+        return self.part(name, Box((0,) * len(shape), shape))
 
     def part(self, name: str, box: Box) -> Tensor:
         """A new CPU tensor of the shape of `box`, filled by `run`."""
-        tensor = torch.empty(box.shape, dtype=self.stored(name).dtype)
-        self.fill(name, box, tensor)
+        stored = self.stored(name)
+        tensor = torch.empty(box.shape, dtype=stored.dtype)
+        self._wanted.append(Want(stored, box, tensor))
         return tensor
 
-    def fill(self, name: str, box: Box, tensor: Tensor) -> None:
-        """Have `run` fill `tensor`, which has the shape of `box` and is not live."""
-        self._wanted.append(Want(self.stored(name), box, tensor))
+    def fill(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
+        """Have `run` fill these tensors, of the shapes of their boxes, which are not live."""
+        self._wanted += [Want(self.stored(name), box, tensor) for name, box, tensor in parts]
 
     def overwriting(self, parts: Iterable[tuple[str, Box, Tensor]]) -> Callable[[], None]:
         """A function that fills these live tensors, of the shapes of their boxes, after `run`. It fails if a file can't be read again."""
-        wants = [Want(self.stored(name), *once(box, live)) for name, box, live in parts]
+        wants = []
+        for name, box, live in parts:
+            for dim, (length, stride) in enumerate(zip(live.shape, live.stride())):
+                if stride == 0 and length > 1:  # `expand` shows one element several times
+                    live = live.narrow(dim, 0, 1)
+            wants.append(Want(self.stored(name), Box(box.offset, tuple(live.shape)), live))
         if self._again:
             self._live += wants
             return lambda: self._refill(wants)
-        copies = [replace(w, into=torch.empty(w.box.shape, dtype=w.stored.dtype)) for w in wants]
+        copies = [want._replace(into=torch.empty(want.box.shape, dtype=want.stored.dtype)) for want in wants]
         self._wanted += copies
 
         def put() -> None:
@@ -194,45 +190,31 @@ class Reading:
         return put
 
     def complain(self, words: str) -> None:
-        """Something does not fit: an error, or noted where that is allowed."""
+        """State that does not fit: an error, or noted where that is allowed."""
         if self.strict:
             raise CheckpointError(f"{words}; strict=False loads what fits")
         self.skipped.append(words)
 
     def run(self, tick: Tick = no_tick) -> None:
-        """Fill all that was asked for, and verify the bytes for live tensors.
-
-        Raises:
-            CheckpointError: bytes that are missing, or not what was written.
-        """
-        every = [*self._wanted, *self._live]
-        needed = {slab.piece.file for want in every for slab in want.slabs}
-        preflight(self._storage, self._folder, self.manifest, sorted(needed))
-        self._tick, self._files = tick, source_files(self._storage, self._folder, self.manifest.files)
-        expect(tick, sum(want.into.nbytes for want in [*every, *self._live]))
-        stream(self._files, self._wanted, tick)
-        known = blocks_of(self._wanted)
-        for name, numbers in blocks_of(self._live).items():
+        """Fill all that was asked for, and verify the bytes for live tensors."""
+        wanted, live, files = plan(self._wanted), plan(self._live), self._opened.files
+        preflight(self._opened, sorted({slab.file for slab in (*wanted, *live)}))
+        self._tick = tick
+        expect(tick, sum(want.into.nbytes for want in (*self._wanted, *self._live, *self._live)))
+        stream(files, wanted, tick)
+        known = blocks_of(wanted)
+        for name, numbers in blocks_of(live).items():
             if left := sorted(numbers - known.get(name, set())):
-                file = self._files[name]
-                self._storage.verify(file.name, file.size, file.checksums or (), tick, left)
+                files[name].verify(tick, left)
         self._wanted.clear()
         self._live.clear()
 
     def _refill(self, wants: Sequence[Want]) -> None:
         try:
-            stream(self._files, wants, self._tick)
+            stream(self._opened.files, plan(wants), self._tick)
         finally:
             for want in wants:  # memory was written to past autograd, and fp32 masters look at the version
                 torch.autograd.graph.increment_version(want.into)
-
-
-def once(box: Box, live: Tensor) -> tuple[Box, Tensor]:
-    """A box and its tensor, without the dimensions along which `expand` shows one element several times."""
-    for dim, (length, stride) in enumerate(zip(live.shape, live.stride())):
-        if stride == 0 and length > 1:
-            live = live.narrow(dim, 0, 1)
-    return Box(box.offset, tuple(live.shape)), live
 
 
 # -- load -------------------------------------------------------------------------------------------------------------
@@ -251,7 +233,8 @@ def load_checkpoint(
 
         def open_it() -> Reading:
             folder = current(storage, name)
-            return Reading(storage, folder, open_manifest(storage, folder), world.rank, strict, again)
+            opened = Opened(storage, folder, open_manifest(storage, folder))
+            return Reading(opened, world.rank, strict, again)
 
         return put_in_place(world, f"{storage.place}/{name}", open_it, kept, tick)
 
@@ -265,7 +248,7 @@ def put_in_place(
 
     def prepare() -> None:
         reading = open_it()
-        puts.extend(_taken(k, reading) for k in kept)
+        puts.extend([_restored(part, reading) for part in kept])
         if left := reading.left():
             reading.complain(
                 f"nothing here takes {several(left)} of the checkpoint: prepare what was saved before loading"
@@ -273,11 +256,15 @@ def put_in_place(
         reading.run(tick)
         found.append(reading)
 
+    def put_all() -> None:
+        for put in puts:
+            put()
+
     _together(world, place, _error(prepare))
     (reading,) = found
     reading.skipped += _attempt(world, place, reading.trials, reading.strict)
-    world.settle()  # whatever waits to be averaged is about to be replaced
-    _together(world, place, _error(lambda: [put() for put in puts]), HALF)
+    world.settle()  # values that wait to be averaged are about to be replaced
+    _together(world, place, _error(put_all), HALF)
     everyones = world.gather_objects(reading.skipped)
     skipped = tuple(dict.fromkeys(words for skipped in everyones for words in skipped))
     if skipped:
@@ -285,15 +272,14 @@ def put_in_place(
     return Loaded(place, reading.manifest, skipped)
 
 
-def _taken(kept: Kept, reading: Reading) -> Callable[[], None]:
+def _restored(part: Kept, reading: Reading) -> Callable[[], None]:
     try:
-        return kept.restore(reading)
+        return part.restore(reading)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, EasympError):
             raise
-        raise CheckpointError(
-            f"the manifest does not hold what a {type(kept).__name__} writes ({_words(error)}): load another checkpoint"
-        ) from error
+        said = f"the manifest does not hold what a {type(part).__name__} writes ({_words(error)})"
+        raise CheckpointError(f"{said}: load another checkpoint") from error
 
 
 def _attempt(world: World, place: str, trials: Sequence[Trial], strict: bool) -> list[str]:
@@ -323,9 +309,7 @@ def _error(act: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _words(error: Exception | None) -> str:
-    if error is None:
-        return ""
+def _words(error: Exception) -> str:
     said = str(error) or type(error).__name__
     return said if isinstance(error, (OSError, EasympError)) else f"{type(error).__name__}: {error}"
 
@@ -334,8 +318,10 @@ def _together(
     world: World, place: str, error: Exception | None, what: str = "", said: str | None = None
 ) -> None:
     """Raise the errors of any rank on all. `what` became of the checkpoint; if "", it was not loaded. `said`: the words of the error."""
+    if said is None:
+        said = "" if error is None else _words(error)
     by_words: dict[str, list[str]] = {}
-    for rank, words in enumerate(world.gather_objects(_words(error) if said is None else said)):
+    for rank, words in enumerate(world.gather_objects(said)):
         if words:
             by_words.setdefault(words, []).append(str(rank))
     if by_words:
@@ -385,9 +371,6 @@ def check_like(what: str, saved: Any, live: Any) -> None:
     """Compare a state with the live one, key by key, so that wrong kinds are found before anything live takes them.
 
     None fits every kind. Keys that only one of the two has are not compared.
-
-    Raises:
-        CheckpointError: a value is of another kind, or an integer is too large for 64 bits.
     """
     if isinstance(saved, int) and not -(2**63) <= saved < 2**63:
         raise CheckpointError(

@@ -14,13 +14,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError
-from . import blocks
+from . import storage_local
 from .storage import Storage
+from .storage_local import make_above
 
 try:
     import fcntl
@@ -44,6 +46,46 @@ _shared: dict[tuple[int, str], list[Any]] = {}
 
 def lock_of(checkpoint: str) -> str:
     return f"{TEMPORARY}{checkpoint}.lock"
+
+
+def claim(storage: Storage, checkpoint: str, folder: str = "") -> KernelLock | Heartbeat:
+    """Let only this process write `checkpoint`, until ``release()``; `folder` is told to others with who it is.
+
+    `left` of the result is what the owner before said of itself, if it died without a release.
+
+    Raises:
+        CheckpointError: another process, or another thread of this one, writes it; which.
+        OSError: the lock cannot be written.
+    """
+    name, place = lock_of(checkpoint), f"{storage.place.rstrip('/')}/{checkpoint}"
+    path = storage.path(name)
+    if path is not None:
+        make_above(path)
+        try:
+            return KernelLock(path, place, words(folder))
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+    return Heartbeat(storage, name, place, words(folder))
+
+
+def hold(storage: Storage, name: str) -> Callable[[], None]:
+    """Claim `name` for this process, in which others may hold it too; returns what releases it. Raises as `claim`."""
+    key = os.getpid(), f"{os.path.realpath(storage.place)}/{name}"
+    with _sharing:
+        if key not in _shared:
+            _shared[key] = [claim(storage, name), 0]
+        _shared[key][1] += 1
+    return partial(_let_go, key)
+
+
+def _let_go(key: tuple[int, str]) -> None:
+    if key[0] != os.getpid():
+        return  # a fork, which has nothing of its parent's
+    with _sharing:
+        _shared[key][1] -= 1
+        if not _shared[key][1]:
+            _shared.pop(key)[0].release()
 
 
 # -- who owns it ------------------------------------------------------------------------------------------------------
@@ -90,15 +132,11 @@ def read_words(said: bytes) -> Mapping[str, Any]:
 
 def refusal(place: str, owner: Mapping[str, Any], lock: str = "") -> CheckpointError:
     """The error of the second writer of `place`. `lock` is a file that a lost machine may still hold."""
-    who = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown host')}"
-    gone = (
-        f". If that machine is gone, remove {lock}"
-        if lock and owner.get("host") != socket.gethostname()
-        else ""
-    )
+    who = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown host')}{_since(owner.get('since'))}"
+    lost = lock and owner.get("host") != socket.gethostname()
     return CheckpointError(
-        f"{place} is being written by {who}{_since(owner.get('since'))}, and two writers would only overtake each other: give this run a "
-        f"folder of its own, or wait until that one is done{gone}"
+        f"{place} is being written by {who}, and two writers would only overtake each other: give this run a folder of its own, or wait "
+        f"until that one is done{f'. If that machine is gone, remove {lock}' if lost else ''}"
     )
 
 
@@ -112,43 +150,11 @@ def _since(said: object) -> str:
     return f" since {said} ({age})"
 
 
-# -- a process's own claims -------------------------------------------------------------------------------------------
-
-
-def hold(storage: Storage, name: str) -> Callable[[], None]:
-    """Claim `name` for this process, in which others may hold it too; returns what releases it.
-
-    Raises:
-        CheckpointError: another process has it.
-        OSError: `storage` cannot be written to.
-    """
-    key = os.getpid(), f"{os.path.realpath(storage.place)}/{name}"
-    with _sharing:
-        if key not in _shared:
-            _shared[key] = [storage.claim(name), 0]
-        _shared[key][1] += 1
-    return partial(_let_go, key)
-
-
-def _let_go(key: tuple[int, str]) -> None:
-    if key[0] != os.getpid():
-        return  # a fork, which has nothing of its parent's
-    with _sharing:
-        _shared[key][1] -= 1
-        if not _shared[key][1]:
-            _shared.pop(key)[0].release()
-
-
 # -- kinds of locks ---------------------------------------------------------------------------------------------------
 
 
 class KernelLock:
-    """A claim by a POSIX lock on the file `path`, which is removed with it.
-
-    Raises:
-        CheckpointError: another process, or another thread of this one, has it.
-        OSError: there are no locks here (`errno` is in NO_LOCKS), or the file cannot be made.
-    """
+    """A POSIX lock on the file `path`, which is removed with it. See `claim`; an OSError of NO_LOCKS where there are no locks."""
 
     def __init__(self, path: str, place: str, said: bytes) -> None:
         if fcntl is None:
@@ -167,43 +173,33 @@ class KernelLock:
 
     def _lock(self, place: str) -> tuple[int, Mapping[str, Any]]:
         while True:
-            descriptor = blocks.do("open", self._path, os.open, self._path, FLAGS, 0o666)
+            descriptor = storage_local.do("open", self._path, os.open, self._path, FLAGS, 0o666)
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left = read_words(os.pread(descriptor, LARGEST, 0))
-                if os.path.exists(self._path) and os.path.samestat(
-                    os.fstat(descriptor), os.lstat(self._path)
-                ):
-                    os.ftruncate(descriptor, 0)
-                    return descriptor, left
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), os.lstat(self._path)):
+                        os.ftruncate(descriptor, 0)
+                        return descriptor, left
             except BaseException as error:
                 left = read_words(os.pread(descriptor, LARGEST, 0))
                 os.close(descriptor)
                 if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
                     raise refusal(place, left, self._path) from None
-                if isinstance(error, FileNotFoundError):
-                    continue
                 raise
             os.close(descriptor)  # its owner removed it just now: it locks nothing
 
     def release(self) -> None:
-        try:
-            blocks.do(
-                "unlink", self._path, os.unlink, self._path
-            )  # while it is locked: no other owner's is removed
-        except OSError:
-            pass  # the folder is gone, or became read-only; without a lock on it the file means nothing
+        # Unlinked while it is locked, so that another owner's is not removed. An error: the folder is gone, or became read-only;
+        # without a lock on it the file means nothing.
+        with suppress(OSError):
+            storage_local.do("unlink", self._path, os.unlink, self._path)
         os.close(self._descriptor)
         _mine.pop(self._path, None)
 
 
 class Heartbeat:
-    """A claim by the file `name` of `storage`, which a thread writes anew every BEAT seconds.
-
-    Raises:
-        CheckpointError: another process has it.
-        OSError: it cannot be written.
-    """
+    """The file `name` of `storage`, which a thread writes anew every BEAT seconds. See `claim`."""
 
     def __init__(self, storage: Storage, name: str, place: str, said: bytes) -> None:
         self._storage, self._name = storage, name
@@ -234,18 +230,14 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
-            try:
+            with suppress(OSError):  # the writes of the checkpoint itself fail likewise
                 self._write()
-            except OSError:
-                pass  # the writes of the checkpoint itself fail likewise
 
     def release(self) -> None:
         self._over.set()
         self._thread.join()
-        try:
+        with suppress(OSError):  # the next writer finds it, and finds it old
             self._storage.remove(self._name)
-        except OSError:
-            pass  # the next writer finds it, and finds it old
 
 
 def abandoned(storage: Storage, name: str) -> bool:

@@ -1,6 +1,6 @@
 """The manifest: what a checkpoint holds, and where each byte of it lies.
 
-`validate` holds for every manifest that is read or written, so code that uses one need not check again. Its text may come from anyone.
+`validate` holds for every manifest that is read or written, so code that uses one does not check again. Its text may come from anyone.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MANIFEST, COMMIT, INDEX = "manifest.json", "COMMIT", "model.safetensors.index.js
 BLOCK = 2**24  # bytes under one checksum
 VERSION = 2  # with files of hooks; a checkpoint without them is written as version 1, which has no such field
 LINEAGE = (
-    "lineage"  # in the plan, where easymp 0.1 takes any key; elsewhere it takes none that it does not know
+    "lineage"  # a key of the plan, where easymp 0.1 takes any; elsewhere it takes none that it does not know
 )
 OLDEST = "0"  # the line of all checkpoints that name none: those of easymp 0.1
 MOST_RANKS = 2**20  # that wrote one checkpoint; what each of them kept is looked up by its number
-LONGEST_NAME = (
-    200  # bytes of a file's name; 255 are the most on usual file systems, and temporary ones are longer
-)
+LONGEST_NAME = 200  # bytes of a file's name; usual file systems take 255, and temporary names are longer
 LONGEST_PATH = 700  # bytes of a path below the checkpoint; object stores take 1024 with all that is above it
+
+# -- records -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Which line of saves a checkpoint belongs to. A run that goes on from the last checkpoint of a line continues that line.
+    """The line of saves that a checkpoint belongs to. A run that goes on from the last checkpoint of a line continues that line.
 
     Attributes:
         line: its identifier.
@@ -115,14 +115,10 @@ class Manifest:
         return {**self.files, **self.extra}
 
     def encode(self) -> bytes:
-        """As the content of a file.
-
-        Raises:
-            CheckpointError: `decode` would refuse it, or return something else.
-        """
+        """As the content of a file."""
         validate(self)
         if loads(dumps(self.plan), "plan") != self.plan:
-            raise CheckpointError("the plan of a checkpoint has values that are no JSON: pass Plan.as_dict()")
+            raise CheckpointError("the plan of a checkpoint has values that JSON lacks: pass Plan.as_dict()")
         tensors = {
             name: {
                 "dtype": NAMES[t.dtype],
@@ -135,22 +131,21 @@ class Manifest:
             {name: {"size": f.size, "crc32": list(f.checksums)} for name, f in table.items()}
             for table in (self.files, self.extra)
         )
-        return dumps(
-            {
-                "version": VERSION if extra else 1,
-                "made_by": self.made_by,
-                "written": self.written,
-                "step": self.step,
-                "world_size": self.world_size,
-                "plan": {**self.plan, LINEAGE: asdict(self.lineage)},
-                "block": BLOCK,
-                "files": files,
-                **({"extra": extra} if extra else {}),
-                "tensors": tensors,
-                "aliases": self.aliases,
-                "states": self.states,
-            }
-        )
+        raw = {
+            "version": VERSION if extra else 1,
+            "made_by": self.made_by,
+            "written": self.written,
+            "step": self.step,
+            "world_size": self.world_size,
+            "plan": {**self.plan, LINEAGE: asdict(self.lineage)},
+            "block": BLOCK,
+            "files": files,
+            **({"extra": extra} if extra else {}),
+            "tensors": tensors,
+            "aliases": self.aliases,
+            "states": self.states,
+        }
+        return dumps(raw)
 
 
 def seal(manifest: bytes) -> bytes:
@@ -158,7 +153,7 @@ def seal(manifest: bytes) -> bytes:
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
+# -- reading a manifest ------------------------------------------------------------------------------------------------
 
 FIELDS: dict[str, type] = {
     "version": int, "made_by": str, "written": str, "step": int, "world_size": int, "plan": dict, "block": int,
@@ -171,14 +166,12 @@ def decode(text: bytes, what: str) -> Manifest:
     """The manifest in `text`, validated.
 
     Raises:
-        CheckpointError: it is none, or a newer one; `what` names the file.
+        CheckpointError: it is not a manifest, or a newer one; `what` names the file.
     """
     raw = loads(text, what)
     version = raw.get("version") if isinstance(raw, dict) else None
     if type(version) is not int or version < 1:
-        raise CheckpointError(
-            f"{what}: no manifest of a checkpoint: its version is {version!r:.40}, and should be {VERSION}"
-        )
+        raise CheckpointError(f"{what}: not a manifest of a checkpoint: its version is {version!r:.40}")
     if version > VERSION:
         raise CheckpointError(
             f"{what}: format version {version}, and this easymp reads {VERSION}: update easymp"
@@ -189,51 +182,6 @@ def decode(text: bytes, what: str) -> Manifest:
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
     return manifest
-
-
-def _typed(raw: Any) -> Manifest:
-    """The JSON in our types; the values are still to be validated."""
-    _fields("the manifest", raw, FIELDS if raw["version"] == 1 else {**FIELDS, "extra": dict})
-    if raw["block"] != BLOCK:
-        raise CheckpointError(
-            f"checksums are of blocks of {raw['block']} bytes, and this easymp reads those of {BLOCK}: update easymp"
-        )
-    tensors = {}
-    for name, tensor in raw["tensors"].items():
-        _fields(f"the tensor {name!r:.300}", tensor, {"dtype": str, "shape": list, "pieces": list})
-        if tensor["dtype"] not in DTYPES:
-            raise CheckpointError(
-                f"{name!r:.300} has the dtype {tensor['dtype']!r:.40}, which this easymp does not know: update it"
-            )
-        pieces = []
-        for piece in tensor["pieces"]:
-            if not _is_row(piece, list, list, str, int):
-                raise CheckpointError(
-                    f"{name!r:.300} has a piece {piece!r:.80}: not an offset, a shape, a file and a place in it"
-                )
-            offset, shape, file, begin = piece
-            pieces.append(Piece(Box(tuple(offset), tuple(shape)), file, begin))
-        tensors[name] = Stored(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(pieces))
-    files, extra = ({}, {})
-    for table, records in ((raw["files"], files), (raw.get("extra", {}), extra)):
-        for name, file in table.items():
-            _fields(f"the file {name!r:.300}", file, {"size": int, "crc32": list})
-            records[name] = FileRecord(file["size"], tuple(file["crc32"]))
-    _fields("the table of aliases", raw["aliases"], dict.fromkeys(raw["aliases"], str))
-    plan = {name: choice for name, choice in raw["plan"].items() if name != LINEAGE}
-    said = (raw[name] for name in ("step", "world_size", "written", "made_by"))
-    return Manifest(*said, plan, tensors, files, raw["states"], raw["aliases"], extra, _lineage(raw["plan"]))
-
-
-def _lineage(plan: dict[str, Any]) -> Lineage:
-    if LINEAGE not in plan:
-        return Lineage()
-    said = plan[LINEAGE]
-    _fields("the lineage", said, {"line": str, "parent": str, "forks": list})
-    for fork in said["forks"]:
-        if not _is_row(fork, str, str, int):
-            raise CheckpointError(f"the lineage has a fork {fork!r:.80}: not a line, a time and a step")
-    return Lineage(said["line"], said["parent"], tuple(map(tuple, said["forks"])))
 
 
 def head(start: bytes) -> tuple[str, int, Lineage] | None:
@@ -248,7 +196,50 @@ def head(start: bytes) -> tuple[str, int, Lineage] | None:
     return raw["written"], raw["step"], lineage
 
 
-def _fields(what: str, raw: object, fields: Mapping[str, type]) -> None:
+def _typed(raw: Any) -> Manifest:
+    """The JSON in our types; the values are still to be validated."""
+    _check_fields("the manifest", raw, FIELDS if raw["version"] == 1 else {**FIELDS, "extra": dict})
+    if raw["block"] != BLOCK:
+        raise CheckpointError(f"checksums are of blocks of {raw['block']} bytes, not {BLOCK}: update easymp")
+    tensors = {}
+    for name, tensor in raw["tensors"].items():
+        _check_fields(f"the tensor {name!r:.300}", tensor, {"dtype": str, "shape": list, "pieces": list})
+        if tensor["dtype"] not in DTYPES:
+            raise CheckpointError(
+                f"{name!r:.300} has the unknown dtype {tensor['dtype']!r:.40}: update easymp"
+            )
+        for piece in tensor["pieces"]:
+            if not isinstance(piece, list) or [*map(type, piece)] != [list, list, str, int]:
+                raise CheckpointError(
+                    f"{name!r:.300} has a piece {piece!r:.80}: not an offset, a shape, a file and a place in it"
+                )
+        pieces = (Piece(Box(tuple(o), tuple(n)), file, begin) for o, n, file, begin in tensor["pieces"])
+        tensors[name] = Stored(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(pieces))
+    files, extra = _files(raw["files"]), _files(raw.get("extra", {}))
+    _check_fields("the table of aliases", raw["aliases"], dict.fromkeys(raw["aliases"], str))
+    plan = {name: choice for name, choice in raw["plan"].items() if name != LINEAGE}
+    said = (raw[name] for name in ("step", "world_size", "written", "made_by"))
+    return Manifest(*said, plan, tensors, files, raw["states"], raw["aliases"], extra, _lineage(raw["plan"]))
+
+
+def _files(table: Any) -> dict[str, FileRecord]:
+    for name, file in table.items():
+        _check_fields(f"the file {name!r:.300}", file, {"size": int, "crc32": list})
+    return {name: FileRecord(file["size"], tuple(file["crc32"])) for name, file in table.items()}
+
+
+def _lineage(plan: dict[str, Any]) -> Lineage:
+    if LINEAGE not in plan:
+        return Lineage()
+    said = plan[LINEAGE]
+    _check_fields("the lineage", said, {"line": str, "parent": str, "forks": list})
+    for fork in said["forks"]:
+        if not isinstance(fork, list) or [*map(type, fork)] != [str, str, int]:
+            raise CheckpointError(f"the lineage has a fork {fork!r:.80}: not a line, a time and a step")
+    return Lineage(said["line"], said["parent"], tuple(map(tuple, said["forks"])))
+
+
+def _check_fields(what: str, raw: object, fields: Mapping[str, type]) -> None:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{what} is {raw!r:.80}, and should have {', '.join(fields)}")
     for name in raw.keys() ^ fields.keys():
@@ -261,11 +252,7 @@ def _fields(what: str, raw: object, fields: Mapping[str, type]) -> None:
             )
 
 
-def _is_row(row: object, *kinds: type) -> bool:
-    return isinstance(row, list) and tuple(map(type, row)) == kinds
-
-
-# -- validation -------------------------------------------------------------------------------------------------------
+# -- validation --------------------------------------------------------------------------------------------------------
 
 
 def validate(manifest: Manifest) -> None:
@@ -274,24 +261,17 @@ def validate(manifest: Manifest) -> None:
     check_number("world_size", manifest.world_size, 1, MOST_RANKS)
     _check_lines(manifest.lineage, {"written": manifest.written, "made_by": manifest.made_by})
     for name in manifest.files:
-        if (
-            not _portable(name)
-            or name[0] == "."
-            or name.casefold() in (MANIFEST.casefold(), COMMIT.casefold())
-        ):
-            raise CheckpointError(
-                f"the file {name!r:.300} has no plain name: files lie right in the folder, and hold no manifest"
-            )
+        if not _portable(name) or name[0] == "." or name.casefold() in (MANIFEST, COMMIT.casefold()):
+            raise CheckpointError(f"the file {name!r:.300} has no plain name of a file right in the folder")
     check_extra(manifest.extra, manifest.files)
     for name, file in manifest.all_files.items():
         check_number(f"the size of {name}", file.size, 0)
-        if len(file.checksums) != (count := -(-file.size // BLOCK)):
-            raise CheckpointError(
-                f"{name} has {file.size} bytes, so {count} checksums, and here are {len(file.checksums)}"
-            )
-        for checksum in file.checksums:
-            if type(checksum) is not int or not 0 <= checksum < 2**32:
-                raise CheckpointError(f"a checksum of {name} is {checksum!r:.80}, which is no CRC-32")
+        count, given = -(-file.size // BLOCK), len(file.checksums)
+        if given != count:
+            raise CheckpointError(f"{name} has {file.size} bytes, so {count} checksums, and here are {given}")
+        for crc in file.checksums:
+            if type(crc) is not int or not 0 <= crc < 2**32:
+                raise CheckpointError(f"a checksum of {name} is {crc!r:.80}, which is not a CRC-32")
     _check_tensors(manifest.tensors, manifest.files)
     for name, of in manifest.aliases.items():  # of stored tensors, not of one another: so there is no cycle
         if name in manifest.tensors:
@@ -300,16 +280,46 @@ def validate(manifest: Manifest) -> None:
             raise CheckpointError(f"{name!r:.300} is another name of {of!r:.300}, which is not stored")
     for name, state in manifest.states.items():
         try:
-            wanted = names(state)
+            unknown = [t for t in names(state) if t not in manifest.tensors and t not in manifest.aliases]
         except CheckpointError as error:
             raise CheckpointError(f"{name!r:.300}: {error}") from None
-        for tensor in wanted:
-            if tensor not in manifest.tensors and tensor not in manifest.aliases:
-                raise CheckpointError(f"{name!r:.300} has a tensor {tensor!r:.300}, which is not stored")
+        if unknown:
+            raise CheckpointError(f"{name!r:.300} has a tensor {unknown[0]!r:.300}, which is not stored")
+
+
+def _check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]) -> None:
+    """Each is covered once by its pieces, and each byte of a file belongs to one piece at most."""
+    places: dict[str, list[tuple[int, int, str]]] = {}
+    for name, stored in tensors.items():
+        shape, size = stored.shape, stored.dtype.itemsize
+        if nbytes(stored.dtype, shape) is None:
+            raise CheckpointError(
+                f"{name!r:.300} has the shape {list(shape)!r:.80}, which a tensor of {stored.dtype} cannot have"
+            )
+        for box, file, _ in stored.pieces:
+            if any(type(n) is not int for side in box for n in side):
+                raise CheckpointError(f"{name!r:.300} has a box {box!r:.80}, which are not all whole numbers")
+            if file not in files:
+                raise CheckpointError(f"{name!r:.300} lies in {file!r:.300}, which is none of the files")
+        boxes = [piece.box for piece in stored.pieces]
+        if boxes != [((0,) * len(shape), shape)] and (wrong := fault(shape, boxes)):
+            raise CheckpointError(f"{name!r:.300} is not stored exactly once: {wrong}")
+        for box, file, begin in stored.pieces:
+            end = begin + prod(box.shape) * size
+            if not 0 <= begin <= end <= files[file].size:
+                raise CheckpointError(
+                    f"the first byte of {name!r:.300} in {file} is {begin!r:.80}, outside of the file"
+                )
+            if begin < end:
+                places.setdefault(file, []).append((begin, end, name))
+    for file, taken in places.items():
+        for (_, end, one), (begin, _, other) in pairwise(sorted(taken)):
+            if begin < end:
+                raise CheckpointError(f"{one!r:.300} and {other!r:.300} lie in the same bytes of {file}")
 
 
 def check_number(name: str, value: object, low: int, high: int = MOST) -> None:
-    """Raises CheckpointError where `value` is no whole number from `low` to `high`."""
+    """Raises CheckpointError where `value` is not a whole number from `low` to `high`."""
     if type(value) is not int or not low <= value <= high:
         raise CheckpointError(f"{name} is {value!r:.80}, and should be a whole number from {low} to {high}")
 
@@ -318,9 +328,7 @@ def _check_lines(lineage: Lineage, more: Mapping[str, object]) -> None:
     """Texts for people are one line each; identifiers of lines are short words, as folders get names of them."""
     for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
         if not re.fullmatch("[0-9a-f]{1,32}", line):
-            raise CheckpointError(
-                f"the line {line!r:.80} is no identifier: it should be 1 to 32 hexadecimal digits"
-            )
+            raise CheckpointError(f"the line {line!r:.80} is not an identifier of 1 to 32 hexadecimal digits")
     times = {f"the time of fork {i}": written for i, (_, written, _) in enumerate(lineage.forks)}
     for name, text in {"parent": lineage.parent, **times, **more}.items():
         if not isinstance(text, str) or len(text) > 200 or not text.isprintable():
@@ -342,28 +350,23 @@ def _portable(word: str) -> bool:
 
 
 def check_extra(paths: Collection[str], files: Collection[str]) -> None:
-    """Paths of hooks' files fit beside the checkpoint's own `files` and one another, also on file systems without upper case.
-
-    Raises:
-        CheckpointError: one does not.
-    """
+    """Paths of hooks' files fit beside the checkpoint's own `files` and one another, also on file systems without upper case."""
     own = {name.casefold() for name in (*files, MANIFEST, COMMIT)}
     taken: dict[str, str] = {}
     for name in paths:
-        portable = len(name) <= LONGEST_PATH and all(map(_portable, name.split("/")))
-        if not portable or len(name.encode()) > LONGEST_PATH:
+        if not all(map(_portable, name.split("/"))) or len(name.encode()) > LONGEST_PATH:
             raise CheckpointError(
-                f"the file {name!r:.300} of a hook has no name that every file system takes: words of letters, digits and most signs (not "
-                f'\\ : * ? " < > |), / between them, and at most {LONGEST_PATH} bytes'
+                f"the file {name!r:.300} of a hook has no name that every file system takes: use words of letters, digits and most signs "
+                f'(not \\ : * ? " < > |), with / between them, of at most {LONGEST_PATH} bytes'
             )
         if name.partition("/")[0].casefold() in own:
             raise CheckpointError(
                 f"the file {name!r:.300} of a hook has the name of one that is the checkpoint's own: let the hook write to a folder below "
                 "the one that it is given"
             )
-        if name.casefold() in taken:
+        if other := taken.get(name.casefold()):
             raise CheckpointError(
-                f"the files {taken[name.casefold()]!r:.300} and {name!r:.300} of hooks have one name: change one"
+                f"the files {other!r:.300} and {name!r:.300} of hooks have one name: change one"
             )
         taken[name.casefold()] = name
     for name in paths:
@@ -373,34 +376,3 @@ def check_extra(paths: Collection[str], files: Collection[str]) -> None:
                 raise CheckpointError(
                     f"{file!r:.300} is a file of a hook, and a folder with {name!r:.300} in it: change one"
                 )
-
-
-def _check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]) -> None:
-    """Each is covered once by its pieces, and each byte of a file belongs to one piece at most."""
-    for name, stored in tensors.items():
-        if nbytes(stored.dtype, stored.shape) is None:
-            raise CheckpointError(
-                f"{name!r:.300} has the shape {list(stored.shape)!r:.80}, which no {stored.dtype} can have"
-            )
-        for box, file, _ in stored.pieces:
-            if any(type(n) is not int for side in box for n in side):
-                raise CheckpointError(f"{name!r:.300} has a box {box!r:.80}, which are not all whole numbers")
-            if file not in files:
-                raise CheckpointError(f"{name!r:.300} lies in {file!r:.300}, which is none of the files")
-    places: dict[str, list[tuple[int, int, str]]] = {}
-    for name, stored in tensors.items():
-        if wrong := fault(stored.shape, [piece.box for piece in stored.pieces]):
-            raise CheckpointError(f"{name!r:.300} is not stored exactly once: {wrong}")
-        for box, file, begin in stored.pieces:
-            end = begin + prod(box.shape) * stored.dtype.itemsize
-            if type(begin) is not int or not 0 <= begin <= end <= files[file].size:
-                raise CheckpointError(
-                    f"the first byte of {name!r:.300} in {file} is {begin!r:.80}, outside of the file"
-                )
-            if begin < end:
-                places.setdefault(file, []).append((begin, end, name))
-    for file, taken in places.items():
-        taken.sort()
-        for (_, end, one), (begin, _, other) in pairwise(taken):
-            if begin < end:
-                raise CheckpointError(f"{one!r:.300} and {other!r:.300} lie in the same bytes of {file}")

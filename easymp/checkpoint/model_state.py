@@ -6,7 +6,7 @@ So an optimizer's state fits another order of the parameters, and other shards.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from ..errors import CheckpointError, StepError
 from ..optim import PreparedOptimizer
 from ..optim.torch_step import IMPLEMENTATION
 from ..precision.policies import LOW
-from .layout import Box, Place, place_of
-from .load import FullName, Reading, Trial, check_like, is_known, names_apart, once, several
+from .codec import names
+from .layout import Box, Place, places_of
+from .load import FullName, Reading, Trial, check_like, is_known, names_apart, several
 from .manifest import Stored, check_number
 from .snapshot import Snapshot
 from .source import canonical
@@ -81,47 +82,53 @@ class ModelState:
         live = {canonical(name): (name, value) for name, value in state.items()}
         if words := names_apart(live, saved):
             source.complain(f"{self._name}: {words}")
+        there = [name for name in live if name in saved]
+        rest = [name for name in there if id(live[name][1]) not in own]
+        found = {n: saved[n] for n in there if id(live[n][1]) in own and isinstance(saved[n], FullName)}
+        faults = [f"{n} is not a tensor in the checkpoint" for n in there if n not in found and n not in rest]
         fills: Fills = []
         filled: dict[int, tuple[str, Stored]] = {}  # id of a live tensor → its first name, and what it takes
-        rest: list[str] = []
-        faults: list[str] = []
-        for name, (_, value) in live.items():
-            if name not in saved:
-                continue
-            if id(value) not in own:
-                rest.append(name)
-            elif not isinstance(saved[name], FullName):
-                faults.append(f"{name} is no tensor in the checkpoint")
-            elif (place := place_of(value)) is not None:
-                path = self._path(saved[name], value, source)
-                stored = source.stored(path)
-                first, known = filled.setdefault(id(value), (name, stored))
-                if fault := self._fault(stored, place, value):
-                    faults.append(f"{name} {fault}")
-                elif known is not stored:
-                    faults.append(f"{name} and {first} are one tensor here, and two in the checkpoint")
-                elif first == name:
-                    fills += [(path, box, part) for box, part in place.parts]
+        for name, path, stored, place in self._sources(source, found, {n: live[n][1] for n in found}):
+            value = live[name][1]
+            first, known = filled.setdefault(id(value), (name, stored))
+            if stored.shape != place.shape:
+                words = f"has shape {list(stored.shape)} in the checkpoint, and {list(place.shape)} here"
+                faults.append(f"{name} {words}")
+            elif not self._takes(value, stored.dtype):
+                words = f"is {stored.dtype} in the checkpoint, and {value.dtype} here (load_weights converts)"
+                faults.append(f"{name} {words}")
+            elif known is not stored:
+                faults.append(f"{name} and {first} are one tensor here, and two in the checkpoint")
+            elif first == name:
+                fills += [(path, box, part) for box, part in place.parts]
         if faults:
             source.complain(f"{self._name}: {several(faults)}")
         if rest:
-            values = {live[name][0]: source.state(self._name, within=[name]) for name in rest}
-            source.trials.append(self._trial(values, dict(live[name] for name in rest), source.strict))
+            values = source.state(self._name, only=rest)
+            named = {live[name][0]: values[name] for name in rest}
+            source.trials.append(self._trial(named, dict(live[name] for name in rest), source.strict))
         return source.overwriting(fills)
 
-    def _path(self, name: FullName, value: Tensor, source: Reading) -> str:
-        """The stored tensor to read for `value`: the master, if the model is in fp32 and the parameter had one."""
-        master = source.master(name)
-        return master if master is not None and value.dtype == torch.float32 else name
+    def _sources(
+        self, source: Reading, found: Mapping[str, str], live: Mapping[str, Tensor]
+    ) -> list[tuple[str, str, Stored, Place]]:
+        """Of each live tensor with memory here: its name, the tensor to read for it, and its chunks.
 
-    def _fault(self, stored: Stored, place: Place, value: Tensor) -> str:
-        if stored.shape != place.shape:
-            return f"has shape {list(stored.shape)} in the checkpoint, and {list(place.shape)} here"
-        mastered = stored.dtype == torch.float32 and id(value) in self._mastered
-        raised = stored.dtype in LOW and value.dtype == torch.float32  # exact
-        if stored.dtype != value.dtype and not mastered and not raised:
-            return f"is {stored.dtype} in the checkpoint, and {value.dtype} here (load_weights converts)"
-        return ""
+        A tensor in fp32 takes the master of a parameter that had one.
+        """
+        masters = [source.master(path) for path in found.values()]
+        fp32 = [value.dtype == torch.float32 for value in live.values()]
+        paths = [
+            master if master and wide else path for path, master, wide in zip(found.values(), masters, fp32)
+        ]
+        stored = [source.stored(path) for path in paths]
+        every = zip(found, paths, stored, places_of(live.values()))
+        return [(name, path, at, place) for name, path, at, place in every if place is not None]
+
+    def _takes(self, value: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the live tensor `value` takes values of `dtype`: its own, those of its master, or exactly raised ones."""
+        mastered = dtype == torch.float32 and id(value) in self._mastered
+        return dtype == value.dtype or mastered or (dtype in LOW and value.dtype == torch.float32)
 
     def _trial(self, values: dict[str, Any], live: dict[str, Any], strict: bool) -> Trial:
         """Load values that are no tensors of the module's own through its `load_state_dict`."""
@@ -223,20 +230,19 @@ class OptimizerState:
         self._check_kinds(states)
         fills = self._masters(source)
         given = bool(saved["rest"]) or inner.listens()
-        taken = None if given else {_memory(t) for t in [*self._like.values(), *(part for *_, part in fills)]}
-        fresh: dict[Any, Any] = {}
-        unfit: list[str] = []
-        for name in states:
-            if name in self._like and place_of(self._like[name]) is not None:
-                there = self._stepped(source, name)
-                if there is not None and there.shape != tuple(self._like[name].shape):
-                    unfit.append(name)
-                else:
-                    fresh[self._parameters[name]] = self._state_of(source, path, name, taken, fills)
+        known = [name for name in states if name in self._like]
+        placed = places_of(self._like[name] for name in known)
+        stepped = dict(zip(known, self._stepped(source, known)))
+        here = [name for name, place in zip(known, placed) if place is not None]
+        unfit = [name for name in here if (at := stepped[name]) and at.shape != tuple(self._like[name].shape)]
+        fresh = [name for name in here if name not in unfit]
+        if fresh:
+            tensors = self._tensors(source, path, fresh, stepped, None if given else fills)
+            states = source.state(path, tensor=tensors.__getitem__, only=fresh)
         if unfit:
             source.complain(f"{self.name} remembers parameters of another shape: {several(unfit)}")
         refill = source.overwriting(fills)
-        state = {**saved["shared"], **fresh}
+        state = {**saved["shared"], **{self._parameters[name]: states[name] for name in fresh}}
         if given:
             source.trials.append(self._trial(saved["rest"], groups, state))
 
@@ -295,45 +301,90 @@ class OptimizerState:
                     kinds.setdefault(key, value)
 
     @staticmethod
-    def _stepped(source: Reading, name: str) -> Stored | None:
-        """The parameter as it was stepped: its master, if it had one."""
-        path = source.master(name) or name
-        return source.manifest.tensors.get(source.manifest.aliases.get(path, path))
+    def _stepped(source: Reading, names: Sequence[str]) -> list[Stored | None]:
+        """The parameters as they were stepped: the master of each that had one."""
+        paths = [source.master(name) or name for name in names]
+        tensors, aliases = source.manifest.tensors, source.manifest.aliases
+        return [tensors.get(aliases.get(path, path)) for path in paths]
 
-    def _state_of(self, source: Reading, path: str, name: str, taken: set[int] | None, fills: Fills) -> Any:
-        """The state of one parameter in new tensors; live tensors that can be overwritten join `fills` and are kept."""
-        parameter, like = self._parameters[name], self._like[name]
-        group, there = self._group_of[id(parameter)], self._stepped(source, name)
-        live = self._optimizer.state.get(parameter) or {}
+    def _tensors(
+        self,
+        source: Reading,
+        path: str,
+        fresh: Sequence[str],
+        stepped: Mapping[str, Stored | None],
+        fills: Fills | None,
+    ) -> dict[str, Tensor]:
+        """By full name, the tensors that take the states of the parameters `fresh`.
 
-        def tensor(full: str) -> Tensor:
-            stored = source.stored(full)
+        They are new, and filled by `source`; or live ones that can be overwritten, which join `fills`, so that the state is in memory once.
+        """
+        trees = source.manifest.states[path]
+        fulls = [(name, full) for name, of in zip(fresh, [names(trees[n]) for n in fresh]) for full in of]
+        made: dict[str, Tensor] = {}
+        kinds: dict[
+            str, tuple[Tensor, Stored, torch.dtype]
+        ] = {}  # the tensor it is laid out like, and its dtype here
+        for (name, full), stored in zip(fulls, [source.stored(full) for _, full in fulls]):
+            group = self._group_of[id(self._parameters[name])]
             if full.endswith("/step") and not (group.get("fused") or group.get("capturable")):
-                return source.whole(full)  # as torch keeps it: on the CPU
+                made[full] = torch.empty(stored.shape, dtype=stored.dtype)  # as torch keeps it: on the CPU
+                continue
+            like, there = self._like[name], stepped[name]
             as_stepped = there is not None and stored.dtype == there.dtype and there.shape == like.shape
-            dtype = like.dtype if as_stepped else stored.dtype
-            own = live.get(full.removeprefix(f"{path}/{name}/"))
-            if taken is not None and (parts := _overwritable(own, like, stored.shape, dtype, taken)):
-                fills.extend((full, box, part) for box, part in parts)
-                return own
-            made = _laid_out(like, stored.shape, dtype)
-            place = place_of(made)
-            assert place is not None, "the parameter lies here"
-            for box, part in place.parts:
-                source.fill(full, box, part)
-            return made
+            kinds[full] = like, stored, like.dtype if as_stepped else stored.dtype
+        live = {} if fills is None else self._overwritable(path, fulls, kinds, fills)
+        made |= {full: _laid_out(*kind) for full, kind in kinds.items() if full not in live}
+        source.fill(
+            (full, box, part)
+            for full, place in zip(made, places_of(made.values()))
+            if place is not None
+            for box, part in place.parts
+        )
+        return {**made, **live}
 
-        return source.state(path, tensor=tensor, within=[name])
+    def _overwritable(
+        self,
+        path: str,
+        fulls: Sequence[tuple[str, str]],
+        kinds: Mapping[str, tuple[Tensor, Stored, torch.dtype]],
+        fills: Fills,
+    ) -> dict[str, Tensor]:
+        """The live states that are what new tensors would be; no two share memory with one another or with `fills`."""
+        state = self._optimizer.state
+        found: dict[str, Tensor] = {}
+        for name, full in fulls:
+            own = (state.get(self._parameters[name]) or {}).get(full.removeprefix(f"{path}/{name}/"))
+            if full in kinds and isinstance(own, Tensor) and _is_like(own, *kinds[full]):
+                found[full] = own
+        held = [local(t) for t in self._like.values()]
+        taken = {t.data_ptr() for t in (*held, *(part for *_, part in fills))}
+        memories = [local(own) for own in found.values()]
+        live: dict[str, Tensor] = {}
+        for (full, own), memory, place in zip(found.items(), memories, places_of(found.values())):
+            plain = type(memory) is Tensor and not memory.requires_grad and not memory.is_inference()
+            if not plain or place is None or memory.data_ptr() in taken:
+                continue
+            if any(s == 0 and n > 1 for _, part in place.parts for n, s in zip(part.shape, part.stride())):
+                continue
+            if memory.numel():
+                taken.add(memory.data_ptr())
+            live[full] = own
+            fills.extend((full, box, part) for box, part in place.parts)
+        return live
 
     def _masters(self, source: Reading) -> Fills:
         """Parts of masters, and the stored tensors for them: masters, or the weights if there are none."""
-        fills: Fills = []
-        for _, master in self._optimizer.masters:
-            name = self._names[id(master)]
-            place, stored = place_of(master), self._stepped(source, name)
-            if place is not None and stored is not None and stored.shape == place.shape:
-                fills += [(source.master(name) or name, box, part) for box, part in place.parts]
-        return fills
+        masters = [master for _, master in self._optimizer.masters]
+        named = [self._names[id(master)] for master in masters]
+        paths = [source.master(name) or name for name in named]
+        every = zip(paths, places_of(masters), self._stepped(source, named))
+        return [
+            (path, box, part)
+            for path, place, stored in every
+            if place is not None and stored is not None and stored.shape == place.shape
+            for box, part in place.parts
+        ]
 
     def _trial(self, rest: dict[str, Any], groups: Groups, states: Mapping[Any, Any]) -> Trial:
         """All of it through `load_state_dict`, which its class or a hook extends."""
@@ -369,44 +420,21 @@ def _like(live: Any, saved: Any) -> Any:
     return saved.to(live.device) if isinstance(saved, Tensor) and isinstance(live, Tensor) else saved
 
 
-def _memory(tensor: Tensor) -> int:
-    return local(tensor).data_ptr()
+def _is_like(own: Tensor, like: Tensor, stored: Stored, dtype: torch.dtype) -> bool:
+    """Whether a live state is strided, and has the shape, dtype, device and layout of `_laid_out`."""
+    if (tuple(own.shape), own.dtype, own.device) != (stored.shape, dtype, like.device):
+        return False
+    spread = [(getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (own, like)]
+    wanted = spread[1] if stored.shape == tuple(like.shape) else (None, None)
+    return own.layout is torch.strided and spread[0] == wanted
 
 
-def _overwritable(
-    live: Any, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, taken: set[int]
-) -> list[tuple[Box, Tensor]] | None:
-    """The parts of `live` if a load may write into it, so that the state is in memory once: it is what a new tensor would be.
-
-    Args:
-        like: a tensor that is laid out as the parameter's states are.
-        taken: addresses of tensors that a load writes to already; grows.
-    """
-    if not isinstance(live, Tensor):
-        return None
-    if (tuple(live.shape), live.dtype, live.device) != (shape, dtype, like.device):
-        return None
-    spread = [(getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (live, like)]
-    if spread[0] != (spread[1] if shape == tuple(like.shape) else (None, None)):
-        return None
-    memory, place = local(live), place_of(live)
-    if type(memory) is not Tensor or memory.requires_grad or memory.is_inference():
-        return None
-    if memory.layout is not torch.strided or place is None or memory.data_ptr() in taken:
-        return None
-    if any(once(box, part)[0] != box for box, part in place.parts):
-        return None
-    if memory.numel():
-        taken.add(memory.data_ptr())
-    return list(place.parts)
-
-
-def _laid_out(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _laid_out(like: Any, stored: Stored, dtype: torch.dtype) -> Tensor:
     """A new tensor for the state of a parameter; in the parameter's layout if it has its shape."""
-    if shape == tuple(like.shape):
+    if stored.shape == tuple(like.shape):
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    whole = torch.empty(shape, dtype=dtype, device=like.device)
-    if not hasattr(like, "to_local") or not shape:
+    whole = torch.empty(stored.shape, dtype=dtype, device=like.device)
+    if not hasattr(like, "to_local") or not stored.shape:
         return whole
     from torch.distributed.tensor import DTensor, Replicate  # a long import, paid where there are DTensors
 

@@ -11,13 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TextIO
 
 from ..base.units import size
 from ..distributed import World
 from ..logging import get_logger
-from .blocks import Tick
+from .storage import Tick
 
 logger = get_logger(__name__)
 
@@ -31,9 +30,9 @@ class Progress:
 
     Args:
         doing: what goes on, such as ``"saving step-00000100"``.
-        done: what is said of it at the end, such as ``"saved step-00000100"``.
+        done: the words at its end, such as ``"saved step-00000100"``.
         shown: whether this process says anything.
-        background: whether others write to the terminal meanwhile; the block may then end before what is told of.
+        background: whether others write to the terminal meanwhile; the block may then end before the work.
         stream: where to, sys.stderr if None.
         clock: seconds.
     """
@@ -67,33 +66,25 @@ class Progress:
                     logger.info("%s", self._end(now))
             elif now >= self._next:
                 self._next = now + (REDRAWN if self._terminal else REPEATED)
-                self._draw(self._state(now))
+                self._draw(now)
 
     def expect(self, total: int) -> None:
-        """So many bytes will come, from the first on."""
+        """All calls together will tell of `total` bytes."""
         with self._lock:
             self._total = total
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._lock:
-            now = self._clock()
-            if self._background or not self._shown:
-                return
-            self._erase()
-            if kind is None and now - self._began >= SILENT:
-                print(self._end(now), file=self._stream, flush=True)
-
-    def _state(self, now: float) -> str:
-        count = (
-            min(self._count, self._total) if self._total else self._count
-        )  # blocks may be read twice at edges
-        share = f" of {size(self._total)} ({count / self._total:.0%})" if self._total else ""
-        return f"{self._doing}: {size(count)}{share}, {self._rate(now)}"
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        now = self._clock()
+        if self._background or not self._shown:
+            return
+        if self._drawn:
+            self._stream.write(f"\r{'':<{self._drawn}}\r")
+            self._stream.flush()
+        if kind is None and now - self._began >= SILENT:
+            print(self._end(now), file=self._stream, flush=True)
 
     def _end(self, now: float) -> str:
         return f"{self._done}: {size(self._count)} in {now - self._began:.1f} s, {self._rate(now)}"
@@ -101,7 +92,13 @@ class Progress:
     def _rate(self, now: float) -> str:
         return f"{size(self._count / max(now - self._began, 1e-9))}/s"
 
-    def _draw(self, text: str) -> None:
+    def _draw(self, now: float) -> None:
+        total, count = (
+            self._total,
+            min(self._count, self._total or self._count),
+        )  # blocks may be read twice at edges
+        share = f" of {size(total)} ({count / total:.0%})" if total else ""
+        text = f"{self._doing}: {size(count)}{share}, {self._rate(now)}"
         if not self._terminal:
             print(text, file=self._stream, flush=True)
             return
@@ -110,15 +107,9 @@ class Progress:
         self._stream.flush()
         self._drawn = len(text)
 
-    def _erase(self) -> None:
-        if self._drawn:
-            self._stream.write(f"\r{'':<{self._drawn}}\r")
-            self._stream.flush()
-            self._drawn = 0
-
 
 def of_ranks(world: World, doing: str, done: str, place: str, background: bool = False) -> Progress:
-    """That of rank 0, whose share of the bytes stands for all: "saving", "saved", and where."""
+    """The progress of rank 0, which stands for all ranks: "saving", "saved", and where."""
     share = f" (rank 0 of {world.size})" if world.size > 1 else ""
     return Progress(f"{doing} {place}{share}", f"{done} {place}{share}", world.rank == 0, background)
 

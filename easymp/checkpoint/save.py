@@ -1,7 +1,11 @@
 """Saving: every rank writes its files into a folder that does not count yet; rank 0 commits it.
 
 Stages: collect and plan (`snapshot`), write, commit (`commit`, which has the order of durable steps). Only a COMMIT makes
-a folder a checkpoint, and what retention drops goes only after that.
+a folder a checkpoint, and retention removes others only after that.
+
+In the course of a save ranks meet through the process group's store, not by collectives: a thread may do so while others train. Each rank
+shows life once a second while it works. A rank that waits for another gives up when that one has shown none for the world's timeout: it
+was killed, or its machine is gone. Work itself may take any time.
 """
 
 from __future__ import annotations
@@ -11,16 +15,19 @@ import json
 import os
 import sys
 import threading
+import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from ..distributed import World
 from ..errors import CheckpointError, failing
 from ..logging import get_logger
 from ..version import __version__
-from .barrier import Barrier, Store
-from .blocks import Part, Tick, no_tick
 from .codec import dumps
 from .commit import Commit, begin, check_name
 from .folders import inside, write_manifest
@@ -29,6 +36,7 @@ from .lineage import Line, Saved, retain
 from .manifest import INDEX, FileRecord, Manifest, check_extra
 from .progress import expect
 from .snapshot import (
+    STOPPED,
     Agreement,
     FilePlan,
     Image,
@@ -41,16 +49,19 @@ from .snapshot import (
     merged,
     trouble,
 )
-from .storage import Storage
+from .storage import Part, Storage, Tick, no_tick
 
 logger = get_logger(__name__)
 NICE = 10  # by how much the thread that writes stands back behind those that train
 INTERRUPTED = "interrupted"
 SHARE = "all ranks must share the file system: pass a folder of one that they share, or a URL"
+BEAT = 1.0  # seconds between two signs of life
+HURRY = 10.0  # seconds without a sign after which a rank counts as dead, for a process that is about to end
+CHUNK = 2**22  # bytes of one value in the store: its server closes connections that send it more than 8 MiB
+GONE = "the ranks' common store is gone: rank 0, which has it, ended or was killed"
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """Where a checkpoint goes, and what is said of it."""
 
     storage: Storage
@@ -69,10 +80,9 @@ class Saves:
     def __init__(self, world: World) -> None:
         self._world = world
         self.line = Line()
-        self._store: Store | None = None
+        self._barrier: Barrier | None = None
         self._agreed: Agreement | None = None
         self._image = Image()
-        self._number = 0
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
@@ -98,16 +108,14 @@ class Saves:
         """
         check_name(target.name)
         self.wait()
-        if self._store is None:
-            self._store = Store(self._world)
+        if self._barrier is None:
+            self._barrier = Barrier(self._world)
         state, self._agreed = agree(self._world, kept, self._agreed)
         plans = self._agreed.division.files
         check_extra(extra.names, [INDEX, *(plan.name for plan in plans)])
-        Barrier(self._store, self._number).forget()
-        self._number += 1
         mine = [plan for plan in plans if plan.rank == self._world.rank]
         files = self._copied(mine, state) if asynchronous else lambda plan: contents(plan, state.parts)
-        barrier = Barrier(self._store, self._number)
+        barrier = self._barrier.start()
         save = Save(barrier, self.line, target, limit, self._agreed, state.states, mine, files, extra, tick)
         if not asynchronous:
             try:
@@ -156,8 +164,8 @@ class Saves:
     def close(self) -> None:
         """As `wait`, at the end of the run. One that ends by an error keeps that error, and waits only for ranks that show life."""
         fails = failing()
-        if fails and self._store is not None:
-            self._store.hurried = True
+        if fails and self._barrier is not None:
+            self._barrier.hurried = True
         try:
             self.wait()
         except CheckpointError:
@@ -191,10 +199,7 @@ class Save:
     tick: Tick
 
     def run(self) -> None:
-        """
-        Raises:
-            CheckpointError: on every rank, if it failed on one; what was there before is untouched.
-        """
+        """"""
         with self.barrier:
             said = self._lead() if self.barrier.rank == 0 else self._follow()
         if said:
@@ -215,7 +220,7 @@ class Save:
         finally:
             folder = begun[0][0].folder if begun else ""
             digests = {n: _digest(s) for n, s in self.states.items()} if self.barrier.size > 1 else {}
-            self.barrier.announce("begin", dumps([said, folder, digests]))
+            self.barrier.put("begin", dumps([said, folder, digests]))
         if not begun:
             return said
         commit, saved = begun[0]
@@ -227,9 +232,9 @@ class Save:
             said = said or self._of_rank_0(trouble(lambda: self._commit(commit, saved, reports)))
         finally:
             if said:
-                self.barrier.fail()
+                self.barrier.put("failed", b"")
             commit.close()
-            self.barrier.announce("end", said.encode())
+            self.barrier.put("end", said.encode())
         return said
 
     def _of_rank_0(self, said: str) -> str:
@@ -237,7 +242,7 @@ class Save:
 
     def _follow(self) -> str:
         """The other ranks' part."""
-        said, folder, digests = json.loads(self.barrier.announced("begin"))
+        said, folder, digests = json.loads(self.barrier.take("begin"))
         if said:
             return str(said)
         report = dumps([INTERRUPTED, {}, {}])
@@ -245,31 +250,33 @@ class Save:
             same = {name for name, state in self.states.items() if digests.get(name) == _digest(state)}
             report = self._write(folder, same)
         finally:
-            self.barrier.give("written", report)
-        return self.barrier.announced("end").decode()
+            self.barrier.put(f"written/{self.barrier.rank}", report)
+        return self.barrier.take("end").decode()
 
     def _write(self, folder: str, known: Iterable[str]) -> bytes:
         """Write this rank's files: the error, sizes and checksums, and its states but those that rank 0 `known`s."""
         written: dict[str, list[int]] = {}
 
+        def check() -> None:
+            if self.barrier.failed:
+                raise CheckpointError(STOPPED)
+
         def tick(count: int) -> None:
-            self.barrier.check()
+            check()
             self.tick(count)
 
         def work() -> None:
-            files = self.extra.files
-            expect(
-                self.tick, sum(plan.size for plan in self.mine) + sum(file.size for file in files.values())
-            )
+            sizes = [file.size for file in (*self.mine, *self.extra.files.values())]
+            expect(self.tick, sum(sizes))
             for plan in self.mine:
-                self.barrier.check()
+                check()
                 written[plan.name] = [plan.size, *self._put(f"{folder}/{plan.name}", plan, tick)]
-            records = copied(files, self.target.storage, folder, tick)
+            records = copied(self.extra.files, self.target.storage, folder, tick)
             written.update({name: [record.size, *record.checksums] for name, record in records.items()})
 
         said = trouble(work)
         if said:
-            self.barrier.fail()
+            self.barrier.put("failed", b"")
         return dumps([said, written, {name: s for name, s in self.states.items() if name not in known}])
 
     def _put(self, name: str, plan: FilePlan, tick: Tick) -> tuple[int, ...]:
@@ -279,9 +286,8 @@ class Save:
             if self.barrier.rank == 0:
                 raise
             place = inside(self.target.storage.place, name)
-            raise CheckpointError(
-                f"{place} cannot be made: the folder, which rank 0 made, is not visible here: {SHARE}"
-            ) from error
+            said = f"{place} cannot be made: the folder, which rank 0 made, is not visible here"
+            raise CheckpointError(f"{said}: {SHARE}") from error
 
     def _commit(self, commit: Commit, saved: Saved, reports: Sequence[Any]) -> None:
         storage, folder, division = self.target.storage, commit.folder, self.agreement.division
@@ -322,3 +328,117 @@ class Save:
 
 def _digest(state: Any) -> str:
     return hashlib.sha256(dumps(state)).hexdigest()
+
+
+# -- the ranks' meeting ------------------------------------------------------------------------------------------------
+
+
+class Barrier:
+    """This rank's connection for the saves of a run. All ranks make it together, and each save begins with the same `start`.
+
+    Attributes:
+        failed: whether a rank has put "failed": this save is lost, and the others need not go on.
+        hurried: wait no longer than HURRY for ranks that show no life.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.rank, self.size, self.failed, self.hurried = world.rank, world.size, False, False
+        self._timeout, self._number = world.timeout, 0
+        self._over = threading.Event()
+        self._store: Any = None
+        if world.size > 1:
+            store = world.store()
+            # Counted there: another run of this process may have used the same store before.
+            self._store = dist.PrefixStore(f"saves/{store.add(f'saves/{world.rank}', 1)}", store)
+
+    def start(self) -> Barrier:
+        """Begin the next save; to be used in a ``with`` block."""
+        self.forget()
+        self._number += 1
+        self.failed = False
+        self._over = threading.Event()
+        # Of each rank: its last beat, and when that was noticed.
+        self._seen = dict.fromkeys(range(self.size), (0, time.monotonic()))
+        self._thread = threading.Thread(target=self._beat, name="easymp-beat", daemon=True)
+        return self
+
+    def __enter__(self) -> Barrier:
+        if self.size > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self.size > 1:
+            self._thread.join()
+
+    def _beat(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: the next wait says so
+            while True:
+                self._store.add(f"alive/{self.rank}", 1)
+                self.failed = self._store.check([f"{self._number}/failed"])
+                if self._over.wait(BEAT):
+                    return
+
+    def put(self, what: str, value: bytes) -> None:
+        """Tell the other ranks: `take` brings a value of rank 0, and `gather` that of ``what/rank``."""
+        if self.size == 1:
+            return
+        name, value = f"{self._number}/{what}", zlib.compress(value, 1)
+        chunks = [value[i : i + CHUNK] for i in range(0, len(value), CHUNK)]
+        try:
+            for i, chunk in enumerate(chunks[1:], 1):
+                self._store.set(f"{name}/+{i}", chunk)
+            self._store.set(name, len(chunks).to_bytes(4, "little") + chunks[0])
+        except RuntimeError as error:
+            raise CheckpointError(f"{GONE} ({error})") from error
+
+    def gather(self, what: str, mine: bytes) -> list[bytes | CheckpointError]:
+        """On rank 0: each rank's value, or the error that it shows no life any more."""
+        gathered: list[bytes | CheckpointError] = [mine]
+        for rank in range(1, self.size):
+            try:
+                gathered.append(self.take(f"{what}/{rank}", rank))
+            except CheckpointError as error:
+                gathered.append(error)
+                self.put("failed", b"")
+        return gathered
+
+    def take(self, what: str, rank: int = 0) -> bytes:
+        """A value of another rank, once it is there."""
+        name, pulse, pause = f"{self._number}/{what}", f"alive/{rank}", 0.001
+        try:
+            while not self._store.check([name]):
+                now = self._store.add(pulse, 0)
+                if now != self._seen[rank][0]:
+                    self._seen[rank] = now, time.monotonic()
+                silent = time.monotonic() - self._seen[rank][1]
+                ending = self.hurried or not threading.main_thread().is_alive()
+                if silent > (min(self._timeout, HURRY) if ending else self._timeout):
+                    raise CheckpointError(
+                        f"no sign of life for {silent:.0f} s: it ended, was killed, or is stopped"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            first = self._store.get(name)
+            rest = [self._store.get(f"{name}/+{i}") for i in range(1, int.from_bytes(first[:4], "little"))]
+            if rank:  # only rank 0 asks for it
+                self._delete(name)
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{GONE} ({error})") from error
+        return zlib.decompress(b"".join([first[4:], *rest]))
+
+    def forget(self, also: Iterable[str] = ()) -> None:
+        """This save is over on all ranks: remove its values, and those of other names, from the store."""
+        if self.size > 1 and self.rank == 0:
+            with suppress(RuntimeError):  # the store is gone: the next wait says so
+                for what in ("failed", "begin", "end", *also):
+                    self._delete(f"{self._number}/{what}")
+
+    def _delete(self, name: str) -> None:
+        if self._store.check([name]):
+            for i in range(1, int.from_bytes(self._store.get(name)[:4], "little")):
+                self._store.delete_key(f"{name}/+{i}")
+            self._store.delete_key(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,15 +18,15 @@ from torch import Tensor
 from ..distributed import World
 from ..errors import CheckpointError, EasympError, WorldError
 from ..logging import get_logger
-from .barrier import STOPPED
-from .blocks import Part, aligned, as_bytes, copy, spread
 from .codec import pack
 from .header import PAGE, encode
-from .layout import Box, Shape, fault, place_of, whole
+from .layout import Box, Shape, fault, places_of, whole
 from .manifest import Piece, Stored
+from .storage import Part, aligned, as_bytes, copy, is_plain, spread
 
 T = TypeVar("T")
 logger = get_logger(__name__)
+STOPPED = "stopped, as another rank failed"
 CHUNK = 2**22  # bytes copied at a time of a tensor on a device, or with gaps
 LARGE = 2**25  # bytes that one thread copies at a time
 SMALL = 2**18  # bytes of a tensor that is not worth handing to another thread
@@ -46,9 +45,6 @@ class Kept(Protocol):
         """Ask a `load.Reading` for its state, and check it; the returned function puts it in place once all is read.
 
         Nothing live changes before that call, and it fails only where `Reading.overwriting` does.
-
-        Raises:
-            CheckpointError: the state does not fit.
         """
         ...
 
@@ -73,7 +69,7 @@ class Snapshot:
         rank: this process's, under whose number it brings what is its own.
         parts: by full name and box.
         brought: the same, for the plan.
-        states: packed Python state by name; the same on all ranks, or mappings whose keys add up.
+        states: Python state by name, packed by `close`; the same on all ranks, or mappings whose keys add up.
         aliases: other names of tensors.
     """
 
@@ -83,6 +79,7 @@ class Snapshot:
         self.brought: list[Brought] = []
         self.states: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
+        self._alike: dict[str, Collection[int] | None] = {}
 
     def add(self, name: str, value: Any, own: bool = False, alike: Collection[int] | None = None) -> None:
         """Keep the tree `value` under `name`; `own` of this rank, whatever the others bring.
@@ -90,17 +87,23 @@ class Snapshot:
         Args:
             alike: ids of tensors that have the same values on all ranks; None for all. Of others the first rank's are kept.
         """
-        tensors: dict[str, Tensor] = {}
         name = f"ranks/{self.rank:05d}/{name}" if own else name
-        self.states[name] = pack(value, name, tensors)
-        for path, tensor in tensors.items():
-            place = place_of(tensor)
+        self.states[name], self._alike[name] = value, alike
+
+    def close(self) -> None:
+        """Pack all that was added: JSON's types, and the chunks of its tensors."""
+        found: list[tuple[str, Tensor, bool]] = []
+        for name, alike in self._alike.items():
+            tensors: dict[str, Tensor] = {}
+            self.states[name] = pack(self.states[name], name, tensors)
+            found += [(path, t, alike is not None and id(t) not in alike) for path, t in tensors.items()]
+        for (path, tensor, differs), place in zip(found, places_of(tensor for _, tensor, _ in found)):
             if place is None:
                 continue
-            differs = alike is not None and id(tensor) not in alike
             parts = place.parts
             if not prod(place.shape):  # an empty tensor is stored, though no rank has a box with elements
-                parts = ((whole(place.shape), tensor.new_empty(place.shape, device="cpu")),)
+                box = Box((0,) * len(place.shape), place.shape)
+                parts = ((box, tensor.new_empty(place.shape, device="cpu")),)
             for box, part in parts:
                 self.parts[path, box] = part
                 self.brought.append(Brought(path, tensor.dtype, place.shape, box, differs))
@@ -126,8 +129,7 @@ class Division(NamedTuple):
     tensors: dict[str, Stored]
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The plan of all ranks.
 
     Attributes:
@@ -146,12 +148,15 @@ def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[S
     """Collect the state of `kept`, and plan, on all ranks together.
 
     Where every rank brings the same tensors as the `last` time, that plan is used again: the lists of all ranks can be long.
-
-    Raises:
-        CheckpointError: on every rank: one could not collect its state, or the chunks do not make a whole.
     """
     snapshot = Snapshot(world.rank)
-    said = trouble(lambda: [k.collect(snapshot) for k in kept])
+
+    def collect() -> None:
+        for part in kept:
+            part.collect(snapshot)
+        snapshot.close()
+
+    said = trouble(collect)
     same = last is not None and last.brought == snapshot.brought and last.given == snapshot.aliases
     try:
         together = world.gather_objects((said, same))
@@ -181,12 +186,10 @@ def key(name: str, box: Box, shape: Shape) -> str:
 def divide(brought: Sequence[Sequence[Brought]]) -> Division:
     """The plan for the chunks of each rank.
 
-    What several ranks have is written by the one with the least to write, largest first; or by the first of them, where they may differ.
-
-    Raises:
-        CheckpointError: ranks that disagree on a tensor, or have only parts of it.
+    A chunk of several ranks is written by the one with the least to write, largest first; or by the first of them, where they may differ.
     """
     kinds: dict[str, tuple[torch.dtype, Shape]] = {}
+    boxes: dict[str, list[Box]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
     led: set[str] = set()
     for rank, items in enumerate(brought):
@@ -199,32 +202,31 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
                     f"{name}: {known[0]} of shape {known[1]} on one rank, {dtype} of shape {shape} on rank {rank}: all ranks must save the "
                     "same run"
                 )
+            if (name, box) not in holders:
+                boxes.setdefault(name, []).append(box)
             holders.setdefault((name, box), []).append(rank)
-    boxes: dict[str, list[Box]] = {}
-    for name, box in holders:
-        boxes.setdefault(name, []).append(box)
     for name, (_, shape) in kinds.items():
-        if wrong := fault(shape, boxes[name]):
+        if boxes[name] != [((0,) * len(shape), shape)] and (wrong := fault(shape, boxes[name])):
             raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
     contents: dict[tuple[str, int], list[tuple[str, Box]]] = {}
     for (name, box), rank in _writers(holders, kinds, led, len(brought)).items():
-        if prod(kinds[name][1]) == 0 or prod(
-            box.shape
-        ):  # an empty box of a tensor that is not empty needs no place
+        if prod(box.shape) or not prod(
+            kinds[name][1]
+        ):  # an empty box of a tensor with elements needs no place
             contents.setdefault((group(name), rank), []).append((name, box))
     files: list[FilePlan] = []
     pieces: dict[str, list[Piece]] = {name: [] for name in kinds}
-    for word in dict.fromkeys(g for g, _ in contents):
-        ranks = sorted(rank for g, rank in contents if g == word)
+    for word in dict.fromkeys(word for word, _ in contents):
+        ranks = sorted(rank for one, rank in contents if one == word)
         for number, rank in enumerate(ranks, 1):
             # Wide types first: each tensor then begins where its type may, and can be copied there as what it is.
-            inside = tuple(sorted(contents[word, rank], key=lambda at: -kinds[at[0]][0].itemsize))
+            inside = sorted(contents[word, rank], key=lambda at: -kinds[at[0]][0].itemsize)
             name = f"{word}-{number:05d}-of-{len(ranks):05d}.safetensors"
             entries = [(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside]
             header, slots = encode(entries, {"format": "pt"})
             for (n, box), slot in zip(inside, slots):
                 pieces[n].append(Piece(box, name, slot.begin))
-            files.append(FilePlan(name, rank, header, inside, slots[-1].end))
+            files.append(FilePlan(name, rank, header, tuple(inside), slots[-1].end))
     tensors = {name: Stored(dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in kinds.items()}
     return Division(tuple(files), tensors)
 
@@ -238,18 +240,14 @@ def _writers(
     """The rank that writes each chunk."""
     sizes = {at: prod(at[1].shape) * kinds[at[0]][0].itemsize for at in holders}
     load, writer = [0] * ranks, dict.fromkeys(holders, 0)
-    for at in sorted(holders, key=lambda at: -sizes[at]):
+    for at in sorted(holders, key=sizes.__getitem__, reverse=True):
         writer[at] = holders[at][0] if at[0] in led else min(holders[at], key=load.__getitem__)
         load[writer[at]] += sizes[at]
     return writer
 
 
 def merged(one: Any, other: Any, name: str) -> Any:
-    """Two ranks' states of one thing: mappings add up, all else must agree.
-
-    Raises:
-        CheckpointError: it does not.
-    """
+    """Two ranks' states of one thing: mappings add up, all else must agree."""
     if one == other:
         return one
     if isinstance(one, dict) and isinstance(other, dict):
@@ -330,16 +328,12 @@ def on_all(world: World, act: Callable[[], T], begin: str = "") -> list[T]:
 
 
 def contents(plan: FilePlan, parts: Mapping[tuple[str, Box], Tensor]) -> Iterable[Part]:
-    """The bytes of a file. Tensors that lie in memory as they shall lie in the file are not copied, others piece by piece."""
+    """The bytes of a file. Plain tensors on the CPU are not copied, others piece by piece."""
     tensors = [parts[name].detach() for name in plan.contents]
     if all(map(is_plain, tensors)):
         return [plan.header, *map(as_bytes, tensors)]
     pieces = (piece for tensor in tensors for piece in _pieces(tensor))
     return chain([plan.header], (as_bytes(p.cpu().resolve_conj().resolve_neg().contiguous()) for p in pieces))
-
-
-def is_plain(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -370,19 +364,19 @@ class Image:
         """Copy the files of `plans`; the bytes of each, to be read after `wait`.
 
         Large tensors on the CPU are copied by a few plain threads: torch's own wait for each other at every tensor. Copies from a GPU run
-        in the order of its current stream: what is enqueued there later may change the tensors, and this process does not wait.
+        in the order of its current stream: later work on that stream may change the tensors, and this process does not wait.
         """
-        self._reserve(sum(_padded(plan.size) for plan in plans))
+        self._reserve(sum(-(-plan.size // PAGE) * PAGE for plan in plans))
         files, at = {}, 0
         large: list[tuple[memoryview, memoryview]] = []
         for plan in plans:
             image = self.memory[at : at + plan.size]
             bytes_ = files[plan.name] = as_bytes(image)
-            bytes_[: len(plan.header)] = plan.header
             begin = len(plan.header)
+            bytes_[:begin] = plan.header
             for name in plan.contents:
                 tensor = parts[name].detach()
-                end = begin + tensor.numel() * tensor.itemsize
+                end = begin + tensor.nbytes
                 if end - begin > SMALL and is_plain(tensor):
                     source = as_bytes(tensor)
                     steps = range(0, len(source), LARGE)
@@ -390,7 +384,7 @@ class Image:
                 else:
                     _copy(image[begin:end], tensor)
                 begin = end
-            at += _padded(plan.size)
+            at += -(-plan.size // PAGE) * PAGE
         for _ in spread(lambda task: copy(*task), large, "copy"):
             pass
         there = [parts[name] for plan in plans for name in plan.contents if parts[name].is_cuda]
@@ -409,23 +403,17 @@ class Image:
         pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
         if len(self.memory) < size or (size and pinned and not self.memory.is_pinned()):
             self.memory = aligned(0)  # the old one goes first
-            logger.info(
-                "asynchronous checkpoints: %.2f GB of memory on this rank for a copy of the state", size / 1e9
-            )
+            logger.info("asynchronous checkpoints: %.2f GB on this rank for a copy of the state", size / 1e9)
             self.memory = aligned(size)
 
 
 def _copy(into: Tensor, tensor: Tensor) -> None:
-    """The bytes of `tensor`, row-major, into a row of bytes; of CUDA's, once its stream has come so far."""
+    """The bytes of `tensor`, row-major, into a row of bytes; of CUDA's, once its stream has come to them."""
     if not tensor.numel():
         return
-    later = tensor.is_cuda  # of no other device is there an event to wait for
+    later = tensor.is_cuda  # other devices have no event to wait for
     if into.storage_offset() % tensor.itemsize == 0:
         into.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=later)
     else:
         plain = tensor.resolve_conj().resolve_neg().contiguous()
         into.copy_(plain.view(-1).view(torch.uint8), non_blocking=later)
-
-
-def _padded(size: int) -> int:
-    return -(-size // PAGE) * PAGE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from ..logging import get_logger
 from .codec import loads
 from .folders import (
     Opened,
-    SourceFile,
     current,
     file_in,
     found_at,
@@ -27,9 +26,8 @@ from .folders import (
 from .header import PARTS, filed
 from .layout import whole
 from .manifest import COMMIT, INDEX, MANIFEST, Piece, Stored
-from .storage import Storage
+from .storage import SourceFile, Storage
 
-T = TypeVar("T")
 logger = get_logger(__name__)
 
 SINGLE = "model.safetensors"
@@ -80,7 +78,8 @@ def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
             return _single(said, *found_at(said))
         folder = open_storage(said)
         there = set(folder.list())
-        if there & {MANIFEST, COMMIT} or (not there and _lies_beside(said)):
+        beside, name = found_at(said)  # the newest save of a checkpoint may have a name of its own
+        if there & {MANIFEST, COMMIT} or (not there and current(beside, name) != name):
             return _committed(said, which)
         if SINGLE in there:
             return _single(said, folder, SINGLE)
@@ -89,12 +88,6 @@ def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
     except OSError as error:
         raise CheckpointError(f"{said}: cannot be read ({error})") from error
     raise CheckpointError(f"{said}: {_what_else(there)}")
-
-
-def _lies_beside(place: str) -> bool:
-    """Whether it is a checkpoint whose newest save has a name of its own."""
-    storage, name = found_at(place)
-    return current(storage, name) != name
 
 
 def _what_else(there: set[str]) -> str:
@@ -114,23 +107,12 @@ def _what_else(there: set[str]) -> str:
 
 
 def _single(place: str, folder: Storage, name: str) -> Source:
+    """A safetensors file. A tensor that is written once for several names says so in the metadata: other name → the one that is there."""
     file = file_in(folder, name)
-    tensors, aliases = _described(file, name)
-    return Source(place, tensors, aliases, {name: file})
-
-
-def _described(file: SourceFile, known_as: str) -> tuple[dict[str, Stored], dict[str, str]]:
     slots, metadata = read_header(file)
-    tensors = {
-        name: Stored(slot.dtype, slot.shape, (Piece(whole(slot.shape), known_as, slot.begin),))
-        for name, slot in slots.items()
-    }
-    # What is written once for several names says so in the metadata: other name → the one that is there.
-    return tensors, {
-        name: of
-        for name, of in metadata.items()
-        if name != "format" and of in tensors and name not in tensors
-    }
+    tensors = {n: Stored(s.dtype, s.shape, (Piece(whole(s.shape), name, s.begin),)) for n, s in slots.items()}
+    tied = {n: of for n, of in metadata.items() if n != "format" and of in tensors and n not in tensors}
+    return Source(place, tensors, tied, {name: file})
 
 
 def _indexed(place: str, folder: Storage, name: str) -> Source:
@@ -139,31 +121,23 @@ def _indexed(place: str, folder: Storage, name: str) -> Source:
     said = loads(index.storage.get(index.name, LARGEST_INDEX), where)
     table = said.get("weight_map") if isinstance(said, dict) else None
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
-        raise CheckpointError(f"{where}: no index of weights: it has no weight_map from names to files")
-    tensors: dict[str, Stored] = {}
-    aliases: dict[str, str] = {}
-    files: dict[str, SourceFile] = {}
-    for shard in dict.fromkeys(table.values()):
-        if "/" in shard or "\\" in shard or shard in ("", ".", ".."):
+        raise CheckpointError(f"{where}: not an index of weights: it has no weight_map from names to files")
+    shards: dict[str, Source] = {}
+    for name, file in table.items():
+        if "/" in file or "\\" in file or file in ("", ".", ".."):
             raise CheckpointError(
-                f"{where}: the weights shall be in {shard!r}, which is not a file beside the index"
+                f"{where}: the weights shall be in {file!r}, which is not a file beside the index"
             )
-        files[shard] = file_in(folder, shard)
-        inside, noted = _described(files[shard], shard)
-        absent = [
-            name for name, file in table.items() if file == shard and name not in inside and name not in noted
-        ]
-        if absent:
+        shard = shards.get(file) or shards.setdefault(file, _single(place, folder, file))
+        if name not in shard.tensors and name not in shard.aliases:
             raise CheckpointError(
-                f"{where}: {absent[0]} shall be in {shard}, which has no such tensor: the folder is damaged"
+                f"{where}: {file} has no tensor {name}, which shall be there: the folder is damaged"
             )
-        tensors.update((name, stored) for name, stored in inside.items() if table.get(name) == shard)
-        aliases.update(noted)
+    tensors = {n: s.tensors[n] for file, s in shards.items() for n in s.tensors if table.get(n) == file}
+    aliases = {n: of for s in shards.values() for n, of in s.aliases.items()}
+    aliases = {n: of for n, of in aliases.items() if of in tensors and n not in tensors}
     return Source(
-        place,
-        tensors,
-        {name: of for name, of in aliases.items() if of in tensors and name not in tensors},
-        files,
+        place, tensors, aliases, {name: file for s in shards.values() for name, file in s.files.items()}
     )
 
 
@@ -175,23 +149,18 @@ def _committed(place: str, which: str) -> Source:
 
 
 def weights_of(found: Opened, which: str) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors and aliases of one model in a checkpoint, by the names that the model gives them.
-
-    Raises:
-        CheckpointError: there is no such model.
-    """
-    tensors, prefix = found.manifest.tensors, f"{which}/"
+    """The tensors and aliases of one model in a checkpoint, by the names that the model gives them."""
+    prefix = f"{which}/"
+    tensors, aliases = found.manifest.tensors, found.manifest.aliases
     known = dict.fromkeys(name.partition("/")[0] for name in tensors if name.startswith("model"))
     if which not in known:
+        has = f"It has: {', '.join(known) or 'no model'}"
         raise CheckpointError(
-            f"{found.place} has no weights of {which!r}{nearest(which, known) or '.'} It has: {', '.join(known) or 'no model'}"
+            f"{found.place} has no weights of {which!r}{nearest(which, known) or '.'} {has}"
         )
-    aliases = {n: of.removeprefix(prefix) for n, of in found.manifest.aliases.items() if n.startswith(prefix)}
-    return _without(prefix, tensors), _without(prefix, aliases)
-
-
-def _without(prefix: str, table: Mapping[str, T]) -> dict[str, T]:
-    return {name.removeprefix(prefix): value for name, value in table.items() if name.startswith(prefix)}
+    tied = {n: of.removeprefix(prefix) for n, of in aliases.items() if n.startswith(prefix)}
+    mine = {n.removeprefix(prefix): stored for n, stored in tensors.items() if n.startswith(prefix)}
+    return mine, {n.removeprefix(prefix): of for n, of in tied.items()}
 
 
 # -- match ----------------------------------------------------------------------------------------------------------------
@@ -215,29 +184,23 @@ class Skipped:
         return bool(self.missing or self.unexpected or self.misshapen)
 
     def __str__(self) -> str:
-        said = [
-            f"{word}: {', '.join(names[:SHOWN])}"
-            + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-            for word, names in (
-                ("missing", self.missing),
-                ("unexpected", self.unexpected),
-                ("of another shape", self.misshapen),
-            )
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.misshapen}
+        more = {word: len(names) - SHOWN for word, names in kinds.items()}
+        return "; ".join(
+            f"{word}: {', '.join(names[:SHOWN])}" + (f" and {more[word]} more" if more[word] > 0 else "")
+            for word, names in kinds.items()
             if names
-        ]
-        return "; ".join(said)
+        )
 
 
 @dataclass(eq=False)
 class Live:
-    """A tensor of the model, under all of its names."""
+    """A tensor of the model, under all of its names; `twins` are further tensors in the files that are this one in the model."""
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
     stored: Stored | None = None
-    twins: dict[str, Stored] = field(
-        default_factory=dict
-    )  # under further names in the files of this one tensor
+    twins: dict[str, Stored] = field(default_factory=dict)
 
 
 def name_of(model: nn.Module) -> str:
@@ -245,11 +208,7 @@ def name_of(model: nn.Module) -> str:
 
 
 def live_tensors(model: nn.Module) -> dict[str, Live]:
-    """The model's tensors by canonical name; names of one tensor share an entry.
-
-    Raises:
-        CheckpointError: something in its `state_dict` that cannot be written to.
-    """
+    """The model's tensors by canonical name; names of one tensor share an entry."""
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
     own = {id(t) for t in [*model.parameters(), *model.buffers()]}
@@ -258,12 +217,12 @@ def live_tensors(model: nn.Module) -> dict[str, Live]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or id(value) not in own:
             raise CheckpointError(
-                f"{name!r} in the state_dict of this {name_of(model)} is no parameter or buffer (a {type(value).__name__}, which "
+                f"{name!r} in the state_dict of this {name_of(model)} is not a parameter or buffer (a {type(value).__name__}, which "
                 "get_extra_state or a hook makes): load it with load_state_dict, which goes through the module's own code"
             )
         if nn.parameter.is_lazy(value):
             raise CheckpointError(
-                f"{name!r} of this {name_of(model)} has no shape yet: call the model once, and then load"
+                f"{name!r} of this {name_of(model)} has no shape yet: call the model once, then load"
             )
         one = by_memory.setdefault(memory(value), Live(value))
         one.names.append(canonical(name))
@@ -280,26 +239,20 @@ def memory(tensor: Tensor) -> Any:
 
 
 def renamed_in(source: Source, live: Collection[str]) -> dict[str, str]:
-    """The model's name of each name in the files that has one; the files' own of the others.
-
-    Raises:
-        CheckpointError: two names in the files are one in the model.
-    """
+    """The model's name of each name in the files that has one; the files' own of the others."""
     names: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in source.tensors:
         plain = name if name in live else without_wrappers(name)
         names[name] = plain = plain if plain in live else name
         if plain in taken:
-            raise CheckpointError(
-                f"{source.place} has both {taken[plain]!r} and {name!r}, which are one name: take one of them out"
-            )
+            both = f"{taken[plain]!r} and {name!r}"
+            raise CheckpointError(f"{source.place} has both {both}, which are one name: take one of them out")
         taken[plain] = name
     changed = [name for name, plain in names.items() if name != plain]
     if changed:
-        logger.info(
-            "%s: names of wrappers are left out: %r is %r", source.place, changed[0], names[changed[0]]
-        )
+        said = "%s: names of wrappers are left out: %r is %r"
+        logger.info(said, source.place, changed[0], names[changed[0]])
     return names
 
 
@@ -316,9 +269,8 @@ def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) 
             continue
         stored = as_complex(found[there[0]], one.tensor)
         if stored.shape != tuple(one.tensor.shape):
-            misshapen.append(
-                f"{there[0]} ({list(stored.shape)} in the files, {list(one.tensor.shape)} in the model)"
-            )
+            shapes = f"{list(stored.shape)} in the files, {list(one.tensor.shape)} in the model"
+            misshapen.append(f"{there[0]} ({shapes})")
         else:
             one.stored = stored
             others = {name: found[name] for name in there[1:] if found[name] is not found[there[0]]}
@@ -353,12 +305,8 @@ def dtype_fault(one: Live, wanted: torch.dtype | str | None) -> str | None:
         return f"it is {live} in the model, and dtype={wanted} was asked for: convert the model first, or pass dtype='live'"
     if live == there or (wanted == "live" and converts):
         return None
-    remedy = (
-        "pass dtype='live' to convert the values, or convert the model first"
-        if converts
-        else "convert the model or the file"
-    )
-    return f"{there} in the files, and {live} in the model: {remedy}"
+    remedy = "pass dtype='live' to convert the values, or " if converts else ""
+    return f"{there} in the files, and {live} in the model: {remedy}convert the model first"
 
 
 def canonical(name: str) -> str:

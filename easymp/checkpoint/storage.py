@@ -1,30 +1,91 @@
-"""A folder that holds checkpoints, on this machine or behind a URL: the operations that all else is built on."""
+"""A folder that holds checkpoints, on this machine or behind a URL; its files in blocks of 16 MiB, each with its CRC-32."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import mmap
 import re
+import sys
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cache
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
 
 from ..errors import CheckpointError
-from .blocks import Part, Runs, Tick, block_count, by_block, no_tick
+from .manifest import BLOCK
 
 PATH = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[^/\0]+(?:/(?=[^/])|\Z))*", re.DOTALL)
 """Names below a folder. They may come from a manifest, so none leads out of it."""
+PIECE = 2**20  # bytes that are hashed at once; a core's own cache holds them
+WORKERS = 3  # one more than hash at the same time on 2 cores, so that the disk always has work
+
+T = TypeVar("T")
+R = TypeVar("R")
+Part = bytes | memoryview
+Views = list[memoryview]
+Runs = list[tuple[int, memoryview]]  # (place in the file, target), sorted
+Tick = Callable[[int], None]  # told how many more bytes are done
 
 
-class Claim(Protocol):
-    """This process alone writes a checkpoint, until `release`.
+def no_tick(count: int) -> None:
+    """Do nothing."""
 
-    Attributes:
-        left: what the owner before said of itself, if it died without a release.
-    """
 
-    left: Mapping[str, Any]
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that is read; `checksums` of each BLOCK, or None for a file of another program."""
 
-    def release(self) -> None: ...
+    storage: Storage
+    name: str
+    size: int
+    checksums: Sequence[int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.storage.place.rstrip('/')}/{self.name}"
+
+    def fetch(self, wanted: Sequence[tuple[int, memoryview]], tick: Tick = no_tick) -> None:
+        """Fill each buffer of `wanted` (place in the file, target) and verify every BLOCK that is touched.
+
+        `wanted` is sorted and does not overlap. Without checksums the size is checked, and only the wanted bytes are read.
+
+        Raises:
+            CheckpointError: the file is missing, of another size, or not what was written; which block.
+        """
+        self.storage.read(self, by_block(wanted, self.size, str(self)), tick)
+
+    def verify(self, tick: Tick = no_tick, numbers: Iterable[int] | None = None) -> None:
+        """Read and check these blocks, or all; raises as `fetch`."""
+        chosen = range(block_count(self.size)) if numbers is None else numbers
+        self.storage.read(self, ((number, []) for number in chosen), tick)
+
+    def check_size(self, found: int | None) -> None:
+        """Raises CheckpointError where the file is missing (None) or has another size, or another number of checksums."""
+        count = block_count(self.size)
+        if found is None:
+            said = "no such file: the checkpoint is incomplete"
+        elif found != self.size:
+            said = f"{found} bytes, and {self.size} were written"
+        elif self.checksums is not None and len(self.checksums) != count:
+            said = f"{len(self.checksums)} checksums for {count} blocks"
+        else:
+            return
+        raise CheckpointError(f"{self}: {said}: load another checkpoint, or copy this file again")
+
+    def check(self, number: int, found: int) -> None:
+        """Raises CheckpointError where block `number` has another CRC-32 than the stored one."""
+        if self.checksums is not None and found != self.checksums[number]:
+            raise CheckpointError(
+                f"{self}: block {number} (from byte {number * BLOCK}) is not what was written: its CRC-32 is {found:#010x}, not "
+                f"{self.checksums[number]:#010x}. The file is damaged: load another checkpoint, or copy this file again"
+            )
 
 
 class Storage(ABC):
@@ -40,14 +101,17 @@ class Storage(ABC):
     place: str
     renames: bool
 
+    def refusal(self, name: str) -> CheckpointError:
+        """The error for a name that PATH does not match."""
+        return CheckpointError(
+            f"{name!r} is not a name of a file below {self.place}: use words with / between them"
+        )
+
     # -- contents
 
     @abstractmethod
     def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = no_tick) -> tuple[int, ...]:
-        """Write a new file of `size` bytes, durably; returns the CRC-32 of each BLOCK. An existing file is an error.
-
-        `tick` is told how many more bytes are written, now and then.
-        """
+        """Write a new file of `size` bytes, durably; returns the CRC-32 of each BLOCK. An existing file is an error."""
 
     @abstractmethod
     def head(self, name: str, count: int) -> bytes:
@@ -58,7 +122,7 @@ class Storage(ABC):
         content = self.head(name, limit + 1)
         if len(content) > limit:
             raise CheckpointError(
-                f"{self.place}/{name}: more than {limit} bytes, and such a file has fewer: easymp did not write it"
+                f"{self.place}/{name}: more than {limit} bytes, which easymp does not write"
             )
         return content
 
@@ -66,45 +130,9 @@ class Storage(ABC):
     def size(self, name: str) -> int | None:
         """Bytes of a regular file; None where there is none."""
 
-    def fetch(
-        self,
-        name: str,
-        size: int,
-        checksums: Sequence[int] | None,
-        wanted: Sequence[tuple[int, memoryview]],
-        tick: Tick = no_tick,
-    ) -> None:
-        """Fill each buffer of `wanted` (place in the file, target) and verify every BLOCK that is touched.
-
-        `wanted` is sorted and does not overlap; an empty one reads nothing. `checksums` are None for a file of another program: its size
-        is checked, and only what is wanted is read.
-
-        Raises:
-            CheckpointError: a file that is missing, of another size, or not what was written; which block.
-        """
-        self._read(name, size, checksums, by_block(wanted, size, f"{self.place}/{name}"), tick)
-
-    def verify(
-        self,
-        name: str,
-        size: int,
-        checksums: Sequence[int],
-        tick: Tick = no_tick,
-        numbers: Iterable[int] | None = None,
-    ) -> None:
-        """Read and check these blocks of the file, or all; raises as `fetch`."""
-        chosen = range(block_count(size)) if numbers is None else numbers
-        self._read(name, size, checksums, ((number, []) for number in chosen), tick)
-
     @abstractmethod
-    def _read(
-        self,
-        name: str,
-        size: int,
-        checksums: Sequence[int] | None,
-        tasks: Iterable[tuple[int, Runs]],
-        tick: Tick,
-    ) -> None: ...
+    def read(self, file: SourceFile, tasks: Iterable[tuple[int, Runs]], tick: Tick) -> None:
+        """Read and check blocks of a file, for `SourceFile`: their numbers, and the runs to fill in each."""
 
     @abstractmethod
     def held(self) -> AbstractContextManager[bool]:
@@ -133,20 +161,8 @@ class Storage(ABC):
         """Make changes of the names in `folder` durable."""
 
     @abstractmethod
-    def rename(self, old: str, new: str) -> None:
-        """Rename a folder atomically; `new` does not exist. Only where `renames`."""
-
-    @abstractmethod
     def move(self, old: str, new: str) -> None:
         """Rename a checkpoint's folder, by copies where need be; a kill leaves at least one with COMMIT."""
-
-    @abstractmethod
-    def supplant(self, old: str, new: str) -> None:
-        """Rename a file atomically, in the place of one that has the name. Only where `renames`."""
-
-    @abstractmethod
-    def exchange(self, one: str, other: str) -> bool:
-        """Swap the names of two folders atomically; False where the file system cannot."""
 
     @abstractmethod
     def replace(self, name: str, content: bytes) -> None:
@@ -156,10 +172,222 @@ class Storage(ABC):
     def remove(self, folder: str) -> None:
         """Remove a folder with its content, COMMIT first, or a file. One that does not exist is no error."""
 
-    @abstractmethod
-    def claim(self, checkpoint: str, folder: str = "") -> Claim:
-        """Let only this process write `checkpoint` from now on; `folder` is told to others with who it is.
+    # -- names, only where `renames`
 
-        Raises:
-            CheckpointError: another one writes it; which.
-        """
+    def rename(self, old: str, new: str) -> None:
+        """Rename a folder atomically; `new` does not exist."""
+        raise NotImplementedError
+
+    def supplant(self, old: str, new: str) -> None:
+        """Rename a file atomically, in the place of one that has the name."""
+        raise NotImplementedError
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Swap the names of two folders atomically; False where the file system cannot."""
+        raise NotImplementedError
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def crc32() -> Callable[[bytes | bytearray | memoryview, int], int]:
+    """``crc32(buffer, value so far)`` of the fastest installed package; all give the same value and release the GIL."""
+    for module in ("isal.isal_zlib", "zlib_ng.zlib_ng"):
+        try:
+            return importlib.import_module(module).crc32
+        except ImportError:
+            continue
+    return zlib.crc32
+
+
+def block_count(size: int) -> int:
+    """Blocks in a file of `size` bytes; the last one may be shorter."""
+    return -(-size // BLOCK)
+
+
+def by_block(wanted: Sequence[tuple[int, memoryview]], size: int, what: str) -> Iterator[tuple[int, Runs]]:
+    """Each block that `wanted` touches, with the runs in it."""
+    number, runs, end, limit = -1, [], 0, 0
+    for at, view in wanted:
+        if not view.nbytes:
+            continue
+        if at < end or at + view.nbytes > size:
+            raise CheckpointError(
+                f"{what}: bytes {at} to {at + view.nbytes} are asked for after byte {end}, of {size}"
+            )
+        end = at + view.nbytes
+        if end <= limit:  # as thousands of small runs do
+            runs.append((at, view))
+            continue
+        while at < end:
+            if at >= limit:
+                if runs:
+                    yield number, runs
+                number, runs = at // BLOCK, []
+                limit = (number + 1) * BLOCK
+            runs.append((at, view[: limit - at]))
+            view, at = view[limit - at :], min(limit, end)
+    if runs:
+        yield number, runs
+
+
+def cut(parts: Iterable[Part], step: int, most: int = sys.maxsize) -> Iterator[Views]:
+    """The bytes of `parts` in groups of `step` bytes, or of `most` buffers where that comes first; the last may be shorter."""
+    group: Views = []
+    room = step
+    for part in parts:
+        view = memoryview(part)
+        if not view.nbytes:
+            continue  # it can't be cast if it has more than one dimension
+        view = view.cast("B")
+        at = 0
+        while at < len(view):
+            group.append(view[at : at + room])
+            at += len(group[-1])
+            room -= len(group[-1])
+            if not room or len(group) == most:
+                yield group
+                group, room = [], step
+    if group:
+        yield group
+
+
+def exactly(groups: Iterable[Views], size: int, what: str) -> Iterator[Views]:
+    """`groups`; raises CheckpointError unless they have `size` bytes together, before more are given."""
+    total = 0
+    for group in groups:
+        total += sum(map(len, group))
+        if total > size:
+            break
+        yield group
+    if total != size:
+        raise other_size(size, what)
+
+
+def other_size(size: int, what: str) -> CheckpointError:
+    return CheckpointError(f"{what}: the parts are not the {size} bytes that were announced")
+
+
+# -- memory and threads ------------------------------------------------------------------------------------------------
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as writable bytes, without a copy. The view keeps the memory alive."""
+    if not is_plain(tensor):
+        raise CheckpointError(
+            f"a tensor {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} has no plain bytes on the CPU: "
+            "pass tensor.resolve_conj().resolve_neg().cpu().contiguous()"
+        )
+    size = tensor.numel() * tensor.itemsize
+    if not size:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    memory.tensor = tensor.detach()  # the view holds `memory`, which holds the tensor's storage
+    return memoryview(memory).cast("B")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is its value, row-major."""
+    strided = tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()
+    return strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+class Pages(mmap.mmap):
+    """Private memory of the kernel, zero; freed, and taken back from CUDA, when nothing reads it any more.
+
+    The kernel clears each page at its first touch, which is slow, so huge ones are asked for.
+    """
+
+    registered = 0  # its address, where CUDA knows it
+
+    def __new__(cls, size: int) -> Pages:
+        pages = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without them
+        return pages
+
+    def __del__(self) -> None:
+        if self.registered:
+            torch.cuda.cudart().cudaHostUnregister(self.registered)  # before mmap's own end, which unmaps
+
+
+def aligned(size: int) -> torch.Tensor:
+    """`size` zero bytes from the start of a page, as uint8; pinned where this process uses CUDA. Keep it and use it again.
+
+    It is registered with CUDA rather than taken from torch's pinned pool, which rounds up to a power of two.
+    """
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = Pages(size)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        runtime = torch.cuda.cudart()
+        if runtime.cudaHostRegister(memory.data_ptr(), size, 0) == runtime.cudaError.success:
+            pages.registered = memory.data_ptr()
+    return memory
+
+
+def address(view: memoryview) -> int:
+    """Where in memory; 1, which is never aligned, for a read-only view, as ctypes does not say."""
+    return 1 if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes; large ones let other threads run meanwhile, which a slice does not."""
+    if source.readonly or len(source) < 2**16:
+        target[:] = source
+    else:
+        ctypes.memmove(address(target), address(source), len(source))
+
+
+def spread(function: Callable[[T], R], items: Iterable[T], name: str) -> Iterator[R]:
+    """``function(item)`` for each item, on WORKERS threads: the results as they are done, in any order.
+
+    `items` is drawn from on the calling thread, a few ahead. The first error is raised here, after the running calls have ended. Plain
+    threads, as the pools of `concurrent.futures` take no work once the interpreter ends, and a save may still run then.
+    """
+    tasks: SimpleQueue[tuple[T] | None] = SimpleQueue()
+    done: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def work() -> None:
+        while (task := tasks.get()) is not None:
+            try:
+                done.put((function(*task), None))
+            except BaseException as error:
+                done.put((None, error))
+
+    def result() -> R:
+        value, error = done.get()
+        if error is not None:
+            raise error
+        return value
+
+    threads: list[Thread] = []
+    running = 0
+    try:
+        for item in items:
+            if len(threads) < WORKERS:
+                thread = Thread(target=work, name=f"easymp-{name}", daemon=True)
+                try:
+                    thread.start()
+                    threads.append(thread)
+                except RuntimeError:  # no more threads here, or the interpreter ends
+                    if not threads:
+                        yield function(item)
+                        continue
+            tasks.put((item,))
+            running += 1
+            if running > WORKERS:
+                yield result()
+                running -= 1
+        for _ in range(running):
+            yield result()
+    finally:
+        for _ in threads:
+            tasks.put(None)
+        for thread in threads:
+            thread.join()

@@ -1,7 +1,7 @@
 """A folder behind a URL, by fsspec: object stores, and other machines' file systems.
 
 There are no renames and no order between files, so only COMMIT says what exists. A file appears complete or not at all: one larger than a
-block is streamed in parts and committed at its end. Credentials and addresses are matters of fsspec and its packages. No listing is cached.
+block is streamed in parts and committed at its end. fsspec and its packages know credentials and addresses. No listing is cached.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC
 from functools import cache, partial
@@ -19,11 +19,22 @@ from typing import Any, TypeVar
 
 from ..base.rng import isolated
 from ..errors import CheckpointError
-from . import blocks
-from .blocks import PIECE, Part, Runs, Tick, block_count, check, check_size, crc32, cut, no_tick
-from .lock import Heartbeat, lock_of, words
+from . import storage_local
 from .manifest import BLOCK, COMMIT
-from .storage import PATH, Claim, Storage
+from .storage import (
+    PATH,
+    PIECE,
+    Part,
+    Runs,
+    SourceFile,
+    Storage,
+    Tick,
+    block_count,
+    crc32,
+    cut,
+    exactly,
+    no_tick,
+)
 
 T = TypeVar("T")
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "memory"}
@@ -43,11 +54,7 @@ CODES = {
 
 
 class RemoteStorage(Storage):
-    """What the client of a store raises that is no OSError becomes one (EIO), with its words.
-
-    Raises:
-        CheckpointError: a URL of a kind that fsspec does not know, or whose package is not installed.
-    """
+    """See `Storage`. An error of a store's client that is not an OSError becomes one (EIO), with its words."""
 
     renames = False
 
@@ -87,20 +94,13 @@ class RemoteStorage(Storage):
         create = partial(self._fs.open, path, "wb", block_size=part, autocommit=False)
         file: Any = BytesIO() if whole else self._do("create", path, create)
         try:
-            for group in cut(parts, PIECE):
+            for group in exactly(cut(parts, PIECE), size, self._url(path)):
+                for view in group:
+                    checksums[total // BLOCK] = crc32()(view, checksums[total // BLOCK])
+                self._do("write", path, file.write, b"".join(group) if len(group) > 1 else group[0])
                 count = sum(map(len, group))
                 total += count
-                if total > size:
-                    break
-                number = (total - count) // BLOCK
-                for view in group:
-                    checksums[number] = crc32()(view, checksums[number])
-                self._do("write", path, file.write, b"".join(group) if len(group) > 1 else group[0])
                 tick(count)
-            if total != size:
-                raise CheckpointError(
-                    f"{self._url(path)}: the parts are not the {size} bytes that were announced"
-                )
             if whole:
                 self._do("replace", path, self._fs.pipe_file, path, file.getvalue())
             else:
@@ -113,15 +113,11 @@ class RemoteStorage(Storage):
         return tuple(checksums)
 
     def _abort(self, path: str, file: Any) -> None:
-        """Nothing of an upload stays."""
-        for step in (
-            file.discard,
-            partial(
-                setattr, file, "closed", True
-            ),  # fsspec would complete its own buffered files at their end
-            file.close,
-            partial(self._fs.rm_file, path),
-        ):
+        """Leave nothing of an upload."""
+        done = partial(
+            setattr, file, "closed", True
+        )  # fsspec would complete its own buffered files at their end
+        for step in (file.discard, done, file.close, partial(self._fs.rm_file, path)):
             with suppress(Exception):
                 step()
 
@@ -135,43 +131,34 @@ class RemoteStorage(Storage):
 
     def size(self, name: str) -> int | None:
         info = self._info(self._path(name))
-        if info is None or info["type"] != "file" or info.get("islink"):
-            return None
-        return info["size"]
+        return None if info is None or info["type"] != "file" or info.get("islink") else info["size"]
 
     def held(self) -> AbstractContextManager[bool]:
         return nullcontext(False)  # each reading comes over the network
 
-    def _read(
-        self,
-        name: str,
-        size: int,
-        checksums: Sequence[int] | None,
-        tasks: Iterable[tuple[int, Runs]],
-        tick: Tick,
-    ) -> None:
-        path = self._path(name)
-        check_size(self._url(path), self.size(name), size, checksums)
+    def read(self, file: SourceFile, tasks: Iterable[tuple[int, Runs]], tick: Tick) -> None:
+        path, checked = self._path(file.name), file.checksums is not None
+        file.check_size(self.size(file.name))
         tasks = iter(tasks)
         while some := list(islice(tasks, AT_ONCE)):
-            spans = []
+            spans: list[tuple[int, int, int, Runs]] = []  # block, first byte, the byte after the last, runs
             for number, runs in some:
-                block = (number * BLOCK, min((number + 1) * BLOCK, size), runs)
-                spans.extend(
-                    (number, *span) for span in ([block] if checksums is not None else _joined(runs))
-                )
-            starts, ends = [begin for _, begin, _, _ in spans], [end for _, _, end, _ in spans]
-            ask = partial(self._fs.cat_ranges, [path] * len(spans), starts, ends, on_error="raise")
+                if checked:
+                    spans.append((number, number * BLOCK, min((number + 1) * BLOCK, file.size), runs))
+                else:
+                    spans.extend((number, *span) for span in _joined(runs))
+            _, starts, ends, _ = zip(*spans)
+            ask = partial(self._fs.cat_ranges, [path] * len(spans), [*starts], [*ends], on_error="raise")
             for (number, begin, end, runs), content in zip(spans, self._do("read", path, ask)):
                 if len(content) != end - begin:
                     raise CheckpointError(
-                        f"{self._url(path)}: {len(content)} bytes came of {end - begin} from byte {begin}: try again, or load another one"
+                        f"{file}: {len(content)} bytes came of {end - begin} from byte {begin}: try again"
                     )
-                if checksums is not None:
-                    check(self._url(path), number, crc32()(content, 0), checksums)
+                if checked:
+                    file.check(number, crc32()(content, 0))
                 for at, view in runs:
                     view[:] = memoryview(content)[at - begin : at - begin + len(view)]
-                tick(end - begin if checksums is not None else sum(len(view) for _, view in runs))
+                tick(end - begin if checked else sum(len(view) for _, view in runs))
 
     # -- names
 
@@ -206,18 +193,8 @@ class RemoteStorage(Storage):
         elif self.list(folder) or self._info(path) is not None:
             raise FileExistsError(errno.EEXIST, "the folder exists", self._url(path))
 
-    def claim(self, checkpoint: str, folder: str = "") -> Claim:
-        return Heartbeat(self, lock_of(checkpoint), self._url(self._path(checkpoint)), words(folder))
-
     def sync(self, folder: str = "") -> None:
         self._path(folder)  # names are durable at once
-
-    def rename(self, old: str, new: str) -> None:
-        raise CheckpointError(
-            f"{self.place}: nothing can be renamed atomically here; write to the final name, COMMIT last"
-        )
-
-    supplant = rename
 
     def move(self, old: str, new: str) -> None:
         source, target = self._path(old), self._path(new)
@@ -225,13 +202,9 @@ class RemoteStorage(Storage):
             self._do("rename", source, partial(self._fs.mv, source, target, recursive=True))
             return
         commit = f"{source}/{COMMIT}"
-        for file in sorted(self._do("list", source, self._fs.find, source), key=lambda file: file == commit):
+        for file in sorted(self._do("list", source, self._fs.find, source), key=commit.__eq__):
             self._do("copy", file, self._fs.cp_file, file, target + file.removeprefix(source))
         self.remove(old)
-
-    def exchange(self, one: str, other: str) -> bool:
-        self._path(one), self._path(other)
-        return False
 
     def remove(self, folder: str) -> None:
         path = self._path(folder)
@@ -254,9 +227,7 @@ class RemoteStorage(Storage):
 
     def _path(self, name: str) -> str:
         if not PATH.fullmatch(name):
-            raise CheckpointError(
-                f"{name!r} is no name of a file below {self.place}: use words with / between them"
-            )
+            raise self.refusal(name)
         return "/".join([self._root.rstrip("/"), *([name] if name else [])])
 
     def _url(self, path: str) -> str:
@@ -271,7 +242,7 @@ class RemoteStorage(Storage):
 
     def _do(self, operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
         try:
-            return blocks.do(operation, self._url(path), call, *arguments)
+            return storage_local.do(operation, self._url(path), call, *arguments)
         except CheckpointError:
             raise
         except OSError as error:
@@ -285,7 +256,7 @@ class RemoteStorage(Storage):
 
 @cache
 def _import_client(kind: str) -> None:
-    """Import what reaches URLs of this `kind`; some packages draw from Python's global stream while they are imported."""
+    """Import the client of URLs of this `kind`; some packages draw from Python's global stream while they are imported."""
     import fsspec
 
     with isolated():
@@ -293,7 +264,7 @@ def _import_client(kind: str) -> None:
 
 
 def _joined(runs: Runs) -> Iterator[tuple[int, int, Runs]]:
-    """Runs that lie close together, and the bytes from the first one's first to the last one's last."""
+    """Runs that lie close together: the first byte, the byte after the last, the runs."""
     near: Runs = []
     for at, view in [*runs, (sys.maxsize, memoryview(b""))]:
         if near and at - near[-1][0] - len(near[-1][1]) > GAP:

@@ -7,8 +7,8 @@ decides by the same headers, so loading is not a collective: one rank may load a
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,11 @@ from ..settings import read_bytes
 from ..strategies.meta_init import left_to_others, swap_in
 from ..training.wrapper import unwrap as unwrapped
 from .folders import open_storage
-from .gather import Gathering, hand_over
 from .huggingface import Bring, Item, cut, write_model
-from .layout import on_host, place_of, whole
+from .layout import Box, Shape, fault, on_host, places_of, whole
 from .progress import Progress
-from .read_plan import Want, stream
+from .read_plan import Want, plan, stream
+from .save import Barrier
 from .source import (
     SHOWN,
     Live,
@@ -41,6 +41,7 @@ from .source import (
 )
 
 logger = get_logger(__name__)
+EACH = 2**28  # bytes of tensors from one word of rank 0 to the next
 
 # -- into a model ------------------------------------------------------------------------------------------------------
 
@@ -94,12 +95,12 @@ def load_weights(
         )
     if left_to_others(model):
         found = [one for one in found if not one.tensor.is_meta]
-    places = [place_of(one.tensor) for one in found]  # raises for a layout that cannot be written to
+    places = places_of(one.tensor for one in found)  # raises for a layout that cannot be written to
     _check_twins(source, found)
     if bare := {id(one.tensor) for one in found if one.tensor.is_meta}:
         _check_buffers(model)
         _allocate(model, bare, device, wanted if isinstance(wanted, torch.dtype) else None)
-        places = [place_of(one.tensor) for one in found]
+        places = places_of(one.tensor for one in found)
     wants = [
         Want(one.stored, box, part)  # type: ignore[arg-type]  # found, and with memory by now
         for one, at in zip(found, places)
@@ -109,7 +110,7 @@ def load_weights(
         shown = read_ranks().rank == 0
         with Progress(f"loading {source.place}", f"loaded {source.place}", shown=shown) as tick:
             tick.expect(sum(want.box.count * want.stored.dtype.itemsize for want in wants))
-            stream(source.files, wants, tick)
+            stream(source.files, plan(wants), tick)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
             f"{source.place}: reading failed when the model was partly loaded; load it again ({error})"
@@ -156,7 +157,7 @@ def _check_twins(source: Source, chosen: Sequence[Live]) -> None:
             pair = [
                 (each, torch.empty(each.shape, dtype=each.dtype)) for each in (one.stored, stored) if each
             ]
-            stream(source.files, [Want(each, whole(each.shape), into) for each, into in pair])
+            stream(source.files, plan([Want(each, whole(each.shape), into) for each, into in pair]))
             a, b = (into for _, into in pair)
             same = (a.shape, a.dtype) == (b.shape, b.dtype)
             if not same or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
@@ -268,3 +269,108 @@ def _distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, st
         if isinstance(value, Tensor) and seen.setdefault(id(value), name) != name:
             aliases[name] = seen[id(value)]
     return {name: state[name] for name in seen.values()}, aliases
+
+
+# -- whole tensors of a model that is spread over the ranks, one after the other on rank 0 -------------------------------
+
+
+class Spread(NamedTuple):
+    """A tensor, and for each box of it the first rank that has it."""
+
+    dtype: torch.dtype
+    shape: Shape
+    holders: tuple[tuple[Box, int], ...]
+
+
+class Gathering:
+    """Made on all ranks together, of the same names in the same order; `bring` is a collective, too.
+
+    Raises:
+        CheckpointError: on every rank: a tensor that the ranks do not have all of, or have in layouts that cannot be put together.
+    """
+
+    def __init__(self, world: World, tensors: Mapping[str, Tensor]) -> None:
+        self._world = world
+        self._parts: dict[str, dict[Box, Tensor]] = {}
+        said = ""
+        try:
+            places = zip(tensors, places_of(tensors.values()))
+            self._parts = {name: {} if place is None else dict(place.parts) for name, place in places}
+        except CheckpointError as error:
+            said = str(error)
+        kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        boxes = {name: list(parts) for name, parts in self._parts.items()}
+        everyones = world.gather_objects((said, kinds, boxes))
+        for rank, (words, theirs, _) in enumerate(everyones):
+            if words:
+                raise CheckpointError(words)
+            if theirs != everyones[0][1]:
+                raise CheckpointError(
+                    f"rank {rank} has other tensors than rank 0: pass the same model on all ranks"
+                )
+        self._tensors: dict[str, Spread] = {}
+        for name, (dtype, shape) in kinds.items():
+            holders: dict[Box, int] = {}
+            for rank, (_, _, boxes) in enumerate(everyones):
+                for box in boxes[name]:
+                    holders.setdefault(box, rank)
+            if wrong := fault(shape, list(holders)):
+                raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
+            self._tensors[name] = Spread(dtype, shape, tuple(holders.items()))
+
+    def bring(self, name: str) -> Tensor | None:
+        """The whole tensor on rank 0, on the CPU and contiguous (the live one itself, where it is that already); None elsewhere."""
+        spread, rank, parts = self._tensors[name], self._world.rank, self._parts[name]
+        if rank == 0 and spread.holders == ((whole(spread.shape), 0),):
+            return on_host(next(iter(parts.values())), name)
+        complete = torch.empty(spread.shape, dtype=spread.dtype) if rank == 0 else None
+        for box, holder in spread.holders:
+            if rank == holder and complete is None:
+                self._world.send(parts[box], 0)
+            elif complete is not None:
+                part = parts[box] if holder == 0 else self._world.receive(box.shape, spread.dtype, holder)
+                complete[tuple(slice(o, o + n) for o, n in zip(*box))] = part
+        return complete
+
+
+def hand_over(
+    world: World, gathering: Gathering, shards: Sequence[Sequence[Item]], write: Callable[[Bring], str]
+) -> str:
+    """Rank 0 calls `write` with what brings it the tensors of `shards`, in their order; all ranks go along, and return its result.
+
+    Between two tensors rank 0 may be at its disk for longer than a collective waits. So the others wait for its word in the store, and send
+    when it is there to receive. Where `write` gives up half-way, the other tensors are handed over all the same, and dropped.
+
+    Raises:
+        CheckpointError: rank 0 shows no life any more.
+        WorldError: another rank is gone.
+    """
+    turns: dict[str, str] = {}  # the first tensor of each file, and of each EACH bytes of it
+    for shard in shards:
+        held = EACH
+        for item in shard:
+            if held >= EACH:
+                turns[item.name], held = f"turn/{len(turns)}", 0
+            held += item.bytes
+    waiting = iter([item.name for shard in shards for item in shard])
+    with Barrier(world).start() as barrier:
+
+        def bring(name: str) -> Tensor | None:
+            if name in turns and world.rank == 0:
+                barrier.put(turns[name], b"")
+            elif name in turns:
+                barrier.take(turns[name])
+            return gathering.bring(name)
+
+        if world.rank == 0:
+            said = write(lambda name: bring(next(waiting)))
+        for name in waiting:
+            bring(name)
+        if world.rank:
+            said = barrier.take("end").decode()
+            barrier.put(f"done/{world.rank}", b"")
+        else:
+            barrier.put("end", said.encode())
+            barrier.gather("done", b"")
+            barrier.forget(turns.values())
+    return said

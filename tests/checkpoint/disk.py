@@ -1,8 +1,8 @@
 """A model of what a power failure leaves on a disk.
 
-Operations are recorded on their way through `blocks.do`. A write, or a change of names in a folder, is on the disk for certain once that
-file, or that folder, was fsynced afterwards; until then it may be there or not, each by itself and in any order. So after each operation
-there are many disks that a machine may find when it starts again. Changes of names are atomic (a swap happened or did not), which
+Operations are recorded on their way through `storage_local.do`. A write, or a change of names in a folder, is on the disk for certain
+once that file, or that folder, was fsynced afterwards; until then it may be there or not, each by itself and in any order. So after each
+operation there are many disks that a machine may find when it starts again. Changes of names are atomic (a swap happened or did not), which
 every file system with a journal keeps. What was written of a file that was not fsynced may be there in part: what is missing is zeros,
 or the end of the file.
 """
@@ -21,7 +21,7 @@ CHANGES = frozenset(
     ("mkdir", "create", "allocate", "write", "fsync", "fsync directory")
     + ("rename", "exchange", "replace", "copy", "unlink", "rmdir")
 )
-"""Operations of `blocks.do` that change a disk; the others are open, close, read, list and stat."""
+"""Operations of `storage_local.do` that change a disk; the others are open, close, read, list and stat."""
 MANY = 5  # unsynced changes up to which every subset is tried
 SAMPLES = 24  # subsets that are tried of more
 
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class Recorder:
-    """In the place of `blocks.do`: keeps what changes anything, with its data."""
+    """In the place of `storage_local.do`: keeps what changes anything, with its data."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from easymp.checkpoint import blocks as module
 from easymp.checkpoint import snapshot as of_contents
-from easymp.checkpoint.blocks import PAGE, crc32, spread
+from easymp.checkpoint import storage as module
+from easymp.checkpoint.header import PAGE
 from easymp.checkpoint.layout import whole
 from easymp.checkpoint.snapshot import Brought, Image, contents, divide
+from easymp.checkpoint.storage import crc32, spread
 
 MODULES = ["isal.isal_zlib", "zlib_ng.zlib_ng"]
 

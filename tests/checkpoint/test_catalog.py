@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from easymp import Accelerator, CheckpointError, checkpoint
+from easymp.checkpoint.lock import claim
 from easymp.checkpoint.storage_local import LocalStorage
 
 from .samples import flip, lineage_of, rewrite
@@ -92,9 +93,9 @@ def test_the_list_tells_leftovers_and_repeated_saves_apart(root: Path) -> None:
     assert left.why.startswith("left over from a save that did not end (not committed") and not left.committed
     said = {entry.name: (entry.why, entry.newest) for entry in others}
     assert said == {OF_TWO: (f"replaced by {OF_TWO}.save-2", False), f"{OF_TWO}.save-2": ("", True)}
-    claim = LocalStorage(root).claim(OF_ONE)
+    held = claim(LocalStorage(root), OF_ONE)
     left, *_ = checkpoint.list_checkpoints(root)
-    claim.release()
+    held.release()
     assert left.why.startswith("being written, or left over from a save that did not end")
 
 
@@ -290,12 +291,12 @@ def test_prune_keeps_the_newest_and_a_dry_run_says_the_same(run: Path) -> None:
 
 
 def test_prune_leaves_a_live_writer_alone(run: Path) -> None:
-    held = [LocalStorage(run).claim(step) for step in (OF_ONE, "step-00000009")]
+    held = [claim(LocalStorage(run), step) for step in (OF_ONE, "step-00000009")]
     try:
         found = checkpoint.prune(run, keep=3)
     finally:
-        for claim in held:
-            claim.release()
+        for each in held:
+            each.release()
     assert set(found.busy) == {OF_ONE, "step-00000009"}
     assert (found.removed, found.left_over) == ((OF_TWO,), ()) and {OF_ONE, LEFT} <= names(run)
     assert checkpoint.prune(run, keep=3).removed == (OF_ONE,)

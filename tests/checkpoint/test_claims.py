@@ -14,18 +14,16 @@ import pytest
 
 from easymp import CheckpointError
 from easymp.checkpoint import lock
-from easymp.checkpoint.lock import Heartbeat, lock_of, words
+from easymp.checkpoint.lock import Heartbeat, claim, lock_of, words
 from easymp.checkpoint.storage_local import LocalStorage
 
 HOLD = """
 import sys
-from easymp.checkpoint.lock import words
-from easymp.checkpoint.lock import lock_of
+from easymp.checkpoint.lock import Heartbeat, claim, lock_of, words
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.checkpoint.lock import Heartbeat
 storage = LocalStorage(sys.argv[1])
 said = words(folder="mine")
-claim = storage.claim("best", "mine") if sys.argv[2] == "lock" else Heartbeat(storage, lock_of("best"), "best", said)
+held = claim(storage, "best", "mine") if sys.argv[2] == "lock" else Heartbeat(storage, lock_of("best"), "best", said)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -60,13 +58,13 @@ def quick(monkeypatch):
 
 
 def take(storage, kind):
-    return storage.claim("best") if kind == "lock" else Heartbeat(storage, lock_of("best"), "best", words())
+    return claim(storage, "best") if kind == "lock" else Heartbeat(storage, lock_of("best"), "best", words())
 
 
 @pytest.mark.parametrize("kind", ["lock", "marker"])
 def test_one_owner_within_a_process(tmp_path, kind, quick):
     storage = LocalStorage(tmp_path / "new" / "root")  # made for the claim
-    storage.claim("other").release()
+    claim(storage, "other").release()
     first = take(storage, kind)
     with pytest.raises(
         CheckpointError, match=rf"best is being written by process {os.getpid()} on {socket.gethostname()}"
@@ -92,9 +90,9 @@ def test_another_process_is_refused_by_name_and_owns_nothing_once_killed(tmp_pat
             take(storage, "lock")
     other.send_signal(signal.SIGKILL)
     other.wait()
-    claim = take(storage, "lock")
-    assert claim.left["folder"] == "mine"
-    claim.release()
+    held = take(storage, "lock")
+    assert held.left["folder"] == "mine"
+    held.release()
     assert storage.list() == []
 
 
@@ -109,13 +107,13 @@ def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(tmp_path
 
 def test_forked_children_do_not_keep_the_claim(tmp_path):
     storage = LocalStorage(tmp_path)
-    claim = storage.claim("best")
+    held = claim(storage, "best")
     child = os.fork()
     if not child:
         signal.pause()
     try:
-        claim.release()
-        storage.claim("best").release()
+        held.release()
+        claim(storage, "best").release()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -125,14 +123,14 @@ def test_of_many_at_once_one_has_it(tmp_path):
     storage, got, refused = LocalStorage(tmp_path), [], []
     start = threading.Barrier(8)
 
-    def claim():
+    def attempt():
         start.wait()
         try:
-            got.append(storage.claim("best"))
+            got.append(claim(storage, "best"))
         except CheckpointError:
             refused.append(1)
 
-    threads = [threading.Thread(target=claim) for _ in range(8)]
+    threads = [threading.Thread(target=attempt) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

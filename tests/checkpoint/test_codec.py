@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import datetime
 import enum
 import json
 import math
@@ -17,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from easymp import CheckpointError
 from easymp.checkpoint import codec
@@ -46,10 +45,10 @@ def test_what_is_written_comes_back(value: object) -> None:
 
 
 NO_JSON = {
-    "nothing": (b"", "no JSON"),
+    "nothing": (b"", "not JSON"),
     "twice": (b'{"a":1,"b":2,"a":3}', "'a' stands twice"),
     "twice, spelled otherwise": (rb'{"a":1,"\u0061":1}', "'a' stands twice"),
-    "NaN": (b"[NaN]", "NaN is no number"),
+    "NaN": (b"[NaN]", "no number NaN"),
     "infinite by size": (b"1e999", "a number like 1e999"),
     "giant integer": (b"1" * 1_000_000, "an integer of 1000000 digits"),
     "65 bits and more": (b"-100000000000000000000", "21 digits|22 digits"),
@@ -59,7 +58,7 @@ NO_JSON = {
     "UTF-16": ("[1]".encode("utf-16"), "not UTF-8"),
     "byte order mark": (b"\xef\xbb\xbf[1]", "BOM"),
     "control character": (b'"\x00"', "control character"),
-    "backslash outside": (b"\\[", "no JSON"),
+    "backslash outside": (b"\\[", "not JSON"),
     "too many values": (b"[[]" + b",[]" * 10_000_000 + b"]", "more than 20000000 commas"),
 }
 
@@ -220,31 +219,19 @@ cycle.append({"again": cycle})
 deep: Any = 1
 for _ in range(LEVELS + 1):
     deep = [deep]
+PLAIN = "can't be stored: store numbers, words, tensors, and lists or dicts of them"
 REFUSED = {
     "lambda": (lambda: 1, r"a function \(lambda\) can't be stored: leave it out"),
-    "function": (through, r"a function \(through\)"),
     "class": (Mine, r"a class \(.*Mine\)"),
-    "object": (object(), "a object can't be stored: store numbers"),
-    "object with state": (Mine(), r"store its state_dict\(\)"),
-    "module": (nn.Linear(1, 1), r"Linear can't be stored: store its state_dict\(\)"),
-    "namedtuple": (Point(1, 2), r"Point can't be stored: store tuple"),
-    "enum": (Colour.RED, r"store its \.value"),
-    "date": (datetime.datetime(2026, 1, 1), r"datetime\.datetime can't be stored: store its isoformat"),
-    "deque": (collections.deque([1]), r"store list\(…\) of it"),
-    "generator": (torch.Generator(), r"store its get_state\(\)"),
-    "random": (random.Random(1), r"store its getstate\(\)"),
-    "NumPy generator": (numpy.random.default_rng(1), r"store its bit_generator\.state"),
-    "array of objects": (numpy.array([None]), "NumPy ndarray of object .* tolist"),
+    "object with state": (Mine(), r"Mine can't be stored: store its state_dict\(\)"),
+    "namedtuple": (Point(1, 2), f"Point {PLAIN}"),
+    "enum": (Colour.RED, f"Colour {PLAIN}"),
+    "deque": (collections.deque([1]), f"deque {PLAIN}"),
+    "array of objects": (numpy.array([None]), f"numpy.ndarray {PLAIN}"),
     "sparse": (torch.eye(2).to_sparse(), r"store \.to_dense\(\)"),
-    "subclass of Tensor": (
-        torch.ones(1).as_subclass(type("Special", (Tensor,), {})),
-        r"as_subclass\(torch\.Tensor\)",
-    ),
+    "subclass": (torch.ones(1).as_subclass(type("Special", (Tensor,), {})), r"as_subclass\(torch\.Tensor\)"),
     "tensor in a set": ({torch.ones(1)}, "in a set, or as a key"),
-    "defaultdict of a lambda": (
-        defaultdict(lambda: 1),
-        r"a defaultdict of .*<lambda> can't be stored: store dict",
-    ),
+    "defaultdict": (defaultdict(lambda: 1), "a defaultdict of .*<lambda> can't be stored: store dict"),
     "itself": (cycle, "contains itself"),
     "deep": (deep, f"more than {LEVELS} containers"),
 }

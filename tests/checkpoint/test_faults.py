@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from easymp import CheckpointError
-from easymp.checkpoint import blocks, folders, lineage, lock
+from easymp.checkpoint import folders, lineage, lock, storage_local
 from easymp.checkpoint.folders import is_committed, open_manifest
+from easymp.checkpoint.storage import SourceFile
 from easymp.checkpoint.storage_local import LocalStorage
 
 from .disk import CHANGES, Disk, Recorder, Step, put
@@ -42,12 +43,12 @@ ALL = [
 
 @contextmanager
 def seam(do: Callable[..., Any]) -> Iterator[None]:
-    real = blocks.do
-    blocks.do = do
+    real = storage_local.do
+    storage_local.do = do
     try:
         yield
     finally:
-        blocks.do = real
+        storage_local.do = real
 
 
 def unsynced(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -120,7 +121,7 @@ def clean(root: Path) -> bool:
 
 def dying(at: int, after: bool) -> Callable[..., Any]:
     """A seam that kills the process before or after that change."""
-    real, count = blocks.do, 0
+    real, count = storage_local.do, 0
 
     def do(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal count
@@ -141,7 +142,7 @@ def killed(root: Path, at: int, after: bool, how: dict[str, Any]) -> bool:
     child = os.fork()
     if not child:
         try:
-            blocks.do = dying(at, after)
+            storage_local.do = dying(at, after)
             save(root, 2, **how)
         finally:
             os._exit(0)
@@ -249,7 +250,7 @@ POWER = ["the first", *ALL]
 
 @pytest.mark.parametrize("kind", POWER)
 def test_power_fails_at_any_time(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(blocks, "PIECE", 4096)  # several writes a file
+    monkeypatch.setattr(storage_local, "PIECE", 4096)  # several writes a file
     disk, steps = recorded(tmp_path, kind)
     tried, wrong = violations(disk, steps, tmp_path, kind != "the first", anew=kind.startswith(ANEW))
     assert wrong == []
@@ -312,7 +313,7 @@ def test_power_fails_after_a_kill(tmp_path):
 
 
 def failing(at: int, number: int, seen: list[str]) -> Callable[..., Any]:
-    real = blocks.do
+    real = storage_local.do
 
     def do(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
         if operation in CHANGES:
@@ -371,7 +372,7 @@ def test_the_system_refuses_any_change(tmp_path, number, kind):
 
 @pytest.mark.parametrize("most", [1, 1000, 4097])
 def test_writes_may_be_short(tmp_path, most):
-    real = blocks.do
+    real = storage_local.do
 
     def do(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
         if operation == "write":
@@ -393,7 +394,7 @@ def faults(root: Path, name: str) -> bool:
     try:
         manifest = open_manifest(storage, name)
         for file, record in manifest.files.items():
-            storage.verify(f"{name}/{file}", record.size, record.checksums)
+            SourceFile(storage, f"{name}/{file}", record.size, record.checksums).verify()
     except CheckpointError:
         return True
     return False
@@ -449,7 +450,7 @@ def flipped(one: list[Path], root: Path, step: int) -> None:
             content[at] ^= 1 << at % 8
             file.write_bytes(content)
             look = (
-                partial(storage.verify, f"{FIRST}/{file.name}", record.size, record.checksums)
+                SourceFile(storage, f"{FIRST}/{file.name}", record.size, record.checksums).verify
                 if record
                 else None
             )

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from easymp import CheckpointError
-from easymp.checkpoint import blocks
-from easymp.checkpoint.blocks import aligned, as_bytes
+from easymp.checkpoint import storage_local
 from easymp.checkpoint.manifest import BLOCK
+from easymp.checkpoint.storage import SourceFile, aligned, as_bytes
 from easymp.checkpoint.storage_local import LocalStorage
 
 from .test_storage import content, crcs
@@ -24,13 +24,13 @@ Do = Callable[..., Any]
 
 def through(monkeypatch: pytest.MonkeyPatch, hook: Callable[..., Any]) -> None:
     """`hook(do, operation, path, call, *arguments)` instead of every call."""
-    do = blocks.do
-    monkeypatch.setattr(blocks, "do", lambda *call: hook(do, *call))
+    do = storage_local.do
+    monkeypatch.setattr(storage_local, "do", lambda *call: hook(do, *call))
 
 
 @pytest.fixture(autouse=True)
 def _no_trial_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "past_is_quicker", {})
+    monkeypatch.setattr(storage_local, "past_is_quicker", {})
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -54,8 +54,9 @@ def test_what_the_system_refuses_is_an_error_with_its_name(
 
     through(monkeypatch, refuse)
     data = content(2 * BLOCK + 5)
+    monkeypatch.setattr(storage_local, "past_is_quicker", {os.stat(tmp_path).st_dev: direct})
     with pytest.raises(OSError) as caught:
-        LocalStorage(tmp_path, direct).put("file", [data], len(data))
+        LocalStorage(tmp_path).put("file", [data], len(data))
     assert (caught.value.errno, caught.value.filename) == (code, f"{tmp_path}/file")
 
 
@@ -81,16 +82,16 @@ def test_the_quicker_way_is_found_and_remembered(
         return found
 
     through(monkeypatch, count)
-    monkeypatch.setattr(blocks, "perf_counter", lambda: float(len(ticks)))
-    monkeypatch.setattr(blocks, "ROUND", 1)
-    monkeypatch.setattr(blocks, "TRIAL", 5 * BLOCK)
+    monkeypatch.setattr(storage_local, "perf_counter", lambda: float(len(ticks)))
+    monkeypatch.setattr(storage_local, "ROUND", 1)
+    monkeypatch.setattr(storage_local, "TRIAL", 5 * BLOCK)
     data = content(5 * BLOCK)
     storage = LocalStorage(tmp_path)
     assert storage.put("small", [data[: 2 * BLOCK]], 2 * BLOCK) == crcs(data[: 2 * BLOCK])
-    assert blocks.past_is_quicker == {}
+    assert storage_local.past_is_quicker == {}
     assert storage.put("file", [staged(data)], len(data)) == crcs(data)
     assert (tmp_path / "file").read_bytes() == data
-    assert blocks.past_is_quicker == {os.stat(tmp_path).st_dev: slow == "through"}
+    assert storage_local.past_is_quicker == {os.stat(tmp_path).st_dev: slow == "through"}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -106,13 +107,13 @@ def test_links_pipes_and_folders_are_no_files(tmp_path: Path) -> None:
     for name, why in [
         ("link", "a link, and links are not followed"),
         ("linked/file", "a link"),
-        ("pipe", "no regular"),
-        ("real", "no reg"),
+        ("pipe", "not a regular"),
+        ("real", "not a reg"),
     ]:
         with pytest.raises(CheckpointError, match=why):
             storage.get(name, 10)
         with pytest.raises(CheckpointError, match=why):
-            storage.fetch(name, 3, crcs(b"abc"), [(0, memoryview(bytearray(3)))])
+            SourceFile(storage, name, 3, crcs(b"abc")).fetch([(0, memoryview(bytearray(3)))])
     assert [storage.size(name) for name in ("link", "pipe", "real", "linked/file", "real/file")] == [
         None,
         None,
@@ -145,7 +146,7 @@ def test_short_reads_go_on_where_they_stopped(monkeypatch: pytest.MonkeyPatch, t
 
     through(monkeypatch, shorten)
     wanted = [(at, memoryview(bytearray(70_000))) for at in range(3, BLOCK, 100_000)]
-    storage.fetch("file", len(data), checksums, wanted)
+    SourceFile(storage, "file", len(data), checksums).fetch(wanted)
     assert all(view == data[at : at + len(view)] for at, view in wanted)
 
 

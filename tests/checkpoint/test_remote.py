@@ -14,8 +14,9 @@ import fsspec
 import pytest
 
 from easymp import CheckpointError
-from easymp.checkpoint import blocks
+from easymp.checkpoint import storage_local
 from easymp.checkpoint.manifest import BLOCK
+from easymp.checkpoint.storage import SourceFile
 from easymp.checkpoint.storage_remote import RemoteStorage
 
 from .test_storage import content, crcs
@@ -47,7 +48,7 @@ def test_an_upload_that_is_broken_off_leaves_nothing(storage: RemoteStorage, siz
 def test_a_store_that_fails_is_an_error_with_the_url(
     storage: RemoteStorage, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do = blocks.do
+    do = storage_local.do
 
     def fail(name: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
         if name == operation:
@@ -55,7 +56,7 @@ def test_a_store_that_fails_is_an_error_with_the_url(
         return do(name, path, call, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "do", fail)
+        patch.setattr(storage_local, "do", fail)
         with pytest.raises(OSError, match="RuntimeError: the token has expired") as caught:
             storage.put("file", [content(BLOCK + 1)], BLOCK + 1)
     assert (
@@ -71,7 +72,7 @@ def test_a_thread_saves_and_loads(storage: RemoteStorage) -> None:
 
     def work() -> None:
         checksums = storage.put("file", [data], len(data))
-        storage.fetch("file", len(data), checksums, [(0, memoryview(found))])
+        SourceFile(storage, "file", len(data), checksums).fetch([(0, memoryview(found))])
 
     thread = Thread(target=work)
     thread.start()
@@ -82,11 +83,11 @@ def test_a_thread_saves_and_loads(storage: RemoteStorage) -> None:
 def test_a_file_that_came_short_is_refused(storage: RemoteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     checksums = storage.put("file", [b"abcdef"], 6)
     assert checksums == crcs(b"abcdef")
-    do = blocks.do
+    do = storage_local.do
     shorten = lambda name, *call: [c[:-1] for c in do(name, *call)] if name == "read" else do(name, *call)  # noqa: E731
-    monkeypatch.setattr(blocks, "do", shorten)
+    monkeypatch.setattr(storage_local, "do", shorten)
     with pytest.raises(CheckpointError, match="file: 5 bytes came of 6 from byte 0"):
-        storage.verify("file", 6, checksums)
+        SourceFile(storage, "file", 6, checksums).verify()
 
 
 def test_an_import_that_draws_changes_no_random_number_of_the_training(

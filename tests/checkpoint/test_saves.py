@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 
 from easymp import CheckpointError
-from easymp.checkpoint import barrier, blocks, folders
+from easymp.checkpoint import folders, storage_local
+from easymp.checkpoint import save as saving
 from easymp.checkpoint.lineage import committed
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.save import Saves, Target
@@ -47,8 +47,8 @@ def test_any_name_will_do_but_not_every_one(tmp_path):
     assert listed(tmp_path) == ["best"]  # no step, so no hint
     assert loaded(tmp_path, "best") == values(7)
     for name in ("", "a/b", ".tmp-best", "best.save-2"):
-        with pytest.raises(CheckpointError, match="is no name for a checkpoint"):
-            saves.save(replace(target(tmp_path, 7), name=name), [])
+        with pytest.raises(CheckpointError, match="is not a name for a checkpoint"):
+            saves.save(target(tmp_path, 7)._replace(name=name), [])
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
@@ -95,7 +95,7 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, storage):
 @contextmanager
 def broken(monkeypatch, operation, word):
     """That operation on a path with that word finds no space."""
-    real = blocks.do
+    real = storage_local.do
 
     def do(what, path, call, *arguments):
         if what == operation and word in path:
@@ -103,7 +103,7 @@ def broken(monkeypatch, operation, word):
         return real(what, path, call, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "do", do)
+        patch.setattr(storage_local, "do", do)
         yield
 
 
@@ -151,15 +151,15 @@ def test_a_run_that_fails_ends_by_its_own_error(tmp_path, monkeypatch):
 
 ENDS = """
 import sys, time
-from easymp.checkpoint import blocks
+from easymp.checkpoint import storage_local
 from tests.checkpoint.things import Rows, target, world
 from easymp.checkpoint.save import Saves
 from easymp.checkpoint.save import Target
-real = blocks.do
+real = storage_local.do
 def slow(what, path, call, *arguments):
     time.sleep(0.02)
     return real(what, path, call, *arguments)
-blocks.do = slow
+storage_local.do = slow
 saves = Saves(world())
 saves.save(target(sys.argv[1], 1), [Rows(0, 1, 1)], asynchronous=True)
 if sys.argv[2] == "error":
@@ -185,7 +185,7 @@ def test_the_end_of_the_process_waits(tmp_path, end):
 
 def _each_way(root):
     ranks = world()
-    before, barrier.CHUNK = barrier.CHUNK, 50  # what ranks tell each other, in several pieces
+    before, saving.CHUNK = saving.CHUNK, 50  # what ranks tell each other, in several pieces
     saves, rows, told = Saves(ranks), Rows(ranks.rank, ranks.size, 0), []
     gather = ranks.gather_objects
     ranks.gather_objects = lambda item: told.append(len(repr(item))) or gather(item)
@@ -202,7 +202,7 @@ def _each_way(root):
         assert loaded(root, f"step-{seed:08d}", ranks) == there.values()
     saves.close()
     ranks.close()
-    barrier.CHUNK = before
+    saving.CHUNK = before
     return told
 
 
@@ -218,7 +218,7 @@ def _one_fails(root, where, asynchronous):
     ranks = world(timeout=20)
     saves, rows = Saves(ranks), Rows(ranks.rank, ranks.size, 1)
     saves.save(target(root, 1), [rows])
-    real = blocks.do
+    real = storage_local.do
 
     def do(what, path, call, *arguments):
         if ranks.rank == where[1] and what == where[0] and ".tmp-" in path and not path.endswith(".lock"):
@@ -226,7 +226,7 @@ def _one_fails(root, where, asynchronous):
         return real(what, path, call, *arguments)
 
     rows = Rows(ranks.rank, ranks.size, 2)
-    blocks.do = do
+    storage_local.do = do
     said = ""
     try:
         saves.save(target(root, 1), [Fails(where[1])] if where[0] == "bring" else [rows], asynchronous)
@@ -234,7 +234,7 @@ def _one_fails(root, where, asynchronous):
     except CheckpointError as error:
         said = str(error)
     finally:
-        blocks.do = real
+        storage_local.do = real
     left = listed(root)
     kept = loaded(root, STEP, ranks) == values(1, ranks.rank, ranks.size)
     saves.save(target(root, 1), [rows], asynchronous)
@@ -282,21 +282,21 @@ def _dies(root, when, asynchronous):
     ranks.timeout = 3  # for this, not for coming here
     saves = Saves(ranks)
     saves.save(target(root, 1), [Rows(ranks.rank, ranks.size, 1)])
-    real = blocks.do
+    real = storage_local.do
 
     def do(what, path, call, *arguments):
         if what == when and ".tmp-" in path and ranks.rank == ranks.size - 1:
             os.kill(os.getpid(), 9)
         return real(what, path, call, *arguments)
 
-    blocks.do = do
+    storage_local.do = do
     try:
         saves.save(target(root, 2), [Rows(ranks.rank, ranks.size, 2)], asynchronous)
         saves.wait()
     except CheckpointError as error:
         return str(error)
     finally:
-        blocks.do = real
+        storage_local.do = real
         saves.close()
         ranks.close()
     return "saved"

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easymp.checkpoint import read_plan
-from easymp.checkpoint.folders import SourceFile
 from easymp.checkpoint.layout import Box, whole
 from easymp.checkpoint.manifest import Piece, Stored
-from easymp.checkpoint.read_plan import Want, stream
+from easymp.checkpoint.read_plan import Want, plan, stream
+from easymp.checkpoint.storage import SourceFile
 from easymp.checkpoint.storage_local import LocalStorage
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.complex64]
@@ -87,7 +87,7 @@ def test_every_element_arrives(tmp_path: Path, case: Any) -> None:
     wants = [Want(stored, box, part(target, box)) for box in boxes(wanted_cuts)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(read_plan, "STAGE", room)
-        stream(files, wants)
+        stream(files, plan(wants))
     assert torch.equal(target, whole_tensor.to(into))
     if live is not None and shape:
         live[tuple(slice(0, n) for n in shape)] = 0
@@ -101,6 +101,6 @@ def test_the_same_bytes_for_two(tmp_path: Path) -> None:
     one, other = torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.uint8)
     stream(
         {"x": SourceFile(storage, "x", 6)},
-        [Want(stored, whole((2, 3)), one), Want(stored, Box((0, 1), (2, 2)), other)],
+        plan([Want(stored, whole((2, 3)), one), Want(stored, Box((0, 1), (2, 2)), other)]),
     )
     assert one.tolist() == [[0, 1, 2], [3, 4, 5]] and other.tolist() == [[1, 2], [4, 5]]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from easymp import Accelerator, CheckpointError, SettingError, load_weights
-from easymp.checkpoint.layout import place_of
+from easymp.checkpoint.layout import places_of
 from easymp.checkpoint.storage_local import LocalStorage
 
 from ..strategies.models import BATCH, MODELS, Tied, make, mean_square, train_step, whole
@@ -164,7 +164,7 @@ def test_urls_load(tmp_path: Path) -> None:
 
 def holds(tensors: Any, expected: State) -> tuple[list[str], int]:
     """The chunks of these tensors that are not as expected on this rank, and the bytes of all chunks here."""
-    parts = [(name, *part) for name, t in tensors if (place := place_of(t)) for part in place.parts]
+    parts = [(name, *part) for name, t in tensors if (place := places_of([t])[0]) for part in place.parts]
     wrong = [
         f"{name}{box}"
         for name, box, part in parts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator, GradScalerKwargs
-from easymp.checkpoint.blocks import as_bytes
+from easymp.checkpoint.storage import as_bytes
 
 from ..strategies.models import BATCH, MODELS, train_step, whole
 from ..strategies.ways import WAYS
