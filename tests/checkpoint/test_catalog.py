@@ -146,7 +146,7 @@ def test_damage_at_a_url_is_found(bucket: str) -> None:
     (damage,) = checkpoint.verify(f"{bucket}/{OF_TWO}")
     assert damage.why == "is missing"
     for place in (f"{bucket}/none", bucket):
-        with pytest.raises(CheckpointError, match="no checkpoint"):
+        with pytest.raises(CheckpointError, match="not a checkpoint"):
             checkpoint.verify(place)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from easymp import Accelerator, CheckpointError, SettingError, load_weights
 from easymp.checkpoint.layout import places_of
-from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.storage import SourceFile
 
 from ..strategies.models import BATCH, MODELS, Tied, make, mean_square, train_step, whole
 from ..strategies.ways import WAYS
@@ -201,17 +201,17 @@ class counting:
     """Inside, calling it says how many bytes were fetched."""
 
     def __enter__(self) -> Callable[[], int]:
-        self.bytes, self.before = 0, LocalStorage.fetch
+        self.bytes, self.before = 0, SourceFile.fetch
 
-        def fetch(storage: Any, name: str, size: int, checksums: Any, wanted: Any, *rest: Any) -> None:
+        def fetch(file: SourceFile, wanted: Any, *rest: Any) -> None:
             self.bytes += sum(len(view) for _, view in wanted)
-            self.before(storage, name, size, checksums, wanted, *rest)
+            self.before(file, wanted, *rest)
 
-        LocalStorage.fetch = fetch  # type: ignore[method-assign, assignment]
+        SourceFile.fetch = fetch  # type: ignore[method-assign, assignment]
         return lambda: self.bytes
 
     def __exit__(self, *_: object) -> None:
-        LocalStorage.fetch = self.before  # type: ignore[method-assign]
+        SourceFile.fetch = self.before  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +384,7 @@ def test_an_index_that_names_what_a_shard_lacks(tmp_path: Path) -> None:
     table = json.loads(index.read_text())
     table["weight_map"]["5.weight"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(table))
-    refused(r"5.weight shall be in model-00001-of-00003.safetensors, which has no such tensor", tmp_path)
+    refused(r"model-00001-of-00003.safetensors has no tensor 5.weight, which shall be there", tmp_path)
 
 
 def test_extra_state_and_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:

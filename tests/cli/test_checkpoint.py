@@ -113,7 +113,7 @@ def test_what_is_no_checkpoint_is_one_sentence(
     action: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place in (root, root / "none"):
-        assert told(capsys, action, place, code=1).startswith(f"easymp: {place}: no checkpoint")
+        assert told(capsys, action, place, code=1).startswith(f"easymp: {place}: not a checkpoint")
     (root / OF_ONE / COMMIT).unlink()
     assert "not committed" in told(capsys, action, root / OF_ONE, code=1)
 
