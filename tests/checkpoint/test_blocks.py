@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from easymp.checkpoint import snapshot as of_contents
-from easymp.checkpoint import storage as module
 from easymp.checkpoint.header import PAGE
 from easymp.checkpoint.layout import whole
 from easymp.checkpoint.snapshot import Brought, Image, contents, divide
@@ -49,23 +48,6 @@ def test_the_first_error_is_raised_and_nothing_runs_on() -> None:
     with pytest.raises(KeyboardInterrupt, match="five"):
         list(spread(fail, range(50), "test"))
     assert not [t for t in threading.enumerate() if t.name == "easymp-test"]
-
-
-@pytest.mark.parametrize("start", [0, 1])
-def test_without_more_threads_the_work_is_done_by_those_there_are(
-    monkeypatch: pytest.MonkeyPatch, start: int
-) -> None:
-    started = []
-
-    class Few(threading.Thread):
-        def start(self) -> None:
-            if len(started) == start:
-                raise RuntimeError("can't start new thread")
-            started.append(self)
-            super().start()
-
-    monkeypatch.setattr(module, "Thread", Few)
-    assert sorted(spread(lambda x: x + 1, range(10), "test")) == list(range(1, 11))
 
 
 TENSORS = {

@@ -9,21 +9,8 @@ import pytest
 from easymp import CheckpointError
 from easymp.checkpoint import folders, lock
 from easymp.checkpoint.folders import open_storage
-from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.checkpoint.storage_remote import RemoteStorage
-
-
-@pytest.fixture
-def root(tmp_path):
-    return LocalStorage(tmp_path)
-
-
-def put(root, name, committed=True):
-    root.make(name)
-    root.put(f"{name}/{MANIFEST}", [b"{}"], 2)
-    if committed:
-        root.put(f"{name}/{COMMIT}", [seal(b"{}")], 65)
 
 
 @pytest.mark.parametrize(
@@ -57,16 +44,6 @@ def test_a_name_leads_there_and_back():
     assert (
         folders.next_save(["best", "best.save-9", "best.save-10", "other.save-11"], "best") == "best.save-11"
     )
-
-
-def test_the_newest_committed_save_counts(root):
-    assert folders.current(root, "best") == "best"
-    put(root, "best")
-    assert folders.current(root, "best") == "best"
-    put(root, "best.save-2")
-    put(root, "best.save-10")
-    put(root, "best.save-11", committed=False)
-    assert folders.current(root, "best") == "best.save-10"
 
 
 @pytest.mark.parametrize(

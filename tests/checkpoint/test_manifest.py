@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from easymp import CheckpointError
-from easymp.checkpoint.codec import pack
-from easymp.checkpoint.header import NAMES
 from easymp.checkpoint.layout import Box, whole
 from easymp.checkpoint.manifest import BLOCK, FileRecord, Manifest, Piece, Stored, decode
 
@@ -54,54 +49,6 @@ def test_one_without_files_of_hooks_is_of_the_version_that_knew_none() -> None:
     more = dataclasses.replace(GOOD, extra=extra)
     assert decode(more.encode(), "x") == more
     assert [json.loads(it.encode())["version"] for it in (GOOD, more)] == [1, 2]
-
-
-@st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
-    """Tensors cut along one dimension, in files one after the other."""
-    tensors: dict[str, Stored] = {}
-    ends: dict[str, int] = {}
-    words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
-    for name in draw(st.lists(words, max_size=4, unique=True)):
-        dtype = draw(st.sampled_from(sorted(NAMES, key=str)))
-        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
-        d = draw(st.integers(0, len(shape) - 1)) if shape else 0
-        cuts = sorted({0, *draw(st.lists(st.integers(0, shape[d]), max_size=3)), shape[d]}) if shape else [0]
-        pieces = []
-        for low, high in pairwise(cuts):
-            offset, part = [0] * len(shape), list(shape)
-            offset[d], part[d] = low, high - low
-            pieces.append(Box(tuple(offset), tuple(part)))
-        placed = []
-        for box in pieces or [whole(shape)]:
-            file = draw(st.sampled_from(["a.safetensors", "b", "c d-é.bin"]))
-            begin = ends.get(file, 0) + draw(st.integers(0, 3))
-            ends[file] = begin + box.count * dtype.itemsize
-            placed.append(Piece(box, file, begin))
-        tensors[name] = Stored(dtype, shape, tuple(placed))
-    files = {
-        name: FileRecord(end, tuple(draw(st.integers(0, 2**32 - 1)) for _ in range(-(-end // BLOCK))))
-        for name, end in ends.items()
-    }
-    state = pack(
-        draw(st.dictionaries(words, st.integers() | st.tuples(st.floats()), max_size=3)), "state", {}
-    )
-    number = st.integers(1, 2**63 - 1)
-    return dataclasses.replace(
-        GOOD,
-        step=draw(number),
-        world_size=draw(st.integers(1, 2**20)),
-        tensors=tensors,
-        files=files,
-        states={draw(words): state},
-        aliases={},
-    )
-
-
-@settings(deadline=None, max_examples=60)
-@given(manifests())
-def test_any_comes_back(manifest: Manifest) -> None:
-    assert decode(manifest.encode(), "x") == manifest
 
 
 FILE = {"size": 0, "crc32": []}

@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import fsspec
@@ -65,19 +64,6 @@ def test_a_store_that_fails_is_an_error_with_the_url(
         and "://" in caught.value.filename
     )
     assert storage.list() == []
-
-
-def test_a_thread_saves_and_loads(storage: RemoteStorage) -> None:
-    data, found = content(BLOCK + 1), bytearray(BLOCK + 1)
-
-    def work() -> None:
-        checksums = storage.put("file", [data], len(data))
-        SourceFile(storage, "file", len(data), checksums).fetch([(0, memoryview(found))])
-
-    thread = Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == data
 
 
 def test_a_file_that_came_short_is_refused(storage: RemoteStorage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,15 +92,3 @@ def test_every_element_arrives(tmp_path: Path, case: Any) -> None:
     if live is not None and shape:
         live[tuple(slice(0, n) for n in shape)] = 0
         assert not live.any()
-
-
-def test_the_same_bytes_for_two(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    storage.put("x", [bytes(range(6))], 6)
-    stored = Stored(torch.uint8, (2, 3), (Piece(whole((2, 3)), "x", 0),))
-    one, other = torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.uint8)
-    stream(
-        {"x": SourceFile(storage, "x", 6)},
-        plan([Want(stored, whole((2, 3)), one), Want(stored, Box((0, 1), (2, 2)), other)]),
-    )
-    assert one.tolist() == [[0, 1, 2], [3, 4, 5]] and other.tolist() == [[1, 2], [4, 5]]
