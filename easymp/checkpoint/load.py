@@ -26,7 +26,7 @@ from .layout import Box
 from .manifest import Manifest, Stored
 from .progress import expect
 from .read_plan import Want, blocks_of, plan, preflight, stream
-from .snapshot import Kept
+from .snapshot import Kept, words_of
 from .storage import Storage, Tick, no_tick
 
 logger = get_logger(__name__)
@@ -278,19 +278,19 @@ def _restored(part: Kept, reading: Reading) -> Callable[[], None]:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, EasympError):
             raise
-        said = f"the manifest does not hold what a {type(part).__name__} writes ({_words(error)})"
+        said = f"the manifest does not hold what a {type(part).__name__} writes ({words_of(error)})"
         raise CheckpointError(f"{said}: load another checkpoint") from error
 
 
 def _attempt(world: World, place: str, trials: Sequence[Trial], strict: bool) -> list[str]:
     """Make all trials, or none; those that failed on any rank are left out where that is allowed, and returned in words."""
     causes = {trial.what: error for trial in trials if (error := _error(trial.change)) is not None}
-    mine = {what: _words(error) for what, error in causes.items()}
+    mine = {what: words_of(error) for what, error in causes.items()}
     failed = {what: words for each in reversed(world.gather_objects(mine)) for what, words in each.items()}
     if not failed:
         return []
     stuck = [
-        f"{trial.what} {STUCK}: {_words(error)}"
+        f"{trial.what} {STUCK}: {words_of(error)}"
         for trial in reversed(trials)
         if (strict or trial.what in failed) and (error := _error(trial.undo)) is not None
     ]
@@ -309,17 +309,12 @@ def _error(act: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _words(error: Exception) -> str:
-    said = str(error) or type(error).__name__
-    return said if isinstance(error, (OSError, EasympError)) else f"{type(error).__name__}: {error}"
-
-
 def _together(
     world: World, place: str, error: Exception | None, what: str = "", said: str | None = None
 ) -> None:
     """Raise the errors of any rank on all. `what` became of the checkpoint; if "", it was not loaded. `said`: the words of the error."""
     if said is None:
-        said = "" if error is None else _words(error)
+        said = "" if error is None else words_of(error)
     by_words: dict[str, list[str]] = {}
     for rank, words in enumerate(world.gather_objects(said)):
         if words:

@@ -281,11 +281,14 @@ def trouble(act: Callable[[], Any]) -> str:
     """The error of `act` in words, or "". All errors, also those of a user's own objects: the other ranks must hear."""
     try:
         act()
-    except (OSError, EasympError) as error:
-        return str(error) or type(error).__name__
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return words_of(error)
     return ""
+
+
+def words_of(error: Exception) -> str:
+    said = str(error) or type(error).__name__
+    return said if isinstance(error, (OSError, EasympError)) else f"{type(error).__name__}: {error}"
 
 
 def first(said: Sequence[str]) -> str:
