@@ -2,7 +2,7 @@
 
 examples:
   easymp checkpoint list runs/digits                   which there are, and which is the newest
-  easymp checkpoint inspect runs/digits/step-00000100  what is in one
+  easymp checkpoint inspect runs/digits/step-00000100  the contents of one
   easymp checkpoint verify runs/digits/step-00000100   every byte against its checksum
   easymp checkpoint diff before after                  tensors and states that differ
   easymp checkpoint merge sharded weights              one model.safetensors, or shards with an index
@@ -59,118 +59,107 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = action("prune", "remove older checkpoints, and leftovers of writers that died", "place")
     add("--keep", type=int, required=True, metavar="N", help="the last N of the current line stay")
     add("--abandoned", action="store_true", help="remove the last one of each other line, too")
-    add("--dry-run", action="store_true", help="show what would go, and remove nothing")
+    add("--dry-run", action="store_true", help="list them, and remove nothing")
+
+
+Answer = tuple[Any, Sequence[str], int]  # for programs, lines for people, and the exit code
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        return ACTIONS[args.action](args)
+        record, lines, code = ACTIONS[args.action](args)
     except BrokenPipeError:
         raise
     except OSError as error:
         raise CheckpointError(str(error)) from error
+    if args.json:
+        print_json(record)
+    elif lines:
+        print("\n".join(lines))
+    return code
 
 
-def run_list(args: argparse.Namespace) -> int:
+def run_list(args: argparse.Namespace) -> Answer:
     found = checkpoint.list_checkpoints(args.place)
     if not found and "://" not in args.place and not os.path.isdir(args.place):
-        raise CheckpointError(
-            f"{args.place}: there is no such folder: pass the folder that holds checkpoints"
-        )
-    if args.json:
-        return print_json([dataclasses.asdict(entry) for entry in found])
-    if not found:
-        print(f"no checkpoint in {args.place}")
-        return 0
+        said = "there is no such folder: pass the folder that holds checkpoints"
+        raise CheckpointError(f"{args.place}: {said}")
+    record = [dataclasses.asdict(entry) for entry in found]
     rows = [["name", "step", "written", "size", "ranks", "line", "continues", ""]]
     for e in found:
         state = e.why or ("newest" if e.newest else "not on the current line" if e.abandoned else "")
         when = f"{e.written[:19]}+00:00" if e.written else ""
         rows.append([e.name, e.step, when, size(e.size), e.world_size, e.line, e.parent, state])
-    print(table(rows, right={1, 3, 4}))
-    return 0
+    return record, [table(rows, right={1, 3, 4}) if found else f"no checkpoint in {args.place}"], 0
 
 
-def run_inspect(args: argparse.Namespace) -> int:
+def run_inspect(args: argparse.Namespace) -> Answer:
     it = checkpoint.inspect(args.place)
-    if args.json:
-        return print_json(dataclasses.asdict(it))
     line = f"{it.line}, {f'continues {it.parent}' if it.parent else 'from its beginning'}"
     facts = {"step": it.step, "written": it.written, "by": f"{it.made_by}, {it.world_size} rank(s)"}
-    print(table(list({**facts, "line": line, "size": size(it.size)}.items())))
+    said = [table(list({**facts, "line": line, "size": size(it.size)}.items())), ""]
     plan = {name: c for name, c in it.plan.items() if isinstance(c, dict) and "value" in c}
     if plan:
-        print(f"\nplan\n{table([[name, c['value'], c.get('reason')] for name, c in plan.items()])}")
+        said += ["plan", table([[name, c["value"], c.get("reason")] for name, c in plan.items()]), ""]
     rows = [["group", "tensors", "elements", "size", "dtypes", "files"]]
     for g in it.groups:
         dtypes = ", ".join(f"{name} {size(count)}" for name, count in g.dtypes.items())
         rows.append([g.name, g.tensors, f"{g.elements:,}", size(g.size), dtypes, few(g.files)])
-    print(f"\n{table(rows, right={1, 2, 3})}")
+    said += [table(rows, right={1, 2, 3}), ""]
     if args.tensors:
         rows = [["tensor", "dtype", "shape", "size", "pieces"]]
         rows += [[t.name, t.dtype, list(t.shape), size(t.size), t.pieces] for t in it.tensors]
         rows += [[name, "", f"= {of}", "", ""] for name, of in it.aliases.items()]
-        print(f"\n{table(rows, right={3, 4})}")
-    print(f"\nstates: {', '.join(map(plain, it.states)) or 'none'}")
-    if it.extra:
-        print(f"files of hooks: {few(it.extra)}")
+        said += [table(rows, right={3, 4}), ""]
+    said += [f"states: {', '.join(map(plain, it.states)) or 'none'}"]
+    said += [f"files of hooks: {few(it.extra)}"] * bool(it.extra)
     if it.aliases and not args.tensors:
-        print(f"tied: {few([f'{name} = {of}' for name, of in it.aliases.items()])}")
-    return 0
+        said += [f"tied: {few([f'{name} = {of}' for name, of in it.aliases.items()])}"]
+    return dataclasses.asdict(it), said, 0
 
 
-def run_verify(args: argparse.Namespace) -> int:
+def run_verify(args: argparse.Namespace) -> Answer:
     with checkpoint.Progress(f"verifying {args.place}", "read") as tick:
         damages = checkpoint.verify(args.place, tick)
-    if args.json:
-        print_json([dataclasses.asdict(damage) for damage in damages])
-        return int(bool(damages))
+    said = []
     for d in damages:
         where = d.file if d.block is None else f"{d.file}, block {d.block},"
-        print(f"{where} {d.why}: {f'it holds {few(d.tensors)}' if d.tensors else 'no tensor lies there'}")
+        said += [f"{where} {d.why}: {f'it holds {few(d.tensors)}' if d.tensors else 'no tensor lies there'}"]
     verdict = f"{len(damages)} fault(s); load another checkpoint" if damages else "good, every byte"
-    print(f"{args.place}: {verdict}")
-    return int(bool(damages))
+    record = [dataclasses.asdict(damage) for damage in damages]
+    return record, [*said, f"{args.place}: {verdict}"], int(bool(damages))
 
 
-def run_diff(args: argparse.Namespace) -> int:
+def run_diff(args: argparse.Namespace) -> Answer:
     with checkpoint.Progress("comparing", "read") as tick:
         found = checkpoint.diff(args.one, args.other, tick)
-    if args.json:
-        print_json({**dataclasses.asdict(found), "same": found.same})
-        return int(not found.same)
-    for mark, names in (("-", found.missing), ("+", found.added)):
-        for name in names:
-            print(mark, plain(name))
+    said = [f"- {plain(name)}" for name in found.missing] + [f"+ {plain(name)}" for name in found.added]
     rows: list[Sequence[Any]] = [[u.path, u.one, u.other] for u in (*found.kinds, *found.states)]
     for v in found.values:
         by = "infinity, or NaN" if v.largest is None else v.largest
         rows.append([v.name, f"{v.count:,} of {v.of:,} elements", f"by {by}"])
-    if rows:
-        print(table(rows))
     different = len(found.values) + len(found.kinds)
     nothing = ", nothing differs" if found.same else ""
-    print(f"{found.equal} tensor(s) equal, bit for bit; {different} not{nothing}")
-    return int(not found.same)
+    verdict = f"{found.equal} tensor(s) equal, bit for bit; {different} not{nothing}"
+    record = {**dataclasses.asdict(found), "same": found.same}
+    return record, [*said, *[table(rows)] * bool(rows), verdict], int(not found.same)
 
 
-def run_merge(args: argparse.Namespace) -> int:
+def run_merge(args: argparse.Namespace) -> Answer:
     with checkpoint.Progress(f"merging {args.place}", "read") as tick:
         checkpoint.merge(args.place, args.out, args.max_shard_size, args.all, args.model, tick)
-    return _wrote(args)
+    return {"out": args.out}, [f"wrote {args.out}"], 0
 
 
-def run_convert(args: argparse.Namespace) -> int:
+def run_convert(args: argparse.Namespace) -> Answer:
     limits = args.dtype, args.max_shard_size, args.model, args.trust
     with checkpoint.Progress(f"converting {args.place}", "read") as tick:
         checkpoint.convert(args.place, args.out, *limits, tick)
-    return _wrote(args)
+    return {"out": args.out}, [f"wrote {args.out}"], 0
 
 
-def run_prune(args: argparse.Namespace) -> int:
+def run_prune(args: argparse.Namespace) -> Answer:
     found = checkpoint.prune(args.place, args.keep, args.dry_run, args.abandoned)
-    if args.json:
-        return print_json(dataclasses.asdict(found))
     would = "would be removed" if args.dry_run else "removed"
     groups = {
         would: found.removed,
@@ -179,17 +168,7 @@ def run_prune(args: argparse.Namespace) -> int:
         "kept": found.kept,
     }
     rows = [[name, state] for state, names in groups.items() for name in names]
-    if rows:
-        print(table(rows))
-    print(f"{size(found.size)} {would}")
-    return 0
-
-
-def _wrote(args: argparse.Namespace) -> int:
-    if args.json:
-        return print_json({"out": args.out})
-    print(f"wrote {args.out}")
-    return 0
+    return dataclasses.asdict(found), [*[table(rows)] * bool(rows), f"{size(found.size)} {would}"], 0
 
 
 def few(names: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _complete_files(parser: argparse.ArgumentParser, file: object) -> None:
-    for action in parser._actions:  # argparse has no public list of what a parser takes
+    for action in parser._actions:  # argparse has no public list of a parser's arguments
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 _complete_files(inner, file)

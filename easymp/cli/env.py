@@ -57,12 +57,10 @@ def versions() -> dict[str, str]:
 def facts(hardware: Hardware) -> list[list[str]]:
     """Rows of a name and a fact about the machine. Equal accelerators share a row."""
     cpu = hardware.cpu
+    threads = f"{cpu.threads} threads usable, {cpu.numa_nodes} NUMA node(s)"
     rows = [
         ["processor", f"{cpu.name} ({cpu.architecture})"],
-        [
-            "",
-            f"{cpu.cores} cores, {cpu.threads} threads usable, {cpu.numa_nodes} NUMA node(s), {size(cpu.memory)}",
-        ],
+        ["", f"{cpu.cores} cores, {threads}, {size(cpu.memory)}"],
         ["", " ".join(sorted(cpu.features)) or "no vector instructions known"],
     ]
     alike = groupby(hardware.devices, lambda device: dataclasses.replace(device, index=0))
@@ -79,7 +77,7 @@ def facts(hardware: Hardware) -> list[list[str]]:
 
 
 def kernels(hardware: Hardware) -> str:
-    """Whether the kernels run here, by what is installed, and if not, why. CuPy is not imported."""
+    """The installed CuPy, or why the kernels do not run here. CuPy is not imported."""
     import torch
 
     capability = next((d.capability for d in hardware.devices if d.kind == "cuda"), None)

@@ -55,16 +55,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    wanted = settings.resolve_launching(
-        args.config,
-        processes=args.processes,
-        nodes=args.nodes,
-        main_address=args.main_address,
-        max_restarts=args.max_restarts,
-        wait=args.wait,
-        grace=args.grace,
-        numa=args.numa,
-    )
+    given = {name: value for name, value in vars(args).items() if name in settings.LAUNCHING}
+    wanted = settings.resolve_launching(args.config, **given)
     with env.override(**{VARIABLE: str(Path(args.config).resolve())} if args.config else {}):
         settings.resolve()  # an error in it is said once, and not by each worker
         if args.slurm is not None:
@@ -72,15 +64,13 @@ def run(args: argparse.Namespace) -> int:
         rendezvous, variables = slurm.find_nodes(
             wanted.nodes, args.node_rank, wanted.main_address, wanted.main_port, wanted.wait
         )
-        restarts = (
-            wanted.max_restarts if wanted.max_restarts is not None else RESTARTS if rendezvous.elastic else 0
-        )
+        usual = RESTARTS if rendezvous.elastic else 0
         return launch_script(
             args.script,
             args.arguments,
             wanted.processes,
             module=args.module,
-            max_restarts=restarts,
+            max_restarts=usual if wanted.max_restarts is None else wanted.max_restarts,
             rendezvous=rendezvous,
             grace=wanted.grace,
             numa=wanted.numa,

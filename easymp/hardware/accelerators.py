@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ MATRIX_UNITS = (
 def amd_facts(
     name: str, architecture: str, memory: int, index: int = 0, arch_list: Sequence[str] = ()
 ) -> Device:
-    """What an AMD card can do; `architecture` as torch's gcnArchName, ``"gfx942:sramecc+:xnack-"``; `memory` in bytes.
+    """The abilities of an AMD card; `architecture` as torch's gcnArchName, ``"gfx942:sramecc+:xnack-"``; `memory` in bytes.
 
     `arch_list` is torch.cuda.get_arch_list(); empty: unknown, taken as right. AMD's code runs on its own architecture alone.
     """
@@ -62,31 +63,13 @@ def probe_amd(root: Path = ROOT) -> Found:
     if torch.version.hip is None:
         return Found("amd", missing=(f"no AMD GPU: this torch {version} is built without ROCm",))
     if not torch.cuda.is_available():
-        return Found(
-            "amd", missing=(f"no AMD GPU: torch {version} is built for ROCm, but its runtime shows none",)
-        )
+        why = f"no AMD GPU: torch {version} is built for ROCm, but its runtime shows none"
+        return Found("amd", missing=(why,))
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     built = torch.cuda.get_arch_list()
     devices = tuple(amd_facts(c.name, c.gcnArchName, c.total_memory, i, built) for i, c in enumerate(cards))
-    missing = tuple(
-        f"no code for {name} ({arch}) in this torch {version}, built for {' '.join(built)}: "
-        "install a build of torch for a ROCm that supports this card"
-        for arch, name in sorted({(d.architecture, d.name) for d in devices if not d.built_for})
-    )
+    missing = nvidia.no_code(devices, built, lambda d: "a build of torch for a ROCm that supports this card")
     return Found("amd", devices, nvidia.links_by_torch(len(devices)), missing)
-
-
-def intel_facts(
-    name: str, memory: int, index: int = 0, *, bf16: bool, fp16: bool, matrix: bool, tf32: bool = False
-) -> Device:
-    """What an Intel GPU can do, from torch.xpu.get_device_properties; `memory` in bytes.
-
-    `bf16` is has_bfloat16_conversions, `fp16` has_fp16 (twice the rate of fp32), `matrix` and `tf32` whether there are
-    matrix units (XMX, DPAS), and for TF32. Code is compiled ahead for some models and at load for the rest, so any torch
-    built for XPU fits.
-    """
-    units = {kind for kind, has in (("bf16", bf16), ("fp16", fp16), ("tf32", tf32)) if has and matrix}
-    return Device("xpu", index, name, memory, tensor_cores=frozenset(units), bf16=bf16, fp16=fp16)
 
 
 def probe_intel() -> Found:
@@ -96,25 +79,32 @@ def probe_intel() -> Found:
     if not torch.xpu.is_available():
         why = f"no Intel GPU: torch {torch.__version__} is built for XPU, but the driver shows none"
         return Found("intel", missing=(why,))
-    return Found("intel", tuple(_intel_device(i) for i in range(torch.xpu.device_count())))
+    cards = [torch.xpu.get_device_properties(i) for i in range(torch.xpu.device_count())]
+    return Found("intel", tuple(intel_facts(card, i) for i, card in enumerate(cards)))
 
 
-def _intel_device(index: int) -> Device:
-    card = torch.xpu.get_device_properties(index)
-    return intel_facts(
+def intel_facts(card: Any, index: int = 0) -> Device:
+    """The abilities of an Intel GPU, from torch.xpu.get_device_properties.
+
+    has_fp16 means twice the rate of fp32; subgroup matrix units are XMX and DPAS. Code is compiled ahead for some models
+    and at load for the rest, so any torch built for XPU fits.
+    """
+    matrix = "has_subgroup_matrix_multiply_accumulate"
+    tf32 = getattr(card, f"{matrix}_tensor_float32", False)  # newer than torch 2.8
+    types = (("bf16", card.has_bfloat16_conversions), ("fp16", card.has_fp16), ("tf32", tf32))
+    return Device(
+        "xpu",
+        index,
         card.name,
         card.total_memory,
-        index,
+        tensor_cores=frozenset(kind for kind, has in types if has and getattr(card, matrix)),
         bf16=card.has_bfloat16_conversions,
         fp16=card.has_fp16,
-        matrix=card.has_subgroup_matrix_multiply_accumulate,
-        # newer than torch 2.8
-        tf32=getattr(card, "has_subgroup_matrix_multiply_accumulate_tensor_float32", False),
     )
 
 
 def apple_facts(chip: str, memory: int) -> Device:
-    """What the GPU of this `chip`, as ``"Apple M2 Max"``, can do; `memory` in bytes.
+    """The abilities of the GPU of a `chip`, such as ``"Apple M2 Max"``; `memory` in bytes.
 
     bf16 runs everywhere from macOS 14 on, but before the M3 Metal emulates it with fp32. fp16 has about fp32's rate at half
     the memory: whether it gains is a matter of measuring, so the facts claim nothing.
@@ -124,7 +114,7 @@ def apple_facts(chip: str, memory: int) -> Device:
 
 
 def probe_apple() -> Found:
-    """The GPU of Apple Silicon, or why there is none. `memory` is what Metal recommends to use at most of the shared memory."""
+    """The GPU of Apple Silicon, or why there is none. `memory` is the most that Metal recommends to use of the shared memory."""
     if not torch.backends.mps.is_built():
         return Found("apple", missing=(f"no Apple GPU: this torch {torch.__version__} is built without MPS",))
     if not torch.backends.mps.is_available():
@@ -140,7 +130,7 @@ def detect(use_accelerators: bool = True) -> Hardware:
     """The facts about this machine, as this process may use it.
 
     Asked once a process, and again where ``CUDA_VISIBLE_DEVICES`` has changed since. With ``use_accelerators=False`` only
-    the processor is looked at. A missing accelerator is no error: `Hardware.looked_for` says what is not here, and why.
+    the processor is looked at. A missing accelerator is not an error: `Hardware.looked_for` names it, with the reason.
     """
     return _detect(bool(use_accelerators), env.read("CUDA_VISIBLE_DEVICES"))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,10 +16,14 @@ from .facts import CPU
 ROOT = Path("/")
 ARCHITECTURES = {"amd64": "x86_64"}  # Windows' word
 
-_X86 = ("avx2", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
-_ARM = ("i8mm", "sve", "sve2", "sme")
 # Our names of the instructions, by those of torch.cpu.get_capabilities() and of /proc/cpuinfo.
-_SAME = {name: name for name in (*_X86, *_ARM)} | {"bf16": "neon_bf16"}
+_SAME = {
+    name: name
+    for name in (
+        *("avx2", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8"),
+        *("i8mm", "sve", "sve2", "sme"),
+    )
+} | {"bf16": "neon_bf16"}
 CAPABILITIES = _SAME | {
     "avx512_f": "avx512",
     "neon": "neon",
@@ -26,16 +31,6 @@ CAPABILITIES = _SAME | {
     "fp16_arith": "neon_fp16",
 }
 FLAGS = _SAME | {"avx512f": "avx512", "asimd": "neon", "svebf16": "sve_bf16", "asimdhp": "neon_fp16"}
-APPLE = {
-    "AdvSIMD": "neon",
-    "FEAT_BF16": "neon_bf16",
-    "FEAT_FP16": "neon_fp16",
-    "FEAT_I8MM": "i8mm",
-    "FEAT_SME": "sme",
-}
-
-
-OLDER = ("avx2", "avx512", "avx512_bf16", "amx_fp16")  # torch before 2.13 has a check for each
 
 
 def probe(root: Path = ROOT) -> CPU:
@@ -44,11 +39,13 @@ def probe(root: Path = ROOT) -> CPU:
     architecture = ARCHITECTURES.get(machine, machine)
     logical = psutil.cpu_count() or 1
     total = psutil.virtual_memory().total
+    # macOS has no affinity.
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return CPU(
         name=name(root) or architecture,
         architecture=architecture,
         cores=psutil.cpu_count(logical=False) or logical,
-        threads=threads(_affinity() or logical, cpu_quota(root)),
+        threads=threads(allowed, cpu_quota(root)),
         numa_nodes=numa_nodes(root),
         memory=min(total, memory_limit(root) or total),
         features=features(root),
@@ -69,15 +66,13 @@ def name(root: Path = ROOT) -> str:
 
 
 def features(root: Path = ROOT) -> frozenset[str]:
-    """The instructions that matter for training: from torch 2.13 on as torch tells, before as the system tells."""
+    """The instructions that matter for training: by torch from 2.13 on, before by Linux; elsewhere unknown."""
     if hasattr(torch.cpu, "get_capabilities"):
         found = torch.cpu.get_capabilities()
         return frozenset(ours for theirs, ours in CAPABILITIES.items() if found.get(theirs) is True)
     cpuinfo = text(root / "proc/cpuinfo")  # x86 has a line "flags", Arm has "Features"
     flags = f"{_field(cpuinfo, 'flags')} {_field(cpuinfo, 'Features')}".split()
-    older = [name for name in OLDER if getattr(torch.cpu, f"_is_{name}_supported", bool)()]
-    apple = [ours for key, ours in APPLE.items() if sysctl(f"hw.optional.arm.{key}") == "1"]
-    return frozenset([FLAGS[flag] for flag in flags if flag in FLAGS] + older + apple)
+    return frozenset(FLAGS[flag] for flag in flags if flag in FLAGS)
 
 
 def threads(allowed: int, quota: float | None) -> int:
@@ -98,9 +93,9 @@ def numa_nodes(root: Path = ROOT) -> int:
 def memory_limit(root: Path = ROOT) -> int | None:
     """Bytes that the control groups allow, or None without a limit."""
     limits = [number(group / "memory.max") for group in _groups(root)]
-    limits.append(
+    limits += [
         number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")
-    )  # version 1, as a container sees it
+    ]  # version 1, as a container sees it
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -108,14 +103,12 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     """Processors' worth of time that the control groups allow, such as 1.5, or None without a quota."""
     first = root / "sys/fs/cgroup/cpu"
     pairs = [text(group / "cpu.max").split() for group in _groups(root)]
-    pairs.append([text(first / "cpu.cfs_quota_us"), text(first / "cpu.cfs_period_us")])
-    quotas = [
-        int(pair[0]) / int(pair[1]) for pair in pairs if len(pair) == 2 and all(n.isdigit() for n in pair)
-    ]
+    pairs += [[text(first / "cpu.cfs_quota_us"), text(first / "cpu.cfs_period_us")]]
+    quotas = [int(p[0]) / int(p[1]) for p in pairs if len(p) == 2 and all(n.isdigit() for n in p)]
     return min(quotas, default=None)
 
 
-def _groups(root: Path) -> Iterator[Path]:
+def _groups(root: Path) -> list[Path]:
     """The folders of this process's control group (version 2) and its ancestors: each limit holds for all below it.
 
     In a container the path may be the host's. Where it does not exist, the mount is the container's own group.
@@ -124,18 +117,7 @@ def _groups(root: Path) -> Iterator[Path]:
     lines = text(root / "proc/self/cgroup").splitlines()
     path = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
     group = mount / path if ".." not in path.split("/") and (mount / path).is_dir() else mount
-    yield group
-    while group != mount:
-        group = group.parent
-        yield group
-
-
-def _affinity() -> int | None:
-    """Processors that the scheduler may put this process on; None where there is no such thing (macOS)."""
-    try:
-        return len(psutil.Process().cpu_affinity())
-    except (AttributeError, psutil.Error, OSError):
-        return None
+    return [group, *(above for above in group.parents if above.is_relative_to(mount))]
 
 
 def text(path: Path) -> str:
@@ -154,11 +136,8 @@ def number(path: Path) -> int | None:
 
 def _field(content: str, key: str) -> str:
     """The value of the first line ``key : value``, or ``""``."""
-    for line in content.splitlines():
-        before, colon, after = line.partition(":")
-        if colon and before.strip() == key:
-            return after.strip()
-    return ""
+    found = re.search(rf"(?m)^{key}[ \t]*:(.*)$", content)
+    return found[1].strip() if found else ""
 
 
 def sysctl(key: str) -> str:

@@ -1,4 +1,4 @@
-"""What a machine has, as frozen records. Every probe fills these; every decision reads only these.
+"""The facts of a machine, as frozen records. Every probe fills these; every decision reads only these.
 
 Sizes are bytes. A record can be written by hand, so every machine can be decided for on a laptop.
 """
@@ -19,9 +19,7 @@ class CPU:
     threads: int  # logical processors this process may run on: affinity and cgroup quota counted in
     numa_nodes: int
     memory: int  # the smaller of the machine's and the cgroup's limit
-    features: frozenset[str] = (
-        frozenset()
-    )  # "avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve_bf16" …
+    features: frozenset[str] = frozenset()  # "avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "sve_bf16" …
 
     @property
     def bf16(self) -> bool:
@@ -66,7 +64,7 @@ class Hardware:
     devices: tuple[Device, ...] = ()
     vendor: str = "none"  # "nvidia", "amd", "intel", "apple", "none"
     links: str = ""  # how the devices reach each other: "NVLink", "PCIe P2P", "PCIe", "" for one or none
-    looked_for: tuple[str, ...] = ()  # what was looked for and not found, and why; a sentence each
+    looked_for: tuple[str, ...] = ()  # the hardware that was not found, and why; a sentence each
 
     @property
     def kind(self) -> str:

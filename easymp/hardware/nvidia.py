@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ WITHOUT_TENSOR_CORES = re.compile(
     r"GTX 16\d\d|\bMX[45]50\b|\b(T400|T500|T550|T600|T1000|T1200|T2000)\b|\bCMP 30HX\b"
 )
 
-# Chips in boards (Jetson, Drive) whose machine code the desktop and server chips of the same major version do not share,
+# Chips in boards (Jetson, Drive): desktop and server chips of the same major version do not run their machine code,
 # as torch's own check has it (DEVICE_REQUIREMENT in torch/cuda/__init__.py).
 INTEGRATED = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1)}
 
@@ -46,13 +46,13 @@ INTEGRATED = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1)}
 P2P_READ, P2P_NVLINK, P2P_OK, MIG_ENABLED = 0, 2, 0, 1
 
 
-# -- what a card can do ------------------------------------------------------------------------------------------------
+# -- the abilities of a card ------------------------------------------------------------------------------------------------
 
 
 def facts_for(
     name: str, capability: tuple[int, int], memory: int, index: int = 0, arch_list: Sequence[str] = ()
 ) -> Device:
-    """What a card of this `capability` can do, with a torch built for `arch_list` (torch.cuda.get_arch_list(); empty:
+    """The abilities of a card of this `capability`, with a torch built for `arch_list` (torch.cuda.get_arch_list(); empty:
     unknown, taken as right). `memory` in bytes.
 
     bf16 is True for units that compute in it, not for the emulation that torch.cuda.is_bf16_supported() counts by default.
@@ -113,9 +113,8 @@ def probe(root: Path = ROOT) -> Found:
     """The visible cards, or why there is none; `root` is the folder with ``proc``."""
     if torch.version.cuda is None:
         if (root / "proc/driver/nvidia/version").exists():
-            return _none(
-                f"NVIDIA driver present, but torch {torch.__version__} has no CUDA: install the CUDA build of torch ({INSTALL})"
-            )
+            build = f"install the CUDA build of torch ({INSTALL})"
+            return _none(f"NVIDIA driver present, but torch {torch.__version__} has no CUDA: {build}")
         return _none(f"no NVIDIA GPU: this torch {torch.__version__} is built without CUDA")
     text = env.read("CUDA_VISIBLE_DEVICES")
     seen = read_nvml()
@@ -145,8 +144,7 @@ def _by_torch(text: str | None) -> Found:
         why = str(said[0].message).split("(Triggered")[0].strip().rstrip(".") if said else ""
         return _none(f"no NVIDIA GPU{shown}: {why or 'the driver shows none or is not there'}")
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    facts = [(card.name, (card.major, card.minor), card.total_memory) for card in cards]
-    return _found(facts, links_by_torch(len(cards)))
+    return _found([(c.name, (c.major, c.minor), c.total_memory) for c in cards], links_by_torch(len(cards)))
 
 
 def _found(facts: Sequence[tuple[str, tuple[int, int], int]], links: str) -> Found:
@@ -154,13 +152,17 @@ def _found(facts: Sequence[tuple[str, tuple[int, int], int]], links: str) -> Fou
     flags = getattr(torch._C, "_cuda_getArchFlags", None)
     built = (flags() or "").split() if flags else torch.cuda.get_arch_list()
     devices = tuple(facts_for(*fact, i, built) for i, fact in enumerate(facts))
-    strangers = sorted({(d.capability, d.architecture, d.name) for d in devices if not d.built_for})
-    missing = tuple(
-        f"no code for {name} ({arch}) in this torch {torch.__version__}, built for {' '.join(built)}: "
-        f"install {build_for(capability)}"
-        for capability, arch, name in strangers
+    return Found("nvidia", devices, links, no_code(devices, built, lambda d: build_for(d.capability)))
+
+
+def no_code(devices: Sequence[Device], built: Sequence[str], build: Callable[[Any], str]) -> tuple[str, ...]:
+    """A sentence for each kind of card that this torch has no code for."""
+    strangers = {d.name: d for d in devices if not d.built_for}
+    return tuple(
+        f"no code for {name} ({d.architecture}) in this torch {torch.__version__}, built for {' '.join(built)}: "
+        f"install {build(d)}"
+        for name, d in strangers.items()
     )
-    return Found("nvidia", devices, links, missing)
 
 
 def _none(why: str) -> Found:
@@ -169,14 +171,10 @@ def _none(why: str) -> Found:
 
 def links_by_torch(count: int) -> str:
     """``"P2P"`` where each card can read each other's memory, else ``"PCIe"``; ``""`` for one card."""
-    pairs = list(combinations(range(count), 2))
-    return (
-        ""
-        if not pairs
-        else "P2P"
-        if all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-        else "PCIe"
-    )
+    if count < 2:
+        return ""
+    pairs = combinations(range(count), 2)
+    return "P2P" if all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs) else "PCIe"
 
 
 # -- NVML --------------------------------------------------------------------------------------------------------------
@@ -196,7 +194,7 @@ class Card(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What NVML says."""
+    """The answers of NVML."""
 
     cards: tuple[Card, ...]  # visible ones
     total: int  # cards in the machine
@@ -208,9 +206,8 @@ class Seen(NamedTuple):
 def read_nvml() -> Seen | None:
     """The cards that CUDA will show, or None where NVML cannot tell (no package, no driver, a Jetson).
 
-    NVML counts in the order of the PCI bus, CUDA by default from the fastest card on, by a rule of its own: on a machine with
-    cards of different models an index means the same to both only under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, and otherwise the
-    answer is None.
+    NVML counts in the order of the PCI bus, CUDA by default from the fastest card on. With cards of different models an index
+    means the same to both only under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; otherwise the answer is None.
     """
     try:
         import pynvml
@@ -231,7 +228,11 @@ def read_nvml() -> Seen | None:
         version = pynvml.nvmlSystemGetCudaDriverVersion_v2()  # 12040 is 12.4
         driver = _string(pynvml.nvmlSystemGetDriverVersion())
         return Seen(left, len(cards), (version // 1000, version % 1000 // 10), driver, _links(pynvml, left))
-    except (pynvml.NVMLError, AttributeError):  # a card that answers to nothing; a pynvml too old for a call
+    except (
+        pynvml.NVMLError,
+        AttributeError,
+        TypeError,
+    ):  # a card that does not answer; a pynvml too old for a call
         return None
     finally:
         pynvml.nvmlShutdown()
@@ -265,34 +266,32 @@ def visible(cards: tuple[Card, ...]) -> tuple[Card, ...]:
 
 def _card(nvml: Any, handle: Any) -> Card:
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
-    try:
-        address = _string(nvml.nvmlDeviceGetPciInfo(handle).busId)
-    except (nvml.NVMLError, AttributeError):
-        address = None
-    card = _described(nvml, handle, capability, address)
-    try:
-        if nvml.nvmlDeviceGetMigMode(handle)[0] != MIG_ENABLED:
-            return card
-    except nvml.NVMLError:  # cards that cannot be divided
+    info = _or_none(nvml, nvml.nvmlDeviceGetPciInfo, handle)
+    card = _described(nvml, handle, capability, _string(info.busId) if info else None)
+    mode = _or_none(nvml, nvml.nvmlDeviceGetMigMode, handle)  # not all cards can be divided
+    if not mode or mode[0] != MIG_ENABLED:
         return card
-    found = []
-    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        try:
-            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
-        except nvml.NVMLError:  # an empty place
-            continue
-        found.append(_described(nvml, instance, capability, address))
+    places = range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))
+    handles = [_or_none(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, i) for i in places]
+    found = [_described(nvml, each, capability, card.address) for each in handles if each is not None]
     return card._replace(divided=True, instances=tuple(found))
 
 
 def _described(nvml: Any, handle: Any, capability: tuple[int, int], address: str | None) -> Card:
     uuid, name = _string(nvml.nvmlDeviceGetUUID(handle)), _string(nvml.nvmlDeviceGetName(handle))
-    try:  # CUDA shows NVML's total without what the driver reserves, which only the second version tells apart
+    try:  # CUDA shows NVML's total without the driver's reserve, which only the second version tells apart
         info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
         memory = info.total - info.reserved
-    except (nvml.NVMLError, AttributeError, TypeError):
+    except nvml.NVMLError:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
     return Card(handle, uuid, name, capability, memory, address)
+
+
+def _or_none(nvml: Any, ask: Any, *args: Any) -> Any:
+    try:
+        return ask(*args)
+    except nvml.NVMLError:
+        return None
 
 
 def _links(nvml: Any, cards: tuple[Card, ...]) -> str:
@@ -300,15 +299,11 @@ def _links(nvml: Any, cards: tuple[Card, ...]) -> str:
     if len(cards) < 2:
         return ""
     pairs = [(a.handle, b.handle) for a, b in combinations(cards, 2)]
-    for name, what in (("NVLink", P2P_NVLINK), ("PCIe P2P", P2P_READ)):
-        try:
-            if all(nvml.nvmlDeviceGetP2PStatus(a, b, what) == P2P_OK for a, b in pairs):
-                return name
-        except nvml.NVMLError:
-            continue
+    for name, way in (("NVLink", P2P_NVLINK), ("PCIe P2P", P2P_READ)):
+        if all(_or_none(nvml, nvml.nvmlDeviceGetP2PStatus, a, b, way) == P2P_OK for a, b in pairs):
+            return name
     return "PCIe"
 
 
 def _string(value: str | bytes) -> str:
-    """pynvml before version 11.5 returns bytes."""
     return value.decode() if isinstance(value, bytes) else value

@@ -77,96 +77,67 @@ def said(*groups: list[Run]) -> Comparison:
 SLOW, FAST = [10, 10.2, 9.9], [6.2, 6.1, 6.3]
 TIMES = "(median of 3: 6.2 s [6.1 s to 6.3 s] against 10.0 s [9.9 s to 10.2 s])"
 TAKES = f"bf16 takes 0.62 of fp32's time {TIMES}"
-MORE, QUIET = (
-    "Compare again with --repeats 3 or more",
-    "Compare again with more --repeats, on a quiet machine",
-)
+ONE = "(one run each: 5 s against 10.0 s)"
 
 
 @pytest.mark.parametrize(
     ("one", "two", "words"),
     [
-        pytest.param(
+        # three runs that do not overlap are evidence, fewer a hint, less than a tenth nothing
+        (
             runs(A, SLOW, 0.989),
             runs(B, FAST, 0.987),
             f"{TAKES} and reaches accuracy 98.70% where fp32 reaches 98.90%: take bf16.",
-            id="three runs that do not overlap are evidence",
         ),
-        pytest.param(
+        (
             runs(A, [10], 0.989),
-            runs(B, [6.2], 0.987),
-            "time (one run each: 6.2 s against 10.0 s) and reaches accuracy 98.70% where fp32 reaches 98.90%: a hint to take bf16, "
-            f"no more. {MORE}",
-            id="one run of each is a hint",
+            runs(B, [5], 0.987),
+            "98.90%: a hint to take bf16, no more. Compare again with --repeats 3 or more",
         ),
-        pytest.param(
-            runs(A, [10], 0.989),
-            runs(B, [9.5], 0.989),
-            "No difference is shown: bf16 took 0.95 of fp32's time (one run each: 9.5 s against 10.0 s), less than a tenth apart",
-            id="not of less than a tenth",
-        ),
-        pytest.param(
-            runs(A, [10], 0.989, others=30.0),
-            runs(B, [5], 0.989),
-            f"No difference is shown: bf16 took 0.50 of fp32's time (one run each: 5 s against 10.0 s), on a busy machine. {MORE}",
-            id="nor on a busy machine",
-        ),
-        pytest.param(
-            runs(A, [10], others=30.0),
-            runs(B, [95]),
-            "bf16 seems to take 9.50 times as long as fp32 (one run each: 95.0 s against 10.0 s): stay with fp32.",
-            id="but for what no other work explains",
-        ),
-        pytest.param(
-            runs(A, SLOW, others=30.0),
-            runs(B, FAST),
-            f"a hint to take bf16, no more. {QUIET}",
-            id="many, busy",
-        ),
-        pytest.param(
+        (runs(A, [10]), runs(B, [9.5]), "No difference is shown: bf16 took 0.95 of fp32's time"),
+        (
             runs(A, [10, 12, 8]),
             runs(B, [7, 9, 6]),
-            "No difference is shown: bf16 took 0.70 of fp32's time (median of 3: 7 s [6 s to 9 s] against 10.0 s [8 s to 12.0 s]), "
-            f"and their runs overlap. {QUIET}",
-            id="runs that overlap show nothing",
+            "and their runs overlap. Compare again with more --repeats, on a quiet machine",
         ),
-        pytest.param(
-            runs(A, SLOW), runs(B, [13, 13.1, 13.2]), "bf16 takes 1.31 times as long as fp32", id="slower"
+        # on a busy machine many runs are a hint, and few show only a factor that other work does not explain
+        (
+            runs(A, [10], others=30.0),
+            runs(B, [5]),
+            f"No difference is shown: bf16 took 0.50 of fp32's time {ONE}, on a busy machine.",
         ),
-        pytest.param(
+        (runs(A, [10], others=30.0), runs(B, [95]), "bf16 seems to take 9.50 times as long as fp32"),
+        (runs(A, SLOW, others=30.0), runs(B, FAST), "a hint to take bf16, no more."),
+        (runs(A, SLOW), runs(B, [13, 13.1, 13.2]), "bf16 takes 1.31 times as long as fp32"),
+        # a metric that is worse by more than runs of one plan lie apart, or NaN
+        (
             runs(A, SLOW, 0.989),
             runs(B, FAST, 0.88),
             f"{TAKES}, but reaches accuracy 88.00% where fp32 reaches 98.90%: stay with fp32.",
-            id="worse",
         ),
-        pytest.param(
+        (
             runs(A, SLOW, 0.95, 0.97, 0.96),
             runs(B, FAST, 0.94, 0.945, 0.95),
-            "94.50% where fp32 reaches 96.00%, no more apart than runs of one plan are: take bf16.",
-            id="a metric that differs from seed to seed is not worse by less than that",
+            "no more apart than runs of one plan are: take bf16.",
         ),
-        pytest.param(
-            runs(A, SLOW),
-            runs(B, FAST, peak=1 << 29),
-            f"{TAKES}, with 0.50 of its memory (512.0 MiB): take bf16, if its results are as good: no metric was logged",
-            id="no metric",
-        ),
-        pytest.param(
+        (
             runs(A, [10], 0.989),
             runs(B, [5], math.nan),
             "but reaches accuracy nan where fp32 reaches 98.90%: stay",
-            id="diverged",
         ),
-        pytest.param(
-            runs(A, [10], samples=1000),
+        (
+            runs(A, SLOW),
+            runs(B, FAST, peak=1 << 29),
+            f"{TAKES}, with 0.50 of its memory (512.0 MiB): take bf16, if its results",
+        ),
+        # runs of other lengths are compared by speed
+        (
+            runs(A, [10]),
             runs(B, [10], samples=2000),
-            "bf16 takes 0.50 of fp32's time (one run each: 200 samples/s against 100 samples/s): a hint",
-            id="runs of other lengths are compared by speed",
+            "0.50 of fp32's time (one run each: 200 samples/s against 100 samples/s)",
         ),
-        pytest.param(runs(A, [10]), [run(B, None, why="no")], "Only fp32 finished", id="one failed"),
-        pytest.param(
-            [run(A, None)], [run(B, None)], "No plan finished with at least two updates", id="all failed"
-        ),
+        (runs(A, [10]), [run(B, None, why="no")], "Only fp32 finished"),
+        ([run(A, None)], [run(B, None)], "No plan finished with at least two updates"),
     ],
 )
 def test_the_sentence_is_as_strong_as_its_evidence(one: list[Run], two: list[Run], words: str) -> None:

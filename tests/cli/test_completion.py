@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -17,7 +16,6 @@ COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=()
 compopt() {{ :; }}
 _shtab_easymp; printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-CLEAR = "\x15"  # Ctrl-U
 FISH = "source {file}; complete -C '{line}'"
 
 
@@ -56,32 +54,6 @@ def test_what_can_follow_is_offered(shell, tmp_path, capsys):
     assert ask(shell, "easymp completion ", tmp_path, capsys) >= {"bash", "fish", "zsh"}
     assert "--processes" not in ask(shell, "easymp env --", tmp_path, capsys)
     assert "train.py" in ask(shell, "easymp launch tr", tmp_path, capsys)
-
-
-def test_zsh_completes_in_a_terminal(tmp_path, capsys):
-    pexpect = pytest.importorskip("pexpect", reason="an optional package is not installed: pexpect")
-    if shutil.which("zsh") is None:
-        pytest.skip("an optional package is not installed: the shell zsh")
-    assert main(["completion", "zsh"]) == 0
-    (tmp_path / "_easymp").write_text(capsys.readouterr().out)
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TERM": "dumb", "PS1": "> "}
-    zsh = pexpect.spawn("zsh", ["-f"], encoding="utf-8", timeout=60, env=environment, dimensions=(60, 200))
-    try:
-        zsh.sendline(f"fpath=({tmp_path} $fpath); autoload -U compinit; compinit -u -D; echo REA''DY")
-        zsh.expect("READY")
-        for line, rest in {
-            "easymp la": "unch",
-            "easymp checkpoint ver": "ify",
-            "easymp checkpoint merge --max": "-shard-size",
-            "easymp launch --pro": "cesses",
-        }.items():
-            zsh.send(f"{line}\t")
-            zsh.expect(rest)
-            zsh.send(CLEAR)
-    finally:
-        zsh.kill(signal.SIGKILL)
-        zsh.wait()
-        zsh.close()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -203,7 +203,7 @@ def test_wrong_keys_are_named_with_their_line(command, text, words, folder, caps
 def test_a_place_that_cannot_be_written_is_said_before_anything_is_asked(path, words, talk):
     Path("file").touch()
     said = talk("T4", words=f"--file {path}", code=1)
-    assert re.search(f"easymp: .*{words}", said) and "What is here" not in said
+    assert re.search(f"easymp: .*{words}", said) and "This machine" not in said
 
 
 def test_a_read_only_folder(folder: Path, config):

@@ -28,16 +28,7 @@ SERVER = Hardware(
 def test_this_machine(capsys):
     assert main(["env"]) == 0
     out = capsys.readouterr().out
-    for word in (
-        "easymp",
-        "torch",
-        "processor",
-        "threads usable",
-        "Plan",
-        "precision",
-        "strategy",
-        "kernels",
-    ):
+    for word in "easymp torch processor usable Plan precision strategy kernels".split():
         assert word in out
 
 
@@ -69,9 +60,3 @@ def test_facts_of_another_machine():
     assert "not found  no XPU" in text
     eight = env.table(env.facts(MACHINES["8xH100"]))
     assert "cuda:0-7   8 x NVIDIA H100 80GB HBM3, 79.1 GiB" in eight
-
-
-def test_an_impossible_request_is_one_sentence(capsys, monkeypatch):
-    monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf61")
-    assert main(["env"]) == 1
-    assert "bf16" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from easymp import resolve
@@ -104,12 +102,6 @@ def test_wrong_words_are_refused_with_the_way_out(capsys, words, why, way):
     assert said.count("\n") == 1
 
 
-def test_at_most_a_dozen_flags_of_ours():
-    parser = argparse.ArgumentParser(add_help=False)
-    launch.arguments(parser)
-    assert len([action for action in parser._actions if action.option_strings]) <= 12
-
-
 def test_the_file_of_config_is_the_launchers_and_the_workers(launched, tmp_path, monkeypatch):
     file = tmp_path / "mine.toml"
     file.write_text(
@@ -140,17 +132,3 @@ def test_a_wrong_setting_is_said_once_and_before_anything_starts(tmp_path, capsy
     (tmp_path / "mine.toml").write_text("sed = 3\n")
     assert main(["launch", "--config", str(tmp_path / "mine.toml"), __file__]) == 1
     assert "mine.toml, line 1: 'sed' is not a setting, did you mean 'seed'?" in capsys.readouterr().err
-
-
-def test_a_missing_script_is_said_in_a_sentence(capsys):
-    assert main(["launch", "nowhere.py"]) == 1
-    assert (
-        capsys.readouterr().err
-        == "easymp: 'nowhere.py' is not a file: pass the script's path, or -m and a module's name\n"
-    )
-
-
-def test_help_has_examples():
-    parser = argparse.ArgumentParser()
-    launch.arguments(parser)
-    assert "examples:" in launch.__doc__

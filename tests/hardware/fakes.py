@@ -92,6 +92,10 @@ def pynvml(cards, cuda=13000, p2p=None, fails=()):
         return refuse() if card.mig is None else [int(card.mig), int(card.mig)]
 
     @offer
+    def nvmlDeviceGetPciInfo(card):
+        return types.SimpleNamespace(busId="00000000:3B:00.0")
+
+    @offer
     def nvmlDeviceGetMaxMigDeviceCount(card):
         return 7
 

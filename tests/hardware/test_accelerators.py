@@ -1,55 +1,294 @@
-"""Detection, and the probes of AMD, Intel and Apple over stand-ins for torch's calls."""
+"""Detection over stand-ins for the drivers: NVIDIA's by NVML and by torch, AMD's, Intel's and Apple's."""
+
+from __future__ import annotations
 
 import os
 import subprocess
 import sys
 import types
+import warnings
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 
 from easymp import detect
-from easymp.base import env
-from easymp.hardware import accelerators
-from easymp.hardware.facts import Found
 
-from .fakes import FakeCard, install, pynvml
+from .fakes import FakeCard, install, properties, pynvml
 from .machines import MACHINES
 
-
-@pytest.fixture
-def fresh():
-    """Detection forgets what it saw, before and after."""
-    accelerators._detect.cache_clear()
-    yield
-    accelerators._detect.cache_clear()
+GIB = 2**30
+PAIR = [FakeCard("a", uuid="GPU-aaaa"), FakeCard("b", uuid="GPU-bbbb")]
+OF = {v: [n for n, machine in MACHINES.items() if machine.vendor == v] for v in ("nvidia", "amd")}
 
 
-def test_asked_again_where_other_devices_are_visible(fresh, monkeypatch):
+def missing() -> str:
+    """Why there is no NVIDIA GPU."""
+    here = detect()
+    assert not here.devices
+    return here.looked_for[0]
+
+
+# -- facts derived from a name and a number, against the recorded machines ---------------------------------------------
+
+
+@pytest.mark.parametrize("machine", OF["nvidia"])
+def test_nvidia_cards_are_derived_as_recorded(machine, monkeypatch):
+    recorded = MACHINES[machine].devices
+    cards = [FakeCard(d.name, d.capability, d.memory + GIB, GIB, f"GPU-{d.index}") for d in recorded]
+    fake = pynvml(cards)
+    install(monkeypatch, fake, arch="")
+    assert detect().devices == recorded
+    assert (
+        fake.open == 0 and not torch.cuda.is_initialized()
+    )  # NVML is shut down again, and torch is not asked
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [
+        *((name, False) for name in ("NVIDIA GeForce GTX 1650", "GeForce GTX 1650 Ti with Max-Q Design")),
+        *((name, False) for name in ("NVIDIA T1000 8GB", "Quadro T2000", "NVIDIA GeForce MX450")),
+        *(
+            (name, True)
+            for name in ("Tesla T4", "NVIDIA T4G", "NVIDIA GeForce RTX 2080 Ti", "Quadro RTX 6000")
+        ),
+    ],
+)
+def test_turing_with_and_without_tensor_cores(name, has, monkeypatch):
+    install(monkeypatch, pynvml([FakeCard(name, (7, 5))]))
+    assert detect().devices[0].fp16 is has
+
+
+WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # torch 2.13+cu130
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "build"),  # what to install; "" where the code runs
+    [
+        *(((major, minor), WHEEL, "") for major, minor in ((8, 0), (8, 9), (12, 1), (10, 3))),
+        ((6, 1), WHEEL, "cu126"),
+        ((7, 0), WHEEL, "cu126"),  # same major version, but only a later minor one was compiled
+        ((3, 5), WHEEL, "source"),
+        ((8, 7), WHEEL, "board"),  # a Jetson's code is not the server chips'
+        ((8, 7), "sm_87", ""),
+        ((8, 9), "sm_87", "newer"),
+        ((12, 0), "sm_80 sm_90", "cu130"),
+        ((12, 0), "sm_90 compute_90", ""),  # compiled at load
+        ((8, 6), "sm_90 compute_90", "newer"),
+        ((9, 0), "sm_90a", ""),
+        ((10, 0), "sm_90 compute_90a", "cu130"),
+        ((10, 3), "sm_100a", "cu130"),
+        ((10, 3), "sm_100f", ""),
+        ((9, 0), "something_else", ""),
+    ],
+)
+def test_which_compiled_code_runs_where(capability, built, build, monkeypatch):
+    install(monkeypatch, pynvml([FakeCard("card", capability)]), arch=built)
+    here = detect()
+    assert here.devices[0].built_for is (not build)
+    assert len(here.looked_for) == bool(build) and build in "".join(here.looked_for)
+
+
+@pytest.mark.parametrize("machine", list(MACHINES.values()), ids=list(MACHINES))
+def test_recorded_machines_are_frozen_and_of_one_kind(machine):
+    assert hash(machine) == hash(replace(machine))
+    assert {device.kind for device in machine.devices} <= {machine.kind}
+    assert bool(machine.links) == (len(machine.devices) > 1)
+    with pytest.raises(FrozenInstanceError):
+        machine.vendor = "other"
+
+
+# -- NVIDIA by NVML ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("p2p", "links"),
+    [
+        (lambda a, b, what: 0, "NVLink"),
+        (lambda a, b, what: 0 if what == 0 else 5, "PCIe P2P"),
+        (lambda a, b, what: 0 if {a.uuid, b.uuid} == {"GPU-0", "GPU-1"} else 5, "PCIe"),  # the weakest pair
+    ],
+)
+def test_links(monkeypatch, p2p, links):
+    install(monkeypatch, pynvml([FakeCard(uuid=f"GPU-{i}") for i in range(3)], p2p=p2p))
+    assert detect().links == links
+
+
+def test_a_mig_instance(monkeypatch):
+    part = FakeCard("NVIDIA A100-SXM4-80GB MIG 1g.10gb", memory=10 * GIB, uuid="MIG-1234")
+    cards = [FakeCard(mig=True, instances=[part], uuid="GPU-1"), FakeCard(mig=False, uuid="GPU-2")]
+    install(monkeypatch, pynvml(cards))
+    (device,) = detect().devices
+    assert (device.name, device.memory, device.capability, device.index) == (part.name, 10 * GIB, (8, 0), 0)
+
+
+def test_a_driver_too_old_for_this_torch(monkeypatch):
+    install(monkeypatch, pynvml([FakeCard()], cuda=12040))
+    assert "runs CUDA 12.4" in missing() and "install torch built for CUDA 12" in missing()
+
+
+WHOLE = [FakeCard(f"card {i}", uuid=f"GPU-{x * 4}-{i}") for i, x in enumerate("abc")]
+SLICES = [FakeCard(f"slice {i}", uuid=f"MIG-{str(i) * 4}") for i in range(2)]
+DIVIDED = [WHOLE[0], FakeCard("card 1", uuid="GPU-dddd-1", mig=True, instances=SLICES)]
+EMPTY = [FakeCard("card 0", uuid="GPU-eeee", mig=True), WHOLE[1]]
+
+
+@pytest.mark.parametrize(
+    ("cards", "text", "names"),
+    [
+        (WHOLE, "0,1,2", "card 0, card 1, card 2"),
+        (WHOLE, "2,0", "card 2, card 0"),
+        (WHOLE, " 1 , 2 ", "card 1, card 2"),
+        *((WHOLE, text, "") for text in ("", "-1", "NoDevFiles", "1,1", "GPU-", "GPU-zzzz")),
+        (WHOLE, "0,-1,2", "card 0"),
+        (WHOLE, "0,7,1", "card 0"),
+        (WHOLE, "1gpu,2ampere", "card 1, card 2"),
+        (WHOLE, "GPU-cccc,GPU-aaaa", "card 2, card 0"),
+        (WHOLE, "GPU-bbbb,GPU-bbbb-1", ""),
+        (DIVIDED, None, "slice 0"),  # one instance, and no whole card beside it
+        (DIVIDED, "0", "card 0"),
+        (DIVIDED, "0,1", "slice 0"),
+        (DIVIDED, "MIG-1111", "slice 1"),
+        (DIVIDED, "GPU-dddd-1", "slice 0"),
+        (DIVIDED, "MIG-9999", ""),
+        (EMPTY, None, "card 1"),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch, cards, text, names):
+    install(monkeypatch, pynvml(cards))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if text is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    here = detect()
+    assert ", ".join(device.name for device in here.devices) == names
+    assert [device.index for device in here.devices] == list(range(len(here.devices)))
+    assert names or f"CUDA_VISIBLE_DEVICES={text!r} shows none of the {len(cards)} here" in here.looked_for[0]
+
+
+def test_asked_again_where_other_devices_are_visible(monkeypatch):
     install(monkeypatch, pynvml([FakeCard(uuid="GPU-a"), FakeCard(uuid="GPU-b")]))
-    with env.override(CUDA_VISIBLE_DEVICES=None):
-        assert len(detect().devices) == 2
-        with env.override(CUDA_VISIBLE_DEVICES="1"):
-            assert len(detect().devices) == 1
+    assert len(detect().devices) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert len(detect().devices) == 1
 
 
-def test_without_accelerators_none_is_looked_for(fresh, monkeypatch):
-    monkeypatch.setattr(accelerators, "PROBES", (lambda: pytest.fail("looked"),))
+# -- NVIDIA by torch ---------------------------------------------------------------------------------------------------
+
+
+def by_torch(monkeypatch, cards, peers=True):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cards))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties(cards))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
+
+
+@pytest.mark.parametrize("fails", [None, "nvmlInit", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"])
+@pytest.mark.parametrize(("peers", "links"), [(True, "P2P"), (False, "PCIe")])
+def test_torch_is_asked_where_nvml_is_silent(monkeypatch, fails, peers, links):
+    fake = None if fails is None else pynvml([FakeCard(), FakeCard()], fails={fails})
+    install(monkeypatch, fake)
+    by_torch(monkeypatch, PAIR, peers)
+    here = detect()
+    assert [device.architecture for device in here.devices] == ["sm_80", "sm_80"] and here.links == links
+    assert fake is None or fake.open == 0
+
+
+def test_only_cuda_knows_the_order_of_unlike_cards(monkeypatch):
+    install(monkeypatch, pynvml(PAIR))
+    by_torch(monkeypatch, PAIR[::-1])
+    assert [device.name for device in detect().devices] == ["b", "a"]
+
+
+def test_torchs_own_reason_is_quoted(monkeypatch):
+    install(monkeypatch, None)
+    why = "CUDA initialization: Found no NVIDIA driver on your system"
+    said = f"{why}. (Triggered internally at x.cpp:1.)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: warnings.warn(said, stacklevel=1))
+    assert missing() == f"no NVIDIA GPU: {why}"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert "(CUDA_VISIBLE_DEVICES='3')" in missing()
+
+
+# -- the others --------------------------------------------------------------------------------------------------------
+
+
+def rocm(monkeypatch, architecture, built=()):
+    """A torch for ROCm on a machine with one card."""
+    recorded = MACHINES["MI300X"].devices[0]
+    card = types.SimpleNamespace(name=recorded.name, gcnArchName=architecture, total_memory=recorded.memory)
+    for place, name, value in (
+        (torch.version, "cuda", None),
+        (torch.version, "hip", "7.0"),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "get_device_properties", lambda i: card),
+        (torch.cuda, "get_arch_list", lambda: list(built)),
+    ):
+        monkeypatch.setattr(place, name, value)
+
+
+def test_an_amd_card_is_derived_as_recorded(monkeypatch):
+    rocm(monkeypatch, "gfx942:sramecc+:xnack-", ["gfx90a", "gfx942"])
+    here = detect()
+    assert (here.vendor, here.devices) == ("amd", MACHINES["MI300X"].devices)
+    assert "built without CUDA" in here.looked_for[0]  # the misses before it
+
+
+@pytest.mark.parametrize(
+    ("architecture", "cores"),
+    [
+        ("gfx906", set()),
+        ("gfx90a", {"fp16", "bf16"}),
+        ("gfx950", {"fp16", "bf16", "fp8", "mxfp8"}),
+        ("gfx1030", set()),
+        ("gfx1100", {"fp16", "bf16"}),
+        ("gfx1201", {"fp16", "bf16", "fp8"}),
+    ],
+)
+def test_amd_architectures(architecture, cores, monkeypatch):
+    rocm(monkeypatch, architecture, ["gfx000"])
+    here = detect()
+    assert here.devices[0].tensor_cores == cores
+    assert not here.devices[0].built_for and architecture in here.looked_for[1]
+
+
+def test_an_intel_card_is_derived_as_recorded(monkeypatch):
+    recorded = MACHINES["Intel XPU"].devices[0]
+    units = "has_subgroup_matrix_multiply_accumulate"
+    abilities = ("has_fp16", "has_bfloat16_conversions", units, f"{units}_tensor_float32")
+    card = types.SimpleNamespace(
+        name=recorded.name, total_memory=recorded.memory, **dict.fromkeys(abilities, True)
+    )
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch._C, "_has_xpu", True)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda i: card)
+    assert (detect().vendor, detect().devices) == ("intel", (recorded,))
+
+
+@pytest.mark.parametrize(
+    ("chip", "native"), [("Apple M3 Max", True), ("Apple M2 Ultra", False), ("Apple M10", True)]
+)
+def test_metal_emulates_bf16_before_the_m3(chip, native, monkeypatch):
+    recorded = MACHINES["M-series Mac"].devices[0]
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: recorded.memory)
+    monkeypatch.setattr("easymp.hardware.cpu.name", lambda root=None: chip)
+    assert detect().devices == (replace(recorded, name=f"{chip} GPU", bf16=native),)
+
+
+def test_without_accelerators_none_is_looked_for(monkeypatch):
+    install(monkeypatch, pynvml(PAIR))
     here = detect(use_accelerators=False)
     assert (here.kind, here.vendor, here.devices) == ("cpu", "none", ())
     assert here.looked_for == ("no accelerator was looked for, as asked",)
 
 
-def test_the_first_find_wins_and_the_misses_before_it_are_told(fresh, monkeypatch):
-    card = MACHINES["MI300X"].devices[0]
-    missing = Found("nvidia", missing=("no NVIDIA GPU: none",))
-    monkeypatch.setattr(
-        accelerators,
-        "PROBES",
-        (lambda: missing, lambda: Found("amd", (card,)), lambda: pytest.fail("looked on")),
-    )
-    here = detect()
-    assert (here.vendor, here.devices, here.looked_for) == ("amd", (card,), ("no NVIDIA GPU: none",))
+# -- this machine ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs hardware whose system forks, such as Linux")
@@ -60,7 +299,7 @@ def test_the_first_find_wins_and_the_misses_before_it_are_told(fresh, monkeypatc
 def test_nothing_is_initialised_and_a_fork_can_detect():
     code = (
         "import os, torch\n"
-        "from easymp.hardware import detect\n"
+        "from easymp import detect\n"
         "here = detect()\n"
         "assert not torch.cuda.is_initialized()\n"
         "pid = os.fork()\n"
@@ -71,15 +310,14 @@ def test_nothing_is_initialised_and_a_fork_can_detect():
 
 
 @pytest.mark.gpu
-def test_as_cuda_says(fresh):
+def test_as_cuda_says():
     here = detect()
     assert len(here.devices) == torch.cuda.device_count()
     for device in here.devices:
         card = torch.cuda.get_device_properties(device.index)
         assert (device.name, device.capability) == (card.name, (card.major, card.minor))
         assert abs(device.memory - card.total_memory) < 2**28  # NVML counts in other pages
-        assert device.bf16 == (card.major >= 8)
-        assert device.built_for
+        assert device.bf16 == (card.major >= 8) and device.built_for
         torch.ones(1, device=f"cuda:{device.index}").add_(1)  # there is code for it
 
 
@@ -89,78 +327,11 @@ def test_nvml_leaves_cuda_asleep():
         "pynvml", reason="needs nvidia-ml-py; without it torch is asked, which initialises CUDA"
     )
     code = (
-        "import torch\n"
-        "from easymp.hardware import detect\n"
+        "import os, torch\n"
+        "from easymp import detect\n"
         "assert detect().devices and not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()\n"
-        "import os\n"
         "pid = os.fork()\n"
         "if pid == 0: torch.ones(1, device='cuda'); os._exit(0)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
-
-
-# -- AMD, Intel and Apple ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def rocm_torch(monkeypatch):
-    recorded = MACHINES["MI300X"].devices[0]
-    card = types.SimpleNamespace(
-        name=recorded.name, gcnArchName="gfx942:sramecc+:xnack-", total_memory=recorded.memory
-    )
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: card)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a", "gfx942"])
-    return recorded
-
-
-def test_amd(rocm_torch):
-    assert accelerators.probe_amd() == ("amd", (rocm_torch,), "", ())
-
-
-def test_amd_card_without_code(rocm_torch, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx1100"])
-    found = accelerators.probe_amd()
-    assert not found.devices[0].built_for and "gfx942" in found.missing[0]
-
-
-def test_a_torch_without_rocm_beside_a_driver(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert "built without ROCm" in accelerators.probe_amd(tmp_path).missing[0]
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/kfd").touch()
-    assert "install the ROCm build of torch" in accelerators.probe_amd(tmp_path).missing[0]
-
-
-@pytest.fixture
-def xpu_torch(monkeypatch):
-    recorded = MACHINES["Intel XPU"].devices[0]
-    card = types.SimpleNamespace(
-        name=recorded.name,
-        total_memory=recorded.memory,
-        has_fp16=True,
-        has_bfloat16_conversions=True,
-        has_subgroup_matrix_multiply_accumulate=True,
-        has_subgroup_matrix_multiply_accumulate_tensor_float32=True,
-    )
-    monkeypatch.setattr(torch._C, "_has_xpu", True)
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda i: card)
-    return recorded, card
-
-
-def test_intel(xpu_torch):
-    assert accelerators.probe_intel() == ("intel", (xpu_torch[0],), "", ())
-
-
-def test_apple(monkeypatch):
-    recorded = MACHINES["M-series Mac"].devices[0]
-    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: recorded.memory)
-    monkeypatch.setattr(accelerators.cpu, "name", lambda: "Apple M3 Max")
-    assert accelerators.probe_apple() == ("apple", (recorded,), "", ())

@@ -3,7 +3,7 @@
 Time, memory, loss and accuracy of each: as a table, and as a page with plots.
 SCRIPT needs an Accelerator, and acc.log({"loss": loss}) for curves; accuracy is
 logged alike. Plans win over its own settings; each combination of those given
-is one, and the first is what the others are compared with.
+is one, and the others are compared with the first.
 
 examples:
   easymp compare train.py --precision fp32,bf16
@@ -11,13 +11,13 @@ examples:
   easymp compare train.py --strategy ddp,fsdp --processes 2
   easymp compare train.py --strategy ddp --processes 1,2 --metric val/f1
 
-What follows -- is the script's own. Three runs of each plan or more can show
+Words after -- are the script's own. Three runs of each plan or more can show
 a difference of times; fewer are a hint. The folder --output gets the page
 (compare.html, one file), a picture, a JSON and the raw records; page and
 picture need matplotlib: pip install 'easymp[report]'.
 
 Exit codes: 0 all runs finished; 1 one did not, and the table says why;
-2 wrong usage; 130 interrupted, with what was done until then.
+2 wrong usage; 130 interrupted, after showing the finished runs.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ LONG = 60  # letters of plans' names, above which a title counts them
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = ("", "8 4", "2 2", "8 3 2 3", "5 2 2 2 2 2", "12 4")  # as SVG has them
 NOISY = 60  # logged values from which on they are those of single batches, which scatter
-PARTS = 25  # of a noisy curve, over each of which a running mean goes
+PARTS = 25  # of a noisy curve; a running mean goes over each
 WIDTH, HEIGHT = 4.7, 3.2  # inches of a plot
 STYLE = {
     "text.parse_math": False,  # a plan's or a metric's name is not a formula

@@ -1,6 +1,6 @@
-"""Look at this machine, ask what is open, and write easymp.toml: at most six questions, each with a default.
+"""Look at this machine, ask at most six questions, each with a default, and write easymp.toml.
 
-An existing file is edited: what changes is shown, and the file before is kept beside it. Nothing is written before the last question.
+An existing file is edited: the difference is shown, and the file before is kept beside it. Nothing is written before the last question.
 
 examples:
   easymp config                                  ask
@@ -8,7 +8,7 @@ examples:
   easymp config --dry-run                        write nothing
   easymp config --yes --set processes=2 --set mixed_precision=bf16
   easymp config --file runs/cluster.toml         another file
-  easymp config --from ds_config.json            with what a file of DeepSpeed or Accelerate says
+  easymp config --from ds_config.json            import a file of DeepSpeed or Accelerate
 
 Exit codes: 0 written, or nothing to change; 1 an error; 2 wrong usage, or questions and no terminal; 130 left.
 """
@@ -38,7 +38,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="show the file, and write nothing")
     add("--from", dest="foreign", metavar="FILE", help="import a configuration of Accelerate or DeepSpeed")
     add("--measure", action="store_true", help="time the precisions first, for ten seconds")
-    add("--file", metavar="PATH", help="to write (default: what EASYMP_CONFIG names, or easymp.toml here)")
+    add(
+        "--file",
+        metavar="PATH",
+        help="to write (default: the one that EASYMP_CONFIG names, or easymp.toml here)",
+    )
     add("--all", action="store_true", help="ask all questions, also those that change nothing here")
 
 
@@ -55,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         wizard.configure(args, ahead, asks)
     except wizard.UnansweredError as error:
-        print("easymp config: standard input is no terminal, so no question can be asked.", file=sys.stderr)
+        print(
+            "easymp config: standard input is not a terminal, so no question can be asked.", file=sys.stderr
+        )
         print("Pass --yes to take these values, and --set to change them:", file=sys.stderr)
         print(table([[f"  --set {row[0]}", *row[1:]] for row in error.rows], fold=True), file=sys.stderr)
         return 2

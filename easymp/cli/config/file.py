@@ -24,8 +24,8 @@ from .rules import KNOWN
 WIDTH = 78
 WHY = "# here: "  # begins a comment of ours, which goes with its value
 HEAD = """\
-# What this project asks of its runs; arguments in a script and variables that
-# begin with EASYMP_ win over it. Written by `easymp config`, and yours to edit.
+# The settings of this project's runs; arguments in a script and variables that
+# begin with EASYMP_ win over them. Written by `easymp config`, and yours to edit.
 """
 # Examples of settings that have no default.
 EXAMPLES: Mapping[str, Any] = {

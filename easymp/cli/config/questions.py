@@ -113,9 +113,9 @@ class Question:
 
     name: str
     title: str
-    consequence: Callable[[Draft], str]  # what the answer changes
+    consequence: Callable[[Draft], str]  # the effect of the answer
     matters: Callable[[Draft], bool]  # whether it changes anything here
-    here: Callable[[Draft], str]  # what the machine suggests, with the reason
+    here: Callable[[Draft], str]  # the machine's suggestion, with the reason
     choices: Mapping[str, str] = field(default_factory=dict)  # word: its meaning; empty: any answer
     caution: Callable[[Draft], str] = lambda draft: ""  # about the answer that the draft holds
 

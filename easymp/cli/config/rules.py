@@ -1,6 +1,6 @@
 """Configuration files of other libraries: read as keys and values, and turned into settings by tables of rules.
 
-A rule says what the value of a key means here. A text is the sentence to print (sentences.toml has most of them); a function
+A rule says the meaning of a key's value here. A text is the sentence to print (sentences.toml has most of them); a function
 takes settings and returns the sentence; a mapping holds the rules of a section. Every key of a file gets its sentence.
 """
 
@@ -155,7 +155,7 @@ def _refuse_twice(keys: list[str], text: str, name: str) -> None:
     raise SettingError(f"{name}{where}: the key {key!r} stands twice (lines {', '.join(lines)}): keep one")
 
 
-# -- what a table of rules makes of it
+# -- applying a table of rules
 
 
 class Importer:

@@ -25,7 +25,7 @@ WIDTHS = (64, 128, 256, 512, 1024)
 GROWTH = 8  # of the work from one width to the next
 ROUNDS = (5, 41)  # at least, and at most
 SLOW = 4.0  # times as long as fp32: one round is enough
-EQUAL = 1.05  # a smaller factor is no difference
+EQUAL = 1.05  # smaller factors count as equal
 NOISE = 1.5  # quartiles further apart than this factor: other work on the machine decides
 HEAD = 64  # width of a head of attention
 

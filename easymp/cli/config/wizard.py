@@ -93,7 +93,7 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
             start = start.settle(name, preset.values[name], preset.origin)
     if not asks and not args.yes:
         raise UnansweredError(_unanswered(start, presets))
-    title("What is here")
+    title("This machine")
     nodes = ["nodes", f"{start.machine.nodes} ({start.machine.nodes_why})"]
     print(table([*facts(start.machine.hardware), nodes], fold=True))
     if foreign:

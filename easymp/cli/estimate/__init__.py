@@ -1,6 +1,6 @@
-"""Estimate the memory that a training needs on each rank, by strategy, precision and number of processes, and what fits this machine.
+"""Estimate the memory that a training needs on each rank, by strategy, precision and number of processes.
 
-MODEL is a number of parameters; safetensors weights (a file, an index or a folder), of which only headers are read; or module:callable,
+MODEL is a number of parameters; safetensors weights (a file, an index or a folder; only headers are read); or module:callable,
 which is called without arguments to build the model. Nothing is allocated for it where that is possible.
 
 examples:
@@ -158,16 +158,16 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _names(text: str, known: Iterable[str], what: str) -> list[str]:
+def _names(text: str, known: Iterable[str], kind: str) -> list[str]:
     for name in _words(text):
         if name not in known:
-            raise SettingError(f"{what} {name!r} is not one of {', '.join(known)}{nearest(name, known)}")
+            raise SettingError(f"{kind} {name!r} is not one of {', '.join(known)}{nearest(name, known)}")
     return _words(text)
 
 
-def _count(word: str, what: str) -> int:
+def _count(word: str, flag: str) -> int:
     if not word.isdecimal() or int(word) < 1:
-        raise SettingError(f"{what} {word!r} is not a whole number of at least 1")
+        raise SettingError(f"{flag} {word!r} is not a whole number of at least 1")
     return int(word)
 
 

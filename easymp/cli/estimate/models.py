@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WORDS = 32_000  # rows of the embedding, as many as Llama 2 has
 RATIO = 128  # width over layers, as in GPT-3 and Llama (GPT-3's table 2.1: 12288 / 96)
 SMALLEST = 1_000_000  # parameters; below, blocks would be too small to mean anything
-EMBEDDINGS = ("emb", "wte", "wpe", "shared")  # in names of modules whose weight is a table
+EMBEDDINGS = ("emb", "wte", "wpe", "shared")  # in names of modules that hold a table
 BUFFERS = ("running_mean", "running_var", "inv_freq", "position_ids", "masked_bias", "num_batches_tracked")
 
 
