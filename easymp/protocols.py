@@ -147,6 +147,7 @@ class Strategy(Protocol):
 
     name: ClassVar[str]
     Options: ClassVar[type]  # the record of its options, the constructor's second argument
+    several: ClassVar[str]  # its use of several processes, in words; "" for one process
     sharded: ClassVar[bool]  # no rank holds the whole model; `wrap` gives meta parameters values part by part
     splits_layers: ClassVar[bool]  # layers compute with parts of their tensors
     local_updates: ClassVar[bool]  # ranks update by themselves, and parameters are averaged now and then
@@ -278,7 +279,7 @@ class Precision(Protocol):
     def refuse(facts: Facts) -> Refusal | None: ...
 
     def decide(self, model: nn.Module) -> None:
-        """Settle now, without timing `model`, what is still open: for strategies under which a step cannot be repeated."""
+        """Decide open questions now, without timing `model`: for strategies under which a step cannot be repeated."""
         ...
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -290,7 +291,7 @@ class Precision(Protocol):
         ...
 
     def casting(self, device: torch.device, options: Any) -> AbstractContextManager[Any]:
-        """Inside: what is computed outside of a prepared model follows this precision; `options` are an `AutocastKwargs`."""
+        """Inside, computations outside of a prepared model follow this precision; `options` are an `AutocastKwargs`."""
         ...
 
 

@@ -295,7 +295,7 @@ def test_the_same_in_gives_the_same_out_and_nothing_is_ever_silent(
     assert made.precision.value in {*PRECISIONS, "auto"}
     assert made.strategy.value in STRATEGIES
     assert asked.get("strategy", "auto") in ("auto", made.strategy.value)
-    assert (made.strategy.value in ("single", "data_parallel")) == (ranks.size == 1)
+    assert bool(STRATEGIES[made.strategy.value].several) == (ranks.size > 1)
     assert all(choice.reason for choice in made.choices.values())
 
 

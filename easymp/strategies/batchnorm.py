@@ -1,8 +1,8 @@
-"""Batch-norm by the samples of all ranks, on any device; torch's nn.SyncBatchNorm refuses CPUs.
+"""Batch-norm over the samples of all ranks, on any device; torch's nn.SyncBatchNorm refuses CPUs.
 
-Each rank sends the mean of its samples, the sum of squared distances from it, and their number, in one all-gather; all ranks combine
-them alike (Chan, Golub, LeVeque 1979). Sums of x² would lose what a large mean leaves of the variance, and numbers that travel along
-let batches differ in size, down to none. Backward sums two numbers a channel in one all-reduce.
+One all-gather has the mean of each rank's samples, the sum of squared distances from it, and their number; all ranks combine
+them in the same way (Chan, Golub, LeVeque 1979). Sums of x² would lose digits of the variance under a large mean. Batches may differ in
+size, and be empty. Backward sums two numbers a channel in one all-reduce.
 """
 
 from __future__ import annotations
@@ -21,28 +21,22 @@ from ..errors import PrepareError
 
 HALF = (torch.float16, torch.bfloat16)
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# What a subclass may say without changing what it does.
+# Attributes of a subclass that change nothing.
 HARMLESS = {
-    "__module__",
-    "__doc__",
-    "__init__",
-    "__annotations__",
-    "__qualname__",
-    "__firstlineno__",
-    "__static_attributes__",
+    f"__{word}__" for word in "module doc init annotations qualname firstlineno static_attributes".split()
 }
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm1d, 2d or 3d whose statistics in training are of all ranks' samples together; elsewhere plain batch-norm.
+    """BatchNorm1d, 2d or 3d with statistics over the samples of all ranks in training; elsewhere plain batch-norm.
 
     Output, gradients and running statistics are those of batch-norm on the batches of all ranks in one. Under autocast and in half
     precision statistics are fp32. In training every rank of `process_group` must call it as often as the others, with a batch
-    of any size. On CUDA the forward is torch's own nn.SyncBatchNorm's. In evaluation, and where no process group of two or more
-    ranks runs, nothing is sent.
+    of any size. On CUDA the forward is that of torch's nn.SyncBatchNorm. In evaluation, and without a process group of two or more
+    ranks, nothing is sent.
 
     Args:
-        process_group: whose samples count; None for all ranks.
+        process_group: the ranks that share statistics; None for all.
         others: as torch.nn.BatchNorm2d's. Input and output have shape (samples, channels, ...).
 
     Raises:
@@ -58,14 +52,12 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or not dist.is_available() or not dist.is_initialized():
-            return super().forward(input)
-        if dist.get_world_size(self.process_group) == 1:
-            return super().forward(input)
-        return self._synchronised(input)
+        several = (
+            dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
+        )
+        return self._synchronised(input) if several and self.training else super().forward(input)
 
-    # The compiler goes around it: what is sent between the ranks and looked at on the way is nothing to trace. torch's own decorator,
-    # and not torch.compiler.disable, which imports the compiler at once.
+    # Collectives and reads of their results cannot be traced. torch.compiler.disable would import the compiler at once.
     @torch._disable_dynamo
     def _synchronised(self, input: Tensor) -> Tensor:
         if input.is_cuda:
@@ -84,11 +76,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
         assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
         self.num_batches_tracked.add_(1)
         part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+            assert running is not None
             running.mul_(1 - part).add_(new.to(running.dtype), alpha=part)
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -97,9 +88,8 @@ class SyncBatchNorm(_BatchNorm):
                 f"batch-norm of shape {tuple(input.shape)}: at least (samples, channels) is needed"
             )
 
-    _check_non_zero_input_channels = (
-        nn.SyncBatchNorm._check_non_zero_input_channels
-    )  # which torch's forward calls
+    # torch's forward calls it.
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         memo[id(self.process_group)] = self.process_group  # the ranks are the same ones
@@ -109,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process_group": None}  # which means nothing in another process
+        return {**self.__dict__, "process_group": None}  # another process does not have it
 
     @classmethod
     def convert_sync_batchnorm(
@@ -126,7 +116,7 @@ def convert_sync_batchnorm(model: nn.Module, process_group: dist.ProcessGroup | 
     nn.SyncBatchNorm becomes ours too, which runs on CPUs.
 
     Args:
-        process_group: whose samples count; None for all ranks.
+        process_group: the ranks that share statistics; None for all.
 
     Raises:
         PrepareError: a batch-norm of a class of its own, which would lose what it adds, or a lazy one. Nothing has changed then.

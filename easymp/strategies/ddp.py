@@ -23,7 +23,7 @@ from ..errors import RefusedError, StepError
 from ..options import DistributedDataParallelKwargs
 from ..protocols import Layout, WrapContext
 from .blocks import refuse_sparse
-from .single import Framed, Single
+from .single import Framed, Single, hook_gradient
 from .transforms import passed_over
 
 # Options that torch takes as they are.
@@ -37,8 +37,8 @@ class DDP(Single):
     In place, by torch: parameters and buffers take rank 0's values when wrapped. A model without trainable parameters is
     left unwrapped, for there is nothing to average.
 
-    How gradients travel (`comm_hook`) changes what arrives, not when. An overflow is seen on arrival: under fp16 with a loss scale,
-    ``comm_hook="fp16"`` overflows once the scaled gradients do, and the scale falls until they fit.
+    `comm_hook` changes the precision of the averaged gradients. Under fp16 with a loss scale, ``comm_hook="fp16"`` overflows when the
+    scaled gradients do, and the scale falls until they fit.
     """
 
     name: ClassVar[str] = "ddp"
@@ -47,7 +47,7 @@ class DDP(Single):
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size
-        # Compressed gradients travel by hooks of backward, so under accumulation they are summed where they are, in their own type.
+        # Hooks compress gradients during backward, so under accumulation these are summed in `.grad`, in their own dtype.
         self.sums = options.comm_hook in ("no", "fp32")
         super().__init__(world, options)
         if options.static_graph:
@@ -140,21 +140,20 @@ class DDP(Single):
 
 
 class Replica(DistributedDataParallel):
-    """DistributedDataParallel that knows its parameters by the user's names, and says them when it waits for some.
+    """DistributedDataParallel with the user's names of parameters in its errors, and with fixed buckets.
 
-    Gradients are reduced in buckets, and in which order the ranks' parts of a bucket are summed depends on where they lie in it. torch lays
-    buckets out once, for a first backward that does not know the order in which gradients come, and again for all others. A run that goes
-    on from a checkpoint would have a first backward where the one that it continues had a later one, and on three or more ranks the last
-    bits would differ. So they are laid out once and for all, from the last parameter to the first, as gradients mostly come.
+    torch lays out buckets for the first backward, and again in the order in which its gradients came. The place in a bucket decides the
+    order in which the ranks' parts are summed, so on three or more ranks a resumed run would differ in the last bits from one that was not
+    interrupted. Here buckets go from the last parameter to the first from the beginning, as gradients mostly come.
 
     Args:
-        module: what is called: `root`, or `root` under autocast.
+        module: `root`, or `root` under autocast.
         root: the user's module.
         options: for torch.
     """
 
     def __init__(self, module: nn.Module, root: nn.Module, options: dict[str, Any]) -> None:
-        self._backwards = not options["find_unused_parameters"]  # with which torch keeps its first layout
+        self._backwards = not options["find_unused_parameters"]  # else torch keeps its first layout
         super().__init__(module, **options)
         self._in_order = [name for name, p in root.named_parameters() if p.requires_grad]
         self._names = (
@@ -164,19 +163,19 @@ class Replica(DistributedDataParallel):
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
         self._begun = False  # whether gradients have been reduced once
-        self.armed = False  # whether a backward averages gradients, which a call makes so, and only once
+        self.armed = (
+            False  # whether the next backward averages gradients: a call of the model arms one backward
+        )
         trained = [p for p in root.parameters() if p.requires_grad]
-        # By which a backward is seen: every parameter, or few of them where torch is told of the backward and waits for all gradients.
+        # Parameters that show whether a backward came: after a call, few are enough, since torch waits for all gradients.
         self._all = tuple(root.parameters())
         some_may_lack = options["find_unused_parameters"] or options["static_graph"]
         self._few = (*trained[:4], *trained[4:][-4:]) if some_may_lack else tuple(trained[-1:])
         self._outputs: deque[list[Tensor]] = deque(maxlen=CALLS)  # since the last backward
         self._done = False  # whether there has been one
-        self._late: list[
-            tuple[int, str]
-        ] = []  # parameters, frozen when wrapped, with a gradient in this backward
+        self._late: list[tuple[int, str]] = []  # frozen when wrapped, and with a gradient in this backward
         self.hooks = [
-            _when_accumulated(p, self._late, (i, name))
+            hook_gradient(p, lambda _, found=(i, name): self._late.append(found))
             for i, (name, p) in enumerate(root.named_parameters())
             if not p.requires_grad and (p.is_floating_point() or p.is_complex())
         ]
@@ -203,9 +202,9 @@ class Replica(DistributedDataParallel):
             raise
 
     def _look_from(self, outputs: Any) -> None:
-        """Unused parameters are those that no call since the last backward uses; torch looks from the last call's outputs alone.
+        """Let torch find unused parameters from the outputs of all calls since the last backward, and not of the last call alone.
 
-        The outputs of the last few calls are kept: calls that no backward follows would keep all of their graphs.
+        Only the last few calls count: calls without a backward would keep all of their graphs.
         """
         if self._done:
             self._outputs.clear()
@@ -221,7 +220,7 @@ class Replica(DistributedDataParallel):
         self._done = True
 
     def _reduced(self, *args: Any, **kwargs: Any) -> Any:
-        # Of a static graph, torch's reducer needs one reduced iteration before it may skip one. Reducing early changes no
+        # With a static graph, torch's reducer needs one reduced iteration before it may skip one. Reducing early changes no
         # result: the average over ranks of an average is that average.
         self.require_backward_grad_sync = True
         try:
@@ -230,11 +229,7 @@ class Replica(DistributedDataParallel):
             self.require_backward_grad_sync = False
 
     def gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
-        """Parameters, each with its gradient and that one's version, for `check_averaged` after a backward.
-
-        In the usual loop, where the model was called, one parameter shows whether the backward reached it. All are looked at where it was
-        not called since the last backward.
-        """
+        """Parameters, each with its gradient and the gradient's version, for `check_averaged` after a backward."""
         self._late.clear()
         chosen = self._few if self.armed else self._all
         return [(p, grad, 0 if grad is None else grad._version) for p in chosen for grad in [p.grad]]
@@ -270,11 +265,8 @@ class Replica(DistributedDataParallel):
         missing = {self._names[int(i)] for i in found[1].split()} if found else set()
         names = [repr(name) for name in self._in_order if name in missing]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        who = (
-            f"no gradient came for {', '.join(names[:5])}{more}"
-            if names
-            else "not every parameter got a gradient"
-        )
+        lacking = f"no gradient came for {', '.join(names[:5])}{more}"
+        who = lacking if names else "not every parameter got a gradient"
         if self.static_graph:
             cure = (
                 "With static_graph=True each step must use the same parameters: pass "
@@ -293,19 +285,11 @@ class Replica(DistributedDataParallel):
         return f"in the last backward {who}, and ddp averages gradients only when it has them all. {cure}"
 
 
-def _when_accumulated(parameter: nn.Parameter, names: list[Any], name: Any) -> Any:
-    """A hook that notes `name` where `parameter`, which is frozen, gets a gradient after all."""
-    parameter.requires_grad_(True)  # torch takes no hook for a frozen one
-    hook = parameter.register_post_accumulate_grad_hook(lambda _: names.append(name))
-    parameter.requires_grad_(False)
-    return hook
-
-
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 def _check(model: nn.Module, options: DistributedDataParallelKwargs, context: WrapContext) -> None:
-    """What gradients cannot travel as, before anything is changed.
+    """Refuse models and precisions that a comm_hook cannot serve.
 
     Raises:
         PrepareError: such a model.
@@ -322,18 +306,15 @@ def _check(model: nn.Module, options: DistributedDataParallelKwargs, context: Wr
         )
 
 
-# -- How gradients travel under ddp: cast for the reduction, or as products of two thin matrices (PowerSGD).
-
-
-# No annotations from __future__ here: torch compares those of a hook with its own types.
+# -- comm hooks: gradients are cast for the reduction, or sent as products of two thin matrices (PowerSGD) -------------
 
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# PowerSGD divides columns by their length. Those of a gradient of zeros (a parameter not in use yet) would be NaN, and stay so, since
-# it goes on from what it sent before. fp16 has nothing between 0 and 6e-8.
+# PowerSGD divides columns by their length. Columns of a zero gradient (a parameter not in use yet) would be NaN for ever, since it
+# starts from the last step's matrices. fp16 has no number between 0 and 6e-8.
 EPSILON = {"fp16": 1e-6, "bf16": 1e-8, "no": 1e-8}
 
-# By the words of a checkpoint, what PowerSGDState keeps of each bucket.
+# Keys of a checkpoint → attributes of PowerSGDState, each a dict by bucket.
 REMEMBERED = {"errors": "error_dict", "p": "p_memory_dict", "q": "q_memory_dict"}
 
 Future = torch.futures.Future[Tensor]
@@ -342,7 +323,7 @@ Future = torch.futures.Future[Tensor]
 def make_hook(
     options: DistributedDataParallelKwargs, size: int
 ) -> tuple[Any, Callable[[Any, Any], Future]] | None:
-    """State and hook for ``register_comm_hook``, or None where torch's own all-reduce is what was asked for.
+    """State and hook for ``register_comm_hook``; None for torch's own all-reduce.
 
     Args:
         size: ranks.
@@ -357,7 +338,7 @@ def make_hook(
 
 @dataclass(frozen=True)
 class CommHookState:
-    """What a gradient is summed as, and divided by before and afterwards; `dtype` None leaves it as it is."""
+    """The dtype in which gradients are summed (None: their own), and the divisors before and after."""
 
     dtype: torch.dtype | None
     before: float
@@ -410,10 +391,10 @@ class Load:
 
 
 class Carried:
-    """What PowerSGD carries over from one step to the next on this rank: what the last reduction left out, the matrices, and the count.
+    """The state of PowerSGD on this rank, for checkpoints: errors of the last reduction, matrices, and the count of steps.
 
     Args:
-        state: torch's, which the hook has.
+        state: torch's PowerSGDState.
         module: the DistributedDataParallel that it belongs to.
     """
 
@@ -440,7 +421,7 @@ class Carried:
 
 
 def _power_sgd(options: DistributedDataParallelKwargs) -> tuple[Any, Callable[[Any, Any], Future]]:
-    # Imported here: only runs that compress so need it, and NumPy, which it draws from.
+    # Imported here: it needs NumPy.
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     given = {"orthogonalization_epsilon": EPSILON[options.comm_wrapper], **options.comm_state_option}
@@ -466,8 +447,8 @@ def _power_sgd(options: DistributedDataParallelKwargs) -> tuple[Any, Callable[[A
         load: Any = Load(bucket, moved, shapes)
         future = powerSGD_hook(state, load).then(arrived)
         if gradient.device.type == "cpu":
-            # PowerSGD's second and third all-reduce begin when the one before has arrived, on gloo in a thread of its own: between
-            # other buckets' in another order on each rank. On NCCL they are queued here and now.
+            # PowerSGD starts its second and third all-reduce when the one before has arrived: on gloo in another thread, and so between
+            # other buckets' in another order on each rank. On NCCL they are queued at once.
             future.wait()
         return future
 

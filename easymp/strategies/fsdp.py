@@ -28,16 +28,14 @@ from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..precision.policies import as_if_fp32
-from ..protocols import Counting, Layout, WrapContext, chunk_elements, no_elements
+from ..protocols import Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse
 from .meta_init import materialise, on_meta
 from .single import (
     Released,
-    Single,
+    Spread,
     average,
     by_dtype,
-    clip_to_norm,
-    counting,
     hook_gradient,
     take_rank_0s,
 )
@@ -97,7 +95,7 @@ class FSDPOptions:
         object.__setattr__(self, "wrap", wrap)
 
 
-class FSDP(Single):
+class FSDP(Spread):
     """torch's `fully_shard`, on each repeated block and on the model.
 
     In place, by torch: parameters become DTensors, which hold this rank's shard; the class of the model and of each block becomes a
@@ -199,13 +197,6 @@ class FSDP(Single):
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         assert isinstance(model, Sharded)
         return model.reducing(True)
-
-    @property
-    def counting(self) -> Counting:
-        return counting(self._world)
-
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return clip_to_norm(parameters, max_norm, norm_type, self._world)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         if isinstance(model, Sharded):
@@ -397,7 +388,7 @@ class Sharded(nn.Module):
         module: `root`, or `root` under autocast.
         root: the user's module, sharded.
         parts: all modules that gather their own parameters, `root` included.
-        whole: parameters that are not sharded, and whose gradients are averaged over all ranks.
+        whole: parameters that are not sharded; their gradients are averaged over all ranks.
         gather: half precision in which parameters are gathered; None: as they are stored.
 
     Attributes:
@@ -496,7 +487,7 @@ class Sharded(nn.Module):
         average([p.grad for p in self._whole if p.grad is not None], self.world)
 
     def watch_parts(self) -> None:
-        """Explain a call, from outside of the model's forward, of a module whose parameters only that gathers."""
+        """Explain calls, from outside of the model's forward, of modules that only the model itself gathers."""
         inside = {id(m) for part in self.parts if part is not self.root for m in part.modules()}
         for module in self.root.modules():
             own = any(True for _ in module.parameters(recurse=False))

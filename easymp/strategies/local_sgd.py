@@ -1,8 +1,8 @@
 """local_sgd: every rank trains alone; models are averaged after every k-th update (Stich, 2018, arXiv:1805.09767).
 
-Gradients are not communicated, which pays off where the connection is slow. Clipping is by this rank's own norm, and what an
-optimizer remembers (momentum, Adam's moments) stays this rank's. Under a loss scale all ranks skip a step if one overflowed, so
-that their counts stay the same. With ``every=1`` and plain SGD it is ddp.
+Gradients are not communicated, which helps on slow connections. Each rank clips by its own norm and keeps its own optimizer states
+(momentum, Adam's moments). Under a loss scale all ranks skip a step if one overflowed, so that their counts stay the same. With
+``every=1`` and plain SGD it is ddp.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def check_every(name: str, every: Any) -> None:
 
 
 class LocalTraining(Single):
-    """The model, under autocast, on every rank for itself.
+    """The model, under autocast, on every rank by itself.
 
-    Averaged are the parameters of a prepared optimizer and the floating-point buffers of the models that they are of: after every
-    `every`-th of its updates (skipped ones do not count), when a pass over a prepared loader has come to its end, and in
+    The ranks average the parameters of a prepared optimizer, and the floating-point buffers of their models: after every
+    `every`-th of its updates (skipped ones do not count), at the end of a pass over a prepared loader, and in
     `wait_for_everyone`. So models are equal on all ranks after a pass; where training ends in the middle of one, call
     `wait_for_everyone` before using the model. Every rank must make as many updates as the others.
 
@@ -68,9 +68,7 @@ class LocalTraining(Single):
         self._every = options.every
         self._models: list[nn.Module] = []
         self._turns: list[Turn] = []
-        self.averaged: Callable[[torch.optim.Optimizer], None] = lambda optimizer: (
-            None
-        )  # told of each averaging
+        self.averaged: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # called after each
         world.settling.append(self._settle)
 
     def wrap(
@@ -90,7 +88,7 @@ class LocalTraining(Single):
         return optimizer
 
     def stepped(self, turn: Turn) -> None:
-        """An optimizer has updated its parameters on this rank; on the others, too."""
+        """Count an update of an optimizer, which all ranks make."""
         turn.updates += 1
         if turn.updates == self._every:
             self._average(turn)
@@ -134,7 +132,7 @@ class Turn:
         self.hook = optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # A fused optimizer is told of an overflow on the device, and its step runs all the same; any other one does not step at all.
+        # After an overflow, a fused optimizer's step runs without an effect; any other one's does not run.
         found = getattr(optimizer, "found_inf", None)
         if found is None or not found.item():
             self._strategy.stepped(self)
@@ -143,9 +141,9 @@ class Turn:
 class LocalSGD:
     """Inside, each rank trains `model` alone; it is averaged over the ranks every `local_sgd_steps` calls of `step`, and at the end.
 
-    Averaged are parameters and floating-point buffers. Leaving by an exception averages nothing. With
-    ``DistributedDataParallelKwargs(static_graph=True)`` the very first backward of a model reduces its gradients all the same. Does
-    nothing with one process.
+    It averages parameters and floating-point buffers. Leaving by an exception averages nothing. With
+    ``DistributedDataParallelKwargs(static_graph=True)`` the very first backward of a model reduces its gradients. It has no effect
+    with one process.
 
     Args:
         accelerator: has prepared `model`, under strategy "ddp".
@@ -157,7 +155,7 @@ class LocalSGD:
 
     Raises:
         RefusedError: a strategy under which ranks do not each hold the whole model and update it by themselves.
-        SettingError: `local_sgd_steps` is no whole number of at least 1.
+        SettingError: `local_sgd_steps` is not a whole number of at least 1.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Values for a model that was built on the meta device, part by part, so that it need not be whole in one place.
+"""Values for a model that was built on the meta device, part by part, so that no process needs to hold it whole.
 
 ``with torch.device("meta"): model = GPT()`` takes no memory and draws no random number. Here each module gets storage for its own
-parameters and buffers and draws their values by its `reset_parameters`, as its constructor would have: children before what holds
-them, in the order they were registered. So the same seed gives the values of a model that was built normally, if all its modules
+parameters and buffers and draws their values by its `reset_parameters`, as its constructor would have: children before the modules that
+hold them, in the order they were registered. So the same seed gives the values of a model that was built normally, if all its modules
 are made in the order they are registered and draw numbers in `reset_parameters` only, as torch's do.
 """
 
@@ -17,14 +17,11 @@ from torch import Tensor, nn
 
 from ..errors import PrepareError
 
-OTHERS = (
-    "_init_weights",
-    "init_weights",
-)  # how models name what we cannot call in their place: some take a module, some nothing
+Initialize = Callable[[nn.Module], None] | None
 
-
+OTHERS = ("_init_weights", "init_weights")  # methods of models that we cannot call: some take a module
 LEFT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models of which a run left parts to other ranks, on the meta device: values that were trained, not values to be made."""
+"""Models that a run divided among ranks: their meta tensors have values elsewhere, and must not get new ones."""
 
 
 def left_to_others(model: nn.Module) -> bool:
@@ -41,32 +38,33 @@ def on_meta(model: nn.Module) -> bool:
 def materialise(
     model: nn.Module,
     device: torch.device,
-    initialize: Callable[[nn.Module], None] | None = None,
+    initialize: Initialize = None,
     finished: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
-    """Give each meta parameter and buffer of `model` storage on `device`, and values. Tensors stay the objects they are.
+    """Give each meta parameter and buffer of `model` storage on `device`, and values. Tensors stay the same objects.
 
     A tied parameter takes the values of the module that comes first. A module without tensors of its own but with a
-    `reset_parameters` has it called when its children are done, unless part of what it holds had values before.
+    `reset_parameters` has it called after its children, unless a tensor inside it had values before.
 
     Args:
         initialize: called with each module that had meta tensors, after its `reset_parameters` if it has one.
-        finished: called with each module, children first, once nothing will change its values any more.
+        finished: called with each module, children first, as soon as its values are final.
 
     Raises:
-        PrepareError: a module whose tensors nothing here gives values, or whose values an earlier run left to other ranks.
+        PrepareError: a module that nothing gives values, or a model that an earlier run divided among ranks.
     """
     if model in LEFT:
         raise PrepareError(
             f"an earlier run left parts of this {type(model).__name__} to other ranks, and they have no values here: build the model anew"
         )
     holders = {id(m) for m in model.modules() if _resetter(m) and _only_holds(m)}
-    _check(model, initialize, holders)
+    for name, module in model.named_modules():
+        _check(name, module, initialize, id(module) in holders)
     origin: dict[int, Tensor] = {}  # those with values; kept alive, so that an id means one tensor
     seen: set[int] = set()
 
     def visit(module: nn.Module, held: bool) -> Iterator[nn.Module]:
-        """Modules in order of completion; what a holder may still change is completed with it."""
+        """Modules in order of completion. A module inside a holder, which may change it, is complete with the holder."""
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -90,7 +88,7 @@ def materialise(
 
 
 def _resetter(module: nn.Module) -> Callable[[], None] | None:
-    """`reset_parameters`, or what torch calls it in MultiheadAttention and Transformer."""
+    """`reset_parameters`, or torch's name for it in MultiheadAttention and Transformer."""
     for name in ("reset_parameters", "_reset_parameters"):
         found = getattr(module, name, None)
         if callable(found):
@@ -99,12 +97,7 @@ def _resetter(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: t
-        for table in (module._parameters, module._buffers)
-        for name, t in table.items()
-        if t is not None
-    }
+    return {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
 
 
 def _only_holds(module: nn.Module) -> bool:
@@ -112,55 +105,44 @@ def _only_holds(module: nn.Module) -> bool:
     return not _own(module) and bool(below) and all(t.is_meta for t in below)
 
 
-def _check(model: nn.Module, initialize: Callable[[nn.Module], None] | None, holders: set[int]) -> None:
+def _check(name: str, module: nn.Module, initialize: Initialize, holds: bool) -> None:
     ways = "pass Accelerator(initialize=function), which is called with each such module and fills its tensors, or build it off meta"
-    for name, module in model.named_modules():
-        own, where = (
-            _own(module),
-            f"{type(module).__name__} {name!r}" if name else f"this {type(module).__name__}",
+    own, where = (
+        _own(module),
+        f"{type(module).__name__} {name!r}" if name else f"this {type(module).__name__}",
+    )
+    there = [n for n, t in own.items() if t.is_meta]
+    real = [n for n, t in own.items() if not t.is_meta]
+    if there and _resetter(module) is None and initialize is None:
+        raise PrepareError(
+            f"{where} has {there[0]!r} on the meta device, without values, and no reset_parameters(): {ways}"
         )
-        there = [n for n, t in own.items() if t.is_meta]
-        if there and _resetter(module) is None and initialize is None:
-            raise PrepareError(
-                f"{where} has {there[0]!r} on the meta device, without values, and no reset_parameters(): {ways}"
-            )
-        if there and len(there) < len(own):
-            real = next(n for n, t in own.items() if not t.is_meta)
-            raise PrepareError(
-                f"{where} has {there[0]!r} on the meta device and values in {real!r}: build it on meta as a whole, or not at all"
-            )
-        other = next((n for n in OTHERS if callable(getattr(module, n, None))), None)
-        if (
-            other
-            and initialize is None
-            and id(module) not in holders
-            and any(t.is_meta for t in module.parameters())
-        ):
-            raise PrepareError(
-                f"{where} has {other}(), which did nothing on the meta device and is not called by us: {ways}. If it takes a module, "
-                f"initialize=model.{other} will do"
-            )
-        loose = next((n for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta), None)
-        if loose:
-            raise PrepareError(
-                f"{where} has a tensor {loose!r} on the meta device that is neither parameter nor buffer: register it as a buffer, or "
-                "build the model off meta"
-            )
+    if there and real:
+        raise PrepareError(
+            f"{where} has {there[0]!r} on the meta device and values in {real[0]!r}: build it on meta as a whole, or not at all"
+        )
+    other = next((n for n in OTHERS if callable(getattr(module, n, None))), None)
+    if other and initialize is None and not holds and any(t.is_meta for t in module.parameters()):
+        raise PrepareError(
+            f"{where} has {other}(), which did nothing on the meta device and is not called by us: {ways}. If it takes a module, "
+            f"initialize=model.{other} will do"
+        )
+    loose = next((n for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta), None)
+    if loose:
+        raise PrepareError(
+            f"{where} has a tensor {loose!r} on the meta device that is neither parameter nor buffer: register it as a buffer, or "
+            "build the model off meta"
+        )
 
 
-def _fill(
-    module: nn.Module,
-    device: torch.device,
-    initialize: Callable[[nn.Module], None] | None,
-    origin: dict[int, Tensor],
-) -> None:
+def _fill(module: nn.Module, device: torch.device, initialize: Initialize, origin: dict[int, Tensor]) -> None:
     own = _own(module)
     new = {name: t for name, t in own.items() if t.is_meta}
     tied = {name: t for name, t in own.items() if id(t) in origin}
     if not new and not tied:
         return
-    _allocate(module, device)
-    # Drawn all the same, for the random stream goes on as if the model had been built normally, but not kept.
+    swap_in(module, lambda t: _like(t, device) if t.is_meta else t)
+    # Tied values are drawn, for the random stream goes on as if the model had been built normally, and thrown away.
     for name, tensor in tied.items():
         _table(module, name)[name] = _like(tensor, device)
     versions = {name: tensor._version for name, tensor in new.items()}
@@ -186,21 +168,15 @@ def _table(module: nn.Module, name: str) -> dict[str, Tensor]:
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]
 
 
-def _allocate(module: nn.Module, device: torch.device) -> None:
-    swap_in(module, lambda t: _like(t, device) if t.is_meta else t)
-
-
 def swap_in(module: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
-    """Give the parameters and buffers of `module` itself the storage and values of what `fresh` makes of them.
+    """Give the parameters and buffers of `module` itself the storage and values of ``fresh(tensor)``. They stay the same objects.
 
-    They stay the objects they are; `fresh` returns what it was given where nothing shall change.
+    `fresh` returns the tensor itself to leave it as it is.
     """
     for buffer in module._buffers.values():
         if buffer is not None and (new := fresh(buffer)) is not buffer:
             torch.utils.swap_tensors(buffer, new)
-    with (
-        _swapping()
-    ):  # `_apply`, for modules that keep weak references to their parameters (LSTM) let go of them in it
+    with _swapping():  # `_apply` lets modules with weak references to their parameters (LSTM) release them
         module._apply(fresh, recurse=False)
 
 
@@ -216,7 +192,7 @@ def _swapping() -> Iterator[None]:
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Storage for `tensor`; floats begin as NaN, which tells what has never been written."""
+    """Storage for `tensor`; floats begin as NaN, by which `_unwritten` knows them."""
     fresh = torch.empty_like(tensor, device=device, requires_grad=False)
     if fresh.is_floating_point() or fresh.is_complex():
         fresh.fill_(torch.nan)

@@ -25,10 +25,10 @@ from ..base.dtensor import follow
 from ..base.lazy import modules_at_first_use
 from ..distributed import World
 from ..errors import PrepareError, SettingError, nearest
-from ..protocols import Counting, Layout, WrapContext
+from ..protocols import Layout, WrapContext
 from .meta_init import LEFT
 from .pipeline_cuts import Cuts, Survey, balance, candidates, choose
-from .single import Released, Single, clip_to_norm, counting, take_rank_0s
+from .single import Released, Spread, take_rank_0s
 
 if TYPE_CHECKING:
     from . import pipeline_run
@@ -100,7 +100,7 @@ RELEASED = (
 )
 
 
-class Pipeline(Single):
+class Pipeline(Spread):
     """Stages of the model, one or several a rank.
 
     The model is cut at its first call. Until then every rank holds it whole, where it was built, with rank 0's values. From then on, in
@@ -269,18 +269,14 @@ class Pipeline(Single):
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return _of(model).summing(True)
 
-    @property
-    def counting(self) -> Counting:
-        return counting(self._world)._replace(copies=self._copies)
+    def _copies(self) -> Callable[[Tensor], int]:
+        rank, size, homes = self._world.rank, self._world.size, self._homes
 
-    def _copies(self, parameter: Tensor) -> int:
-        home = self._homes.get(id(parameter))
-        return (
-            self._world.size if home is None else int(home == self._world.rank)
-        )  # of no stage: on all ranks
+        def count(parameter: Tensor) -> int:
+            home = homes.get(id(parameter))
+            return size if home is None else int(home == rank)  # a parameter of no stage is on all ranks
 
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies)
+        return count
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         pipelined = _of(model)

@@ -249,7 +249,9 @@ class Pipelined(nn.Module):
         if batch.error is not None:
             raise batch.error
         if failures:
-            raise WorldError("a stage of the pipeline failed on another rank, whose error says why")
+            raise WorldError(
+                "a stage of the pipeline failed on another rank: the error of that rank says why"
+            )
         loss.copy_(total)
         self._sum_shared()
 

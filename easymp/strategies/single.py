@@ -126,6 +126,27 @@ class Single:
         return alone
 
 
+class Spread(Single):
+    """Base of strategies under which ranks hold different parts of the gradients."""
+
+    def _copies(self) -> Callable[[Tensor], int]:
+        """Counts the ranks that hold each element of a parameter's gradient; 0: other ranks count it."""
+        size = self._world.size
+        return lambda parameter: copies(parameter, size)
+
+    @property
+    def counting(self) -> Counting:
+        world = self._world  # optimizers keep the result: it must not hold the strategy
+
+        def add(totals: Tensor) -> None:
+            totals.copy_(world.reduce(totals.to(world.device)))  # a rank without gradients has them anywhere
+
+        return Counting(self._copies(), add, settle)
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies())
+
+
 class Framed(nn.Module):
     """Calls a module of torch's own (a bare nn.Sequential), which torch.compile passes over when DDP calls it."""
 
@@ -329,15 +350,6 @@ def clip_to_norm(
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         multiply([p.grad for p in held], factor)
     return total
-
-
-def counting(world: World) -> Counting:
-    """For gradients in any layouts over the ranks of `world`."""
-
-    def add(totals: Tensor) -> None:
-        totals.copy_(world.reduce(totals.to(world.device)))  # a rank without gradients has them on any device
-
-    return Counting(lambda parameter: copies(parameter, world.size), add, settle)
 
 
 def copies(tensor: Any, ranks: int) -> int:

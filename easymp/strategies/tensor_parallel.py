@@ -2,16 +2,17 @@
 
 On torch's DTensor and `parallelize_module`. A Linear that is "colwise" holds some of the rows of its weight, so that each rank computes
 some of the output features; one that is "rowwise" takes those as its input, and the ranks' products are summed. Such a pair needs one
-all-reduce, in the place of one output gathered a layer. Which layers go together only the model's author knows: that is the plan.
+all-reduce, instead of a gathered output for each layer. The plan says which layers go together, which only the model's author knows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from ..distributed import World
 from ..errors import BatchError, PrepareError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..optim.torch_step import indifferent, values
-from ..protocols import Counting, Layout, WrapContext
+from ..protocols import Layout, WrapContext
 from .blocks import ATOMS, refuse_sharded
 from .fsdp import (
     SHARDS,
@@ -35,39 +36,38 @@ from .fsdp import (
     shard,
     shards_of,
 )
-from .single import Released, Single, clip_to_norm, counting, settle, take_rank_0s
+from .single import Released, Spread, hook_gradient, settle, take_rank_0s
 
 
 @dataclass(frozen=True)
 class TensorParallelOptions:
     """Options of strategy "tensor_parallel".
 
-    A fused projection (queries, keys and values in one Linear) must not be "colwise": each rank would get a run of its output
-    features, the first one all queries and some of the keys, and what the model then takes for queries, keys and values are others.
-    Nothing fails, and the numbers are wrong. Say "colwise_rep" for it, or make three Linears of it.
+    A fused projection (queries, keys and values in one Linear) must not be "colwise": the first rank would get all queries and some of
+    the keys, and nothing fails, but the numbers are wrong. Say "colwise_rep" for it, or make three Linears of it.
 
     Attributes:
-        plan: patterns (as `fnmatch`, so that * stands for dots, too) of module names → how these modules are split; the first pattern
+        plan: patterns of module names (`fnmatch`: * matches dots, too) → how these modules are split; the first pattern
             that matches a module counts. None: the model's own plan (`tp_plan` or `_tp_plan`, as Hugging Face's models have),
-            else every plain nn.Linear and nn.Embedding with its output gathered, which is right without knowing the model's forward.
+            else every plain nn.Linear and nn.Embedding with its output gathered, which is right for any forward.
 
             - "colwise": output features are split, and each rank passes its part on;
             - "colwise_rep": the same, with the output gathered;
             - "rowwise": input features are split, as "colwise" left them, and outputs are summed; of an embedding, its words;
             - "rowwise_rep": the same, for an input that is whole;
-            - "sequence": a norm or dropout that sees a piece of the sequence;
-            - "sequence_split": a module whose first input is whole, of which it shall see this rank's piece of the sequence;
+            - "sequence": a norm or dropout that gets a piece of the sequence;
+            - "sequence_split": a module whose first input is whole, and cut to this rank's piece of the sequence;
             - "replicated_with_grad_allreduce": a norm between "colwise" and "rowwise", as on heads: its gradients are summed;
-            - "replicate": nothing is done;
+            - "replicate": the module stays as it is;
             - a `torch.distributed.tensor.parallel.ParallelStyle`.
 
-            Hugging Face's further words for the same are understood: "colwise_gather_output", "rowwise_split_input",
+            Hugging Face's other words for these are understood: "colwise_gather_output", "rowwise_split_input",
             "embedding_rowwise", "sequence_parallel".
         size: ranks of a group, neighbours, which see the same data; divides the number of processes. None: all of them.
         sequence_parallel: between "rowwise" and "colwise" each rank holds a piece of the sequence, dimension 1 of (batch, sequence,
             features), whose length `size` must divide: outputs of "rowwise" layers and embeddings are cut, inputs of "colwise" layers
             gathered. The plan names every layer with trainable parameters.
-        fsdp: how the groups shard what a rank holds, where there are several groups.
+        fsdp: how several groups shard the parameters that a rank holds.
     """
 
     plan: Mapping[str, Any] | None = None
@@ -80,11 +80,9 @@ class TensorParallelOptions:
             isinstance(self.plan, Mapping) and self.plan and all(isinstance(name, str) for name in self.plan)
         ):
             raise SettingError(
-                f"plan={self.plan!r} is no mapping of module names to styles, such as {{'blocks.*.up': 'colwise'}}"
+                f"plan={self.plan!r} is not a mapping of module names to styles, such as {{'blocks.*.up': 'colwise'}}"
             )
-        if self.size is not None and (
-            not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 2
-        ):
+        if self.size is not None and (type(self.size) is not int or self.size < 2):
             raise SettingError(
                 f"size={self.size!r} is not a number of ranks of at least 2: a group of one splits nothing"
             )
@@ -101,15 +99,15 @@ class TensorParallelOptions:
             )
 
 
-class TensorParallel(Single):
+class TensorParallel(Spread):
     """torch's `parallelize_module` on the modules that the plan names; `fully_shard` over the groups, where there are several.
 
-    In place, by torch: the parameters of these modules become DTensors; hooks that hand inputs and outputs over are registered on the
+    In place, by torch: the parameters of these modules become DTensors; hooks that convert inputs and outputs are registered on the
     modules, and the attribute ``_distribute_module_applied`` is set on them. In place, by us: parameters and buffers take rank 0's
-    values first, tied parameters are tied again, gradients get the layout of their parameters as soon as they are there,
+    values first, tied parameters are tied again, gradients get the layout of their parameters as soon as they are computed,
     and the optimizers of the same `prepare` take the new parameters. With several groups, all that fsdp does, too.
 
-    Parameters that the plan does not name are whole and plain on each rank of a group. Their gradients are alike on all of them, since
+    Parameters that the plan does not name are whole and plain on each rank of a group. Their gradients are equal on all of them, since
     all compute the same: batches, buffers and dropout are a group's. The first step of each optimizer checks that.
     Under sequence parallelism, and between "colwise" and "rowwise", ranks drop the same places of different pieces.
 
@@ -129,7 +127,7 @@ class TensorParallel(Single):
 
     def __init__(self, world: World, options: TensorParallelOptions) -> None:
         super().__init__(world, options)
-        self._size = world.size if options.size is None else options.size
+        self._size = options.size or world.size
         if world.size % self._size:
             fit = [n for n in range(2, world.size + 1) if world.size % n == 0]
             raise SettingError(
@@ -147,36 +145,28 @@ class TensorParallel(Single):
         groups = max(size // width, 1)
         dims = split_dims(read_plan(model, options.plan, width, options.sequence_parallel))
 
-        def held(parameter: Tensor, over: int) -> int:
+        def held(over: int, name: str, parameter: Tensor) -> int:
             shape = list(parameter.shape)
             dim = dims.get(id(parameter))
             if dim is not None:
                 shape[dim] = -(-shape[dim] // width)
-            if shape and over > 1:
+            if shape:
                 shape[0] = -(-shape[0] // over)
             return math.prod(shape)
 
-        def of_a_group(name: str, parameter: Tensor) -> int:
-            return held(parameter, 1)
-
-        def of_a_rank(name: str, parameter: Tensor) -> int:
-            return held(parameter, groups)
-
+        group, rank = partial(held, 1), partial(held, groups)
         if groups == 1:
-            return Layout(of_a_group, of_a_group, of_a_group, of_a_group)
+            return Layout(group, group, group, group)
         inner = shards_of(model, options.fsdp, groups)
         everything = sum(p.numel() for p in model.parameters()) or 1
-        share = sum(held(p, 1) for p in model.parameters()) / everything
+        share = sum(group("", p) for p in model.parameters()) / everything
         return Layout(
-            of_a_rank,
-            of_a_rank,
-            of_a_rank,
-            of_a_group,
+            *(rank, rank, rank, group),
             gathers=True,
             gathered=math.ceil(inner.gathered * share),
             unreduced=math.ceil(inner.unreduced * share),
             reducing=math.ceil(inner.reducing * share),
-            note="what is gathered and reduced counts as split in the proportion of the whole model",
+            note="gathered and reduced parts are counted in the proportion in which the whole model is split",
         )
 
     @property
@@ -186,10 +176,9 @@ class TensorParallel(Single):
 
     def _mesh(self) -> Any:
         """All ranks as a grid: rows see different data, ranks of a row split layers."""
-        # Imported here: half a second that other strategies need not pay.
-        from torch.distributed.device_mesh import init_device_mesh
-
         if self._grid is None:
+            from torch.distributed.device_mesh import init_device_mesh  # here: it takes half a second
+
             shape = (self.data_size, self._size)
             self._grid = init_device_mesh(self._world.device.type, shape, mesh_dim_names=("data", "tensor"))
         return self._grid
@@ -210,32 +199,27 @@ class TensorParallel(Single):
             rebind(model, optimizers, names)  # where torch is told to swap parameters when they move
             names = names_of(model, optimizers)
         take_rank_0s(model, self._world)
-        tied = _shared(model)
+        tied = [found for found in holders(model).values() if len(found) > 1]
         for part in parts:
             apply(part, self._mesh()["tensor"], options.sequence_parallel)
         _tie(tied)
-        pieces: list[Any] = []
+        gathered_parts: list[Any] = []
         if self.data_size > 1:
             for group in find_groups(model, options.fsdp.wrap):
                 shard(group, self._mesh()["data"], options.fsdp, self._world.device, gather=policy.gather)
-                pieces += group
+                gathered_parts += group
         else:
             for parameter in model.parameters():
                 if hasattr(parameter, "to_local"):  # fsdp does this by itself
-                    trained = parameter.requires_grad
-                    parameter.requires_grad_(
-                        True
-                    )  # torch takes no hook for one that is frozen now, and may not always be
-                    parameter.register_post_accumulate_grad_hook(settle)
-                    parameter.requires_grad_(trained)
+                    hook_gradient(parameter, settle)
         rebind(model, optimizers, names)
         self._names.update((id(p), name) for name, p in model.named_parameters())
         module = policy.forward(model, self._world.device)
         context.compile(module)
         split = Split(module)
-        if not pieces:
+        if not gathered_parts:
             return split
-        sharded = Sharded(split, model, pieces, self._world, options.fsdp, gather=policy.gather)
+        sharded = Sharded(split, model, gathered_parts, self._world, options.fsdp, gather=policy.gather)
         sharded.early = bool(self.reduces_each)
         return sharded
 
@@ -243,7 +227,7 @@ class TensorParallel(Single):
         check_sums(optimizer, self.name)
 
         def compare(*_: Any) -> None:
-            if self._agree(optimizer):
+            if self._compared(optimizer):
                 first.remove()
 
         one_by_one(optimizer, "split", "unsplit")
@@ -251,35 +235,29 @@ class TensorParallel(Single):
         first = optimizer.register_step_pre_hook(compare)
         return optimizer
 
-    def _agree(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether gradients of what each rank of a group holds whole are alike in the group; False where nothing can be said yet.
+    def _compared(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Compare gradients of whole parameters inside the group; False where there are none, or after an overflow.
 
-        A plan that leaves out a layer which sees a part only (a norm on this rank's heads) fails in no other way: the ranks drift apart.
+        Without this, a plan that leaves out a layer on a part of the features (a norm on this rank's heads) lets the ranks drift apart.
 
         Raises:
             StepError: they differ.
         """
-        held = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None and not _is_split(p)
-        ]
+        every_one = [p for group in optimizer.param_groups for p in group["params"]]
+        held = [p for p in every_one if p.grad is not None and not _is_split(p)]
         if not held:
             return False
         grads = [values(local(p.grad.detach())).double() for p in held]
-        sizes = [torch.linalg.vector_norm(grad) for grad in grads]
-        sums = [grad.sum() for grad in grads]
-        mine = torch.stack([*sizes, *sums]).to(self._world.device)
-        every = self._world.gather(mine[None])
+        facts = [*map(torch.linalg.vector_norm, grads), *(grad.sum() for grad in grads)]
+        every = self._world.gather(torch.stack(facts).to(self._world.device)[None])
         if not every.isfinite().all():
-            return False  # an overflow, whose step is skipped
+            return False
         group = every[self.data_rank * self._size : (self.data_rank + 1) * self._size]
-        apart = (group.amax(0) - group.amin(0)).view(2, -1).amax(0)
+        spread = (group.amax(0) - group.amin(0)).view(2, -1).amax(0)
         # Rounding, and another order of additions on a GPU, are far below; parts of a sum are not.
         scale = group[:, : len(held)].amax(0)
-        several = torch.tensor([p.grad.numel() for p in held], device=scale.device).double().sqrt()
-        for parameter, wrong in zip(held, (apart > 0.01 * scale * several).tolist()):
+        root = torch.tensor([p.grad.numel() for p in held], device=scale.device).double().sqrt()
+        for parameter, wrong in zip(held, (spread > 0.01 * scale * root).tolist()):
             if wrong:
                 raise StepError(
                     f"the ranks of a group have different gradients for {self._names.get(id(parameter), 'a parameter')!r}, which each of "
@@ -294,19 +272,12 @@ class TensorParallel(Single):
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.reducing(True) if isinstance(model, Sharded) else nullcontext()
 
-    @property
-    def counting(self) -> Counting:
-        return counting(self._world)
-
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return clip_to_norm(parameters, max_norm, norm_type, self._world)
-
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         return Released(SHARDS)
 
 
 class Split(nn.Module):
-    """Calls the model, and explains what goes wrong among layouts."""
+    """Calls the model, and explains an error of mixed layouts."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -336,14 +307,14 @@ def _is_split(parameter: Any) -> bool:
 Place = tuple[nn.Module, str]
 
 
-def _shared(model: nn.Module) -> list[list[Place]]:
-    """Where each parameter lies that lies in several places."""
+def holders(model: nn.Module) -> dict[int, list[Place]]:
+    """id of each parameter → the modules and attributes that hold it."""
     places: dict[int, list[Place]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
-    return [found for found in places.values() if len(found) > 1]
+    return places
 
 
 def _tie(tied: Sequence[Sequence[Place]]) -> None:
@@ -351,8 +322,6 @@ def _tie(tied: Sequence[Sequence[Place]]) -> None:
         first: Any = module._parameters[attribute]
         for other, name in others:
             theirs: Any = other._parameters[name]
-            if theirs is first:
-                continue
             if getattr(theirs, "placements", None) != getattr(first, "placements", None):
                 raise PrepareError(
                     f"the plan splits a parameter shared by a {type(module).__name__} and a {type(other).__name__} differently: give both "
@@ -361,7 +330,7 @@ def _tie(tied: Sequence[Sequence[Place]]) -> None:
             other._parameters[name] = first
 
 
-# -- The plan of tensor parallelism: which modules are split, and how, read from patterns before anything is changed.
+# -- the plan: which modules are split, and how, read before anything is changed ---------------------------------------
 
 
 SEQUENCE_DIM = 1  # of (batch, sequence, features)
@@ -384,129 +353,134 @@ class Part:
     module: nn.Module
     how: Any
 
+    def dim(self, attribute: str) -> int | None:
+        """The dimension along which a parameter of the module is split; None: it is whole."""
+        if self.how not in SPLITTING or self.module._parameters.get(attribute) is None:
+            return None
+        columns = self.how.startswith("colwise")
+        if isinstance(self.module, nn.Embedding):
+            return 1 if columns else 0
+        if attribute == "bias":
+            return 0 if columns else None
+        return 0 if columns else 1
+
+
+def split_dims(parts: Iterable[Part]) -> dict[int, int]:
+    """id of each parameter that is split → along which dimension."""
+    found = {}
+    for part in parts:
+        for attribute, parameter in part.module._parameters.items():
+            dim = part.dim(attribute)
+            if dim is not None:
+                found[id(parameter)] = dim
+    return found
+
 
 def read_plan(
     model: nn.Module, plan: Mapping[str, Any] | None, size: int, sequence_parallel: bool
 ) -> list[Part]:
-    """What to do to the modules of `model`, for groups of `size` ranks.
+    """The modules of `model` that groups of `size` ranks split, and how.
 
     Args:
         plan: patterns → words or styles; None: the model's own (`tp_plan`, `_tp_plan`), else `gathered`.
 
     Raises:
-        PrepareError: what cannot be done, by name.
+        PrepareError: a plan that cannot be applied; names the module.
     """
-    own = None if plan is not None else _own(model)
-    if plan is None and own is None:
+    kind = type(model).__name__
+    own = [getattr(model, name, None) for name in ("tp_plan", "_tp_plan")] if plan is None else []
+    chosen = plan or next((found for found in own if isinstance(found, Mapping) and found), None)
+    if chosen is None:
         if sequence_parallel:
             raise PrepareError(
-                "sequence_parallel=True needs a plan, for no rule can tell which parts of this "
-                f"{type(model).__name__} see a piece of the sequence: pass strategy_options={{'plan': ..., 'sequence_parallel': True}}"
+                f"sequence_parallel=True needs a plan, for no rule can tell which parts of this {kind} see a piece of the sequence: pass "
+                "strategy_options={'plan': ..., 'sequence_parallel': True}"
             )
-        plan = gathered(model, size)
-        if not plan:
+        chosen = gathered(model, size)
+        if not chosen:
             raise PrepareError(
-                f"this {type(model).__name__} has no nn.Linear and no nn.Embedding of at least {size} features to split over {size} "
-                "ranks: use strategy='fsdp' or 'ddp', or groups of fewer ranks"
+                f"this {kind} has no nn.Linear and no nn.Embedding of at least {size} features to split over {size} ranks: use "
+                "strategy='fsdp' or 'ddp', or groups of fewer ranks"
             )
-    chosen = plan if plan is not None else own
-    assert chosen is not None
-    parts = _with_tied(model, _matched(model, chosen, lenient=own is not None))
-    _check(model, parts, size)
+    parts = _with_tied(model, _matched(model, chosen, lenient=plan is None))
+    for part in parts:
+        _check(part, size, _inside_atoms(model))
+        if part.how in ("sequence", "sequence_split") and not sequence_parallel:
+            raise PrepareError(
+                f"the plan says {part.how!r} for {part.name!r}, which needs sequence_parallel=True"
+            )
     if sequence_parallel:
         _check_sequence(model, parts)
-    else:
-        for part in parts:
-            if part.how in ("sequence", "sequence_split"):
-                raise PrepareError(
-                    f"the plan says {part.how!r} for {part.name!r}, which needs sequence_parallel=True"
-                )
     return parts
 
 
-def _own(model: nn.Module) -> Mapping[str, Any] | None:
-    for attribute in ("tp_plan", "_tp_plan"):
-        found = getattr(model, attribute, None)
-        if isinstance(found, Mapping) and found:
-            return found
-    return None
-
-
 def gathered(model: nn.Module, size: int) -> dict[str, str]:
-    """A plan that is right for any model whose layers are called: each layer is split, and its output gathered.
+    """A plan that is right for any model that calls its layers: each layer is split, and its output gathered.
 
-    Every nn.Linear and nn.Embedding, no subclass, with at least `size` features. Left whole are those inside of modules that read
-    their weights without calling them (nn.MultiheadAttention), embeddings that torch cannot split, and those that share a
-    parameter with what is left whole.
+    Every nn.Linear and nn.Embedding, no subclass, with at least `size` features. Left whole are layers inside of modules that read
+    their weights without calling them (nn.MultiheadAttention), embeddings that torch cannot split, and layers that share a
+    parameter with one that is left whole.
     """
-    inside = _inside_atoms(model)
+    inside, places = _inside_atoms(model), holders(model)
+
+    def sharing(module: nn.Module) -> list[nn.Module]:
+        return [m for p in module._parameters.values() if p is not None for m, _ in places[id(p)]]
+
     plan: dict[str, str] = {}
-    modules = {
-        n: m
-        for n, m in model.named_modules()
-        if id(m) not in inside and not set(m._parameters) - {"weight", "bias"}
-    }
-    for name, module in modules.items():
-        if type(module) is nn.Linear and module.out_features >= size and "weight" in module._parameters:
-            plan[name] = "colwise_rep"
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if id(module) in inside or set(module._parameters) - {"weight", "bias"}:
+            continue
+        features, how = 0, "colwise_rep"
+        if type(module) is nn.Linear and "weight" in module._parameters:
+            features = module.out_features
         elif type(module) is nn.Embedding and not module.sparse and module.max_norm is None:
-            if _tied_to_a_linear(module, model):
-                if module.num_embeddings >= size:
-                    plan[name] = "rowwise_rep"  # as the Linear's: along the vocabulary
-            elif module.embedding_dim >= size:
-                plan[name] = "colwise_rep"
+            features = module.embedding_dim
+            if any(isinstance(m, nn.Linear) for m in sharing(module)):
+                features, how = module.num_embeddings, "rowwise_rep"  # as the Linear's: along the vocabulary
+        if features >= size:
+            plan[name], modules[name] = how, module
     while True:
         chosen = {id(modules[name]) for name in plan}
-        left = [n for n in plan if any(id(m) not in chosen for m in _sharing(modules[n], model))]
+        left = [n for n in plan if any(id(m) not in chosen for m in sharing(modules[n]))]
         if not left:
             return plan
         for name in left:
             del plan[name]
 
 
-def _sharing(module: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
-    mine = {id(p) for p in module._parameters.values() if p is not None}
-    return (m for m in model.modules() if any(id(p) in mine for p in m._parameters.values()))
-
-
-def _tied_to_a_linear(module: nn.Module, model: nn.Module) -> bool:
-    return any(isinstance(m, nn.Linear) for m in _sharing(module, model))
-
-
 def _inside_atoms(model: nn.Module) -> dict[int, str]:
     """id of each module inside of one that reads its parts' weights without calling them → the class of that one."""
-    return {
-        id(m): type(atom).__name__
-        for atom in model.modules()
-        if isinstance(atom, ATOMS)
-        for m in atom.modules()
-        if m is not atom
-    }
+    atoms = [m for m in model.modules() if isinstance(m, ATOMS)]
+    return {id(m): type(atom).__name__ for atom in atoms for m in atom.modules() if m is not atom}
 
 
 def _matched(model: nn.Module, plan: Mapping[str, Any], lenient: bool) -> list[Part]:
-    """One part a matched module; the first pattern that matches it counts."""
+    """One part for each matched module; the first pattern that matches it counts."""
     names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    known = (*WORDS, *ALIASES)
     taken: dict[int, Part] = {}
     for pattern, how in plan.items():
         found = [n for n in names if fnmatchcase(n, pattern)]
         if not found and lenient:
-            continue  # a model's own plan may speak of parts that its configuration left out, in words of its own
-        word = _word(pattern, how)
+            continue  # a model's own plan may name parts that its configuration left out, in words of its own
+        word = ALIASES.get(how, how) if isinstance(how, str) else how
+        if isinstance(word, str) and word not in WORDS:
+            raise PrepareError(
+                f"the plan's {pattern!r} has the style {how!r}{nearest(how, known) or ','} known: {', '.join(known)}"
+            )
         if not found:
             raise PrepareError(
                 f"the plan's {pattern!r} matches no module of this {type(model).__name__}{nearest(pattern, names)}: write names as in "
                 "model.named_modules(), with * for any part"
             )
-        if word in SPLITTING:
-            fit = [n for n in found if isinstance(names[n], SPLIT_MODULES)]
-            if found and not fit:
-                raise PrepareError(
-                    f"the plan says {how!r} for {found[0]!r}, a {type(names[found[0]]).__name__}, and torch splits nn.Linear and "
-                    "nn.Embedding: name those inside of it"
-                )
-            found = fit
-        for name in found:
+        fit = [n for n in found if isinstance(names[n], SPLIT_MODULES)] if word in SPLITTING else found
+        if not fit:
+            raise PrepareError(
+                f"the plan says {how!r} for {found[0]!r}, a {type(names[found[0]]).__name__}, and torch splits nn.Linear and "
+                "nn.Embedding: name those inside of it"
+            )
+        for name in fit:
             taken.setdefault(id(names[name]), Part(name, names[name], word))
     if not taken:
         raise PrepareError(
@@ -515,45 +489,25 @@ def _matched(model: nn.Module, plan: Mapping[str, Any], lenient: bool) -> list[P
     return list(taken.values())
 
 
-def _word(pattern: str, how: Any) -> Any:
-    if not isinstance(how, str):
-        return how
-    word = ALIASES.get(how, how)
-    if word not in WORDS:
-        known = (*WORDS, *ALIASES)
-        raise PrepareError(
-            f"the plan's {pattern!r} has the style {how!r}{nearest(how, known) or ','} known: {', '.join(known)}"
-        )
-    return word
-
-
 def _with_tied(model: nn.Module, parts: list[Part]) -> list[Part]:
-    """`parts`, and those that share a parameter with one of them: split alike, so that there is still one."""
-    names = {id(m): n for n, m in model.named_modules()}
-    known = {id(p.module): p for p in parts}
-    for part in list(parts):
-        if part.how not in SPLITTING:
-            continue
+    """`parts`, and modules that share a parameter with one of them: split alike, so that they still share it."""
+    names, places = {id(m): n for n, m in model.named_modules()}, holders(model)
+    known = {id(part.module): part for part in parts}
+    for part in [part for part in parts if part.how in SPLITTING]:
         for attribute, parameter in part.module._parameters.items():
-            if parameter is None:
-                continue
-            for module in _sharing_one(parameter, model):
-                other = known.get(id(module))
-                if other is None:
-                    dim = layout(part, attribute)
-                    if isinstance(module, nn.Linear):
-                        how = "colwise_rep" if dim == 0 else "rowwise_rep"
-                    else:
-                        how = "rowwise_rep" if dim == 0 else "colwise_rep"
-                    known[id(module)] = other = Part(names[id(module)], module, how)
-                    parts.append(other)
-                theirs = next(a for a, p in module._parameters.items() if p is parameter)
-                alike = (
-                    isinstance(module, SPLIT_MODULES)
-                    and other.how in SPLITTING
-                    and layout(other, theirs) == layout(part, attribute)
-                )
-                if not alike and isinstance(other.how, str):
+            for module, theirs in places[id(parameter)] if parameter is not None else ():
+                dim = part.dim(attribute)
+                if id(module) not in known:
+                    along_rows = (dim == 0) == isinstance(module, nn.Linear)
+                    how = "colwise_rep" if along_rows else "rowwise_rep"
+                    known[id(module)] = Part(names[id(module)], module, how)
+                    parts.append(known[id(module)])
+                other = known[id(module)]
+                if isinstance(other.how, str) and (
+                    not isinstance(module, SPLIT_MODULES)
+                    or other.how not in SPLITTING
+                    or other.dim(theirs) != dim
+                ):
                     raise PrepareError(
                         f"{part.name!r} and {other.name!r} share a parameter, which {part.how!r} and {other.how!r} split differently: an "
                         "embedding that is 'rowwise' and a Linear that is 'colwise' go together (both along the vocabulary)"
@@ -561,80 +515,48 @@ def _with_tied(model: nn.Module, parts: list[Part]) -> list[Part]:
     return parts
 
 
-def _sharing_one(parameter: Tensor, model: nn.Module) -> Iterator[nn.Module]:
-    return (m for m in model.modules() if any(p is parameter for p in m._parameters.values()))
-
-
-def layout(part: Part, attribute: str) -> int | None:
-    """The dimension along which a word splits a parameter; None: whole."""
-    columns = part.how.startswith("colwise")
-    if isinstance(part.module, nn.Embedding):
-        return 1 if columns else 0
-    if attribute == "bias":
-        return 0 if columns else None
-    return 0 if columns else 1
-
-
-def split_dims(parts: Iterable[Part]) -> dict[int, int]:
-    """id of each parameter that a word splits → along which dimension."""
-    found = {}
-    for part in parts:
-        if part.how in SPLITTING:
-            for attribute, parameter in part.module._parameters.items():
-                dim = layout(part, attribute)
-                if parameter is not None and dim is not None:
-                    found[id(parameter)] = dim
-    return found
-
-
-def _check(model: nn.Module, parts: Iterable[Part], size: int) -> None:
-    inside = _inside_atoms(model)
-    for part in parts:
-        module, how = part.module, part.how
-        if id(module) in inside and how != "replicate":
-            raise PrepareError(
-                f"{part.name!r} lies in a {inside[id(module)]}, which reads its weights without calling it: leave it out of the plan"
-            )
-        if how in SPLITTING:
-            unfit = set(module._parameters) - {"weight", "bias"}
-            if unfit or module._parameters.get("weight") is None:
-                raise PrepareError(
-                    f"{part.name!r} has no plain weight (parametrised, or with {', '.join(sorted(unfit)) or 'none'}): say 'replicate'"
-                )
-            embedding = isinstance(module, nn.Embedding)
-            if embedding and (module.sparse or module.max_norm is not None):
-                raise PrepareError(
-                    f"{part.name!r} is an embedding with sparse gradients or max_norm, which torch cannot split: leave it out"
-                )
-            dim = layout(part, "weight")
-            assert dim is not None
-            many = module.weight.shape[dim]  # type: ignore[union-attr, index]
-            passed_on = how == "colwise" or (how == "rowwise" and not embedding)
-            if many < size or (passed_on and many % size):
-                why = f"does not divide by {size} ranks" if many >= size else f"is less than {size} ranks"
-                remedy = (
-                    "say 'colwise_rep' or 'rowwise_rep', which" if many >= size else "leave it out, which"
-                )
-                raise PrepareError(
-                    f"{part.name!r} is {how!r}, and dimension {dim} of its weight, {many}, {why}: {remedy} needs no equal parts, or choose "
-                    "another size"
-                )
-        if (
-            how in ("sequence", "replicated_with_grad_allreduce")
-            and next(module.children(), None) is not None
-        ):
-            raise PrepareError(
-                f"{how!r} is for single layers, and {part.name!r} is a {type(module).__name__}: name the layers in it"
-            )
+def _check(part: Part, size: int, inside: Mapping[int, str]) -> None:
+    module, how = part.module, part.how
+    if id(module) in inside and how != "replicate":
+        raise PrepareError(
+            f"{part.name!r} lies in a {inside[id(module)]}, which reads its weights without calling it: leave it out of the plan"
+        )
+    single = how in ("sequence", "replicated_with_grad_allreduce")
+    if single and next(module.children(), None) is not None:
+        raise PrepareError(
+            f"{how!r} is for single layers, and {part.name!r} is a {type(module).__name__}: name the layers in it"
+        )
+    if how not in SPLITTING:
+        return
+    unfit = set(module._parameters) - {"weight", "bias"}
+    weight: Any = module._parameters.get("weight")
+    if unfit or weight is None:
+        raise PrepareError(
+            f"{part.name!r} has no plain weight (parametrised, or with {', '.join(sorted(unfit)) or 'none'}): say 'replicate'"
+        )
+    embedding = isinstance(module, nn.Embedding)
+    if embedding and (module.sparse or module.max_norm is not None):
+        raise PrepareError(
+            f"{part.name!r} is an embedding with sparse gradients or max_norm, which torch cannot split: leave it out"
+        )
+    dim = part.dim("weight")
+    many = weight.shape[dim]
+    equal = how == "colwise" or (how == "rowwise" and not embedding)  # parts are passed on
+    if many < size or (equal and many % size):
+        why, remedy = f"is less than {size} ranks", "leave it out, which"
+        if many >= size:
+            why, remedy = f"does not divide by {size} ranks", "say 'colwise_rep' or 'rowwise_rep', which"
+        raise PrepareError(
+            f"{part.name!r} is {how!r}, and dimension {dim} of its weight, {many}, {why}: {remedy} needs no equal parts, or choose "
+            "another size"
+        )
 
 
 def _check_sequence(model: nn.Module, parts: Iterable[Part]) -> None:
-    parts = list(parts)
-    enters = any(
+    if not any(
         p.how == "sequence_split" or not isinstance(p.how, str) or isinstance(p.module, nn.Embedding)
         for p in parts
-    )
-    if not enters:
+    ):
         raise PrepareError(
             "sequence_parallel=True, but nothing in the plan splits the sequence, so every rank would take the whole for its piece: say "
             "'rowwise' for the embedding, or 'sequence_split' for the first module that takes (batch, sequence, features)"
@@ -653,8 +575,7 @@ def _check_sequence(model: nn.Module, parts: Iterable[Part]) -> None:
 
 def apply(part: Part, mesh: Any, sequence_parallel: bool) -> None:
     """Split one module in place, over a mesh of one dimension; parameters that cannot train still cannot."""
-    # Imported here: half a second that other strategies need not pay.
-    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.distributed.tensor.parallel import parallelize_module  # here: it takes half a second
 
     if part.how == "replicate":
         return

@@ -1,8 +1,8 @@
-"""torch.compile, of the whole model or of each repeated block, in place: names, classes and methods stay.
+"""torch.compile and activation checkpointing, in place: names, classes and methods of a model stay.
 
-The whole model is compiled around autocast and, in ddp, around DistributedDataParallel, whose buckets then split the graph, so that
-gradients are reduced while backward still runs. Blocks are compiled one by one before a strategy wraps the model: equal blocks share one
-graph, so that the first step waits less. Precision "auto" is settled by its rule then: a timing would compile both.
+torch.compile takes the whole model or each repeated block. The whole model is compiled around autocast and, in ddp, around
+DistributedDataParallel: its buckets split the graph, so that gradients are reduced while backward still runs. Blocks are compiled
+one by one before a strategy wraps the model: equal blocks share one graph, which shortens the first step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import (
-    _NormBase,  # of BatchNorm and InstanceNorm, which write to buffers without raising their version
-)
+from torch.nn.modules.batchnorm import _NormBase  # it writes to buffers without raising their version
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import PrepareError, SettingError, nearest
@@ -32,7 +30,7 @@ WHAT = ("model", "blocks")
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What torch.compile is applied to, and how.
+    """The target and the options of torch.compile.
 
     Attributes:
         what: "model", the whole one in one call; "blocks", each repeated block found in it.
@@ -65,17 +63,17 @@ class CompileOptions:
 
 
 def read_compile(given: Any, backend: Any) -> CompileOptions | None:
-    """What `compile` and `dynamo_backend` of Accelerator ask for; None for nothing.
+    """The options that `compile` and `dynamo_backend` of Accelerator ask for; None: no compiling.
 
     Args:
         given: False, True, "model", "blocks" or `CompileOptions`.
-        backend: None, or the name of a backend, in any case of letters; "no" asks for nothing.
+        backend: None, or the name of a backend, in upper or lower case; "no" is None.
 
     Raises:
-        SettingError: anything else, both, or a backend that torch does not know.
+        SettingError: any other value, both, or a backend that torch does not know.
     """
-    word = getattr(backend, "value", backend)
-    asked = None if word is None or str(word).lower() == "no" else CompileOptions(backend=str(word).lower())
+    word = str(getattr(backend, "value", backend) or "no").lower()
+    asked = None if word == "no" else CompileOptions(backend=word)
     if isinstance(given, CompileOptions):
         options: CompileOptions | None = given
     elif isinstance(given, bool):
@@ -93,7 +91,7 @@ def read_compile(given: Any, backend: Any) -> CompileOptions | None:
         )
     options = options or asked
     if options and isinstance(options.backend, str):
-        import torch._dynamo  # 1.6 s, which only those pay who compile
+        import torch._dynamo  # here: it takes 1.6 s
 
         known = torch._dynamo.list_backends(exclude_tags=())
         if options.backend not in known:
@@ -104,24 +102,24 @@ def read_compile(given: Any, backend: Any) -> CompileOptions | None:
 
 
 def compile_setting(word: str | None, backend: Any) -> CompileOptions | None:
-    """What the setting `compile` asks for beside `dynamo_backend`; see `read_compile`."""
+    """`read_compile` of the setting `compile`, a word."""
     return read_compile(False if word in (None, "no") else word, backend)
 
 
 class Compiling:
-    """Compiles what one run prepares, and undoes it when the run lets go."""
+    """Compiles the models that one run prepares, and undoes it when the run lets them go."""
 
     def __init__(self, options: CompileOptions) -> None:
         self._options = options
         self._compiled: list[nn.Module] = []
 
     def whole(self, module: nn.Module) -> None:
-        """What a strategy calls on the module that torch.compile should see whole."""
+        """Called by a strategy with the module that torch.compile should see whole."""
         if self._options.what == "model":
             self._compile(module)
 
     def blocks(self, models: Sequence[nn.Module], sharded: bool) -> None:
-        """The repeated blocks of `models`, before they are wrapped.
+        """Compile the repeated blocks of `models`, before they are wrapped.
 
         Args:
             sharded: they will gather their parameters by hooks, which no graph holds.
@@ -135,37 +133,23 @@ class Compiling:
                     f"this {type(model).__name__} or a part of it is compiled already, and compile= asks for it again: prepare the plain "
                     "model, or leave compile out"
                 )
-        if self._options.what != "blocks":
-            for model in models if sharded else ():
-                if passed_over(model):
-                    raise PrepareError(
-                        f"the forward of this {type(model).__name__} is torch's own, which torch.compile passes over behind the hooks that "
-                        "gather a sharded model's parameters: call it from a module of your own, or use compile='blocks'"
-                    )
-            return
-        found = [block for model in models for block in repeated_blocks(model)]
-        if models and not found:
-            raise PrepareError(
-                f"compile='blocks' means the repeated blocks of a model, and this {' or '.join(type(m).__name__ for m in models)} has none "
-                "(two or more of one class in a ModuleList, Sequential or ModuleDict): use compile=True"
-            )
-        for block in found:
-            self._compile(block)
+            if self._options.what == "model" and sharded and passed_over(model):
+                raise PrepareError(
+                    f"the forward of this {type(model).__name__} is torch's own, which torch.compile passes over behind the hooks that "
+                    "gather a sharded model's parameters: call it from a module of your own, or use compile='blocks'"
+                )
+        if self._options.what == "blocks":
+            for block in all_blocks(models, "compile='blocks'", "use compile=True"):
+                self._compile(block)
 
     def _compile(self, module: nn.Module) -> None:
         o = self._options
         options: dict[str, Any] = {
-            "backend": o.backend,
-            "mode": o.mode,
-            "fullgraph": o.fullgraph,
-            "dynamic": o.dynamic,
+            name: getattr(o, name) for name in ("backend", "mode", "fullgraph", "dynamic")
         }
         options["options"] = None if o.options is None else dict(o.options)
         if passed_over(module):
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return module._call_impl(*args, **kwargs)
-
+            call = lambda *args, **kwargs: module._call_impl(*args, **kwargs)  # noqa: E731
             module._compiled_call_impl = torch.compile(call, **options)
         else:
             module.compile(**options)
@@ -178,22 +162,36 @@ class Compiling:
 
 
 def passed_over(module: nn.Module) -> bool:
-    """Whether torch.compile does nothing to `module` in place: its forward is torch's own code (a bare nn.Sequential), which is
-    compiled only where other code calls it."""
+    """Whether torch.compile ignores `module`: forward is torch's own code (a bare nn.Sequential), compiled only when inlined."""
     return type(module).forward.__module__.startswith("torch.nn.")
 
 
-# -- Activation checkpointing: parts of a model keep their inputs only, and compute the rest again when backward comes to them.
+def all_blocks(models: Sequence[nn.Module], asked: str, instead: str) -> list[nn.Module]:
+    """The repeated blocks of `models`; raises PrepareError if there are none."""
+    found = [block for model in models for block in repeated_blocks(model)]
+    if models and not found:
+        raise PrepareError(
+            f"{asked} means the repeated blocks of a model, and {_said(models)} has none (two or more of one class in a ModuleList, "
+            f"Sequential or ModuleDict): {instead}"
+        )
+    return found
+
+
+def _said(models: Sequence[nn.Module]) -> str:
+    return f"this {' or '.join(type(m).__name__ for m in models)}"
+
+
+# -- activation checkpointing: parts of a model keep their inputs only, and run again in backward ----------------------
 
 
 Which = bool | tuple[str, ...]
 
 
 def read_which(given: Any) -> Which:
-    """`activation_checkpointing` as it is kept: False, True or patterns.
+    """`activation_checkpointing`: False, True or patterns.
 
     Raises:
-        SettingError: anything else.
+        SettingError: any other value.
     """
     if isinstance(given, bool):
         return given
@@ -212,32 +210,24 @@ def worded(which: Which) -> str:
 
 
 def read_words(text: str) -> Which:
-    """What `worded` or a person has written.
-
-    Raises:
-        SettingError: an empty pattern.
-    """
+    """The reverse of `worded`. Raises SettingError for an empty pattern."""
     return read_which(
         {"blocks": True, "no": False}.get(text.lower(), tuple(word.strip() for word in text.split(",")))
     )
 
 
 def find_recomputed(models: Sequence[nn.Module], which: Which) -> list[nn.Module]:
-    """The modules inside `models` that `which` means; of those inside one another, the outermost.
+    """The modules inside `models` to recompute; of modules inside one another, the outermost.
 
     Args:
         which: True for the repeated blocks; patterns (fnmatch) of module names or class names.
 
     Raises:
-        PrepareError: nothing is meant, or a module that cannot be recomputed.
+        PrepareError: nothing matches, or a module cannot be recomputed.
     """
     if which is True:
-        found = [block for model in models for block in repeated_blocks(model)]
-        if models and not found:
-            raise PrepareError(
-                f"activation_checkpointing=True means the repeated blocks of a model, and {_said(models)} has none (two or more of one "
-                "class in a ModuleList, Sequential or ModuleDict): name its parts by a pattern, such as 'Encoder'"
-            )
+        asked = "activation_checkpointing=True"
+        found = all_blocks(models, asked, "name its parts by a pattern, such as 'Encoder'")
     else:
         found = _by_pattern(models, which or ())
     for module in found:
@@ -256,11 +246,8 @@ def _by_pattern(models: Sequence[nn.Module], patterns: tuple[str, ...]) -> list[
     for model in models:
         taken: set[int] = set()  # inside one that was found
         for name, module in model.named_modules():
-            if (
-                not name
-                or type(module).forward is nn.Module.forward
-                or isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            ):
+            container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            if not name or container or type(module).forward is nn.Module.forward:
                 continue
             names = (name, type(module).__name__)
             known.update(names)
@@ -276,48 +263,43 @@ def _by_pattern(models: Sequence[nn.Module], patterns: tuple[str, ...]) -> list[
     return list(found.values())
 
 
-def _said(models: Sequence[nn.Module]) -> str:
-    return f"this {' or '.join(type(m).__name__ for m in models)}"
-
-
 def recompute(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Let `modules` be recomputed in backward; returns what undoes it, but for modules whose class torch has replaced since."""
+    """Recompute `modules` in backward; returns the function that undoes it, except where torch has replaced the class since."""
     for module in modules:
         module.__class__ = _recomputed(type(module))
 
     def undo() -> None:
         for module in modules:
-            if type(module) in _KINDS.values():
+            if type(module) in _SUBCLASSES.values():
                 module.__class__ = type(module).__bases__[1]
 
     return undo
 
 
 class _Quiet:
-    """Before a user's class in the order of bases: its subclasses announce themselves to nobody.
+    """A base before the user's class, so that its ``__init_subclass__`` is not called.
 
-    Without ``__slots__``: with them, Python says that the layout of its subclasses differs from that of the user's class.
+    Without ``__slots__``: with them, Python finds that the layout of its subclasses differs from that of the user's class.
     """
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
 
 
-_KINDS: dict[type, type] = {}  # one for each class, so that modules of one class stay so
+_SUBCLASSES: dict[type, type] = {}  # one for each class, so that modules of one class stay so
 
 
 def _recomputed(kind: type) -> type:
-    if kind not in _KINDS:
+    if kind not in _SUBCLASSES:
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             # Keywords travel by position: some could have the names of checkpoint's own.
             call = partial(_call, kind.forward, self, tuple(kwargs))  # type: ignore[attr-defined]
-            values = (*args, *kwargs.values())
-            if torch.compiler.is_compiling():  # a graph's changes of buffers come at its end, once
-                return checkpoint(call, *values, use_reentrant=False)
-            return checkpoint(call, *values, use_reentrant=False, context_fn=partial(_contexts, self))
+            # A graph's changes of buffers come at its end, once.
+            how = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, self)}
+            return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, **how)
 
         def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
             made = super(new, self).__reduce_ex__(protocol)
@@ -330,17 +312,18 @@ def _recomputed(kind: type) -> type:
             "__reduce_ex__": __reduce_ex__,
             "__module__": kind.__module__,
             "__doc__": kind.__doc__,
+            "__qualname__": kind.__qualname__,
         }
-        # The class is nobody's business: a metaclass or __init_subclass__ that keeps a register, or wants arguments, is passed by.
+        # Bypass the metaclass, which may register classes or want arguments.
         meta = type(kind)
         make: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
-        new = make(meta, kind.__name__, (_Quiet, kind), {**body, "__qualname__": kind.__qualname__})
-        _KINDS[kind] = new
-    return _KINDS[kind]
+        new = make(meta, kind.__name__, (_Quiet, kind), body)
+        _SUBCLASSES[kind] = new
+    return _SUBCLASSES[kind]
 
 
 def _new(kind: type, *args: Any) -> Any:
-    """What copying calls."""
+    """Called by copies and pickles of a recomputed module."""
     return kind.__new__(kind, *args)
 
 
@@ -355,24 +338,16 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 
     @contextmanager
     def first() -> Iterator[None]:
-        before = [
-            (m, name, b, b._version)
-            for m in module.modules()
-            for name, b in m._buffers.items()
-            if b is not None
-        ]
+        tables = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+        before = [(m, name, b, b._version) for m, name, b in tables]
         yield
-        changed.extend(
-            (m, name)
-            for m, name, b, version in before
-            if m._buffers.get(name) is not b or b._version != version or isinstance(m, _NormBase)
-        )
+        for m, name, buffer, version in before:
+            if m._buffers.get(name) is not buffer or buffer._version != version or isinstance(m, _NormBase):
+                changed.append((m, name))
 
     @contextmanager
     def second() -> Iterator[None]:
-        kept: list[tuple[nn.Module, str, Tensor | None]] = [
-            (m, name, m._buffers.get(name)) for m, name in changed
-        ]
+        kept: list[tuple[nn.Module, str, Tensor | None]] = [(m, n, m._buffers.get(n)) for m, n in changed]
         for m, name, buffer in kept:
             m._buffers[name] = None if buffer is None else buffer.clone()
         try:

@@ -1,8 +1,8 @@
 """zero1: as ddp, with optimizer states sharded (ZeRO-1).
 
-Parameters and gradients are whole on every rank, and DistributedDataParallel averages the gradients. Each rank then updates its rows
-of each parameter, for which alone it keeps the optimizer's state, and the updated rows are gathered. Against ddp a step moves the
-parameters once more, and Adam's state takes 8 / ranks bytes a parameter instead of 8.
+Parameters and gradients are whole on every rank, and DistributedDataParallel averages the gradients. Each rank keeps optimizer states
+for its rows of each parameter only, updates these rows, and gathers the others. Compared with ddp, a step sends the parameters once
+more, and Adam's state takes 8 / ranks bytes a parameter instead of 8.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ZeRO1(DDP):
         self._cap = int(options.bucket_cap_mb * 2**20)
         self._frozen: set[int] = (
             set()
-        )  # ids of parameters whose gradients, should there be some, nobody averages
+        )  # ids of parameters that were frozen, so that ddp averages no gradients of them
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:

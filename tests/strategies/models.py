@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -138,3 +139,31 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
         "lr": schedule.get_last_lr()[0],
         "precision": acc.mixed_precision,
     }
+
+
+def trained(
+    strategy: str,
+    kind: str,
+    steps: int,
+    clip: float | None,
+    precision: str = "no",
+    options: Any = None,
+    adam: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
+    """`train` under a strategy."""
+    with Accelerator(
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
+        **more,
+    ) as acc:
+        return train(acc, kind, clip, adam)
+
+
+def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
+    assert a["losses"] == pytest.approx(b["losses"], rel=rel)
+    assert a["norms"] == pytest.approx(b["norms"], rel=rel)
+    assert (a["lr"], a["skipped"]) == (b["lr"], b["skipped"])
+    assert a["parameters"].keys() == b["parameters"].keys()

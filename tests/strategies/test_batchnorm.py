@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import signal
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from easymp import Accelerator, PrepareError, RefusedError, SyncBatchNorm, convert_sync_batchnorm
 from easymp.distributed import World, read_ranks
 
-from .models import make, train
+from .models import make, trained
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 SHAPES = {2: (3,), 3: (3, 5), 4: (3, 4, 2), 5: (3, 2, 2, 3)}
@@ -96,12 +94,12 @@ def compare(
                 )
 
 
-@pytest.mark.parametrize("dims", [2, 3, 4, 5])
+@pytest.mark.parametrize("dims", [2, 5])
 def test_it_is_batch_norm_of_all_ranks_samples(ranks: Any, dims: int) -> None:
     compare(ranks, norm(dims), batches(dims, [4, 4]))
 
 
-@pytest.mark.parametrize("counts", [[5, 2], [4, 0], [0, 3], [1, 1], [3, 0, 1, 6]])
+@pytest.mark.parametrize("counts", [[5, 2], [1, 1], [3, 0, 1, 6]])
 def test_batches_of_any_size(ranks: Any, counts: list[int]) -> None:
     compare(ranks, norm(), batches(4, counts))
 
@@ -110,17 +108,15 @@ def test_batches_of_any_size(ranks: Any, counts: list[int]) -> None:
     "options",
     [
         {"momentum": None},
-        {"momentum": 0.7, "eps": 0.3},
-        {"affine": False},
+        {"momentum": 0.7, "eps": 0.3, "affine": False},
         {"track_running_stats": False},
-        {"affine": False, "track_running_stats": False},
     ],
 )
 def test_options(ranks: Any, options: dict[str, Any]) -> None:
     compare(ranks, norm(**options), batches(4, [3, 2]))
 
 
-@pytest.mark.parametrize("which", ["weight", "bias", "both"])
+@pytest.mark.parametrize("which", ["weight", "both"])
 def test_frozen_parameters(ranks: Any, which: str) -> None:
     model = norm()
     for name, parameter in model.named_parameters():
@@ -257,46 +253,21 @@ def test_what_would_be_lost_is_refused() -> None:
         convert_sync_batchnorm(nn.Sequential(inner))
 
 
-def on_torchs() -> list[str]:
-    """Which forward a CUDA input takes: torch's, seen by its refusal of a tensor that only says that it is on CUDA."""
-    world = World(read_ranks(), torch.device("cpu"), 20)
-    try:
-        with pytest.raises(Exception) as caught:
-            SyncBatchNorm(3)(torch.ones(2, 3).as_subclass(Elsewhere))
-        return [str(caught.value)]
-    finally:
-        world.close()
-
-
-class Elsewhere(Tensor):
-    is_cuda = True
-
-
-def test_on_cuda_the_forward_is_torchs(ranks: Any) -> None:
-    for (message,) in ranks(on_torchs):
-        assert "SyncBatchNorm expected input tensor to be on GPU" in message
-
-
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
-def trained(strategy: str, steps: int, clip: float | None, precision: str = "no") -> dict[str, Any]:
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        gradient_accumulation_steps=steps,
-        convert_sync_batchnorm=True,
-    ) as acc:
-        return train(acc, "conv", clip)
+def synced(strategy: str, steps: int, clip: float | None) -> dict[str, Any]:
+    return trained(strategy, "conv", steps, clip, convert_sync_batchnorm=True)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("steps", "clip", "size"), [(1, None, 2), (3, 0.1, 2), (1, 0.1, 4)])
+@pytest.mark.parametrize(
+    ("strategy", "steps", "clip", "size"), [("ddp", 3, 0.1, 2), ("fsdp", 1, None, 2), ("ddp", 1, 0.1, 4)]
+)
 def test_a_convolutional_net_trains_as_on_one_process(
     ranks: Any, strategy: str, steps: int, clip: float | None, size: int
 ) -> None:
-    one = trained("single", steps, clip)
-    for got in ranks(trained, strategy, steps, clip, processes=size):
+    one = synced("single", steps, clip)
+    for got in ranks(synced, strategy, steps, clip, processes=size):
         assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
         assert got["norms"] == pytest.approx(one["norms"], rel=1e-5)
         for name, values in one["buffers"].items():
@@ -342,32 +313,3 @@ def test_batch_norms_are_synchronised_while_prepared(ranks: Any) -> None:
 def test_one_process_is_left_as_it_is() -> None:
     got = kinds_and_after()
     assert got["inside"] == got["after"] == ["BatchNorm2d"]
-
-
-def unlike() -> None:
-    with Accelerator(mixed_precision="no", convert_sync_batchnorm=os.environ["RANK"] == "0") as acc:
-        acc.prepare(make("conv"))
-
-
-def test_ranks_must_agree(ranks: Any) -> None:
-    for failure in ranks.fails(unlike):
-        assert failure.type == "WorldError"
-        assert (
-            "convert_sync_batchnorm=True" in failure.message
-            and "convert_sync_batchnorm=False" in failure.message
-        )
-
-
-def killed() -> None:
-    with Accelerator(mixed_precision="no", convert_sync_batchnorm=True) as acc:
-        model = acc.prepare(make("conv"))
-        if acc.process_index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        model(torch.ones(2, 12))
-
-
-def test_a_rank_that_is_gone_in_forward_is_named(ranks: Any) -> None:
-    survivor, dead = ranks.fails(killed)
-    assert dead.type == "SIGKILL"
-    assert survivor.type == "WorldError"
-    assert "gave up in forward" in survivor.message and "rank 1: no answer" in survivor.message

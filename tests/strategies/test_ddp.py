@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -17,27 +16,8 @@ from easymp import (
     SettingError,
     StepError,
 )
-from easymp.options import POWER_SGD
 
-from .models import make, train, whole
-
-
-def trained(
-    strategy: str, kind: str, steps: int, clip: float | None, options: Any = None, precision: str = "no"
-) -> dict[str, Any]:
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        strategy_options=options,
-        gradient_accumulation_steps=steps,
-    ) as acc:
-        return train(acc, kind, clip)
-
-
-def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
-    assert a["losses"] == pytest.approx(b["losses"], rel=rel)
-    assert a["norms"] == pytest.approx(b["norms"], rel=rel)
-
+from .models import make, trained, whole
 
 # -- options that change no number -------------------------------------------------------------------------------------
 
@@ -62,8 +42,7 @@ def cleared(strategy: str, options: Any, how: str) -> list[torch.Tensor]:
         return [whole(p) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("view", [True, False])
-@pytest.mark.parametrize("how", ["none", "zeros", "model"])
+@pytest.mark.parametrize(("view", "how"), [(True, "zeros"), (True, "model"), (False, "none")])
 def test_gradients_in_buckets_are_cleared_every_way(ranks, view: bool, how: str) -> None:
     one = cleared("single", None, how)
     for got in ranks(cleared, "ddp", {"gradient_as_bucket_view": view}, how):
@@ -100,14 +79,13 @@ TRAVEL = {
 
 
 JOURNEYS = [
-    *(
-        (hook, factor, dtype, 2)
-        for hook in TRAVEL
-        for factor in (None, 1.0, 3.0, 0.25)
-        for dtype in (torch.float32, torch.bfloat16)
-    ),
-    *((hook, factor, torch.float32, 4) for hook in TRAVEL for factor in (None, 1.0)),
-    *((hook, None, torch.float64, 2) for hook in TRAVEL),
+    ("no", 3.0, torch.float32, 2),
+    ("fp16", None, torch.float32, 4),
+    ("fp16", 0.25, torch.bfloat16, 2),
+    ("bf16", 1.0, torch.float32, 2),
+    ("bf16", None, torch.bfloat16, 2),
+    ("fp32", None, torch.bfloat16, 2),
+    ("fp32", 3.0, torch.float64, 2),
 ]
 
 
@@ -196,9 +174,7 @@ EXACT = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "use_error_fe
     ("options", "rel"),
     [
         ({"comm_hook": "power_sgd", "comm_state_option": EXACT}, 1e-4),
-        ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "static_graph": True}, 1e-4),
         ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "find_unused_parameters": True}, 1e-4),
-        ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "gradient_as_bucket_view": False}, 1e-4),
         (
             {"comm_hook": "power_sgd", "comm_state_option": {**EXACT, "batch_tensors_with_same_shape": True}},
             1e-4,
@@ -216,16 +192,6 @@ def test_gradients_of_low_rank_arrive_whole(ranks, options: dict[str, Any], rel:
         assert float((x - (p + q) / 2).norm()) <= rel * float((p + q).norm())
 
 
-def test_a_square_of_full_rank_arrives_whole(ranks) -> None:
-    state = {"matrix_approximation_rank": 40, "start_powerSGD_iter": 2, "min_compression_rate": 0.1}
-    options = {"comm_hook": DDPCommunicationHookType.BATCHED_POWER_SGD, "comm_state_option": state}
-    (a, own_a), (b, own_b) = ranks(thin, options, 5)
-    error = torch.cat([(x - (p + q) / 2).flatten() for x, p, q in zip(a, own_a, own_b)])
-    total = torch.cat([((p + q) / 2).flatten() for p, q in zip(own_a, own_b)])
-    assert all(torch.equal(x, y) for x, y in zip(a, b))
-    assert float(error.norm()) <= 1e-4 * float(total.norm())
-
-
 @pytest.mark.parametrize("hook", ["power_sgd", "batched_power_sgd"])
 def test_until_powersgd_starts_gradients_are_ddps(ranks, hook: str) -> None:
     state = {"start_powerSGD_iter": 3}
@@ -235,9 +201,9 @@ def test_until_powersgd_starts_gradients_are_ddps(ranks, hook: str) -> None:
     assert not all(torch.allclose(x, y, rtol=1e-3) for x, y in zip(later, ranks(thin, None, 4)[0][0]))
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    ("hook", "wrapper"), [("power_sgd", "no"), ("batched_power_sgd", "no"), ("batched_power_sgd", "bf16")]
+    ("hook", "wrapper", "size"),
+    [("power_sgd", "no", 2), pytest.param("batched_power_sgd", "bf16", 4, marks=pytest.mark.slow)],
 )
 def test_it_learns_with_a_part_of_the_gradient(ranks, hook: str, wrapper: str, size: int) -> None:
     """In many buckets, and with a reduction of torch's own for unused parameters: in one order on all ranks."""
@@ -248,12 +214,10 @@ def test_it_learns_with_a_part_of_the_gradient(ranks, hook: str, wrapper: str, s
         "comm_state_option": {"start_powerSGD_iter": 2, "min_compression_rate": 0.5},
         "find_unused_parameters": True,
     }
-    results = ranks(trained, "ddp", "idle", 2, 1.0, options, "bf16", processes=size)
+    results = ranks(trained, "ddp", "idle", 2, 1.0, "bf16", options, processes=size)
     assert all(got["losses"] == results[0]["losses"] for got in results)
     assert all(torch.isfinite(p).all() for p in results[0]["parameters"].values())
-    assert results[0]["losses"] == pytest.approx(
-        trained("single", "idle", 2, 1.0, None, "bf16")["losses"], rel=0.2
-    )
+    assert results[0]["losses"] == pytest.approx(trained("single", "idle", 2, 1.0, "bf16")["losses"], rel=0.2)
 
 
 def late() -> list[float]:
@@ -283,7 +247,7 @@ def test_a_parameter_that_comes_into_use_late_is_a_number(ranks) -> None:
 
 
 def test_a_loss_scale_and_a_memory_do_not_go_together(ranks) -> None:
-    for failure in ranks.fails(trained, "ddp", "mlp", 1, None, {"comm_hook": "power_sgd"}, "fp16"):
+    for failure in ranks.fails(trained, "ddp", "mlp", 1, None, "fp16", {"comm_hook": "power_sgd"}):
         assert failure.type == "RefusedError"
         assert "the overflow that fp16 with a loss scale is meant to skip would stay in it" in failure.message
     forgetful = {
@@ -293,20 +257,12 @@ def test_a_loss_scale_and_a_memory_do_not_go_together(ranks) -> None:
         "min_compression_rate": 0.1,
     }
     options = {"comm_hook": "power_sgd", "comm_state_option": forgetful}
-    got = ranks(trained, "ddp", "mlp", 1, None, options, "fp16")[0]
+    got = ranks(trained, "ddp", "mlp", 1, None, "fp16", options)[0]
     assert not got["skipped"][-1]
     assert all(torch.isfinite(p).all() for p in got["parameters"].values())
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
-
-
-def test_options_of_powersgd_are_torchs() -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-
-    assert list(POWER_SGD) == [
-        name for name in inspect.signature(PowerSGDState).parameters if name != "process_group"
-    ]
 
 
 def test_hooks_by_word_and_by_member() -> None:
@@ -327,7 +283,6 @@ def test_hooks_by_word_and_by_member() -> None:
     ("options", "words"),
     [
         ({"comm_hook": "fp8"}, r"comm_hook='fp8' is none of 'no', 'fp16', .*, did you mean 'fp(16|32)'\?"),
-        ({"comm_hook": None}, "comm_hook=None is none of"),
         (
             {"comm_hook": "power_sgd", "comm_wrapper": "fp32"},
             "comm_wrapper='fp32' is none of 'no', 'fp16', 'bf16'",
@@ -339,18 +294,9 @@ def test_hooks_by_word_and_by_member() -> None:
         ({"comm_state_option": {"warm_start": False}}, "holds options of PowerSGD, but comm_hook='no'"),
         ({"comm_hook": "power_sgd", "comm_state_option": {"rank": 2}}, "comm_state_option has no 'rank'"),
         (
-            {"comm_hook": "power_sgd", "comm_state_option": {"start_powersgd_it": 2}},
-            r"no 'start_powersgd_it', did you mean 'start_powerSGD_iter'\?",
-        ),
-        (
             {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}},
             "start_powerSGD_iter=1 is too early",
         ),
-        (
-            {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": 0}},
-            "is not a whole number of at least 1",
-        ),
-        ({"comm_hook": "power_sgd", "comm_state_option": [2]}, "comm_state_option is a list"),
         (
             {"comm_hook": "power_sgd", "gradient_predivide_factor": 2.0},
             "has no effect under comm_hook='power_sgd'",

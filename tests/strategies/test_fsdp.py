@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import easymp
 from easymp import (
     Accelerator,
     DistributedDataParallelKwargs,
     FSDPOptions,
     GradientAccumulationPlugin,
-    PartialState,
     PrepareError,
     RefusedError,
     SettingError,
@@ -29,36 +23,7 @@ from easymp import (
 from easymp.strategies import blocks
 from easymp.strategies.blocks import find_blocks, find_layers
 
-from ..distributed.hurry import hurry
-from .models import Tied, make, train, whole
-
-ROOT = Path(easymp.__file__).parent.parent
-
-
-def trained(
-    strategy: str,
-    kind: str,
-    steps: int,
-    clip: float | None,
-    precision: str = "no",
-    options: Any = None,
-    adam: bool = True,
-) -> dict[str, Any]:
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        strategy_options=options,
-        gradient_accumulation_steps=steps,
-    ) as acc:
-        return train(acc, kind, clip, adam)
-
-
-def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
-    assert a["losses"] == pytest.approx(b["losses"], rel=rel)
-    assert a["norms"] == pytest.approx(b["norms"], rel=rel)
-    assert a["lr"] == b["lr"]
-    assert a["parameters"].keys() == b["parameters"].keys()
-
+from .models import Tied, agree, make, trained, whole
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 
@@ -75,35 +40,21 @@ def test_batch_norm_as_in_ddp(ranks, steps: int, clip: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "rel"), [("mlp", "fp16", 0.02), ("conv", "bf16", 0.05), ("tied", "fp16", 0.02)]
-)
-def test_in_half_precision_as_in_ddp(ranks, kind: str, precision: str, rel: float) -> None:
-    ours, theirs = (ranks(trained, strategy, kind, 1, 0.1, precision)[0] for strategy in ("fsdp", "ddp"))
-    assert ours["losses"] == pytest.approx(theirs["losses"], rel=rel)
-    assert ours["norms"] == pytest.approx(theirs["norms"], rel=4 * rel)
-    assert ours["skipped"] == theirs["skipped"]
-
-
-@pytest.mark.parametrize(
     "options",
     [
         FSDPOptions(reshard_after_forward=False),
         {"wrap": ("Block",)},
-        {"wrap": ["Linear", "LayerNorm"]},
-        {"wrap": 500},
-        {"wrap": 1},
-        {"cpu_offload": True},
-        {"reduce_every_micro_batch": True},
-        {"reduce_every_micro_batch": False},
-        {"wrap": ("Block", "Sequential"), "reshard_after_forward": False},
+        {"wrap": 500, "cpu_offload": True},
+        {"wrap": ["Linear", "LayerNorm"], "reduce_every_micro_batch": True},
+        {"wrap": ("Block", "Sequential"), "reshard_after_forward": False, "reduce_every_micro_batch": False},
     ],
 )
 def test_options_change_no_number(ranks, options: Any) -> None:
     agree(ranks(trained, "fsdp", "tied", 3, 0.1, "no", options)[0], trained("single", "tied", 3, 0.1))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_holds_its_part_of_parameters_and_states(ranks, size: int) -> None:
+def test_a_rank_holds_its_part_of_parameters_and_states(ranks) -> None:
+    size = 2
     total = sum(p.numel() for p in make("tied").parameters())
     results = ranks(trained, "fsdp", "tied", 1, None, processes=size)
     held = [got["shards"] for got in results]
@@ -214,9 +165,10 @@ def norms() -> list[float]:
 
 def test_norms_of_every_kind_and_of_mixed_layouts(ranks) -> None:
     one = norms()
-    for size in (2, 4):  # of 4 ranks, some hold no element of a bias of 5
-        for got in ranks(norms, processes=size, env={"EASYMP_STRATEGY": "fsdp"}):
-            assert got == pytest.approx(one, rel=1e-5)
+    for got in ranks(
+        norms, processes=4, env={"EASYMP_STRATEGY": "fsdp"}
+    ):  # some hold no element of a bias of 5
+        assert got == pytest.approx(one, rel=1e-5)
 
 
 # -- half precision ----------------------------------------------------------------------------------------------------
@@ -325,7 +277,6 @@ def test_what_is_computed_again_sees_the_same_weights(ranks, which: Any) -> None
     ("strategy", "options", "processes", "precision"),
     [
         ("fsdp", None, 2, "bf16"),
-        ("fsdp", None, 2, "fp16"),
         ("fsdp", None, 2, "no"),
         ("hsdp", {"shard_size": 2}, 4, "bf16"),
     ],
@@ -389,15 +340,6 @@ def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> Non
     assert model.embed not in find_blocks(model, ("Embedding", "Block"))
 
 
-def test_parts_by_size_and_attention_left_whole() -> None:
-    model = Tied()
-    parts = [type(m).__name__ for m in find_blocks(model, 1)]
-    assert "NonDynamicallyQuantizableLinear" not in parts
-    assert parts.count("MultiheadAttention") == 3
-    assert "ModuleList" not in parts
-    assert find_blocks(model, 10**6) == []
-
-
 def test_parts_of_another_dtype_are_on_their_own() -> None:
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3).half(), nn.BatchNorm2d(8), nn.Sequential(nn.BatchNorm2d(8), nn.Linear(8, 8).half())
@@ -421,7 +363,6 @@ def test_a_class_that_no_module_has() -> None:
             {"reshard": True},
             r"strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'\?",
         ),
-        ({"find_unused_parameters": True}, "strategy 'fsdp' has no option 'find_unused_parameters'"),
         (
             DistributedDataParallelKwargs(),
             "is a DistributedDataParallelKwargs, but strategy 'fsdp' takes FSDPOptions",
@@ -440,20 +381,6 @@ def refused_options(strategy: str, options: Any, handlers: Any = ()) -> str:
     with pytest.raises(SettingError) as caught:
         Accelerator(strategy=strategy, strategy_options=options, kwargs_handlers=handlers)
     return str(caught.value)
-
-
-def test_options_of_another_strategy(ranks) -> None:
-    handlers = [DistributedDataParallelKwargs()]
-    assert (
-        "is a FSDPOptions, but strategy 'ddp' takes DistributedDataParallelKwargs"
-        in ranks(refused_options, "ddp", FSDPOptions())[0]
-    )
-    assert (
-        "kwargs_handlers holds a DistributedDataParallelKwargs, but the strategy is 'fsdp'"
-        in ranks(refused_options, "fsdp", None, handlers)[0]
-    )
-    assert "pass one of them" in ranks(refused_options, "ddp", {"static_graph": True}, handlers)[0]
-    assert "did you mean 'static_graph'" in refused_options("auto", {"static_grap": True})
 
 
 def refusals() -> dict[str, str]:
@@ -508,67 +435,16 @@ def test_refusals_have_sentences(ranks) -> None:
         assert "parameter '0.weight' is sharded already" in said["again"]
 
 
-def a_rank_that_stays_away(given_up: Path) -> None:
-    with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
-        model = acc.prepare(make("mlp"))
-        acc.wait_for_everyone()
-        if acc.process_index == 1:
-            while not given_up.exists():
-                time.sleep(0.05)
-            return
-        hurry(acc._run.world, 2)
-        try:
-            model(torch.ones(2, 12))
-        finally:
-            given_up.touch()
-
-
-def test_a_rank_that_does_not_come_to_forward_is_named(ranks, tmp_path: Path) -> None:
-    failure = ranks.fails(a_rank_that_stays_away, tmp_path / "given up")[0]
-    assert failure.type == "WorldError"
-    assert "rank 0 gave up in forward" in failure.message
-    assert "in a_rank_that_stays_away" in failure.message
-
-
-# -- beginning and end -------------------------------------------------------------------------------------------------
-
-
-SCRIPT = """
-import torch
-from easymp import Accelerator
-acc = Accelerator(strategy="fsdp", mixed_precision="no")
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
-for _ in range(3):
-    acc.backward(model(torch.ones(2, 4)).mean())
-    optimizer.step()
-    optimizer.zero_grad()
-acc.print("done")
-"""
-
-
-def test_a_script_that_never_closes_ends(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    words = [sys.executable, "-m", "easymp", "launch", "--processes", "2", str(path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "done" in done.stdout
-
-
 # -- what stays whole --------------------------------------------------------------------------------------------------
 
 IGNORED = [
-    ("embed",),
-    ("blocks.*.norm",),
-    ("*.bias", "embed.weight"),
-    ("blocks.1",),
-    "blocks.0.attend.in_proj_weight",
+    (("blocks.1",), 1, None),
+    (("*.bias", "embed.weight"), 3, 0.1),
+    ("blocks.0.attend.in_proj_weight", 1, 0.1),
 ]
 
 
-@pytest.mark.parametrize("ignore", IGNORED)
-@pytest.mark.parametrize(("steps", "clip"), [(1, None), (3, 0.1)])
+@pytest.mark.parametrize(("ignore", "steps", "clip"), IGNORED)
 def test_ignored_parameters_stay_whole_and_train(ranks, ignore: Any, steps: int, clip: float | None) -> None:
     one = trained("single", "tied", steps, clip)
     results = ranks(trained, "fsdp", "tied", steps, clip, "no", {"ignore": ignore})
@@ -577,13 +453,6 @@ def test_ignored_parameters_stay_whole_and_train(ranks, ignore: Any, steps: int,
         assert got["kinds"] == ["DTensor", "Parameter"]
     for name, values in results[0]["parameters"].items():
         assert torch.equal(values, results[1]["parameters"][name]), name
-
-
-@pytest.mark.parametrize("how", ["no_sync", "trigger"])
-def test_ignored_parameters_in_accumulation_by_hand(ranks, how: str) -> None:
-    one = by_hand("single", how)
-    for got in ranks(by_hand, "fsdp", how, {"ignore": ("embed", "blocks.1")}):
-        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
 
 
 def each_micro_step(strategy: str) -> list[torch.Tensor]:
@@ -637,9 +506,8 @@ def overflow(strategy: str, fused: bool, options: Any = None) -> tuple[bool, flo
         return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_an_overflow_in_an_ignored_gradient(ranks, fused: bool) -> None:
-    assert ranks(overflow, "fsdp", fused, {"ignore": "blocks"}) == [(True, 32768.0, 0.0)] * 2
+def test_an_overflow_in_an_ignored_gradient(ranks) -> None:
+    assert ranks(overflow, "fsdp", True, {"ignore": "blocks"}) == [(True, 32768.0, 0.0)] * 2
 
 
 def ignored_wrongly() -> list[str]:
@@ -665,17 +533,3 @@ def test_wrong_names_are_refused(ranks) -> None:
         )
         assert "leaves no parameter to shard" in everything
         assert "AdamW has foreach=True for sharded and ignored parameters together (param group 0)" in mixed
-
-
-def kind_of_run(strategy: str) -> list[str]:
-    with Accelerator(strategy=strategy) as acc:
-        return [
-            acc.distributed_type.value,
-            acc.state.distributed_type.value,
-            PartialState().distributed_type.value,
-        ]
-
-
-def test_scripts_are_told_that_it_is_fsdp(ranks) -> None:
-    assert ranks(kind_of_run, "fsdp")[0] == ["FSDP", "FSDP", "MULTI_CPU"]
-    assert ranks(kind_of_run, "ddp")[0] == ["MULTI_CPU"] * 3

@@ -10,39 +10,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, EasympWarning, LocalSGD, LocalSGDOptions, RefusedError, SettingError
+from easymp import Accelerator, EasympWarning, LocalSGD, LocalSGDOptions, SettingError
 
-from .models import make, train, whole
+from .models import make, whole
 
 
 def same(acc: Accelerator, tensors: Any) -> bool:
     """Whether these are the same on all ranks."""
     rows = acc.gather(torch.cat([t.detach().flatten() for t in tensors])[None])
     return bool((rows == rows[0]).all())
-
-
-def trained(
-    strategy: str, kind: str, steps: int = 1, precision: str = "no", options: Any = None
-) -> dict[str, Any]:
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        strategy_options=options,
-        gradient_accumulation_steps=steps,
-    ) as acc:
-        return train(acc, kind, None, adam=False)
-
-
-@pytest.mark.parametrize(
-    ("kind", "steps", "size"), [("mlp", 1, 2), ("tied", 3, 2), ("idle", 1, 2), ("mlp", 2, 4)]
-)
-def test_averaged_after_each_update_it_is_one_process(ranks, kind: str, steps: int, size: int) -> None:
-    """A mean of parameters is linear in the gradients, momenta included."""
-    one = trained("single", kind, steps)
-    for got in ranks(trained, "local_sgd", kind, steps, "no", {"every": 1}, processes=size):
-        assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
-        for name, values in one["parameters"].items():
-            assert torch.allclose(got["parameters"][name], values, rtol=1e-4, atol=1e-6), name
 
 
 # -- when models are averaged ------------------------------------------------------------------------------------------
@@ -68,9 +44,7 @@ def spreads(every: int, precision: str, fused: bool | None = None) -> list[list[
     return found
 
 
-@pytest.mark.parametrize(
-    ("precision", "fused"), [("no", None), ("bf16", None), ("fp16", True), ("fp16", False)]
-)
+@pytest.mark.parametrize(("precision", "fused"), [("no", None), ("fp16", True)])
 def test_models_are_averaged_after_every_third_update(ranks, precision: str, fused: bool | None) -> None:
     for found in ranks(spreads, 3, precision, fused):
         assert found == [[(i % 3 == 2) or i == 7] * 2 for i in range(8)]
@@ -160,7 +134,7 @@ def overflow(fused: bool | None) -> list[bool]:
         return found
 
 
-@pytest.mark.parametrize("fused", [True, False, None])
+@pytest.mark.parametrize("fused", [True, None])
 def test_skipped_steps_do_not_count_on_any_rank(ranks, fused: bool | None) -> None:
     """Also where one rank's optimizer is fused, and so steps without an effect, and another's is not."""
     for found in ranks(overflow, fused):
@@ -187,39 +161,10 @@ def test_all_start_from_rank_0s_values(ranks) -> None:
     assert zero[1] == [1.0, 1.0]
 
 
-def detour() -> int:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for precision in ("no", "bf16"):
-            with Accelerator(mixed_precision=precision, strategy="local_sgd") as acc:
-                model = acc.prepare(make("mlp"))
-                acc.backward(model(torch.ones(1, 12)).sum())
-                acc.backward(model.forward(torch.ones(1, 12)).sum())
-        return len([w for w in seen if w.category is EasympWarning])
-
-
-def test_gradients_that_nobody_averages_are_no_news(ranks) -> None:
-    assert ranks(detour) == [0, 0]
-
-
-def uneven() -> None:
-    with Accelerator(strategy="local_sgd", mixed_precision="no") as acc:
-        model = acc.prepare(make("mlp"))
-        with acc.join_uneven_inputs([model]):
-            pass
-
-
-def test_refusals(ranks) -> None:
-    with pytest.raises(
-        RefusedError, match=r"'local_sgd' averages models over processes, and there is one; start several"
-    ):
-        Accelerator(strategy="local_sgd")
+def test_a_period_is_a_number_of_updates() -> None:
     for every in (0, 1.5, True, "8"):
         with pytest.raises(SettingError, match="is not a whole number of updates of at least 1"):
             LocalSGDOptions(every)
-    for failure in ranks.fails(uneven):
-        assert failure.type == "RefusedError"
-        assert "cannot join uneven inputs" in failure.message
 
 
 # -- the peer's block --------------------------------------------------------------------------------------------------
@@ -263,10 +208,9 @@ def test_the_block_averages_every_second_step_and_at_its_end(ranks) -> None:
             assert alike == [False, True, False, True, False, True, True]
 
 
-@pytest.mark.parametrize("steps", [1, 5])
-def test_averaged_after_each_step_the_block_is_ddp(ranks, steps: int) -> None:
-    one = block(1, True, steps)[1]
-    for alike, parameters in ranks(block, 1, True, steps):
+def test_averaged_after_each_step_the_block_is_ddp(ranks) -> None:
+    one = block(1, True, 1)[1]
+    for alike, parameters in ranks(block, 1, True, 1):
         assert all(alike)
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(parameters, one))
 

@@ -94,12 +94,3 @@ def test_under_fsdp_and_tensor_parallelism_together(ranks) -> None:
         for norm, layout in ranks(of_fsdp_and_tensor, norm_type, processes=4):
             assert norm == pytest.approx(expected, rel=1e-5)
             assert "_StridedShard" in layout
-
-
-def none_at_all() -> float:
-    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
-        return float(clip_to_norm([nn.Parameter(torch.ones(3))], 1.0, 2.0, acc._world))
-
-
-def test_without_gradients_it_is_zero(ranks) -> None:
-    assert ranks(none_at_all) == [0.0, 0.0]

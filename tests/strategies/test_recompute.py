@@ -14,21 +14,13 @@ from torch import Tensor, nn
 from easymp import Accelerator, PrepareError, SettingError
 from easymp.strategies.transforms import find_recomputed, recompute
 
-from .models import Block, Tied, make, train
-from .test_fsdp import agree
+from .models import Block, Tied, agree, make, trained
 
 
-def trained(
-    strategy: str, kind: str, which: Any, options: Any = None, precision: str = "no", steps: int = 2
+def saving(
+    strategy: str, kind: str, which: Any, options: Any = None, precision: str = "no"
 ) -> dict[str, Any]:
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        strategy_options=options,
-        gradient_accumulation_steps=steps,
-        activation_checkpointing=which,
-    ) as acc:
-        return train(acc, kind, 0.1)
+    return trained(strategy, kind, 2, 0.1, precision, options, activation_checkpointing=which)
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
@@ -38,7 +30,7 @@ def trained(
     ("kind", "which"), [("tied", True), ("idle", True), ("conv", ("1", "2")), ("mlp", "Linear")]
 )
 def test_alone(kind: str, which: Any) -> None:
-    ours, plain = trained("single", kind, which), trained("single", kind, False)
+    ours, plain = saving("single", kind, which), saving("single", kind, False)
     agree(ours, plain)
     for name, values in plain["buffers"].items():
         assert torch.equal(ours["buffers"][name], values), name  # batch-norm's are changed once
@@ -48,33 +40,21 @@ def test_alone(kind: str, which: Any) -> None:
     ("strategy", "options", "size"),
     [
         ("ddp", None, 2),
-        ("ddp", {"static_graph": True}, 2),
         ("ddp", {"find_unused_parameters": True}, 2),
-        ("fsdp", None, 2),
         ("fsdp", {"reshard_after_forward": False}, 2),
         ("fsdp", {"wrap": ("LayerNorm", "Linear")}, 2),  # shards inside of what is computed again
-        ("fsdp", {"ignore": "blocks.1"}, 2),
-        ("hsdp", {"shard_size": 2}, 4),
+        pytest.param("hsdp", {"shard_size": 2}, 4, marks=pytest.mark.slow),
     ],
 )
 def test_on_ranks(ranks, strategy: str, options: Any, size: int) -> None:
-    one = trained("single", "tied", False)
-    for got in ranks(trained, strategy, "tied", True, options, processes=size):
+    one = saving("single", "tied", False)
+    for got in ranks(saving, strategy, "tied", True, options, processes=size):
         agree(got, one)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_buffers_on_ranks(ranks, strategy: str) -> None:
-    ours, plain = (ranks(trained, strategy, "conv", which, None, "no", 1) for which in (("1", "2"), False))
-    for a, b in zip(ours, plain):
-        agree(a, b)
-        for name, values in b["buffers"].items():
-            assert torch.allclose(a["buffers"][name], values, rtol=1e-6, atol=1e-7), name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_is_replayed(precision: str) -> None:
-    ours, plain = (trained("single", "tied", which, None, precision) for which in (True, False))
+    ours, plain = (saving("single", "tied", which, None, precision) for which in (True, False))
     assert ours["losses"] == plain["losses"] and ours["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
@@ -147,7 +127,6 @@ def test_forward_keeps_the_inputs_of_blocks_only() -> None:
     ("which", "names"),
     [
         (True, ["blocks.0", "blocks.1", "blocks.2"]),
-        (("Block",), ["blocks.0", "blocks.1", "blocks.2"]),
         (("blocks.*",), ["blocks.0", "blocks.1", "blocks.2"]),  # the outermost of those inside one another
         (("blocks.[02]", "head"), ["blocks.0", "blocks.2", "head"]),
         (("*.think",), ["blocks.0.think", "blocks.1.think", "blocks.2.think"]),
@@ -157,14 +136,6 @@ def test_what_is_meant(which: Any, names: list[str]) -> None:
     model = Tied()
     by_id = {id(m): name for name, m in model.named_modules()}
     assert [by_id[id(m)] for m in find_recomputed([model], which)] == names
-
-
-def test_a_pattern_may_mean_a_part_of_another_model() -> None:
-    assert len(find_recomputed([nn.Linear(1, 1), Tied()], ("Block",))) == 3
-
-
-def scripted() -> nn.Module:
-    return nn.Sequential(torch.jit.script(nn.Linear(1, 1)))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +164,7 @@ def test_a_forward_of_its_own() -> None:
         find_recomputed([model], True)
 
 
-@pytest.mark.parametrize("wrong", [1, (), "", [1]])
+@pytest.mark.parametrize("wrong", [1, ()])
 def test_neither_true_nor_a_pattern(wrong: Any) -> None:
     with pytest.raises(SettingError, match=r"neither True .* nor False, nor a pattern"):
         Accelerator(activation_checkpointing=wrong)

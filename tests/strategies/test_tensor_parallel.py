@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from easymp import (
     Accelerator,
     BatchError,
-    FSDPOptions,
     PrepareError,
     RefusedError,
     SettingError,
@@ -23,34 +22,9 @@ from easymp import (
 from easymp.strategies.tensor_parallel import TensorParallel, gathered, read_plan
 
 from ..versions import ADDS
-from .models import Tied, make, train, whole
+from .models import Tied, make, whole
 
 Options = dict[str, Any]
-
-
-def trained(
-    strategy: str,
-    kind: str,
-    steps: int,
-    clip: float | None,
-    options: Any = None,
-    precision: str = "no",
-    adam: bool = True,
-) -> dict[str, Any]:
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        strategy_options=options,
-        gradient_accumulation_steps=steps,
-    ) as acc:
-        return train(acc, kind, clip, adam)
-
-
-def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
-    assert a["losses"] == pytest.approx(b["losses"], rel=rel)
-    assert a["norms"] == pytest.approx(b["norms"], rel=rel)
-    assert a["lr"] == b["lr"]
-    assert a["parameters"].keys() == b["parameters"].keys()
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
@@ -358,24 +332,6 @@ def test_a_layer_on_parts_that_the_plan_forgets_is_named(ranks, processes: int) 
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def fused(groups: bool) -> tuple[str, str]:
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-        given: Any = [{"params": m.parameters()} for m in model] if groups else model.parameters()
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(given))
-        for _ in range(2):
-            acc.backward(model(torch.ones(2, 4)).sum())
-            optimizer.step()
-        return acc.plan.optimizer.value, acc.plan.optimizer.reason
-
-
-def test_a_fused_step_where_a_group_has_one_layout(ranks) -> None:
-    assert ranks(fused, True)[0] == ("fused", "torch's fused AdamW")
-    value, reason = ranks(fused, False)[0]
-    assert value == "as given"
-    assert "parameters that are split and others that are not, in one group" in reason
-
-
 def muon(strategy: str) -> list[Tensor]:
     with Accelerator(mixed_precision="no", strategy=strategy) as acc:
         torch.manual_seed(0)
@@ -438,16 +394,6 @@ def test_neighbours_share_their_data_and_their_dropout(ranks) -> None:
     assert all(sorted(r["metrics"]) == list(range(22)) for r in results)
 
 
-def test_one_group_sees_all_data(ranks) -> None:
-    for result in ranks(data, 2):
-        assert result["slice"] == (0, 1)
-        assert (
-            sorted(x for batch in result["seen"] for x in batch)
-            == sorted(result["metrics"])
-            == list(range(22))
-        )
-
-
 def held(kind: str, size: int) -> tuple[int, int, int]:
     with Accelerator(
         mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}
@@ -482,8 +428,8 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"plan": {}}, "is no mapping of module names to styles"),
-        ({"plan": "colwise"}, "is no mapping of module names to styles"),
+        ({"plan": {}}, "is not a mapping of module names to styles"),
+        ({"plan": "colwise"}, "is not a mapping of module names to styles"),
         ({"size": 1}, "size=1 is not a number of ranks of at least 2"),
         ({"size": "2"}, "size='2' is not a number of ranks"),
         ({"sequence_parallel": 1}, "sequence_parallel=1 is neither True nor False"),
@@ -493,10 +439,6 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
 def test_options_are_checked(options: Any, words: str) -> None:
     with pytest.raises(SettingError, match=words):
         TensorParallelOptions(**options)
-
-
-def test_fsdp_options_may_be_a_dict() -> None:
-    assert TensorParallelOptions(fsdp={"wrap": 1}).fsdp == FSDPOptions(wrap=1)
 
 
 def refusals() -> dict[str, str]:

@@ -17,18 +17,13 @@ from easymp import (
     DistributedDataParallelKwargs,
     PrepareError,
     RefusedError,
-    SettingError,
     StepError,
     memory,
 )
-from easymp.base.torch_flags import numbers
-from easymp.optim import LAMB, partition
-from easymp.optim.partition import check_sums
+from easymp.optim import partition
 
 from ..versions import ADDS
-from .models import STEPS, make, train
-
-UNUSED = {"find_unused_parameters": True}
+from .models import STEPS, make, trained
 
 
 class Normalised(torch.optim.Optimizer):
@@ -76,11 +71,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001),
-    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
     "normalised": lambda p: Normalised(p, lr=0.1),
@@ -88,32 +79,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 }
 WHOLE = ["normalised", "muon"]  # these look at whole parameters
 ANY = [name for name in OPTIMIZERS if ADDS or name not in WHOLE]
-SOME = [
-    name
-    for name in ("adamw", "sgd with momentum", "adagrad", "a subclass of adamw", "normalised")
-    if name in ANY
-]
-
-
-def trained(
-    strategy: str, kind: str, steps: int, clip: float | None, precision: str = "no", adam: bool = True
-) -> dict[str, Any]:
-    options = UNUSED if kind == "idle" else None
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        strategy_options=options,
-        gradient_accumulation_steps=steps,
-    ) as acc:
-        return train(acc, kind, clip, adam)
-
-
-def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
-    assert a["losses"] == pytest.approx(b["losses"], rel=rel)
-    assert a["norms"] == pytest.approx(b["norms"], rel=rel)
-    assert a["lr"] == b["lr"]
-    assert a["skipped"] == b["skipped"]
-    assert a["parameters"].keys() == b["parameters"].keys()
+SOME = [name for name in ("adamw", "a subclass of adamw", "normalised") if name in ANY]
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
@@ -175,7 +141,7 @@ def test_shards_without_a_row_and_a_parameter_without_dimensions(ranks, which: s
 # -- the memory --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "size"), [("tied", 2), ("tied", 4), ("mlp", 2), ("conv", 4)])
+@pytest.mark.parametrize(("kind", "size"), [("tied", 2), ("conv", 4)])
 def test_a_rank_holds_its_part_of_the_states(ranks, kind: str, size: int) -> None:
     model = make(kind)
     total = sum(p.numel() for p in model.parameters())
@@ -222,7 +188,7 @@ def gathered(alone: int, cap: int) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("alone", "cap", "size"),
-    [(2**20, 2**20, 2), (2**20, 100, 4), (2**20, 1, 2), (1, 1, 2), (100, 200, 2), (100, 200, 4)],
+    [(2**20, 2**20, 2), (1, 1, 2), (100, 200, 4)],
 )
 def test_parts_come_together(ranks, alone: int, cap: int, size: int) -> None:
     """In place, even and ragged, and packed in one bucket or several, whatever the dtype and the memory format."""
@@ -231,20 +197,6 @@ def test_parts_come_together(ranks, alone: int, cap: int, size: int) -> None:
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
-
-
-def waits() -> bool:
-    """Whether a fused step under fp16 reads its flag on the device, as under ddp."""
-    from easymp.precision.scaler import takes_found_inf
-
-    with Accelerator(mixed_precision="fp16", strategy="zero1") as acc:
-        model = make("mlp")
-        _, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
-        return not takes_found_inf(optimizer.optimizer)
-
-
-def test_a_fused_step_does_not_wait_for_the_flag(ranks) -> None:
-    assert ranks(waits) == [False, False]
 
 
 def hooks() -> dict[str, Any]:
@@ -429,20 +381,6 @@ def test_state_moves_between_plain_and_sharded(ranks, which: str) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("torchs", ["2.8.0+cu128", "2.10.1a0+git1234"])
-def test_a_torch_that_would_step_it_wrongly_is_said(monkeypatch: pytest.MonkeyPatch, torchs: str) -> None:
-    monkeypatch.setattr(torch, "__version__", torchs)
-    monkeypatch.setattr(partition, "TORCH", numbers(torchs))
-    parameters = [nn.Parameter(torch.ones(2))]
-    for allowed in (torch.optim.AdamW(parameters), MyAdamW(parameters), LAMB(parameters)):
-        check_sums(allowed, "fsdp")
-    with pytest.raises(
-        SettingError,
-        match=f"'fsdp' cannot take Normalised with torch {re.escape(torchs)}.* update torch to 2.11 or newer",
-    ):
-        check_sums(Normalised(parameters, lr=0.1), "fsdp")
-
-
 def refusals() -> dict[str, str]:
     said = {}
     with Accelerator(
@@ -508,18 +446,3 @@ def test_refusals_have_sentences(ranks) -> None:
         assert said.keys() == words.keys()
         for name, pattern in words.items():
             assert re.search(pattern, said[name]), said[name]
-
-
-def unlike_gradients() -> None:
-    with Accelerator(mixed_precision="no", strategy="zero1", debug=True) as acc:
-        model = make("mlp")
-        view, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        acc.backward(view(torch.ones(2, 12)).sum())
-        if acc.process_index:
-            model[0].weight.grad = None
-        optimizer.step()
-
-
-def test_ranks_with_other_gradients_are_told_in_debug_mode(ranks) -> None:
-    for failure in ranks.fails(unlike_gradients):
-        assert "the ranks step on different numbers of gradients ([6, 5])" in failure.message

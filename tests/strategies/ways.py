@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from easymp.strategies import STRATEGIES
+
 
 @dataclass(frozen=True)
 class Way:
@@ -27,35 +29,22 @@ class Way:
     norms: bool = True
 
 
-# Model, accumulation and clip: any two values of them meet in some row; `test_matrix` has the whole product.
-PAIRS = [
-    ("mlp", 1, None),
-    ("mlp", 3, 0.1),
-    ("tied", 1, 0.1),
-    ("tied", 3, None),
-    ("idle", 1, None),
-    ("idle", 3, 0.1),
-]
-
-# `test_matrix` sees to it that each strategy of the registry is here.
-UNUSED = {
-    "idle": {"find_unused_parameters": True}
-}  # torch's reducer waits for every gradient, unless told otherwise
-WAYS = {
-    "single": Way("single", (1,)),
-    "data_parallel": Way("data_parallel", (1,)),
+# torch's reducer waits for every gradient, unless told otherwise.
+UNUSED = {"idle": {"find_unused_parameters": True}}
+ONE_BATCH = {"conv": {"microbatches": 1}}  # batch-norm sees a micro-batch at a time
+# Ways of strategies that need more than the defaults; every other strategy of the registry has one way, its name.
+SPECIAL = {
     "ddp": Way("ddp", more=UNUSED),
     "zero1": Way("zero1", more=UNUSED),
-    "fsdp": Way("fsdp"),
     "hsdp": Way("hsdp", (4,), {"shard_size": 2}),
     "tensor_parallel": Way("tensor_parallel"),
     "tensor_parallel in fsdp": Way("tensor_parallel", (4,), {"size": 2}),
-    "pipeline": Way(
-        "pipeline", more={"conv": {"microbatches": 1}}
-    ),  # batch-norm sees a micro-batch at a time
-    "pipeline 1f1b": Way(
-        "pipeline", (2,), {"schedule": "1f1b", "microbatches": 4}, {"conv": {"microbatches": 1}}
-    ),
+    "pipeline": Way("pipeline", more=ONE_BATCH),
+    "pipeline 1f1b": Way("pipeline", (2,), {"schedule": "1f1b", "microbatches": 4}, ONE_BATCH),
     # Averaged after each step, SGD's parameters and momenta are those of averaged gradients; norms are each rank's own.
     "local_sgd": Way("local_sgd", options={"every": 1}, adam=False, norms=False),
 }
+WAYS: dict[str, Way] = {}
+for _name, _strategy in STRATEGIES.items():
+    _default = {_name: Way(_name, (2, 4) if _strategy.several else (1,))}
+    WAYS |= {label: way for label, way in SPECIAL.items() if way.strategy == _name} or _default
