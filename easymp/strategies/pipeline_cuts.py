@@ -62,17 +62,13 @@ def candidates(model: nn.Module, splits: Sequence[str]) -> dict[str, nn.Module]:
     """The modules to intercept, by name: `splits`, repeated blocks, and children of what holds these; no module twice.
 
     Raises:
-        PrepareError: a name in `splits` is not a module, or a module that cannot be called.
+        PrepareError: a name in `splits` that no module has.
     """
     named = dict(model.named_modules())
     for name in splits:
         if not name or name not in named:
             raise PrepareError(
                 f"splits holds {name!r}, and no module of this {type(model).__name__} has that name{nearest(name, named)}"
-            )
-        if type(named[name]) in (nn.ModuleList, nn.ModuleDict):
-            raise PrepareError(
-                f"splits holds {name!r}, a {type(named[name]).__name__}, which is never called: name a module inside of it"
             )
     blocks = {id(m) for m in find_repeated(model)} | {id(named[name]) for name in splits}
     found: dict[str, nn.Module] = {}

@@ -54,9 +54,9 @@ def test_alone(what: str, which: bool) -> None:
 @pytest.mark.parametrize(
     ("strategy", "what", "options", "which", "size"),
     [
-        ("ddp", "model", None, False, 2),
+        pytest.param("ddp", "model", None, False, 2, marks=pytest.mark.slow),
         pytest.param("ddp", "blocks", None, True, 2, marks=pytest.mark.slow),
-        ("fsdp", "model", None, True, 2),
+        pytest.param("fsdp", "model", None, True, 2, marks=pytest.mark.slow),
         pytest.param("fsdp", "blocks", {"ignore": "blocks.1"}, True, 2, marks=pytest.mark.slow),
         pytest.param("hsdp", "blocks", {"shard_size": 2}, True, 4, marks=pytest.mark.slow),
     ],

