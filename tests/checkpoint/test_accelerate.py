@@ -164,6 +164,7 @@ def objects() -> tuple[nn.Module, Any, Any]:
 
 def steps(acc: Any, model: Any, optimizer: Any, schedule: Any, begin: int, end: int) -> list[float]:
     losses = []
+    torch.set_num_threads(1)  # Accelerate sets another number in a process that a launcher started
     for i in range(begin, end):
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(i))
         loss = nn.functional.cross_entropy(model(x), torch.arange(8) % 5)
@@ -214,7 +215,7 @@ def test_a_training_goes_on_from_it(ranks: Any, tmp_path: Path) -> None:
     ((losses, saved),) = ranks(theirs, tmp_path / "a", processes=1)
     ((here, weights, epoch),) = ranks(ours, tmp_path / "a", None, processes=1)
     assert all(torch.equal(weights[name], value) for name, value in saved.items())
-    assert here == pytest.approx(losses, rel=1e-6) and epoch == 6
+    assert here == losses and epoch == 6
     for _, weights, _ in ranks(ours, tmp_path / "a", "fsdp"):
         assert all(torch.equal(weights[name], value) for name, value in saved.items())
 
