@@ -30,7 +30,7 @@ def _check(good: bool, words: str) -> None:
         raise SettingError(words)
 
 
-def _check_fields(record: Any) -> None:
+def check_fields(record: Any) -> None:
     """Refuse a wrong type in the bool and int fields of `record`; an int field may have a ``least`` in its metadata."""
     for f in dataclasses.fields(record):
         value, kind, least = getattr(record, f.name), str(f.type), f.metadata.get("least")
@@ -43,7 +43,8 @@ def _check_fields(record: Any) -> None:
             _check(_whole(value, least), f"{f.name}={value!r} is not a whole number{bound}")
 
 
-def _check_word(name: str, value: Any, known: Collection[str]) -> None:
+def check_word(name: str, value: Any, known: Collection[str]) -> None:
+    """Raise a SettingError where `value` is none of `known`."""
     words = ", ".join(repr(str(word)) for word in known)
     _check(value in known, f"{name}={value!r} is none of {words}{nearest(str(value), known)}")
 
@@ -83,7 +84,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = True
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
 
 
 @dataclass
@@ -108,7 +109,7 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         _check(
             not self.save_on_each_node,
             "save_on_each_node=True cannot be honoured: each rank writes its part of one checkpoint. Use a folder that all nodes share, or "
@@ -141,7 +142,7 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class AutocastKwargs:
     output_dtype: torch.dtype | None = torch.float32
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         dtype = self.output_dtype
         good = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
         _check(good, f"output_dtype={dtype!r} is not a floating-point type: pass torch.float32, or None")
@@ -290,14 +291,14 @@ class DistributedDataParallelKwargs:
         return self.low_rank and (state.get("use_error_feedback", True) or state.get("warm_start", True))
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         good = _number(self.bucket_cap_mb) and self.bucket_cap_mb > 0
         _check(good, f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
         wrappers = ("no", "fp16", "bf16")
         for name, known in (("comm_hook", list(DDPCommunicationHookType)), ("comm_wrapper", wrappers)):
             given = getattr(self, name)
             word = given.value if isinstance(given, Enum) else given
-            _check_word(name, word, known)
+            check_word(name, word, known)
             object.__setattr__(self, name, str(word))
         _check(
             self.comm_wrapper == "no" or self.low_rank,
@@ -387,13 +388,13 @@ class ProfileKwargs:
     output_trace_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         hook, given, cycle = self.on_trace_ready, self.activities, self.schedule_option
         _check(hook is None or callable(hook), f"on_trace_ready={hook!r} is not a function")
         good = given is None or (bool(given) and not isinstance(given, str))
         _check(good, f'activities={given!r} is not a list such as ["cpu", "cuda"]')
         for activity in given or ():
-            _check_word("activities: activity", activity_word(activity), ACTIVITIES)
+            check_word("activities: activity", activity_word(activity), ACTIVITIES)
         if cycle is not None:
             _check_table("schedule_option", cycle, SCHEDULE)
             words = "schedule_option names no active steps, so nothing is recorded: add active=3"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from ..base.torch_flags import TORCH
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
+from ..options import check_fields
 from ..precision.policies import as_if_fp32
 from ..protocols import Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse
@@ -71,13 +72,7 @@ class FSDPOptions:
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("reshard_after_forward", "cpu_offload"):
-            if not isinstance(getattr(self, name), bool):
-                raise SettingError(f"{name}={getattr(self, name)!r} is neither True nor False")
-        if not isinstance(self.reduce_every_micro_batch, bool | None):
-            raise SettingError(
-                f"reduce_every_micro_batch={self.reduce_every_micro_batch!r} is neither True, False nor None"
-            )
+        check_fields(self)
         ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
         if not isinstance(ignore, (list, tuple)) or not all(isinstance(name, str) for name in ignore):
             raise SettingError(
@@ -219,15 +214,7 @@ class HSDPOptions(FSDPOptions):
             number of ranks.
     """
 
-    shard_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        size = self.shard_size
-        if size is not None and (type(size) is not int or size < 2):
-            raise SettingError(
-                f"shard_size={size!r} is not a whole number of at least 2 (with 1 every rank holds the whole model, as in 'ddp')"
-            )
+    shard_size: int | None = field(default=None, metadata={"least": 2})
 
 
 class HSDP(FSDP):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from ..base.dtensor import follow
 from ..base.lazy import modules_at_first_use
 from ..distributed import World
-from ..errors import PrepareError, SettingError, nearest
+from ..errors import PrepareError, SettingError
+from ..options import check_fields, check_word
 from ..protocols import Layout, WrapContext
 from .meta_init import LEFT
 from .pipeline_cuts import Cuts, Survey, balance, candidates, choose
@@ -55,9 +56,9 @@ class PipelineOptions:
     """
 
     splits: tuple[str, ...] | None = None
-    microbatches: int | None = None
+    microbatches: int | None = field(default=None, metadata={"least": 1})
     schedule: str = "gpipe"
-    stages_per_rank: int | None = None
+    stages_per_rank: int | None = field(default=None, metadata={"least": 1})
 
     def __post_init__(self) -> None:
         if isinstance(self.splits, list):
@@ -70,14 +71,8 @@ class PipelineOptions:
             )
         if len(set(splits or ())) != len(splits or ()):
             raise SettingError(f"splits={splits!r} names a module twice: each stage begins at another one")
-        for name in ("microbatches", "stages_per_rank"):
-            count = getattr(self, name)
-            if count is not None and (type(count) is not int or count < 1):
-                raise SettingError(f"{name}={count!r} is neither None nor a whole number of at least 1")
-        if self.schedule not in SCHEDULES:
-            raise SettingError(
-                f"schedule={self.schedule!r} is none of {', '.join(map(repr, SCHEDULES))}{nearest(str(self.schedule), SCHEDULES)}"
-            )
+        check_fields(self)
+        check_word("schedule", self.schedule, SCHEDULES)
         if self.schedule in ("gpipe", "1f1b") and self.stages_per_rank not in (None, 1):
             raise SettingError(
                 f"stages_per_rank={self.stages_per_rank} with schedule={self.schedule!r}, which has one stage a process: use "

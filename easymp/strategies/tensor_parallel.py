@@ -24,6 +24,7 @@ from ..distributed import World
 from ..errors import BatchError, PrepareError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..optim.torch_step import indifferent, values
+from ..options import check_fields
 from ..protocols import Layout, WrapContext
 from .blocks import ATOMS, refuse_sharded
 from .fsdp import (
@@ -71,7 +72,7 @@ class TensorParallelOptions:
     """
 
     plan: Mapping[str, Any] | None = None
-    size: int | None = None
+    size: int | None = field(default=None, metadata={"least": 2})
     sequence_parallel: bool = False
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
 
@@ -82,12 +83,7 @@ class TensorParallelOptions:
             raise SettingError(
                 f"plan={self.plan!r} is not a mapping of module names to styles, such as {{'blocks.*.up': 'colwise'}}"
             )
-        if self.size is not None and (type(self.size) is not int or self.size < 2):
-            raise SettingError(
-                f"size={self.size!r} is not a number of ranks of at least 2: a group of one splits nothing"
-            )
-        if not isinstance(self.sequence_parallel, bool):
-            raise SettingError(f"sequence_parallel={self.sequence_parallel!r} is neither True nor False")
+        check_fields(self)
         if isinstance(self.fsdp, Mapping):
             object.__setattr__(self, "fsdp", FSDPOptions(**self.fsdp))
         if not isinstance(self.fsdp, FSDPOptions):

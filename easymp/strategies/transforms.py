@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase  # it writes to buffers without
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import PrepareError, SettingError, nearest
+from ..options import check_fields, check_word
 from ..precision.policies import upcast_again
 from .blocks import repeated_blocks
 
@@ -46,20 +47,14 @@ class CompileOptions:
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.what not in WHAT:
-            raise SettingError(
-                f"what={self.what!r} is neither 'model' nor 'blocks'{nearest(str(self.what), WHAT)}"
-            )
+        check_fields(self)
+        check_word("what", self.what, WHAT)
         if not (callable(self.backend) or (isinstance(self.backend, str) and self.backend)):
             raise SettingError(
                 f"backend={self.backend!r} is neither the name of a backend of torch.compile nor a function"
             )
         if self.mode is not None and self.options is not None:
             raise SettingError("mode and options of torch.compile exclude each other: pass one of them")
-        if not isinstance(self.fullgraph, bool) or self.dynamic not in (None, True, False):
-            raise SettingError(
-                f"fullgraph={self.fullgraph!r} and dynamic={self.dynamic!r}: True or False (dynamic: or None)"
-            )
 
 
 def read_compile(given: Any, backend: Any) -> CompileOptions | None:

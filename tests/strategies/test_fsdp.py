@@ -368,7 +368,7 @@ def test_a_class_that_no_module_has() -> None:
             "is a DistributedDataParallelKwargs, but strategy 'fsdp' takes FSDPOptions",
         ),
         ({"wrap": "layers"}, "wrap='layers' is neither 'blocks', nor a tuple"),
-        ({"reduce_every_micro_batch": 1}, "reduce_every_micro_batch=1 is neither True, False nor None"),
+        ({"reduce_every_micro_batch": 1}, "reduce_every_micro_batch=1 is neither True nor False"),
         ({"cpu_offload": 1}, "cpu_offload=1 is neither True nor False"),
     ],
 )

@@ -582,7 +582,7 @@ def test_values_written_in_place_into_what_every_rank_has_are_refused() -> None:
     [
         ({"splits": "blocks.1"}, "neither None nor a tuple of module names"),
         ({"splits": ("a", "a")}, "names a module twice"),
-        ({"microbatches": 0}, "microbatches=0 is neither None nor a whole number"),
+        ({"microbatches": 0}, "microbatches=0 is not a whole number of at least 1"),
         ({"schedule": "zb"}, "schedule='zb' is none of 'gpipe', '1f1b'"),
         ({"stages_per_rank": 2}, "which has one stage a process"),
     ],
