@@ -16,7 +16,6 @@ from easymp import (
     FSDPOptions,
     GradientAccumulationPlugin,
     PrepareError,
-    RefusedError,
     SettingError,
     StepError,
 )
@@ -408,10 +407,6 @@ def refusals() -> dict[str, str]:
         with pytest.raises(PrepareError) as caught:
             acc.prepare(late)
         said["late"] = str(caught.value)
-        with pytest.raises(RefusedError) as refused:
-            with acc.join_uneven_inputs([prepared]):
-                pass
-        said["join"] = str(refused.value)
         assert acc._scaler.agree
     with pytest.raises(StepError) as closed:
         prepared(torch.ones(1, 12))
@@ -430,7 +425,6 @@ def test_refusals_have_sentences(ranks) -> None:
         assert "a ModuleList cannot be called" in said["list"]
         assert "'0.weight' is torch.float32, '1.weight' is torch.float64" in said["mixed"]
         assert "that belongs to no prepared model" in said["late"]
-        assert "strategy 'fsdp' cannot join uneven inputs" in said["join"]
         assert "shards of a run that has let go of it" in said["closed"]
         assert "parameter '0.weight' is sharded already" in said["again"]
 

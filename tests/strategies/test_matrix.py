@@ -16,7 +16,7 @@ import pytest
 from easymp import Accelerator, EasympError, GradScalerKwargs, PrepareError, RefusedError, SettingError
 from easymp.strategies import STRATEGIES
 
-from .models import train
+from .models import make, train
 from .ways import WAYS, Way
 
 # Numbers of processes that a strategy is not for: the words of its refusal.
@@ -207,6 +207,21 @@ def test_a_strategy_that_is_not_for_this_number_of_processes_says_so(
 ) -> None:
     for said in [words(strategy, "fp32")] if size == 1 else ranks(words, strategy, "fp32", processes=size):
         assert re.search(ELSEWHERE[strategy, size], said), said
+
+
+def joined(way: Way) -> str:
+    with Accelerator(strategy=way.strategy, strategy_options=dict(way.options), mixed_precision="no") as acc:
+        model = acc.prepare(make("mlp"))
+        with pytest.raises(RefusedError) as caught, acc.join_uneven_inputs([model]):
+            pass
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", [name for name, kind in STRATEGIES.items() if kind.no_join])
+def test_only_some_strategies_join_uneven_inputs(ranks: Any, strategy: str) -> None:
+    way = next(way for way in WAYS.values() if way.strategy == strategy)
+    for said in ranks(joined, way, processes=way.sizes[0]):
+        assert f"strategy '{strategy}' cannot join uneven inputs" in said
 
 
 @pytest.mark.parametrize("precision", NOT_HERE)

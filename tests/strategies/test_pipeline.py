@@ -615,12 +615,6 @@ def refusals() -> dict[str, str]:
     with Accelerator(mixed_precision="no", strategy="pipeline") as acc:
         note("list", PrepareError, lambda: acc.prepare(nn.ModuleList([nn.Linear(1, 1)])))
         model = acc.prepare(make("mlp"))
-
-        def join() -> None:
-            with acc.join_uneven_inputs([model]):
-                pass
-
-        note("join", RefusedError, join)
         note("input", StepError, lambda: model(torch.ones(4, 12, requires_grad=True)))
         scalar = acc.prepare(Scalar(nn.Linear(12, 3), nn.Linear(3, 1)))
         note("scalar", BatchError, lambda: scalar(torch.ones(4, 12)))
@@ -642,7 +636,6 @@ def test_refusals_have_sentences(ranks) -> None:
     for said in ranks(refusals):
         assert "make 4 stages, and there are 2 processes" in said["splits"]
         assert "a ModuleList cannot be called" in said["list"]
-        assert "cannot join uneven inputs" in said["join"]
         assert "an input of a pipelined model requires a gradient" in said["input"]
         assert "returns a tensor of shape () for 2 samples" in said["scalar"]
         assert "along dimension 0" in said["lengths"]

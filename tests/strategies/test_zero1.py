@@ -405,10 +405,6 @@ def refusals() -> dict[str, str]:
                 acc.prepare(optimizer)
             said[name] = str(caught.value)
         optimizer = acc.prepare(inner)
-        with pytest.raises(RefusedError) as caught:
-            with acc.join_uneven_inputs([view]):
-                pass
-        said["join"] = str(caught.value)
         model[0].late.requires_grad_(True)
         (view(torch.ones(2, 12)).sum() + model[0].late(torch.ones(2)).sum()).backward()
         cases = {"late": optimizer}
@@ -433,7 +429,6 @@ def test_refusals_have_sentences(ranks) -> None:
         "lbfgs": r"LBFGS holds parameters or another optimizer in \._params",
         "wrapping": r"SGD holds parameters or another optimizer in \.base",
         "differentiable": r"differentiable=True\) keeps a graph",
-        "join": "'zero1' cannot join uneven inputs",
         "late": r"shape \(2, 2\) has a gradient but had requires_grad=False",
         "sparse": "'0' has sparse gradients, and zero1 cuts dense ones only",
         "no rule": "Adafactor cannot step on sharded parameters",
