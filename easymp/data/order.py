@@ -70,33 +70,27 @@ def _streamed(sampler: Any, seed: int, chunk: int) -> Iterator[Any]:
 
 
 class Randomness:
-    """Random state inside ``with``: seeded at the first entry and continued at later ones. The outer state returns at exit."""
+    """Random state inside ``with``, seeded once and continued at each entry. The outer state returns at exit."""
 
     def __init__(self, seed: int, sampler: Any) -> None:
-        self._seed, self._generators = seed, generators(sampler)
-        self._inside: list[Any] | None = None
-        self._outside: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._outside = self._states()
-        if self._inside is not None:
-            self._put(self._inside)
-            return
-        seed_host(self._seed)
+        self._generators = generators(sampler)
+        self._other = self._states()
+        seed_host(seed)
         for generator in self._generators:
-            generator.manual_seed(self._seed)
-
-    def __exit__(self, *error: object) -> None:
-        self._inside = self._states()
-        self._put(self._outside)
+            generator.manual_seed(seed)
+        self._swap()
 
     def _states(self) -> list[Any]:
         return [host_states(), *(g.get_state() for g in self._generators)]
 
-    def _put(self, states: list[Any]) -> None:
-        set_host_states(states[0])
-        for generator, state in zip(self._generators, states[1:]):
+    def _swap(self, *error: object) -> None:
+        now, (host, *others) = self._states(), self._other
+        set_host_states(host)
+        for generator, state in zip(self._generators, others):
             generator.set_state(state)
+        self._other = now
+
+    __enter__ = __exit__ = _swap
 
 
 def generators(sampler: Any) -> list[torch.Generator]:

@@ -108,6 +108,8 @@ class _Product(torch.autograd.Function):
 def _padded(matrix: Tensor) -> Tensor:
     """`matrix` with rows of zeros, which add nothing to a product that sums over rows, up to a multiple of 16."""
     more = -matrix.shape[0] % MULTIPLE
+    if not more:
+        return matrix
     bytes_ = nn.functional.pad(matrix.view(torch.uint8), (0, 0, 0, more))  # zero has no bits set
     return bytes_.view(matrix.dtype)
 

@@ -19,14 +19,13 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch import nn
 
 from ..base.pytree import map_leaves
 from ..options import AutocastKwargs
 from ..protocols import Facts, Refusal
 from .cast_lists import Listed, ListedCasts
-from .policies import BF16, FP16, FP32, cast_outputs
+from .policies import BF16, FP16, FP32, cast_leaf, cast_outputs
 
 
 class O0(FP32):
@@ -130,13 +129,7 @@ class HalfModel(nn.Module):
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
     """`tree` with its floating-point tensors in `dtype`."""
-
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, PackedSequence):
-            return leaf._replace(data=convert(leaf.data))
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return map_leaves(convert, tree)
+    return map_leaves(lambda leaf: cast_leaf(leaf, dtype, double=True), tree)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> nn.Module:

@@ -196,9 +196,9 @@ def cast_outputs(outputs: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return outputs
     if type(outputs) is Tensor:
-        return _cast(outputs, dtype)
+        return cast_leaf(outputs, dtype)
     try:
-        return map_leaves(lambda leaf: _cast(leaf, dtype), outputs)
+        return map_leaves(lambda leaf: cast_leaf(leaf, dtype), outputs)
     except BatchError as error:
         raise BatchError(
             f"the model's output cannot be given back in {dtype}: {error.__cause__}. Return plain tensors, tuples, lists or dicts from "
@@ -206,10 +206,15 @@ def cast_outputs(outputs: Any, dtype: torch.dtype | None) -> Any:
         ) from error
 
 
-def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+def cast_leaf(leaf: Any, dtype: torch.dtype, double: bool = False) -> Any:
+    """`leaf` in `dtype` if it is a floating-point tensor or packed sequence; `double` includes float64."""
     if isinstance(leaf, Tensor):
-        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != torch.float64 else leaf
-    return leaf._replace(data=_cast(leaf.data, dtype)) if isinstance(leaf, PackedSequence) else leaf
+        return (
+            leaf.to(dtype) if leaf.is_floating_point() and (double or leaf.dtype != torch.float64) else leaf
+        )
+    if isinstance(leaf, PackedSequence):
+        return leaf._replace(data=cast_leaf(leaf.data, dtype, double))
+    return leaf
 
 
 class Upcast:
