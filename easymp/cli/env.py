@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
 from itertools import groupby
-from typing import Any
 
 import easymp
 
@@ -21,7 +19,7 @@ from ..base.units import size
 from ..hardware import Hardware
 from ..settings import resolve
 from ..version import __version__
-from .terminal import table
+from .terminal import print_json, table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +31,8 @@ def run(args: argparse.Namespace) -> int:
     hardware = easymp.detect()
     plan = easymp.make_plan(settings, hardware, distributed.read_ranks())
     if args.json:
-        facts_of = {"hardware": plain(dataclasses.asdict(hardware)), "kernels": kernels(hardware)}
-        print(json.dumps({"versions": versions(), **facts_of, "plan": plain(plan.as_dict())}, indent=2))
-        return 0
+        facts_of = {"hardware": dataclasses.asdict(hardware), "kernels": kernels(hardware)}
+        return print_json({"versions": versions(), **facts_of, "plan": plan.as_dict()})
     rows = [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))]
     print(table([row for row in rows if row[1]]))
     print("\nPlan")
@@ -85,14 +82,3 @@ def kernels(hardware: Hardware) -> str:
     return cuda.unavailable(found) or "CuPy " + ", ".join(
         f"{version} ({name})" for name, version in found.wheels.items()
     )
-
-
-def plain(value: Any) -> Any:
-    """`value` in JSON's own types; sets become sorted lists."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(plain, value))
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -54,8 +54,8 @@ def plain(text: str) -> str:
 
 
 def print_json(value: Any) -> int:
-    """Print a value for programs; returns the exit code 0."""
-    print(json.dumps(value, indent=2))
+    """Print a value for programs, sets as sorted lists; returns the exit code 0."""
+    print(json.dumps(value, indent=2, default=lambda v: sorted(v) if isinstance(v, Set) else str(v)))
     return 0
 
 

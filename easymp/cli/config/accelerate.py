@@ -22,7 +22,6 @@ from .rules import (
     clip,
     is_off,
     read_document,
-    spelled,
     switch,
     table,
 )
@@ -210,11 +209,6 @@ def _spread(words: str, option: str = "") -> Rule:
     return rule
 
 
-def _by_value(value: str, then: str, otherwise: str) -> Rule:
-    """A sentence for one value, and one for all others."""
-    return lambda take, found: then if str(found) == value else otherwise.replace("{value}", spelled(found))
-
-
 # -- the tables
 
 PREFIX = "megatron_lm_"  # of the keys in the file
@@ -228,11 +222,6 @@ MEGATRON = {
 }
 ACCELERATE = table(
     "accelerate",
-    compute_environment=_by_value(
-        "AMAZON_SAGEMAKER",
-        "no counterpart: SageMaker's entry point can call `easymp launch script.py`",
-        "nothing to take: runs start on this machine",
-    ),
     distributed_type=_distributed_type,
     mixed_precision=_precision,
     fp16=switch("mixed_precision", "fp16"),
@@ -244,21 +233,11 @@ ACCELERATE = table(
     gradient_accumulation_steps=accumulate,
     use_cpu=switch("cpu"),
     debug=switch("debug"),
-    gpu_ids=_by_value(
-        "all",
-        "nothing to take: all",
-        "no counterpart: write CUDA_VISIBLE_DEVICES={value} before the command",
-    ),
     dynamo_backend=_backend,
     dynamo_config=table(
         "accelerate",
         "dynamo_config",
         dynamo_backend=_backend,
-        dynamo_mode=_by_value(
-            "default",
-            "nothing to take: as by default",
-            "in the script: compile=CompileOptions(mode='{value}')",
-        ),
         dynamo_use_regional_compilation=switch("compile", "blocks"),
     ),
     fsdp_config=table(
@@ -267,11 +246,6 @@ ACCELERATE = table(
         fsdp_sharding_strategy=_sharded,
         fsdp_reshard_after_forward=_sharded,
         fsdp_offload_params=lambda take, value: take.option(cpu_offload=take.yes(value)),
-        fsdp_auto_wrap_policy=_by_value(
-            "NO_WRAP",
-            "no counterpart: fsdp gathers block by block where a model has blocks",
-            "nothing to take: fsdp finds repeated blocks by itself; the next keys say others",
-        ),
         fsdp_transformer_layer_cls_to_wrap=lambda take, value: take.option(
             wrap=[name.strip() for name in str(value).split(",") if name.strip()]
         ),

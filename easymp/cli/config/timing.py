@@ -1,7 +1,7 @@
 """Time the precisions on this machine: "bf16 is 2.1 times as fast as fp32".
 
-Small networks run forward and backward in each precision in turn, so that other work on the machine meets all alike, and the
-median over the rounds counts. The networks grow while time is left for enough rounds.
+A transformer layer runs forward and backward in each precision in turn, so that other work on the machine meets all alike, and
+the median over the rounds counts. The layer grows while time is left for enough rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Measurement:
     """How many times as fast as fp32 each precision ran: the lower quartile, the median and the upper quartile of the rounds."""
 
     device: str
-    width: int  # of the networks
+    width: int  # of the layer
     ratios: Mapping[str, tuple[float, float, float]]
     left_out: Mapping[str, str]  # the impossible precisions, with the reason
     seconds: float  # that it took
@@ -52,10 +52,10 @@ class Measurement:
 
     @property
     def sentences(self) -> list[str]:
-        """One for each precision but fp32, and one about the networks."""
+        """One for each precision but fp32, and one about the layer."""
         said = [f"{self.reason(n)} (middle half {r[0]:.2f} to {r[2]:.2f})" for n, r in self.ratios.items()]
         said += [f"{name} was left out: {why}" for name, why in self.left_out.items()]
-        ran = f"forward and backward of a transformer layer and of convolutions, {self.width} wide"
+        ran = f"forward and backward of a transformer layer, {self.width} wide"
         return [*said, f"measured on {self.device} in {self.seconds:.0f} s: {ran}"]
 
     def reason(self, name: str) -> str:
@@ -73,17 +73,13 @@ class Measurement:
 
 
 class Step:
-    """Forward and backward of the networks of one width; a call returns the seconds in a precision."""
+    """Forward and backward of a transformer layer; a call returns the seconds in a precision."""
 
     def __init__(self, width: int, device: torch.device) -> None:
-        self.device, planes = device, width // 4
-        heads = max(1, width // HEAD)
         with torch.random.fork_rng(devices=[]):
-            layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
-            first, second = (nn.Conv2d(planes, planes, 3, padding=1, bias=False) for _ in range(2))
-            convolutions = nn.Sequential(first, nn.BatchNorm2d(planes), nn.ReLU(), second)
-            inputs = torch.randn(1, 2 * width, width), torch.randn(max(1, width // 32), planes, 32, 32)
-        self.pairs = [(m.to(device), x.to(device)) for m, x in zip((layer, convolutions), inputs)]
+            layer = nn.TransformerEncoderLayer(width, width // HEAD, 4 * width, dropout=0.0, batch_first=True)
+            self.device, self.layer = device, layer.to(device)
+            self.inputs = torch.randn(1, 2 * width, width).to(device)
 
     def __call__(self, name: str) -> float:
         policy = PRECISIONS[name]
@@ -92,9 +88,8 @@ class Step:
             switch(policy.tf32 and self.device.type != "cpu", False, stack.callback)
             wait()
             begin = time.perf_counter()
-            for module, x in self.pairs:
-                output = policy().forward(module, self.device)(x)
-                torch.autograd.grad(output.float().sum(), list(module.parameters()))
+            output = policy().forward(self.layer, self.device)(self.inputs)
+            torch.autograd.grad(output.float().sum(), list(self.layer.parameters()))
             wait()
             return time.perf_counter() - begin
 
