@@ -179,7 +179,8 @@ def _is_fp32(name: str) -> bool:
 
 def _distance(name: str) -> float:
     """Distance of the outputs from fp32's, as part of their size; then an epoch of training."""
-    with closing(Accelerator(mixed_precision=name, deterministic=False)) as acc, torch.no_grad():
+    options = {"mixed_precision": name, "deterministic": False, "gradient_accumulation_steps": 1}
+    with closing(Accelerator(**options)) as acc, torch.no_grad():
         inputs = samples().tensors[0].to(acc.device)
         wanted = model().to(acc.device)(inputs)
         ours = acc.prepare(*parts())
@@ -257,7 +258,8 @@ def checks(folder: Path) -> dict[str, Callable[[], str]]:
 
         def run() -> str:
             split = DataLoaderConfiguration(split_batches=True)
-            with closing(Accelerator(timeout=TIMEOUT, seed=0, dataloader_config=split)) as acc:
+            known = {"seed": 0, "gradient_accumulation_steps": 1, "dataloader_config": split}
+            with closing(Accelerator(timeout=TIMEOUT, **known)) as acc:
                 return check(acc)
 
         return run

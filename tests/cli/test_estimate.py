@@ -125,6 +125,8 @@ def test_what_is_impossible_is_left_out_and_said_where_it_was_asked_for(ask):
     assert record["refused"][0].startswith("bf16: ")
     usual = ask("1M", "V100")
     assert {precision for _, _, precision in names(usual)} == {"fp32", "fp16"} and not usual["refused"]
+    laptop = ask("1M --processes 1", "laptop CPU")
+    assert [precision for _, _, precision in names(laptop)] == ["fp32", "bf16"]  # auto is fp32 there
     elsewhere = ask(
         "1M --precision bf16,fp8 --memory 1GB --processes 2 --strategy fsdp,tensor_parallel", "V100"
     )

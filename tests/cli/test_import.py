@@ -256,7 +256,7 @@ SHARD = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n"
             "line 2: zero_optimization.stage = 4 is not a stage",
         ),
         ("a.json", THREE, "not a multiple of 2"),
-        ("a.json", '{"optimizer": {"type": "Adam", "lr": 1}}', "has {'lr'} beside type"),
+        ("a.json", '{"optimizer": {"type": "Adam", "lr": 1}}', "has 'lr' beside type"),
         ("a.json", '{\n"a" 1}', "a.json, line 2"),
         ("a.json", '{"a": /* no end', "a.json, line 1"),
         ("a.json", '{"a": NaN}', "NaN is not a finite number"),

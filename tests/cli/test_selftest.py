@@ -53,6 +53,7 @@ def test_the_rank_at_fault_is_named(found, outcome, words):
 def test_the_command_as_typed(tmp_path, monkeypatch, capfd, processes, strategy):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EASYMP_STRATEGY", strategy)
+    monkeypatch.setenv("EASYMP_GRADIENT_ACCUMULATION_STEPS", "4")  # the checks step each batch
     assert main(["test", "--processes", str(processes)]) == 0
     out = capfd.readouterr().out
     assert out.splitlines()[0].split()[:2] == ["processes", str(processes)]

@@ -116,10 +116,10 @@ def _typed(take: Importer, value: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
         raise take.wrong(value, 'has no "type"')
     params = value.get("params") or {}
-    if unknown := value.keys() - {"type", "params", "legacy_fusion"} or not isinstance(params, Mapping):
-        raise take.wrong(
-            value, f"has {unknown} beside type" if unknown is not True else "has params without keys"
-        )
+    unknown = [key for key in value if key not in ("type", "params", "legacy_fusion")]
+    if unknown or not isinstance(params, Mapping):
+        beside = f"has {unknown[0]!r} beside type and params" if unknown else "has params without keys"
+        raise take.wrong(value, beside)
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items() if v != "auto"}
     return value["type"], given
 

@@ -89,8 +89,9 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
     if foreign and _needs_several(start, presets, foreign):
         start = replace(start, assumed=2)
     for preset in reversed(presets):
-        for name in preset.values.keys() - {question.name for question in QUESTIONS}:
-            start = start.settle(name, preset.values[name], preset.origin)
+        for name, value in preset.values.items():
+            asked = any(question.name == name for question in QUESTIONS)
+            start = start if asked else start.settle(name, value, preset.origin)
     if not asks and not args.yes:
         raise UnansweredError(_unanswered(start, presets))
     title("This machine")
@@ -375,9 +376,9 @@ def _say_next(draft: Draft, place: Path) -> None:
     else:
         command = f"{'easymp launch' if draft.world > 1 else 'python'} {SCRIPT}"
     print_lines(f"  {named}{command}")
-    for name in draft.values.keys() & NAMES.keys():
+    for name in draft.values:
         variable = env.PREFIX + name.upper()
-        if env.read(variable):
+        if name in NAMES and env.read(variable):
             say(f"{variable} in the environment wins over the file.")
 
 

@@ -120,7 +120,8 @@ def estimates(
     first = min(plans)
     own = [plans[first].precision.value] if memory is None else []
     preferred = [name for name in dict.fromkeys([*own, "bf16", "fp32"]) if name in PRECISIONS]
-    names = dict.fromkeys(ALIASES.get(name, name) for name in precisions or ["fp32", *preferred][:2])
+    usual = list(dict.fromkeys(["fp32", *preferred]))[:2]
+    names = dict.fromkeys(ALIASES.get(name, name) for name in precisions or usual)
     refusals = {name: PRECISIONS[name].refuse(facts[first]) if memory is None else None for name in names}
     refused = [f"{name}: {why}" for name, why in refusals.items() if why and precisions]
     kinds = [name for name in names if not refusals[name]]
