@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, WorldError
+from easymp import Accelerator, SettingError, WorldError
 from easymp.cli import main
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -177,6 +177,10 @@ URI = "7.0;tcp://192.0.2.2,10.0.0.1:56327;tcp6://[fd00::2]:60173"
         (TWO, "Open MPI's mpirun announces 2 processes on several machines, and not where rank 0 runs: export .*mpirun -x MASTER_ADDR"),
         # rank 0 is not beside mpirun, whose address the others would take
         ({**TWO, "OMPI_COMM_WORLD_RANK": 0, "OMPI_MCA_orte_hnp_uri": URI, "OMPI_MCA_orte_local_daemon_uri": "other"}, "not where rank 0"),
+        ({"RANK": 1}, "RANK=1 is in the environment but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": 2}, "WORLD_SIZE=2 is in the environment but RANK is not"),
+        ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 does not lie in 0 … WORLD_SIZE - 1 = 1"),
+        ({"RANK": -1, "WORLD_SIZE": 2}, "RANK=-1 does not lie"),
         ({"OMPI_COMM_WORLD_SIZE": 2}, "OMPI_COMM_WORLD_SIZE=2 is in the environment but OMPI_COMM_WORLD_RANK is not"),
         ({"PMI_RANK": 2, "PMI_SIZE": 2}, "PMI_RANK=2 does not lie in 0 … PMI_SIZE - 1 = 1"),
         ({"PMIX_RANK": 1}, "PMIX_RANK=1 is in the environment, and no variable says how many processes there are"),
@@ -195,6 +199,12 @@ URI = "7.0;tcp://192.0.2.2,10.0.0.1:56327;tcp6://[fd00::2]:60173"
 def test_what_cannot_be_joined_is_refused_by_name(says, said, words):
     says(**said)
     with pytest.raises(WorldError, match=words):
+        Accelerator(cpu=True)
+
+
+def test_words_where_numbers_belong(says):
+    says(RANK="first", WORLD_SIZE=2)
+    with pytest.raises(SettingError, match="RANK='first'"):
         Accelerator(cpu=True)
 
 

@@ -24,8 +24,7 @@ from easymp import (
     debug_launcher,
     notebook_launcher,
 )
-from easymp.base import env
-from easymp.launcher import launch_script
+from easymp.cli import main
 from easymp.launcher.agent import blame
 from easymp.launcher.rendezvous import RendezvousConfig, SingleNode
 from easymp.launcher.worker import Failure
@@ -58,8 +57,13 @@ def python(*words: str, **variables: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=env.merged({"PYTHONPATH": path, **variables}),
+        env={**os.environ, "PYTHONPATH": path, **variables},
     )
+
+
+def launched(path: str, arguments: list[str], processes: int, *flags: str) -> int:
+    """The exit code of `easymp launch`."""
+    return main(["launch", "--processes", str(processes), *flags, path, *arguments])
 
 
 # -- what a script sees ------------------------------------------------------------------------------------------------
@@ -82,7 +86,7 @@ def test_script_sees_what_plain_python_shows_it(script, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     path, target = script(TELL), str(tmp_path / "told")
     own = ["--processes", "9", "-m", "--", "${local_rank}", "$$HOME", "a b", ""]
-    assert launch_script(path, [target, *own], 2) == 0
+    assert launched(path, [target, *own], 2) == 0
     for rank, seen in enumerate(told(tmp_path)):
         assert seen["argv"] == [path, target, *own]
         facts = {"name": "__main__", "file": path, "path": str(tmp_path), "package": None, "main": rank}
@@ -96,7 +100,7 @@ def test_script_sees_what_plain_python_shows_it(script, tmp_path, monkeypatch):
 def test_module(script, tmp_path, monkeypatch):
     path = script(TELL, "pkg/train.py")
     monkeypatch.chdir(tmp_path)
-    assert launch_script("pkg.train", [str(tmp_path / "told"), "x"], 2, module=True) == 0
+    assert launched("pkg.train", [str(tmp_path / "told"), "x"], 2, "-m") == 0
     seen = told(tmp_path)[1]
     assert seen["argv"] == [path, str(tmp_path / "told"), "x"]
     assert (seen["path"], seen["package"]) == (str(tmp_path), "pkg")
@@ -110,7 +114,7 @@ def test_classes_of_the_script_can_be_pickled_and_exit_handlers_see_its_names(sc
         word = "still here"
         atexit.register(lambda: sys.stdout.write(word + "\\n"))
     """)
-    assert launch_script(path, [], 1) == 0
+    assert launched(path, [], 1) == 0
     assert capfd.readouterr().out == "still here\n"
 
 
@@ -128,7 +132,7 @@ def test_first_failing_rank_comes_last_and_alone(script, capfd):
         signal.signal(signal.SIGTERM, fail)  # told to end, which comes after the cause
         time.sleep(60)
     """)
-    assert launch_script(path, [], 2) == 1
+    assert launched(path, [], 2) == 1
     err = capfd.readouterr().err
     assert err == (
         "rank 1 of 2 failed first: ValueError: the cause\n"
@@ -154,7 +158,7 @@ def test_first_failing_rank_comes_last_and_alone(script, capfd):
     ],
 )
 def test_exit_codes_are_kept(script, capfd, statement, code, words):
-    assert launch_script(script(f"if rank == 1:\n    {statement}\ntime.sleep(60)"), [], 2) == code
+    assert launched(script(f"if rank == 1:\n    {statement}\ntime.sleep(60)"), [], 2) == code
     assert capfd.readouterr().err.startswith(f"rank 1 of 2 failed first: {words}")
 
 
@@ -190,7 +194,7 @@ def test_restart_runs_all_again(script, tmp_path, capfd):
             time.sleep(30)
         open(sys.argv[1] + "done" + str(rank), "w").write(os.environ["TORCHELASTIC_RESTART_COUNT"])
     """)
-    assert launch_script(path, [str(tmp_path / "x")], 2, max_restarts=1) == 0
+    assert launched(path, [str(tmp_path / "x")], 2, "--max-restarts", "1") == 0
     assert (tmp_path / "xdone1").read_text() == "1"
     assert capfd.readouterr().err == "easymp launch: a rank failed; restart 1\n"
 
@@ -487,7 +491,7 @@ def test_a_rank_that_exits_with_a_code_does_not_wait_for_the_others(script, capf
             sys.exit(3)
         time.sleep(1000)
     """)
-    assert launch_script(path, [], 2) == 3
+    assert launched(path, [], 2) == 3
     assert capfd.readouterr().err == "rank 1 of 2 failed first: exit code 3\n"
 
 

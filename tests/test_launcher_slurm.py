@@ -11,29 +11,10 @@ import pytest
 
 from easymp import SettingError
 from easymp.cli import main
-from easymp.launcher.slurm import Asked, asked, batch_script, find_nodes, submit
+from easymp.launcher.slurm import find_nodes
 
 from .test_slurm import BATCH, STEP, TASK
 from .test_slurm import slurm as slurm
-
-# -- what is asked for -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "action", "options"),
-    [
-        ("print", "print", []),
-        ("submit", "submit", []),
-        ("", "print", []),
-        ("--partition=gpu --time=2:00:00", "print", ["--partition=gpu", "--time=2:00:00"]),
-        ("submit -p gpu --time 2:00:00 --exclusive", "submit", ["-p gpu", "--time 2:00:00", "--exclusive"]),
-        ("print --comment='two words' -C 'a&b|c'", "print", ['"--comment=two words"', "-C a&b|c"]),
-        ("""print --comment='a "b" #c \\'""", "print", [r'"--comment=a \"b\" #c \\"']),
-    ],
-)
-def test_asked(text, action, options):
-    assert asked(text) == Asked(action, options)
-
 
 # -- the script --------------------------------------------------------------------------------------------------------
 
@@ -43,56 +24,64 @@ def lines(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
-def test_script():
-    command = ["--processes", "4", "train.py", "--name", "it's $HOME"]
-    text = batch_script("train", command, ["--time=1:00"], processes=4, nodes="2")
+@pytest.fixture
+def train(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return "train.py"
+
+
+def printed(capsys, *words: str) -> tuple[list[str], list[str]]:
+    """The options of the script that is printed, and the words of its srun."""
+    assert main(["launch", *words]) == 0
+    text = capsys.readouterr().out
     assert text.startswith("#!/bin/bash\n#SBATCH ")
-    assert lines(text) == [
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    return lines(text), shlex.split(srun)
+
+
+def test_script(train, capsys):
+    words = ["--processes", "4", "--nodes", "2", train, "--name", "it's $HOME"]
+    options, srun = printed(capsys, "--slurm", "print --time=1:00", *words)
+    assert options == [
         "--job-name=train", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=16", "--gpus-per-node=4", "--output=%x-%j.out",
         "--open-mode=append", "--signal=USR1@60", "--requeue", "--time=1:00",
     ]  # fmt: skip
-    (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
-    words = shlex.split(srun)
-    assert words[-5:] == ["--processes", "4", "train.py", "--name", "it's $HOME"]
-    at = words.index("easymp")
-    assert words[at - 2 : at + 2] == [sys.executable, "-m", "easymp", "launch"]
+    at = srun.index("easymp")
+    assert srun[at - 2 :] == [sys.executable, "-m", "easymp", "launch", *words]
 
 
 @pytest.mark.parametrize(
-    ("options", "given", "there", "gone"),
+    ("asked", "there", "gone"),
     [
-        ({"gpus": False}, [], ["--cpus-per-task=2"], ["--gpus"]),
-        ({"nodes": "1:4"}, [], ["--nodes=1-4"], []),
-        ({}, ["-N 3", "-J x", "-c 8"], ["-N 3"], ["--nodes", "--job-name", "--cpus-per-task"]),
-        ({}, ["-N3"], ["-N3"], ["--nodes"]),
-        ({}, ["--nodes 3"], ["--nodes 3"], ["--nodes=1"]),
-        ({}, ["--gres=gpu:a100:2"], ["--gres=gpu:a100:2"], ["--gpus"]),
-        ({}, ["-G 2"], ["-G 2"], ["--gpus"]),
-        ({}, ["--cpus-per-gpu=6"], ["--gpus-per-node=2"], ["--cpus-per-task"]),
-        ({}, ["--signal=USR1@300"], ["--signal=USR1@300"], ["--signal=USR1@60"]),
-        ({}, ["--no-requeue"], ["--no-requeue"], ["--requeue"]),
-        ({}, ['"--job-name=a b"'], ['"--job-name=a b"'], ["--job-name=train"]),
+        ("print -N 3 -J x -c 8", ["-N 3"], ["--nodes", "--job-name", "--cpus-per-task"]),
+        ("-N3", ["-N3"], ["--nodes"]),
+        ("--nodes 3 --exclusive", ["--nodes 3", "--exclusive"], ["--nodes=1"]),
+        ("--gres=gpu:a100:2", ["--gres=gpu:a100:2"], ["--gpus"]),
+        ("-G 2", ["-G 2"], ["--gpus"]),
+        ("--cpus-per-gpu=6", ["--gpus-per-node=2"], ["--cpus-per-task"]),
+        ("--signal=USR1@300", ["--signal=USR1@300"], ["--signal=USR1@60"]),
+        ("--no-requeue", ["--no-requeue"], ["--requeue"]),
+        ("print --comment='two words' -C 'a&b|c'", ['"--comment=two words"', "-C a&b|c"], []),
+        ("--job-name='a \"b\" #c \\'", [r'"--job-name=a \"b\" #c \\"'], ["--job-name=train"]),
     ],
 )
-def test_slurm_s_own_options_go_before_ours(options, given, there, gone):
-    found = lines(batch_script("train", ["train.py"], given, processes=2, **options))
+def test_slurm_s_own_options_go_before_ours(train, capsys, asked, there, gone):
+    found, _ = printed(capsys, "--slurm", asked, "--processes", "2", train)
     assert set(there) <= set(found)
     assert not [line for line in found for name in gone if line.startswith(name)]
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True), (143, False)])
-def test_a_run_that_saved_itself_goes_back_into_the_queue(tmp_path, code, requeued):
+def test_a_run_that_saved_itself_goes_back_into_the_queue(train, tmp_path, capsys, code, requeued):
     (tmp_path / "srun").write_text(f'#!/bin/sh\necho "srun $1"\nexit {code}\n')
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "scontrol $*"\n')
     for name in ("srun", "scontrol"):
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
-        ["/bin/bash", "-c", batch_script("train", ["train.py"], processes=1)],
-        env={"PATH": str(tmp_path), "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "4"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    assert main(["launch", "--slurm", "print", "--processes", "1", train]) == 0
+    words = ["/bin/bash", "-c", capsys.readouterr().out]
+    variables = {"PATH": str(tmp_path), "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "4"}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert done.stdout.splitlines() == ["srun --cpus-per-task=4", *["scontrol requeue 17"] * requeued]
 
@@ -139,15 +128,16 @@ def test_what_cannot_stand_in_the_batch_script_is_refused(tmp_path, monkeypatch,
     assert "is not a number of nodes" in capsys.readouterr().err
 
 
-def test_submitting_is_sbatch_s(tmp_path, monkeypatch, capfd):
+def test_submitting_is_sbatch_s(train, tmp_path, monkeypatch, capfd):
+    words = ["launch", "--slurm", "submit", "--processes", "1", train]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SettingError, match="sbatch is not on PATH: run this on the cluster's login node"):
-        submit("text")
+    assert main(words) == 1
+    assert "sbatch is not on PATH: run this on the cluster's login node" in capfd.readouterr().err
     program = Path(tmp_path / "sbatch")
     program.write_text("#!/bin/sh\nread line\necho got $line\nexit 3\n")
     program.chmod(0o755)
-    assert submit("the script\n") == 3
-    assert capfd.readouterr().out == "got the script\n"
+    assert main(words) == 3
+    assert capfd.readouterr().out == "got #!/bin/bash\n"
 
 
 # -- where launchers meet ----------------------------------------------------------------------------------------------
@@ -218,32 +208,26 @@ def test_what_does_not_fit_is_said(slurm):
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    return "train.py"
-
-
-def printed(capsys, *words: str) -> tuple[list[str], list[str]]:
-    """The options of the script that is printed, and what `easymp launch` is told in it."""
-    assert main(["launch", *words]) == 0
-    text = capsys.readouterr().out
-    (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
-    told = shlex.split(srun)
-    return lines(text), told[told.index("launch") + 1 :]
-
-
 def test_command(train, capsys, monkeypatch):
     words = ["--processes", "2", "--nodes", "3", "--grace", "90"]
     options, told = printed(capsys, "--slurm", "print -p gpu", *words, train, "--lr", "1")
     wanted = {"--job-name=train", "--nodes=3", "--gpus-per-node=2", "--signal=USR1@120", "-p gpu"}
     assert wanted <= set(options)
-    assert told == ["--processes", "2", "--nodes", "3", "--grace", "90.0", train, "--lr", "1"]
+    assert told[told.index("launch") + 1 :] == [
+        "--processes",
+        "2",
+        "--nodes",
+        "3",
+        "--grace",
+        "90.0",
+        train,
+        "--lr",
+        "1",
+    ]
     monkeypatch.setenv("EASYMP_CPU", "1")
     options, told = printed(capsys, "--slurm=", "--processes", "2", "--no-numa", "-m", "pkg.train")
     assert {"--job-name=train", "--nodes=1", "--cpus-per-task=2"} <= set(options)
-    assert told == ["--processes", "2", "--no-numa", "-m", "pkg.train"]
+    assert told[told.index("launch") + 1 :] == ["--processes", "2", "--no-numa", "-m", "pkg.train"]
 
 
 def test_command_takes_the_project_s_word(train, capsys, tmp_path):
@@ -251,7 +235,7 @@ def test_command_takes_the_project_s_word(train, capsys, tmp_path):
     options, told = printed(capsys, "--slurm", "print", train)
     assert {"--nodes=2", "--cpus-per-task=3"} <= set(options)
     assert not [option for option in options if "gpu" in option]
-    assert told == ["--processes", "3", train]
+    assert told[told.index("launch") + 1 :] == ["--processes", "3", train]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from easymp.base import env
 from easymp.cli import main
 from easymp.launcher import agent, rendezvous
 
@@ -57,8 +56,9 @@ def launched(port: int, words: list[list[str]], after: str = "", signals: int = 
     if signals >> node & 1:
         thread.start()
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
-    announced = dict.fromkeys(names)  # by the pool
-    with env.override(**announced), contextlib.redirect_stderr(io.StringIO()) as said:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
+        for name in names:  # of the pool
+            patch.delenv(name, raising=False)
         code = main(["launch", "--main-address", f"127.0.0.1:{port}", *words[node]])
     if thread.ident:
         thread.join()
@@ -297,7 +297,7 @@ def node(port):
     started = []
 
     def start(*words: str, main: str = "127.0.0.1", before: tuple[str, ...] = ()) -> subprocess.Popen:
-        path = os.pathsep.join(filter(None, [ROOT, env.read("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         address = ["--main-address", f"{main}:{port}"] if "--nodes" in words else []
         started.append(
             subprocess.Popen(
@@ -305,7 +305,7 @@ def node(port):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=env.merged({"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}),
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             )
         )
         return started[-1]

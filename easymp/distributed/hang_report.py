@@ -34,11 +34,7 @@ PEER_SIGNS = (
 
 
 def in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """The result of `call`, run in a thread: torch's stores wait for ever where no store listens, and hear no signal meanwhile.
-
-    Raises:
-        TimeoutError: it took longer; the thread is left alone then.
-    """
+    """The result of `call`, run in a thread: torch's stores wait for ever where no store listens, and hear no signal meanwhile."""
     found: list[Any] = []
 
     def work() -> None:
@@ -161,9 +157,6 @@ class Watch:
 
         Args:
             place: group and number of the comparison. The keys of the comparison before it are deleted.
-
-        Raises:
-            RuntimeError: not all ranks came within `seconds`, one has left the run, or the store is gone.
         """
         try:
             end = in_time(
@@ -202,11 +195,7 @@ class Watch:
         self._ask.set(f"turn/{turn[0]}/{turn[1]}/{self._rank}", "")
 
     def wait_for_all(self, turn: tuple[int, int], seconds: float) -> None:
-        """Wait until all ranks have come to `turn`, however long it takes, as long as they are alive and in its group.
-
-        Raises:
-            RuntimeError: a rank that has not come has left the run, or did not answer for `seconds`; or the store is gone.
-        """
+        """Wait until all ranks have come to `turn`, however long it takes, as long as they are alive and in its group."""
         keys = [f"turn/{turn[0]}/{turn[1]}/{rank}" for rank in range(self._size)]
         heard = asked = time.monotonic()
         pause = 0.001

@@ -64,9 +64,6 @@ class World:
         debug: False: do not compare what the ranks pass to the collectives that a script calls (`compare`). True: zero1 also compares
             the number of gradients in each step.
         backend: what the caller expects; None expects nothing.
-
-    Raises:
-        RefusedError: the device has another backend.
     """
 
     def __init__(
@@ -254,9 +251,6 @@ class World:
             facts: a description of this rank's arguments, by their place in the tree.
             error: why this rank cannot take part. Where all ranks say the same, the caller raises it.
             remedy: what to do where facts differ.
-
-        Raises:
-            WorldError: ranks differ, one has left, or one does not come in time.
         """
         self.trains_here()
         if self.size == 1 or self.debug is False:
@@ -272,11 +266,7 @@ class World:
 
     @contextmanager
     def in_turn(self, call: str, first: bool) -> Iterator[None]:
-        """The ranks with `first` run the block before the others, which wait as long as those are alive.
-
-        Raises:
-            WorldError: a rank that is waited for is gone, or has not answered for the world's timeout.
-        """
+        """The ranks with `first` run the block before the others, which wait as long as those are alive."""
         if self.size == 1:
             yield
             return
@@ -449,11 +439,7 @@ class World:
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
-        """Turns a backend's bare timeout inside the block into a WorldError that says where each rank is.
-
-        Raises:
-            WorldError: also where this process has left the world.
-        """
+        """Turns a backend's bare timeout inside the block into a WorldError that says where each rank is."""
         if self._left:
             raise WorldError(
                 f"{what} after end_training(): this process has left the others. Call end_training() last"
@@ -560,9 +546,6 @@ def locate(ranks: Ranks, timeout: float) -> Ranks:
     Args:
         ranks: who this process is.
         timeout: seconds to wait for the other ranks.
-
-    Raises:
-        WorldError: announced processes did not arrive.
     """
     if not ranks.unknown:
         return ranks

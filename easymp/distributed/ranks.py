@@ -93,11 +93,7 @@ class Announced(NamedTuple):
 
 
 def read_ranks() -> Ranks:
-    """The running process group's ranks, or those that a launcher announced, or one process.
-
-    Raises:
-        WorldError: the launch variables are incomplete or contradict each other, or announce processes that this one cannot join.
-    """
+    """The running process group's ranks, or those that a launcher announced, or one process."""
     import torch.distributed as dist  # here: the launcher reads variables without torch
 
     if dist.is_available() and dist.is_initialized():
@@ -135,11 +131,7 @@ def _ranks(found: Announced) -> Ranks:
 
 
 def read() -> tuple[Announced | None, str]:
-    """This process among those that a launcher announced, or None and the reason why it trains alone (``""``: nothing is announced).
-
-    Raises:
-        WorldError: variables are incomplete or contradict each other, or say that there are others and not how to reach them.
-    """
+    """This process among those that a launcher announced, or None and the reason why it trains alone (``""``: nothing is announced)."""
     rank, size = _pair("RANK", "WORLD_SIZE", "Start with `easymp launch`")
     # Whether torchrun started this process, as a rank.
     within = env.read("LOCAL_RANK") is not None or env.read("TORCHELASTIC_RUN_ID") is not None
@@ -164,9 +156,6 @@ def read_node() -> tuple[Announced | None, str]:
     """This process as a launcher: which of the announced nodes it starts the ranks of, or None and the reason, as `read`.
 
     Without torchrun's options in variables, each process that is announced is a node.
-
-    Raises:
-        WorldError: as `read`; or this process is a rank, which torchrun or `easymp launch` started.
     """
     if env.read("TORCHELASTIC_RUN_ID") is not None and env.integer("WORLD_SIZE", 1) > 1:
         raise WorldError(
@@ -365,9 +354,6 @@ def hosts(text: str) -> list[str]:
 
     Not by ``scontrol show hostnames``, which containers do not have. Of several brackets in a name the last one counts fastest; leading
     zeros are kept.
-
-    Raises:
-        WorldError: it is not such a list.
     """
     item = r"(?:[^\[\],\s]|\[[^\[\]]*\])+"  # up to a comma outside of brackets
     if not re.fullmatch(rf"{item}(?:,{item})*", text):

@@ -100,11 +100,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _exit_barrier(self) -> None:
-        """Wait for the other nodes' ranks when those here have ended well.
-
-        Raises:
-            Ended: the run has ended on another node.
-        """
+        """Wait for the other nodes' ranks when those here have ended well."""
         group, deadline = self.get_worker_group(), time.monotonic() + STAY
         if group.group_world_size == 1:
             return
@@ -144,15 +140,8 @@ def run(
 ) -> dict[int, Any]:
     """Run `processes` workers on this node to their end; return values by rank, where the entry point is a function.
 
-    Args:
-        threads: for each worker's own computing, where OMP_NUM_THREADS does not say it.
-        grace: seconds that the workers have after a signal, before they are killed.
-
-    Raises:
-        RanksFailed: a worker failed, and no restart is left; on several nodes, a worker of any node.
-        Interrupted: SIGINT, SIGTERM or their like came; the workers got it too, and `grace` seconds. A second one kills them at once.
-        WorldError, SettingError: the nodes did not come together.
-        RefusedError: `grace` is below 0, or this torch cannot give it.
+    A signal reaches the workers, too; after `grace` seconds they are killed, or at a second signal. `threads` is OMP_NUM_THREADS
+    where it is not set.
     """
     directory = tempfile.mkdtemp(prefix="easymp-launch-")
     agents: list[Agent] = []

@@ -54,14 +54,12 @@ def launch_script(
 ) -> int:
     """Run a script on several processes of this machine, and wait for it.
 
-    On failure the first failing rank's own traceback goes to stderr, last and alone; where that rank is another node's, a line that
-    names it.
+    On failure the first failing rank's own traceback goes to stderr, last and alone; for a rank of another node a line names it.
 
     Args:
         script: path, or with `module` the name after ``python -m``.
         arguments: the script's own, as they are.
         processes: how many on this machine; None takes one an accelerator, or 1 without any.
-        module: `script` is a module's name.
         max_restarts: how often all workers are started again after one failed.
         rendezvous: where the nodes meet; None for this machine alone.
         grace: seconds that the ranks have to save themselves when a signal comes. A second signal, 2 seconds later or more, kills them.

@@ -52,9 +52,6 @@ class RendezvousConfig:
         address, port: of the main node, where the launchers meet and rank 0 listens.
         most: nodes that may take part, where they come and go; None for exactly `nodes`.
         wait: seconds that the nodes wait for one another.
-
-    Raises:
-        SettingError: the numbers contradict one another, or several nodes have no port.
     """
 
     nodes: int = 1
@@ -113,11 +110,7 @@ def read_config(
     main_port: int | None = None,
     wait: float = WAIT,
 ) -> RendezvousConfig:
-    """The configuration of a command line: ``"2"`` or ``"1:4"`` nodes, ``"host"`` or ``"host:port"``.
-
-    Raises:
-        SettingError: the options contradict one another, or something is missing.
-    """
+    """The configuration of a command line: ``"2"`` or ``"1:4"`` nodes, ``"host"`` or ``"host:port"``."""
     least, most = read_nodes(nodes or "1")
     if most == 1 and node_rank is not None:
         raise SettingError(
@@ -278,11 +271,7 @@ class Ended(Exception):
 
 
 class SingleNode:
-    """The rendezvous of one node: a port for its ranks.
-
-    Raises:
-        WorldError: another program listens at the port that was asked for.
-    """
+    """The rendezvous of one node: a port for its ranks."""
 
     use_agent_store = False  # ranks do not use the launcher's store: it has keys of earlier attempts
 
@@ -330,12 +319,7 @@ class SingleNode:
 
 
 class MultiNode(SingleNode):
-    """The rendezvous of this node with others.
-
-    Raises:
-        WorldError: the main node's port is taken, or it does not answer in time.
-        SettingError: the main node was started for another number of nodes.
-    """
+    """The rendezvous of this node with others."""
 
     def __init__(self, config: RendezvousConfig) -> None:
         from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -362,13 +346,7 @@ class MultiNode(SingleNode):
         self._told = 0  # our report's number
 
     def next_rendezvous(self) -> Any:
-        """A round in which the nodes meet, in their order; from the second on because a rank failed, or a node came or went.
-
-        Raises:
-            Ended: the run has ended elsewhere.
-            WorldError: too few nodes came, or the main one is gone.
-            SettingError: two nodes have the same rank.
-        """
+        """A round in which the nodes meet, in their order; from the second on because a rank failed, or a node came or went."""
         from torch.distributed import PrefixStore
         from torch.distributed.elastic import rendezvous
 
@@ -441,11 +419,7 @@ class MultiNode(SingleNode):
             self._lost = True
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that want to join. Where the main node is done and gone, the ranks here run to their own end.
-
-        Raises:
-            Ended: the run has ended on another node.
-        """
+        """Nodes that want to join. Where the main node is done and gone, the ranks here run to their own end."""
         now = time.monotonic()
         if self._lost or now - self._looked < LOOK:
             return 0
@@ -511,12 +485,7 @@ class MultiNode(SingleNode):
 
 
 def _open_store(config: RendezvousConfig, main: bool, name: str) -> Any:
-    """The store of this run, opened by the main node; `name` is written down there.
-
-    Raises:
-        WorldError: the port is taken, or the main node does not answer in time.
-        SettingError: the main node was started for another number of nodes.
-    """
+    """The store of this run, opened by the main node; `name` is written down there."""
     terms, start = json.dumps([config.nodes, config.limit]), time.monotonic()
     if main:
         if not is_here(config.address):

@@ -56,11 +56,6 @@ def find_nodes(
     """Where this launcher meets the others, as `read_config`, and variables for its workers; announced values fill the gaps.
 
     Each announced task (of srun, mpirun, a pod of Kubeflow) is a launcher, and counts as a node.
-
-    Raises:
-        SettingError: this is the batch script of a job of several nodes, where without srun the others would have nothing to do; or
-            there are more or fewer tasks than `nodes`.
-        WorldError: the announcing variables contradict each other.
     """
     least, most = read_nodes(nodes or "1")
     found, why = ranks.read_node()
@@ -92,11 +87,7 @@ class Asked(NamedTuple):
 
 
 def asked(text: str) -> Asked:
-    """Read ``"submit --partition=gpu --time 2:00:00"``; without a word before the options it is "print".
-
-    Raises:
-        SettingError: another word, or a quote that is not closed.
-    """
+    """Read ``"submit --partition=gpu --time 2:00:00"``; without a word before the options it is "print"."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -139,9 +130,6 @@ def batch_script(
         nodes: how many, as ``"2"``, or ``"1:4"`` for at least 1 and at most 4; None for one.
         gpus: each process gets one.
         grace: seconds that the workers have to save themselves; the warning comes half a minute earlier.
-
-    Raises:
-        SettingError: `processes` is not given (the machine at hand need not be like the job's nodes), or nodes are given twice.
     """
     if processes is None:
         raise SettingError(
@@ -193,11 +181,7 @@ def _quoted(word: str) -> str:
 
 
 def submit(text: str) -> int:
-    """Hand a batch script in; sbatch's own words are its answer. Returns its exit code.
-
-    Raises:
-        SettingError: there is no sbatch here.
-    """
+    """Hand a batch script in; sbatch's own words are its answer. Returns its exit code."""
     program = shutil.which("sbatch")
     if program is None:
         raise SettingError(

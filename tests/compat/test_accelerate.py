@@ -26,18 +26,19 @@ from easymp import (
 )
 from easymp.compat import accelerate, explain
 from easymp.compat.accelerate import Accelerator, PartialState
-from easymp.compat.accelerate.logging import get_logger
-from easymp.compat.accelerate.utils import (
-    DistributedType,
-    DynamoBackend,
-    FullyShardedDataParallelPlugin,
-    InitProcessGroupKwargs,
-    TorchDynamoPlugin,
-    patch_environment,
-    str_to_bool,
-)
 
 from ..conftest import Ranks
+
+utils = accelerate.utils
+DistributedType, DynamoBackend, TorchDynamoPlugin = (
+    utils.DistributedType,
+    utils.DynamoBackend,
+    utils.TorchDynamoPlugin,
+)
+FullyShardedDataParallelPlugin, InitProcessGroupKwargs = (
+    utils.FullyShardedDataParallelPlugin,
+    utils.InitProcessGroupKwargs,
+)
 
 # -- names ---------------------------------------------------------------------------------------------------------------
 
@@ -76,9 +77,9 @@ def test_what_scripts_import() -> None:
     assert [name for name in accelerate.utils.__all__ if not callable(getattr(accelerate.utils, name))] == []
     assert list(accelerate.utils.tqdm([1, 2], disable=True)) == [1, 2]
     assert accelerate.__version__ == "1.15.0"
-    utils = accelerate.utils
     assert not utils.is_deepspeed_available() and not utils.is_npu_available() and utils.is_pytest_available()
     assert utils.is_torch_version(">=", "2.8") and not utils.compare_versions("2.10.0+cpu", "<", "2.9")
+    assert utils.compare_versions("2.10.0", "==", "2.10") and utils.compare_versions("2.0.1", ">", "2")
 
 
 @pytest.mark.parametrize(
@@ -112,12 +113,12 @@ def test_stand_ins_are_refused_when_they_are_made(name: str) -> None:
 
 
 def test_variables() -> None:
-    with patch_environment(easymp_words="yes"):
-        assert accelerate.utils.parse_flag_from_env("EASYMP_WORDS") and os.environ["EASYMP_WORDS"] == "yes"
-    assert (str_to_bool("on"), str_to_bool("False")) == (1, 0)
-    assert accelerate.utils.get_int_from_env(["EASYMP_WORDS"], 3) == 3
+    with utils.patch_environment(easymp_words="yes"):
+        assert utils.parse_flag_from_env("EASYMP_WORDS") and os.environ["EASYMP_WORDS"] == "yes"
+    assert (utils.str_to_bool("on"), utils.str_to_bool("False")) == (1, 0)
+    assert utils.get_int_from_env(["EASYMP_WORDS"], 3) == 3
     with pytest.raises(ValueError, match="'perhaps' is neither yes nor no"):
-        str_to_bool("perhaps")
+        utils.str_to_bool("perhaps")
 
 
 # -- the Accelerator -----------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ def evaluated() -> tuple[int, float, str]:
     acc = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs("gloo", timeout=60)])
     (loader,) = (acc.prepare(DataLoader(TensorDataset(torch.arange(21.0)), batch_size=4)),)
     losses = [acc.gather_for_metrics(x.mean().repeat(4)) for (x,) in loader]
-    logger = get_logger("easymp.tests.accelerate")
+    logger = accelerate.logging.get_logger("easymp.tests.accelerate")
     logger.info("%s", acc.state, main_process_only=False, in_order=True)
     acc.end_training()
     with (

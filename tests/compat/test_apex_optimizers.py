@@ -12,12 +12,13 @@ from torch import nn
 
 import easymp.optim
 from easymp import EasympError, EasympWarning
-from easymp.compat import apex
-from easymp.compat.apex import fp16_utils, normalization
-from easymp.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from easymp.compat import apex, explain
+from easymp.compat.apex import fp16_utils, normalization, optimizers
 
 from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
 
+FusedAdagrad, FusedAdam, FusedSGD = optimizers.FusedAdagrad, optimizers.FusedAdam, optimizers.FusedSGD
+FusedLAMB, FusedNovoGrad = optimizers.FusedLAMB, optimizers.FusedNovoGrad
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

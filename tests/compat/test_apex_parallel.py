@@ -13,15 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from easymp import RefusedError
-from easymp.compat.apex import amp
-from easymp.compat.apex.parallel import (
-    LARC,
-    DistributedDataParallel,
-    Reducer,
-    SyncBatchNorm,
-    convert_syncbn_model,
-    create_syncbn_process_group,
-)
+from easymp.compat.apex import amp, parallel
 
 from .test_apex_amp import as_before_initialize as as_before_initialize
 from .test_apex_amp import digits
@@ -67,12 +59,12 @@ OPTIONS = {
 def reduced(rank):
     found = {}
     for name, (how, dtype, _) in OPTIONS.items():
-        model = DistributedDataParallel(layer(rank, dtype), **how)
+        model = parallel.DistributedDataParallel(layer(rank, dtype), **how)
         model(torch.full((1, 2), rank + 1.0, dtype=dtype)).sum().backward()
         found[name] = (model.module.weight.grad.tolist(), model.module.weight.detach().float().tolist())
     # a sum that is no number in fp16, and a mean that is
     for wide in (False, True):
-        model = DistributedDataParallel(layer(rank, torch.float16), allreduce_always_fp32=wide)
+        model = parallel.DistributedDataParallel(layer(rank, torch.float16), allreduce_always_fp32=wide)
         (model(torch.full((1, 2), 1.0, dtype=torch.float16)) * 4e4).sum().backward()
         found["large", wide] = model.module.weight.grad.isfinite().all().item()
     return found
@@ -91,7 +83,7 @@ def test_gradients_by_option(ranks):
 @joined
 def turned_off_and_on(rank):
     found = []
-    model = DistributedDataParallel(layer(rank))
+    model = parallel.DistributedDataParallel(layer(rank))
     x = torch.full((1, 2), rank + 1.0)
     model.disable_allreduce()
     model(x).sum().backward()
@@ -106,17 +98,17 @@ def turned_off_and_on(rank):
     first, second = model(x), model(x)  # one backward through two calls
     (first + second).sum().backward()
     found.append(model.module.weight.grad[0, 0].item())
-    unused = DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]), delay_allreduce=True)
+    unused = parallel.DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]), delay_allreduce=True)
     unused.module.forward = unused.module[0].forward
     for _ in range(2):
         unused(x).sum().backward()
     found.append((unused.module[0].weight.grad[0, 0].item(), unused.module[1].weight.grad))
-    strict = DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]))
+    strict = parallel.DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]))
     strict.module.forward = strict.module[0].forward
     strict(x).sum().backward()
     with pytest.raises(RuntimeError, match="pass delay_allreduce=True"):
         strict(x)
-    held = weakref.ref(DistributedDataParallel(layer(0)))
+    held = weakref.ref(parallel.DistributedDataParallel(layer(0)))
     gc.collect()
     assert held() is None  # torch's reducer does not hold what it is for
     return found
@@ -135,21 +127,21 @@ def test_reduction_is_turned_off_and_on_and_waits_for_no_unused_parameter(ranks)
 def by_hand(rank):
     size = dist.get_world_size()
     module = nn.Sequential(layer(rank), layer(rank).half())
-    reducer = Reducer(module)
+    reducer = parallel.Reducer(module)
     module[0](torch.full((1, 2), rank + 1.0)).sum().backward()
     module[1](torch.full((1, 2), rank + 1.0).half()).sum().backward()
     reducer.reduce()
     grads = [torch.full((3,), float(rank)), torch.ones(2)]
-    Reducer(grads).reduce()
-    group = create_syncbn_process_group(size)
-    alone = create_syncbn_process_group(1)
+    parallel.Reducer(grads).reduce()
+    group = parallel.create_syncbn_process_group(size)
+    alone = parallel.create_syncbn_process_group(1)
     with pytest.raises(RuntimeError, match="group_size=5 does not divide the 2 ranks"):
-        create_syncbn_process_group(5)
+        parallel.create_syncbn_process_group(5)
     return (
         [p.grad.float().unique().tolist() for p in module.parameters()],
         [g.tolist() for g in grads],
         module[0].weight.detach(),
-        (dist.get_world_size(group), dist.get_world_size(alone), create_syncbn_process_group(0)),
+        (dist.get_world_size(group), dist.get_world_size(alone), parallel.create_syncbn_process_group(0)),
     )
 
 
@@ -170,11 +162,11 @@ def samples():
 def over_ranks(rank):
     x, z = samples()
     mine = slice(0, 4) if rank == 0 else slice(4, 6)  # unequal batches
-    plain, last = SyncBatchNorm(3), SyncBatchNorm(3, channel_last=True, fuse_relu=True)
+    plain, last = parallel.SyncBatchNorm(3), parallel.SyncBatchNorm(3, channel_last=True, fuse_relu=True)
     model = nn.Sequential(
         nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None))
     )
-    converted = convert_syncbn_model(model)
+    converted = parallel.convert_syncbn_model(model)
     inputs = x[mine].clone().requires_grad_()
     out = plain(inputs)
     out.square().sum().backward()
@@ -216,7 +208,7 @@ def test_batch_norm_is_over_all_samples_and_the_converter_leaves_instance_norm(r
 def trained(rank, level, kind):
     """K1 and K2 on two ranks, each with its half of the batches; the accuracy, and the weights."""
     torch.manual_seed(rank)
-    model = convert_syncbn_model(
+    model = parallel.convert_syncbn_model(
         nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)), None
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -224,7 +216,7 @@ def trained(rank, level, kind):
     if kind == "torch":
         model = nn.parallel.DistributedDataParallel(model)
     else:
-        model = DistributedDataParallel(model, delay_allreduce=kind == "delayed")
+        model = parallel.DistributedDataParallel(model, delay_allreduce=kind == "delayed")
     x, y = (t.cpu() for t in digits())
     loss_fn = nn.CrossEntropyLoss()
     for _ in range(5):
@@ -269,7 +261,7 @@ def test_amp_trains_under_both_kinds_of_ddp(ranks, level, kind):
 )
 def test_what_ddp_refuses(how, error, words):
     with pytest.raises(error, match=words):
-        DistributedDataParallel(layer(0), **how)
+        parallel.DistributedDataParallel(layer(0), **how)
 
 
 def larc(order, level, overflow):
@@ -278,13 +270,13 @@ def larc(order, level, overflow):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
     if order == "before":
-        optimizer = LARC(optimizer)
+        optimizer = parallel.LARC(optimizer)
     if level is not None:
         model, optimizer = amp.initialize(
             model, optimizer, opt_level=level, verbosity=0, max_loss_scale=128.0
         )
     if order == "after":
-        optimizer = LARC(optimizer)
+        optimizer = parallel.LARC(optimizer)
     start = model.weight.detach().clone()
     for i in range(2):
         optimizer.zero_grad()

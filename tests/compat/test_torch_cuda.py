@@ -15,8 +15,8 @@ from torch import nn
 from easymp import SettingError, StepError
 from easymp.compat import explain
 from easymp.compat.torch_cuda import amp
-from easymp.compat.torch_cuda.amp import GradScaler, autocast, custom_bwd, custom_fwd
 
+GradScaler, autocast = amp.GradScaler, amp.autocast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -85,13 +85,13 @@ def test_autocast_is_real_on_this_device():
 def test_functions_with_casts_of_their_own():
     class Product(torch.autograd.Function):
         @staticmethod
-        @custom_fwd(cast_inputs=torch.float32)
+        @amp.custom_fwd(cast_inputs=torch.float32)
         def forward(ctx, a, b):
             ctx.save_for_backward(a, b)
             return a @ b
 
         @staticmethod
-        @custom_bwd
+        @amp.custom_bwd
         def backward(ctx, grad):
             a, b = ctx.saved_tensors
             assert a.dtype == grad.dtype == torch.float32
@@ -99,13 +99,13 @@ def test_functions_with_casts_of_their_own():
 
     class Plain(torch.autograd.Function):
         @staticmethod
-        @custom_fwd
+        @amp.custom_fwd
         def forward(ctx, a, b):
             ctx.save_for_backward(a, b)
             return a @ b
 
         @staticmethod
-        @custom_bwd
+        @amp.custom_bwd
         def backward(ctx, grad):
             a, b = ctx.saved_tensors
             assert (grad @ b.t()).dtype == torch.float16  # under the autocast of forward

@@ -46,9 +46,3 @@ def test_a_group_has_a_backend_for_the_host_and_is_bound_where_it_can_be_split(
     world.device = device
     world._connect(dist.HashStore())
     assert (asked["backend"], asked["device_id"]) == (backend, bound)
-
-
-# -- breaking off ------------------------------------------------------------------------------------------------------
-
-
-# -- what was the last to be asked for ------------------------------------------------------------------------------------

@@ -132,10 +132,7 @@ def compare_versions(library_or_version: str, operation: str, requirement_versio
         raise SettingError(f"operation={operation!r} is not one of {', '.join(COMPARED)}")
     given = str(library_or_version)
     version = given if given[:1].isdigit() else importlib.metadata.version(given)
-    mine, other = _numbers(version), _numbers(requirement_version)
-    width = max(len(mine), len(other))
-    pairs = (numbers + (0,) * (width - len(numbers)) for numbers in (mine, other))
-    return bool(getattr(operator, COMPARED[operation])(*pairs))
+    return bool(getattr(operator, COMPARED[operation])(_numbers(version), _numbers(requirement_version)))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -143,11 +140,12 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """The release numbers, without zeros at their end."""
     release = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, release[0].split("."))) if release else ()
+    return tuple(map(int, re.sub(r"(\.0+)+$", "", release[0]).split("."))) if release else ()
 
 
-# -- imports: what scripts ask before they import something or choose a path ----------------------------------------
+# -- imports ----------------------------------------------------------------------------------------------------------
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:

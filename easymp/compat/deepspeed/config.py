@@ -134,11 +134,7 @@ def refuse_auto(name: str, value: Any) -> None:
 
 
 def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Config:
-    """The configuration `given`, for `world` ranks.
-
-    Raises:
-        SettingError: a file that is missing or not JSON, an unknown key, a wrong value, or batch sizes that contradict one another.
-    """
+    """The configuration `given`, for `world` ranks."""
     content = _load(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(content, Mapping):
         raise SettingError(
@@ -258,11 +254,7 @@ def _loss_scale(fp16: Section) -> dict[str, Any]:
 
 
 def triangle(content: Mapping[str, Any], world: int) -> Batch:
-    """The three batch sizes from those that are given.
-
-    Raises:
-        SettingError: none is given, they do not divide, or they contradict one another; with the four numbers.
-    """
+    """The three batch sizes from those that are given."""
     given = Section({name: content[name] for name in SIZES if content.get(name) not in (None, "auto")})
     train, micro, steps = (given.number(name, 1, least=1) if name in given.values else None for name in SIZES)
     said = (

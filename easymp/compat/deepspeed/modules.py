@@ -20,55 +20,49 @@ logger = get_logger("easymp.compat.deepspeed.utils")
 # -- accelerator ---------------------------------------------------------------------------------------------------------
 
 
+# Answers on the CPU to names of torch.cuda, torch.xpu and their like.
+ON_CPU = {
+    "device_count": 1,
+    "current_device": 0,
+    "set_device": None,
+    "synchronize": None,
+    "empty_cache": None,
+}
+ON_CPU |= dict.fromkeys(("reset_peak_memory_stats", "manual_seed", "manual_seed_all"))
+
+
 class Device:
     """The device of this process, by DeepSpeed's names. Other names are those of torch.cuda or its like."""
 
     def __init__(self) -> None:
         self._kind = device_of(read_ranks()).type
-        self._here = self._kind != "cpu"
 
     def device_name(self, device_index: int | None = None) -> str:
         """``"cuda"``, ``"cuda:1"``, ``"cpu"``."""
-        return self._kind if device_index is None or not self._here else f"{self._kind}:{device_index}"
+        return self._kind if device_index is None or self._kind == "cpu" else f"{self._kind}:{device_index}"
+
+    def current_device_name(self) -> str:
+        return self.device_name(self.current_device())
 
     def is_available(self) -> bool:
         return True
 
     is_fp16_supported = is_available
 
-    def device_count(self) -> int:
-        return torch.accelerator.device_count() if self._here else 1
-
-    def current_device(self) -> int:
-        return torch.accelerator.current_device_index() if self._here else 0
-
-    def current_device_name(self) -> str:
-        return self.device_name(self.current_device())
-
-    def set_device(self, device_index: int) -> None:
-        if self._here:
-            torch.accelerator.set_device_index(device_index)
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._here:
-            torch.accelerator.synchronize(device_index)
+    def is_bf16_supported(self) -> bool:
+        return torch.cuda.is_bf16_supported() if self._kind == "cuda" else True
 
     def communication_backend_name(self) -> str:
         return "nccl" if self._kind == "cuda" else "gloo"
 
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if self._kind == "cuda" else True
-
     def __getattr__(self, name: str) -> Any:
-        """memory_allocated, empty_cache …; on the CPU memory is 0, and there is no cache to empty."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if self._here:
-            return getattr(getattr(torch, self._kind), name)
+        """device_count, memory_allocated, empty_cache …; on the CPU there is one device, and memory is 0."""
+        if not name.startswith("_") and self._kind != "cpu":
+            return getattr(torch.get_device_module(self._kind), name)
         if name.startswith(("memory_", "max_memory_")):
             return lambda *_: 0
-        if name in ("empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
-            return lambda *_: None
+        if name in ON_CPU:
+            return lambda *_: ON_CPU[name]
         raise AttributeError(f"get_accelerator().{name} is not part of easymp.compat: use torch.accelerator")
 
 

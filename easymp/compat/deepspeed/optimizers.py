@@ -23,11 +23,7 @@ WITHOUT_EFFECT = "bias_correction set_grad_none fp32_optimizer_states fused free
 
 
 def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The optimizer `kind`: a name of DeepSpeed, torch.optim or easymp.optim, in any capitals.
-
-    Raises:
-        SettingError: no such optimizer, or no such parameter of it.
-    """
+    """The optimizer `kind`: a name of DeepSpeed, torch.optim or easymp.optim, in any capitals."""
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
     known = {name.lower(): found for name, found in vars(torch.optim).items() if inspect.isclass(found)}
     del known["optimizer"]
@@ -56,11 +52,7 @@ def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> t
 
 
 def scheduler(kind: str, params: dict[str, Any]) -> Callable[[torch.optim.Optimizer], Any]:
-    """A function that makes the schedule `kind`, of DeepSpeed or torch, for an optimizer.
-
-    Raises:
-        SettingError: no such schedule, or no such parameter of it.
-    """
+    """A function that makes the schedule `kind`, of DeepSpeed or torch, for an optimizer."""
     made = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if not inspect.isclass(made):
         known = [*SCHEDULES, *(name for name in dir(torch.optim.lr_scheduler) if name.endswith("LR"))]

@@ -116,12 +116,7 @@ class Engine:
     # -- the program's side -------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending) -> None:
-        """Ask for an operation; it may be done before earlier ones.
-
-        Raises:
-            ValueError: one of the same name has not ended yet.
-            HorovodInternalError: the ranks no longer talk.
-        """
+        """Ask for an operation; it may be done before earlier ones."""
         request = pending.request
         if pending.tensor is not None and pending.tensor.is_cuda:
             pending.ready = torch.cuda.Event()
@@ -142,11 +137,7 @@ class Engine:
             )
 
     def wait(self, pending: Pending) -> Any:
-        """Its result, once all ranks have asked for it.
-
-        Raises:
-            HorovodInternalError: it failed, or some rank did not ask within the world's timeout.
-        """
+        """Its result, once all ranks have asked for it."""
         if pending.request.kind == "join":
             pending.done.wait()  # until the others have no more data
         elif not pending.done.wait(min(STALLED, self._world.timeout)):
@@ -362,11 +353,7 @@ def shutdown() -> None:
 
 
 def running() -> Run:
-    """The run that `init` made.
-
-    Raises:
-        NotInitializedError: a ValueError, as in Horovod.
-    """
+    """The run that `init` made."""
     if _run is None:
         raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
     return _run

@@ -43,11 +43,7 @@ class Share:
         return (p for group in self._groups for p in group["params"])
 
     def begin(self, scaler: LossScaler) -> None:
-        """Put present gradients aside before scaled ones come, unless they are scaled, too.
-
-        Raises:
-            ApexError: they are scaled by another loss's scale, or come from a loss that this optimizer was not given with.
-        """
+        """Put present gradients aside before scaled ones come, unless they are scaled, too."""
         if self.scaler is scaler:
             return
         if self.scaler is not None:

@@ -172,11 +172,7 @@ BOOLEANS = {"True": True, "False": False, True: True, False: False}
 
 
 def properties(level: str, given: dict[str, Any]) -> Properties:
-    """Properties of `level`, overridden by those `given` that are not None.
-
-    Raises:
-        ApexError: a level or value that is not known, or a property that the level does not take.
-    """
+    """Properties of `level`, overridden by those `given` that are not None."""
     if level not in LEVELS:
         raise ApexError(
             f"Unexpected optimization level {level!r}{nearest(level, LEVELS) or '.'} Options are 'O0', 'O1', 'O2', 'O3'. Note "
