@@ -9,7 +9,7 @@
 | ``import horovod.torch as hvd`` | ``import easymp.compat.horovod as hvd`` |
 
 Each layer is thin: the loss scale, strategies, optimizers and checkpoints are the library's own. A layer warns at most once, and `explain`
-prints what was ignored, and the lines that do the same without it.
+prints the ignored options, and the lines of easymp that do the same as the layer.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def submodules(package: str, table: Mapping[str, Mapping[str, Any]], layer: Laye
 
     Args:
         package: its ``__name__``.
-        table: address below `package` → what the module holds; the key ``"absent"`` has replacements by name, as for `Layer.absent`.
+        table: address below `package` → the module's names; the key ``"absent"`` has replacements by name, as for `Layer.absent`.
         original: the name of the library's own package, for messages.
     """
     for address, names in table.items():

@@ -1,4 +1,4 @@
-"""The ranks of a run: who this process is, and what it can say to the others. Names are loaded at first use."""
+"""The ranks of a run: this process's place among them, and their collectives. Names are loaded at first use."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 FOREVER = timedelta(days=30)
-ABORT = "abort "  # what a rank that breaks off says, and the number of its group
+ABORT = "abort "  # message of a rank that breaks off, before the number of its group
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 PATIENCE = timedelta(seconds=3)
 NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(threading.__file__).parent))  # easymp and Python
@@ -236,7 +236,7 @@ class Watch:
                 self._send(rank, "call")
 
     def answers(self, seconds: float) -> list[int] | None:
-        """What all ranks have answered; None where one of them has not within `seconds`."""
+        """The answers of all ranks; None where one is missing after `seconds`."""
         keys = [f"called/{rank}" for rank in range(self._size)]
         deadline = time.monotonic() + seconds
         while not self._ask.check(keys):

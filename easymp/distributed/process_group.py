@@ -61,9 +61,9 @@ class World:
         ranks: who this process is.
         device: where its tensors live; becomes this process's current one, so that nothing of it ends up on the first.
         timeout: seconds that a collective may wait for the other ranks.
-        debug: False: do not compare what the ranks pass to the collectives that a script calls (`compare`). True: zero1 also compares
+        debug: False: do not compare the ranks' arguments of collectives that a script calls (`compare`). True: zero1 also compares
             the number of gradients in each step.
-        backend: what the caller expects; None expects nothing.
+        backend: the name that the caller expects; None: any.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class World:
         except RuntimeError as error:
             raise WorldError(
                 f"rank {self.rank} of {self.size} is connected, and not all others were within {self.timeout:g} s "
-                f"({str(error).splitlines()[0]}): what they printed says why"
+                f"({str(error).splitlines()[0]}): see their output"
             ) from error
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class World:
         assert self._store is not None
         self._connect(self._store)
 
-    # -- what a script calls ------------------------------------------------------------------------------------------
+    # -- calls of a script --------------------------------------------------------------------------------------------
 
     def trains_here(self) -> None:
         """Report the line of this thread as the place of this rank, when the others wait for it."""
@@ -451,7 +451,7 @@ class World:
             raise
 
     def blame(self, error: RuntimeError, what: str) -> None:
-        """Where another rank is the cause of `error`, raises a WorldError that says which and where it is."""
+        """Raise a WorldError with the place of every rank where another rank caused `error`."""
         if self.watch is not None and not isinstance(error, WorldError) and Watch.caused_by_peer(error):
             said = str(error).splitlines()[0]
             raise WorldError(f"rank {self.rank} gave up in {what}: {said}\n{self.watch.report()}") from error
@@ -575,7 +575,7 @@ def odd_one_out(values: list[Any], verb: str = "has") -> str:
 
 
 def unlike(everyone: list[tuple[str, str, dict[str, str]]], remedy: str) -> str:
-    """In what the ranks' calls differ (see `World.compare`): in the collective, in an error of some ranks, or in the first place."""
+    """The first difference of the ranks' calls (see `World.compare`): the collective, an error of some ranks, or an argument."""
     calls, errors, facts = zip(*everyone)
     if len(set(calls)) > 1:
         return f"the ranks call different collectives: {odd_one_out(list(calls), 'calls')}. All ranks must make the same calls in one order"

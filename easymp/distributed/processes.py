@@ -113,7 +113,7 @@ class Processes:
 
     @property
     def _sharded(self) -> bool:
-        """Whether the run's strategy shards models; without a run nothing does."""
+        """Whether the run's strategy shards models; False without a run."""
         return False
 
     # -- functions that run on some processes -------------------------------------------------------------------------

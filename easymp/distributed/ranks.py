@@ -256,7 +256,7 @@ def _read_launcher() -> tuple[Announced | None, str]:
 
 
 def _mpi_master(by: str, rank: int, size: int, local_size: int | None, job: str | None) -> tuple[str, int]:
-    """Where rank 0 of an MPI launcher listens: MASTER_ADDR and MASTER_PORT if set; else worked out from the launcher's variables."""
+    """Address and port of rank 0: MASTER_ADDR and MASTER_PORT if set, else from the MPI launcher's variables."""
     address, port = _master()
     if port is None:
         port = FIRST_PORT + zlib.crc32(job.encode()) % 10_000 if job else PORT

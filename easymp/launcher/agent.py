@@ -191,7 +191,7 @@ def _results(agent: Agent, directory: Path) -> dict[int, Any]:
 
 
 def _ending(own: Report, others: list[Report], size: int) -> RanksFailed | Interrupted:
-    """How the run ended, by what all nodes say: the likeliest cause of all. Machines' clocks are taken as they are."""
+    """The likeliest cause among the reports of all nodes. Clocks of the machines are compared as they are."""
     for report in others:
         if report.signal is not None and not own.caused and not report.caused:
             return Interrupted(report.signal, report.saved, report.node)

@@ -288,7 +288,7 @@ class SingleNode:
         if self._round:
             say(f"a rank failed; restart {self._round}")
         self._round += 1
-        # Another port each time: what a killed rank has forked may have the last one open for some seconds.
+        # Another port each time: children of a killed rank may have the last one open for some seconds.
         store, port = HashStore(), self._config.port or self._next_port()
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._config.address, port))
 
@@ -477,7 +477,7 @@ class MultiNode(SingleNode):
         return [report for report in self._others() if self._is_final(report)]
 
     def _is_final(self, report: Report) -> bool:
-        """Whether it ends the run here, too: where nodes may come and go, one that was stopped only leaves."""
+        """Whether it ends the run here, too. Where nodes may come and go, a node that was stopped only leaves."""
         return report.signal is None or report.main or not self._config.elastic
 
 

@@ -45,7 +45,7 @@ class Failure(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What happened, in a line."""
+        """The failure in a line."""
         if self.type:
             first = self.message.strip().splitlines()
             return f"{self.type}: {first[0]}" if first else self.type
@@ -74,7 +74,7 @@ def record(path: str | None, rank: int, error: BaseException, code: int, tb: Tra
 
 
 def say(text: str) -> None:
-    """Write a line of the launcher's own, beside what the ranks write."""
+    """Write a line of the launcher to stderr."""
     sys.stderr.write(f"easymp launch: {text}\n")
     sys.stderr.flush()
 
@@ -173,7 +173,7 @@ def _from_script(error: BaseException) -> TracebackType | None:
 
 
 def _count_local_ranks(env: ModuleType) -> None:
-    """Where several launchers share this machine, each of them has numbered its own workers from 0."""
+    """Count local ranks over all launchers of this machine; each numbers its own workers from 0."""
     beside = env.read("EASYMP_LAUNCHER")
     if beside is not None:
         launcher, _, launchers = beside.partition(" of ")

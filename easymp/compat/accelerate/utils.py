@@ -226,7 +226,7 @@ _OTHER = {
     "clean_state_dict_for_safetensors": "accelerator.save_model writes tied weights once by itself",
     "load": "use easymp.load(file), which runs no code",
     "save": "use accelerator.save(obj, file)",
-    "write_basic_config": "run `easymp config`, or nothing: what is not written is detected",
+    "write_basic_config": "run `easymp config`, or nothing: missing settings are detected",
 }
 _memory = {
     "clear_device_cache": clear_device_cache,

@@ -168,7 +168,7 @@ class Engine:
         """Say to the others that this rank leaves, and end the threads. Operations in flight fail, here and there.
 
         Args:
-            why: what the others are told.
+            why: the reason for the others.
             patience: seconds that rank 0 waits for the others to leave.
         """
         if not self._threads:
