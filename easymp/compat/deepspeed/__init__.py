@@ -100,7 +100,7 @@ def initialize(
     """
     if model is None:
         raise SettingError("deepspeed.initialize requires a model")
-    named = getattr(args, "deepspeed_config", None)
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     configs = [c for c in (config, config_params, named) if c is not None]
     if not configs:
         raise SettingError(
@@ -125,6 +125,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--deepspeed", action="store_true", help="use DeepSpeed (a flag for the script's own code)"
     )
     group.add_argument("--deepspeed_config", help="DeepSpeed's configuration, a JSON file")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's former name
+    group.add_argument("--deepscale_config", help=argparse.SUPPRESS)
     return parser
 
 
