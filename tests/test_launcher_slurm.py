@@ -67,7 +67,7 @@ def test_script(train, capsys):
     ],
 )
 def test_slurm_s_own_options_go_before_ours(train, capsys, asked, there, gone):
-    found, _ = printed(capsys, "--slurm", asked, "--processes", "2", train)
+    found, _ = printed(capsys, f"--slurm={asked}", "--processes", "2", train)
     assert set(there) <= set(found)
     assert not [line for line in found for name in gone if line.startswith(name)]
 
