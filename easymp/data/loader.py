@@ -37,6 +37,20 @@ class PreparedLoader:
         finished: passes that began and ended since `replay`, outside of other loaders' passes.
     """
 
+    epoch = position = finished = 0
+    last = False
+    local_size: int | None = None
+    _pass: object | None = None  # the running pass
+    _next_epoch: int | None = None  # set_epoch, while a pass runs
+    _resume = False  # the next pass begins at `position`, not at 0
+    _over = False  # … and has nothing left: the state was taken at its last batch
+    _inner = False  # whether the running pass began inside another loader's
+    _surplus = 0  # repeated samples of this round
+    _loads = 0  # number of states loaded
+    _round = 0  # calls of `replay`
+    _begun = 0  # … when the running pass began
+    _empty = 0  # passes to come that have nothing in them
+
     def __init__(
         self,
         given: DataLoader[Any],
@@ -50,22 +64,9 @@ class PreparedLoader:
         non_blocking: bool,
     ) -> None:
         self.loader, self.batch_size = source.loader, batch_size
-        self.epoch = self.position = self.finished = 0
-        self.last = False
-        self.local_size: int | None = None
         self._given, self._source, self._window, self._world = given, source, window, world
         self._rank, self._device, self._non_blocking = rank, device, non_blocking
         self._differ = differ  # batches have no common size
-        self._pass: object | None = None  # the running pass
-        self._next_epoch: int | None = None  # set_epoch, while a pass runs
-        self._resume = False  # the next pass begins at `position`, not at 0
-        self._over = False  # … and has nothing left: the state was taken at its last batch
-        self._inner = False  # whether the running pass began inside another loader's
-        self._surplus = self._loads = 0  # repeated samples of this round, and number of states loaded
-        self._round = self._begun = (
-            0  # calls of `replay`, and how many there were when the running pass began
-        )
-        self._empty = 0  # passes to come that have nothing in them
         self._told = [getattr(part, "epoch", None) for part in self._parts()]
 
     # -- facts --------------------------------------------------------------------------------------------------------

@@ -57,6 +57,9 @@ class MapSource:
         ahead: this process loads a batch before the step of the one before it.
     """
 
+    _checked = False
+    _drawn: int | None = None  # seed of the current order, if it is not f(seed, epoch)
+
     def __init__(
         self,
         given: DataLoader[Any],
@@ -77,8 +80,6 @@ class MapSource:
         self._sampler, self._ranks, self._whole = sampler, ranks, whole
         self._world, self._seeded, self._alone, self._ahead = world, seeded, alone, ahead
         self._ready = given.batch_sampler is None  # the data set's items are batches already
-        self._checked = False
-        self._drawn: int | None = None  # seed of the current order, if it is not f(seed, epoch)
         self._redraw: dict[int, int] = {}  # seeds by epoch, to draw an order again after a resume
         self._upcoming = Rounds()
         batches = {"batch_sampler": self._upcoming}

@@ -45,6 +45,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         updates: steps that ended a window, skipped ones included.
     """
 
+    away, updates = False, 0
+    _told = False  # of averages that were dropped
+    # Hook that applies a waiting clip when the script steps the wrapped optimizer itself.
+    _alone: RemovableHandle | None = None
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -63,10 +68,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._window, self._scaler = window, scaler
         self.turn = window.turns.setdefault(optimizer, Turn())
         self.engine = engine or Engine(optimizer, free=False)
-        # Hook that applies a waiting clip when the script steps the wrapped optimizer itself.
-        self._alone: RemovableHandle | None = None
-        self.away, self.updates = False, 0
-        self._told = False  # of averages that were dropped
         # On a stage without parameters, too: whether overflows are read on the device must be the same on all ranks.
         fill_momentum(optimizer)
 
