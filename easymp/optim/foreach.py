@@ -85,15 +85,12 @@ class ListOptimizer(FusedOptimizer):
                     f"{type(self).__name__} moves real floating-point parameters, not {parameter.dtype}: give it to another optimizer"
                 )
 
-    def advance_by_torch(
-        self, parameters: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        mine = {id(p) for p in parameters}
+    def advance_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         lists: list[tuple[dict[str, Any], Lists]] = []
         for group in self.param_groups:
             by_device: dict[torch.device, list[Tensor]] = {}
             for parameter in group["params"]:
-                if id(parameter) in mine:
+                if parameter.grad is not None:
                     by_device.setdefault(parameter.device, []).append(parameter)
             lists += [(group, self._listed(group, of, factor, found_inf)) for of in by_device.values()]
         self.advance_lists(lists)

@@ -220,7 +220,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         moved = [p for p in self._parameters() if p.grad is not None]
         if moved or self.rule.norm:
             averages = Averages(lambda parameter: (parameter, self.state), self.options.ema_decay)
-            averages.around(moved, lambda: self.advance_by_torch(moved, factor, found_inf), found_inf)
+            averages.around(moved, lambda: self.advance_by_torch(factor, found_inf), found_inf)
 
     @contextmanager
     def borrowing(self, scale: Scale) -> Iterator[None]:
@@ -231,10 +231,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             self._lent = None
 
-    def advance_by_torch(
-        self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        """The update of `parameters`, which have gradients, by torch's operations."""
+    def advance_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+        """The update by torch's operations, of all parameters that have gradients."""
         raise NotImplementedError
 
     def _parameters(self) -> Iterator[Any]:

@@ -196,29 +196,19 @@ class TorchOptimizer(FusedOptimizer):
         fused = all(group.get("fused") for group in self.param_groups)
         return StepChoice("torch fused" if fused else "torch", reason)
 
-    def advance_by_torch(
-        self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None
-    ) -> None:
+    def advance_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         if self._widens:
-            return self.step_by_reference(parameters, factor, found_inf)
-        mine = {id(p) for p in parameters}
-        hidden = [(p, p.grad) for p in self._parameters() if p.grad is not None and id(p) not in mine]
-        for parameter, _ in hidden:
-            parameter.grad = None
-        try:
-            if all(group.get("fused") for group in self.param_groups) and not any(
-                p.grad.is_sparse for p in parameters
-            ):
-                fill_momentum(self, self.torchs)
-                self._step_told(None if factor is None else factor.reciprocal(), found_inf)
-            elif found_inf is None or not found_inf.item():
-                if factor is not None:
-                    multiply([p.grad for p in parameters], factor)
-                with swapped(self.param_groups, "fused", False):  # the plain step takes sparse gradients
-                    self._step_told(None, None)
-        finally:
-            for parameter, gradient in hidden:
-                parameter.grad = gradient
+            return self.step_by_reference(factor, found_inf)
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        fused = all(group.get("fused") for group in self.param_groups)
+        if fused and not any(g.is_sparse for g in gradients):
+            fill_momentum(self, self.torchs)
+            self._step_told(None if factor is None else factor.reciprocal(), found_inf)
+        elif found_inf is None or not found_inf.item():
+            if factor is not None:
+                multiply(gradients, factor)
+            with swapped(self.param_groups, "fused", False):  # the plain step takes sparse gradients
+                self._step_told(None, None)
 
     def _step_told(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """torch's step, which reads these where it is fused."""
@@ -233,19 +223,16 @@ class TorchOptimizer(FusedOptimizer):
             del self.grad_scale, self.found_inf  # type: ignore[attr-defined]
             vars(self).update(given)
 
-    def step_by_reference(
-        self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None
-    ) -> None:
+    def step_by_reference(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         """The rule's reference on each tensor in fp32, with states and rounding as the kernels have them; waits for the flag.
 
         For states of another dtype and stochastic rounding, which torch's steps do not have: slow, with the kernels' numbers.
         """
         if found_inf is not None and found_inf.item():
             return
-        mine = {id(p) for p in parameters}
         every = [(group, p) for group in self.param_groups for p in group["params"]]
         for number, (group, parameter) in enumerate(every):
-            if id(parameter) not in mine:
+            if parameter.grad is None:
                 continue
             counter, state = self._complete(group, parameter), self.state[parameter]
             counter += 1

@@ -6,7 +6,7 @@ Moments of half parameters are fp32. Not here: gradients and scales as arguments
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,13 +137,11 @@ class FusedAdam(_ApexOptimizer, TorchOptimizer, torch.optim.Adam):
             group["decoupled_weight_decay"] = adam_w_mode
             group.setdefault("bias_correction", bias_correction)
 
-    def advance_by_torch(
-        self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None
-    ) -> None:
+    def advance_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         if all(group.get("bias_correction", True) for group in self.param_groups):
-            super().advance_by_torch(parameters, factor, found_inf)
+            super().advance_by_torch(factor, found_inf)
         else:
-            self.step_by_reference(parameters, factor, found_inf)  # torch's step has no such option
+            self.step_by_reference(factor, found_inf)  # torch's step has no such option
 
 
 class FusedSGD(_ApexOptimizer, TorchOptimizer, torch.optim.SGD):
