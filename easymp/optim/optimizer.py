@@ -72,7 +72,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         fill_momentum(optimizer)
 
     def __reduce__(self) -> Any:
-        return _copied, (self.optimizer, self._window.accumulation)
+        return _copied, (self.optimizer,)
 
     # -- the step -------------------------------------------------------------------------------------------------------
 
@@ -325,8 +325,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return f"Prepared({self.optimizer!r})"
 
 
-def _copied(optimizer: torch.optim.Optimizer, accumulation: int) -> PreparedOptimizer:
-    return PreparedOptimizer(optimizer, UpdateWindow(accumulation), Scaler(enabled=False))
+def _copied(optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
+    return PreparedOptimizer(optimizer, UpdateWindow(), Scaler(enabled=False))
 
 
 # -- clipping that is left to the step ----------------------------------------------------------------------------------

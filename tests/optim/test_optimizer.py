@@ -95,10 +95,12 @@ def test_a_closure_and_its_value() -> None:
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_copies_and_pickles_step_by_themselves(precision: str) -> None:
-    accelerator, model, optimizer = run(precision=precision, momentum=0.9)
+    accelerator, model, optimizer = run(2, precision, momentum=0.9)
     with accelerator:
-        accelerator.backward(loss_of(model))
-        optimizer.step()
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model))
+                optimizer.step()
         for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             assert isinstance(again, PreparedOptimizer)
             assert len(again.state) == 4
