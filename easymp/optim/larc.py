@@ -111,7 +111,7 @@ class LARC(FusedOptimizer):
         elif found_inf is None or not found_inf.item():
             self.optim.step()
 
-    # -- what the optimizer inside has ------------------------------------------------------------------------------------
+    # -- attributes and state, of the optimizer inside ------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -22,8 +22,8 @@ class Masters:
     Training", Micikevicius et al., arXiv:1710.03740, section 3.1). Gradients move to the masters before anything is done to them
     (unscaled, clipped, stepped on), and the parameters are the masters, rounded, after each step.
 
-    A parameter that is written to from outside (``model.load_state_dict``, a broadcast) is noticed by its version, and its master
-    takes the new values before the next step. Writing through ``.data`` is not noticed.
+    A write to a parameter from outside (``model.load_state_dict``, a broadcast) changes its version, and its master takes the new values
+    before the next step. A write through ``.data`` is not noticed.
 
     Args:
         optimizer: its groups' low-precision parameters are replaced, in place; their states move along, in fp32.
@@ -157,7 +157,7 @@ class Sums:
         masters: id of a parameter → its master.
 
     Attributes:
-        on: whether there is a model that needs them; until then none of the methods need be called.
+        on: whether a model needs them; until then no method need be called.
     """
 
     def __init__(self, masters: Mapping[int, Tensor]) -> None:

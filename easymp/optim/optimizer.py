@@ -208,7 +208,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._masters is not None:
             self._masters.release()
 
-    # -- what it shows --------------------------------------------------------------------------------------------------
+    # -- attributes -----------------------------------------------------------------------------------------------------
 
     @property
     def synchronizes(self) -> bool:

@@ -290,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """torch's word for an optimizer that reads `found_inf`."""
         return takes_found_inf(self._twin)
 
-    # -- what an optimizer has ----------------------------------------------------------------------------------------
+    # -- attributes and state -------------------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -45,7 +45,7 @@ def fuse(
 
     Args:
         models: hold the optimizer's parameters; their embeddings say whether gradients are sparse.
-        kind: the torch class whose step `optimizer` takes; its own class by default.
+        kind: torch's class of the step; the optimizer's own by default.
     """
     kind = kind or type(optimizer)
     if kind not in FUSED:
@@ -122,7 +122,7 @@ def fill_momentum(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optim
 def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """`state`, with `optimizer`'s own choice of implementation: the machine that wrote it may have had another."""
     if len(state["param_groups"]) != len(optimizer.param_groups):
-        return state  # torch says what is wrong with it
+        return state  # torch raises the error
     groups = [
         {**saved, **{word: own[word] for word in IMPLEMENTATION if word in own}}
         for saved, own in zip(state["param_groups"], optimizer.param_groups)
