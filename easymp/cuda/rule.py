@@ -136,18 +136,17 @@ def complete(
         state[key] = value
 
     for key in rule.single:
-        held = state.get(key)  # a number would be waited for
-        now = torch.zeros((), device=device) if held is None else torch.as_tensor(held)
-        put(key, now.to(device, torch.float32))
+        held = state.get(key)
+        if not isinstance(held, Tensor) or held.device != device or held.dtype != torch.float32:
+            now = torch.zeros((), device=device) if held is None else torch.as_tensor(held)
+            put(key, now.to(device, torch.float32))
     if not rule.counts and (fresh or parameter not in counters):
         counters[parameter] = torch.full((), 0.0 if fresh else 1.0, device=device)
     for key in (*keys, EMA) if average else keys:
         value = state.get(key)
         wanted = dtype or (parameter if value is None else value).dtype
         if key == EMA:
-            wanted = (
-                torch.float32
-            )  # a bf16 average would not follow weights that move by less than 2^-9 of it
+            wanted = torch.float32  # in bf16 it would not follow weights that move by less than 2^-9 of it
         if value is not None and value.dtype == wanted and alike(local(value), local(parameter)):
             continue
         put(key, torch.empty_like(parameter, dtype=wanted, requires_grad=False))
