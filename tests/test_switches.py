@@ -43,9 +43,8 @@ NEWER = [("cuda.matmul", "tf32"), ("cudnn.conv", "ieee"), ("cudnn.conv", "tf32")
 
 
 def test_torchs_newer_switches_may_be_in_use() -> None:
-    for place, precision in (
-        NEWER if hasattr(torch.backends, "fp32_precision") else ()
-    ):  # torch 2.8 has the older ones only
+    newer = NEWER if hasattr(torch.backends, "fp32_precision") else ()  # torch 2.8 has the older ones only
+    for place, precision in newer:
         operation = operator.attrgetter(place)(torch.backends)
         before = operation.fp32_precision
         operation.fp32_precision = precision

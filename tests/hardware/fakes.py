@@ -24,89 +24,45 @@ class NVMLError(Exception):
     pass
 
 
-def pynvml(cards, cuda=13000, p2p=None, fails=()):
-    """A module like pynvml, over `cards`. `p2p(a, b, what)` answers with a status; calls named in `fails` raise."""
+def pynvml(cards, cuda=13000, p2p=lambda a, b, way: 0, fails=()):
+    """A module like pynvml, over `cards`. `p2p(a, b, way)` answers with a status; calls named in `fails` raise."""
     fake = types.ModuleType("pynvml")
-    fake.NVMLError, fake.nvmlMemory_v2 = NVMLError, 0x02000028
-    fake.open = 0
+    fake.NVMLError, fake.nvmlMemory_v2, fake.open = NVMLError, 0x02000028, 0
 
-    def offer(function):
-        def call(*args, **kwargs):
-            if function.__name__ in fails:
-                raise NVMLError(function.__name__)
-            return function(*args, **kwargs)
+    def refuse(*_):
+        raise NVMLError("Not Supported")
 
-        setattr(fake, function.__name__, call)
+    def count(step):
+        fake.open += step
 
-    def refuse(why="Not Supported"):
-        raise NVMLError(why)
+    def memory(card, version=None):
+        reserved = {"reserved": card.reserved} if version else {}
+        return types.SimpleNamespace(total=card.memory, **reserved)
 
-    @offer
-    def nvmlInit():
-        fake.open += 1
-
-    @offer
-    def nvmlShutdown():
-        fake.open -= 1
-
-    @offer
-    def nvmlSystemGetCudaDriverVersion_v2():
-        return cuda
-
-    @offer
-    def nvmlSystemGetDriverVersion():
-        return "580.65.06"
-
-    @offer
-    def nvmlDeviceGetCount():
-        return len(cards)
-
-    @offer
-    def nvmlDeviceGetHandleByIndex(i):
-        return cards[i]
-
-    @offer
-    def nvmlDeviceGetName(card):
-        return card.name.encode()  # as older versions answer
-
-    @offer
-    def nvmlDeviceGetUUID(card):
-        return card.uuid
-
-    @offer
-    def nvmlDeviceGetCudaComputeCapability(card):
+    def capability(card):
         return refuse() if card.uuid.startswith("MIG-") else list(card.capability)
 
-    @offer
-    def nvmlDeviceGetMemoryInfo(card, version=None):
-        if version is not None and card.reserved is None:
-            refuse("Function Not Found")
-        return (
-            types.SimpleNamespace(total=card.memory, reserved=card.reserved)
-            if version
-            else types.SimpleNamespace(total=card.memory)
-        )
-
-    @offer
-    def nvmlDeviceGetMigMode(card):
-        return refuse() if card.mig is None else [int(card.mig), int(card.mig)]
-
-    @offer
-    def nvmlDeviceGetPciInfo(card):
-        return types.SimpleNamespace(busId="00000000:3B:00.0")
-
-    @offer
-    def nvmlDeviceGetMaxMigDeviceCount(card):
-        return 7
-
-    @offer
-    def nvmlDeviceGetMigDeviceHandleByIndex(card, i):
-        return card.instances[i] if i < len(card.instances) else refuse("Not Found")
-
-    @offer
-    def nvmlDeviceGetP2PStatus(a, b, what):
-        return p2p(a, b, what) if p2p else 0
-
+    calls = {
+        "nvmlInit": lambda: count(1),
+        "nvmlShutdown": lambda: count(-1),
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: cuda,
+        "nvmlSystemGetDriverVersion": lambda: "580.65.06",
+        "nvmlDeviceGetCount": lambda: len(cards),
+        "nvmlDeviceGetHandleByIndex": lambda i: cards[i],
+        "nvmlDeviceGetName": lambda card: card.name.encode(),  # as older versions answer
+        "nvmlDeviceGetUUID": lambda card: card.uuid,
+        "nvmlDeviceGetCudaComputeCapability": capability,
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetMigMode": lambda card: refuse() if card.mig is None else [int(card.mig)] * 2,
+        "nvmlDeviceGetPciInfo": lambda card: types.SimpleNamespace(busId="00000000:3B:00.0"),
+        "nvmlDeviceGetMaxMigDeviceCount": lambda card: 7,
+        "nvmlDeviceGetMigDeviceHandleByIndex": lambda card, i: (
+            card.instances[i] if i < len(card.instances) else refuse()
+        ),
+        "nvmlDeviceGetP2PStatus": p2p,
+    }
+    for name, call in calls.items():
+        setattr(fake, name, refuse if name in fails else call)
     return fake
 
 
