@@ -26,12 +26,12 @@ from .folders import Opened
 from .huggingface import load
 from .layout import whole
 from .load import Reading
-from .manifest import Manifest, Piece, Stored
+from .manifest import Manifest, Piece, Stored, canonical
 from .model_state import OptimizerState
 from .read_plan import Want
 from .run_state import numbered
 from .snapshot import Kept
-from .source import canonical, without_wrappers
+from .source import without_wrappers
 from .storage import Tick, no_tick
 from .storage_local import LocalStorage
 
@@ -160,7 +160,7 @@ def _unpickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:
-        raise _unreadable(path, error, ": it may need the packages whose objects it holds") from error
+        raise _unreadable(path, error, ": packages that define its objects may be missing") from error
 
 
 def _unreadable(path: Any, error: Exception, more: str = "") -> CheckpointError:

@@ -278,7 +278,7 @@ class Checkpoints:
         limit = None if path is not None or project.total_limit is None else project.total_limit - 1
         place, views = folders.inside(root, name), self._views()
         models: Collection[int] = range(len(views))
-        extra = save.NONE
+        extra = folders.NONE
         if self._save_hooks:
             models, extra = hooks.before_save(world, self._save_hooks, views, target.storage, name)
         project.iteration += 1

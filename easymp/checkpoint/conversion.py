@@ -19,8 +19,7 @@ from ..settings import read_bytes
 from .accelerate_import import read_state_dict
 from .codec import loads
 from .commit import begin
-from .folders import Opened, inside, open_checkpoint, open_storage, parted, write_manifest
-from .hooks import copied
+from .folders import Opened, copied, inside, open_checkpoint, open_storage, parted, write_manifest
 from .huggingface import Item, cut, write_model
 from .layout import whole
 from .manifest import INDEX, FileRecord

@@ -15,7 +15,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +27,8 @@ from .header import Slot
 from .header import decode as decode_header
 from .header import length as header_length
 from .lock import TEMPORARY
-from .manifest import COMMIT, MANIFEST, FileRecord, Manifest, decode, seal
-from .storage import SourceFile, Storage
+from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Manifest, decode, seal
+from .storage import Part, SourceFile, Storage, Tick, no_tick
 from .storage_local import LocalStorage
 from .storage_remote import RemoteStorage
 
@@ -251,3 +253,55 @@ def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
     if (base := header_length(text, file.size, what)) > len(text):
         text = file.storage.head(file.name, base)
     return decode_header(text, file.size, what)
+
+
+# -- files that a checkpoint holds as they are: those of hooks ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Files that go into a checkpoint as they are.
+
+    Attributes:
+        files: this rank's, by their paths below the checkpoint.
+        names: of the files of all ranks.
+        close: call it when they are copied, or never will be; a second call does nothing.
+    """
+
+    files: Mapping[str, SourceFile] = field(default_factory=dict)
+    names: Collection[str] = ()
+    close: Callable[[], None] = lambda: None
+
+
+NONE = Extra()
+
+
+def copied(
+    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = no_tick
+) -> dict[str, FileRecord]:
+    """Copy `files` below `folder` of `storage`. They are on disk afterwards, except for first names in `folder`, which its `sync` covers.
+
+    Raises:
+        CheckpointError: one is not what was written, or has changed its size.
+        OSError: one cannot be read or written.
+    """
+    paths = [name.split("/") for name in files]
+    below = dict.fromkeys("/".join(words[:count]) for words in paths for count in range(1, len(words)))
+    for name in below:  # each after its parent
+        with suppress(FileExistsError):  # another rank was quicker
+            storage.make(inside(folder, name))
+    written = {
+        name: FileRecord(file.size, storage.put(inside(folder, name), blocks_in(file), file.size, tick))
+        for name, file in files.items()
+    }
+    for name in below:
+        storage.sync(inside(folder, name))
+    return written
+
+
+def blocks_in(file: SourceFile) -> Iterator[Part]:
+    """The bytes of a file, a block at a time, verified if checksums are known."""
+    for begin in range(0, file.size, BLOCK):
+        block = memoryview(bytearray(min(BLOCK, file.size - begin)))
+        file.fetch([(begin, block)])
+        yield block

@@ -6,43 +6,25 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..distributed import World
 from ..errors import CheckpointError
 from .commit import check_name
-from .folders import Opened, current, inside, open_manifest, temporary, writing
+from .folders import Extra, Opened, blocks_in, copied, current, inside, open_manifest, temporary, writing
 from .lineage import take_away
 from .lock import claim, lock_of
-from .manifest import BLOCK, FileRecord, check_extra
+from .manifest import check_extra
 from .snapshot import first, on_all, on_rank_0, trouble
-from .storage import Part, SourceFile, Storage, Tick, no_tick
+from .storage import SourceFile, Storage
 from .storage_local import LocalStorage
 
 PREFIX = "easymp-"  # of folders in TMPDIR
 NOT_BEGUN = "the checkpoint was not begun: "
 Hooks = Mapping[int, Callable[..., None]]
 
-
-@dataclass(frozen=True)
-class Extra:
-    """Files that go into a checkpoint as they are.
-
-    Attributes:
-        files: this rank's, by their paths below the checkpoint.
-        names: of the files of all ranks.
-        close: call it when they are copied, or never will be; a second call does nothing.
-    """
-
-    files: Mapping[str, SourceFile] = field(default_factory=dict)
-    names: Collection[str] = ()
-    close: Callable[[], None] = lambda: None
-
-
-NONE = Extra()
 
 # -- calling hooks -----------------------------------------------------------------------------------------------------
 
@@ -51,8 +33,6 @@ def before_save(
     world: World, hooks: Hooks, models: Sequence[Any], storage: Storage, name: str
 ) -> tuple[list[int], Extra]:
     """Call the save hooks on all ranks: the indices of the models that are left to be saved, and the hooks' files."""
-    if not hooks:
-        return list(range(len(models))), NONE
 
     def listed() -> list[str]:
         return on_rank_0(world, lambda: storage.list(name), NOT_BEGUN)
@@ -80,9 +60,6 @@ def before_load(
     world: World, hooks: Hooks, models: Sequence[Any], storage: Storage, name: str
 ) -> Iterator[list[int]]:
     """Call the load hooks on all ranks: the indices of the models that are left to be loaded."""
-    if not hooks:
-        yield list(range(len(models)))
-        return
     with folder_to_read(world, storage, name) as folder:
         yield call_load_hooks(world, hooks, models, folder)
 
@@ -247,42 +224,8 @@ def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[
         yield paths[world.rank]
 
 
-# -- their files -------------------------------------------------------------------------------------------------------
-
-
-def copied(
-    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = no_tick
-) -> dict[str, FileRecord]:
-    """Copy `files` below `folder` of `storage`. They are on disk afterwards, except for first names in `folder`, which its `sync` covers.
-
-    Raises:
-        CheckpointError: one is not what was written, or has changed its size.
-        OSError: one cannot be read or written.
-    """
-    paths = [name.split("/") for name in files]
-    below = dict.fromkeys("/".join(words[:count]) for words in paths for count in range(1, len(words)))
-    for name in below:  # each after its parent
-        with suppress(FileExistsError):  # another rank was quicker
-            storage.make(inside(folder, name))
-    written = {
-        name: FileRecord(file.size, storage.put(inside(folder, name), _blocks(file), file.size, tick))
-        for name, file in files.items()
-    }
-    for name in below:
-        storage.sync(inside(folder, name))
-    return written
-
-
-def _blocks(file: SourceFile) -> Iterator[Part]:
-    """The bytes of a file, a block at a time, verified if checksums are known."""
-    for begin in range(0, file.size, BLOCK):
-        block = memoryview(bytearray(min(BLOCK, file.size - begin)))
-        file.fetch([(begin, block)])
-        yield block
-
-
 def _digest(file: SourceFile) -> str:
     digest = hashlib.sha256()
-    for part in _blocks(file):
+    for part in blocks_in(file):
         digest.update(part)
     return digest.hexdigest()

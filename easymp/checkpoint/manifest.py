@@ -20,6 +20,7 @@ from .codec import dumps, loads, names
 from .header import DTYPES, MOST, NAMES, nbytes
 from .layout import Box, Shape, fault
 
+INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, torch's checkpoint_wrapper
 MANIFEST, COMMIT, INDEX = "manifest.json", "COMMIT", "model.safetensors.index.json"
 BLOCK = 2**24  # bytes under one checksum
 VERSION = 2  # with files of hooks; a checkpoint without them is written as version 1, which has no such field
@@ -376,3 +377,10 @@ def check_extra(paths: Collection[str], files: Collection[str]) -> None:
                 raise CheckpointError(
                     f"{file!r:.300} is a file of a hook, and a folder with {name!r:.300} in it: change one"
                 )
+
+
+def canonical(name: str) -> str:
+    """A live name without the parts that torch's wrappers of submodules add. ``module.`` stays: it may be the user's own."""
+    for word in INSIDE:
+        name = name.replace(word, "")
+    return name

@@ -20,9 +20,8 @@ from ..precision.policies import LOW
 from .codec import names
 from .layout import Box, Place, places_of
 from .load import FullName, Reading, Trial, check_like, is_known, names_apart, several
-from .manifest import Stored, check_number
+from .manifest import Stored, canonical, check_number
 from .snapshot import Snapshot
-from .source import canonical
 
 Groups = list[dict[str, Any]]
 Fills = list[tuple[str, Box, Tensor]]  # full name, chunk, and the live part that takes it
@@ -112,14 +111,13 @@ class ModelState:
     def _sources(
         self, source: Reading, found: Mapping[str, str], live: Mapping[str, Tensor]
     ) -> list[tuple[str, str, Stored, Place]]:
-        """Of each live tensor with memory here: its name, the tensor to read for it, and its chunks.
+        """For each live tensor with memory here: its name, the tensor to read for it, and its chunks.
 
         A tensor in fp32 takes the master of a parameter that had one.
         """
-        masters = [source.master(path) for path in found.values()]
-        fp32 = [value.dtype == torch.float32 for value in live.values()]
         paths = [
-            master if master and wide else path for path, master, wide in zip(found.values(), masters, fp32)
+            (value.dtype == torch.float32 and source.master(path)) or path
+            for path, value in zip(found.values(), live.values())
         ]
         stored = [source.stored(path) for path in paths]
         every = zip(found, paths, stored, places_of(live.values()))
@@ -131,7 +129,7 @@ class ModelState:
         return dtype == value.dtype or mastered or (dtype in LOW and value.dtype == torch.float32)
 
     def _trial(self, values: dict[str, Any], live: dict[str, Any], strict: bool) -> Trial:
-        """Load values that are no tensors of the module's own through its `load_state_dict`."""
+        """Load values that are not the module's own tensors through its `load_state_dict`."""
         before = {
             name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
             for name, value in live.items()
@@ -162,8 +160,8 @@ class OptimizerState:
     Args:
         name: "optimizer", or "optimizer_1" and so on.
         owner: id of a parameter → its full name in the checkpoint, such as "model/0.weight".
-        apart: each rank has other states of the same parameters. On another number of ranks, rank r takes those of rank r % n; a run
-            whose ranks share their states takes rank 0's.
+        apart: each rank has other states of the same parameters. On another number of ranks, rank r takes those of rank r % n; if the
+            ranks share their states here, all take rank 0's.
     """
 
     def __init__(
@@ -322,9 +320,7 @@ class OptimizerState:
         trees = source.manifest.states[path]
         fulls = [(name, full) for name, of in zip(fresh, [names(trees[n]) for n in fresh]) for full in of]
         made: dict[str, Tensor] = {}
-        kinds: dict[
-            str, tuple[Tensor, Stored, torch.dtype]
-        ] = {}  # the tensor it is laid out like, and its dtype here
+        kinds: dict[str, tuple[Tensor, Stored, torch.dtype]] = {}  # what `_laid_out` takes
         for (name, full), stored in zip(fulls, [source.stored(full) for _, full in fulls]):
             group = self._group_of[id(self._parameters[name])]
             if full.endswith("/step") and not (group.get("fused") or group.get("capturable")):

@@ -22,10 +22,9 @@ from ..errors import CheckpointError
 from ..logging import get_logger
 from ..precision import Measured, Scaler
 from .load import Reading, Trial, check_like, is_known
-from .manifest import check_number
+from .manifest import canonical, check_number
 from .model_state import ModelState, OptimizerState, leave
 from .snapshot import Kept, Snapshot
-from .source import canonical
 
 if TYPE_CHECKING:
     from ..optim.optimizer import PreparedOptimizer, PreparedScheduler
@@ -341,7 +340,7 @@ class RandomState:
         words, cpu = found["python"]["words"], found["torch"]
         if words.shape != (625,) or (cpu.shape, cpu.dtype) != (torch.get_rng_state().shape, torch.uint8):
             raise CheckpointError(
-                "the checkpoint's random streams are of another version of Python or torch; strict=False is no help here"
+                "the checkpoint's random streams are of another version of Python or torch; strict=False does not help here"
             )
 
         def put() -> None:
@@ -352,7 +351,7 @@ class RandomState:
         return put
 
     def _rank_to_follow(self, kept: dict[int, Any], size: int) -> int | None:
-        """The rank of the saved run whose streams this one continues."""
+        """The rank of the saved run that this one continues the streams of."""
         own = kept.get(self._rank)
         if size == self._size and own is not None and own["data_rank"] == self._data_rank:
             return self._rank
@@ -368,7 +367,7 @@ class RandomState:
 
 
 def _drawing_devices(world: World) -> list[torch.device]:
-    """Accelerators whose random streams this process may use, its own first; all visible ones if it is the only process."""
+    """Accelerators with random streams of this process, its own first; all visible ones if it is the only process."""
     device = world.device
     if device.type == "cpu":
         return []

@@ -30,8 +30,7 @@ from ..logging import get_logger
 from ..version import __version__
 from .codec import dumps
 from .commit import Commit, begin, check_name
-from .folders import inside, write_manifest
-from .hooks import NONE, Extra, copied
+from .folders import NONE, Extra, copied, inside, write_manifest
 from .lineage import Line, Saved, retain
 from .manifest import INDEX, FileRecord, Manifest, check_extra
 from .progress import expect

@@ -25,7 +25,7 @@ from .folders import (
 )
 from .header import PARTS, filed
 from .layout import whole
-from .manifest import COMMIT, INDEX, MANIFEST, Piece, Stored
+from .manifest import COMMIT, INDEX, INSIDE, MANIFEST, Piece, Stored, canonical
 from .storage import SourceFile, Storage
 
 logger = get_logger(__name__)
@@ -33,7 +33,6 @@ logger = get_logger(__name__)
 SINGLE = "model.safetensors"
 LARGEST_INDEX = 2**28  # bytes
 SHOWN = 8  # names in a message
-INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, torch's checkpoint_wrapper
 WRAPPERS = (*INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
 OUTER = "module."  # DistributedDataParallel, DataParallel
 
@@ -307,13 +306,6 @@ def dtype_fault(one: Live, wanted: torch.dtype | str | None) -> str | None:
         return None
     remedy = "pass dtype='live' to convert the values, or " if converts else ""
     return f"{there} in the files, and {live} in the model: {remedy}convert the model first"
-
-
-def canonical(name: str) -> str:
-    """A live name without the parts that torch's wrappers of submodules add. ``module.`` stays: it may be the user's own."""
-    for word in INSIDE:
-        name = name.replace(word, "")
-    return name
 
 
 def without_wrappers(name: str) -> str:

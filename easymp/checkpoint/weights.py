@@ -22,6 +22,7 @@ from ..training.wrapper import unwrap as unwrapped
 from .folders import open_storage
 from .huggingface import Bring, Item, cut, write_model
 from .layout import Box, Shape, fault, on_host, places_of, whole
+from .manifest import canonical
 from .progress import Progress
 from .read_plan import Want, plan, stream
 from .save import Barrier
@@ -30,7 +31,6 @@ from .source import (
     Live,
     Skipped,
     Source,
-    canonical,
     dtype_fault,
     hint,
     live_tensors,

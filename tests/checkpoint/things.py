@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from easymp import CheckpointError
-from easymp.checkpoint.folders import open_manifest
-from easymp.checkpoint.hooks import NONE, Extra, HookFolder, folder_to_read
+from easymp.checkpoint.folders import NONE, Extra, open_manifest
+from easymp.checkpoint.hooks import HookFolder, folder_to_read
 from easymp.checkpoint.layout import Box
 from easymp.checkpoint.lineage import newest
 from easymp.checkpoint.load import Reading
