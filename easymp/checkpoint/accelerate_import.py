@@ -179,11 +179,7 @@ def _numpy_arrays_allowed() -> AbstractContextManager[Any]:
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Tensors by name in a file of torch.save, at its top or under one of STATE_KEYS, read by torch's reader for plain data.
-
-    Raises:
-        CheckpointError: it cannot be read, holds more than plain data, or has no state dict of a model.
-    """
+    """Tensors by name in a file of torch.save, at its top or under one of STATE_KEYS, read by torch's reader for plain data."""
     try:
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -213,16 +209,8 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 class Translated(Reading):
     """A folder of Accelerate's in the terms of our checkpoints, in memory, so that loading takes the same way.
 
-    Parameters of an optimizer and objects of a run, which the folder tells by their order, are taken in the order of the live ones.
-
-    Args:
-        models: those that take the weights, in the order in which they were prepared.
-        parts: of the run that loads.
-        seed: of the run that loads.
-        options: of `read_accelerate`, which explains their risk.
-
-    Raises:
-        CheckpointError: as `read_accelerate`; or an optimizer that had other param groups.
+    `models`, `parts` and `seed` are those of the run that loads. The folder tells parameters of an optimizer and objects of a run by their
+    order, so the live ones take them in theirs. `options` are those of `read_accelerate`, which explains their risk.
     """
 
     def __init__(

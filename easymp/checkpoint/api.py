@@ -128,14 +128,7 @@ class Checkpoints:
         return folders.inside(*folders.parted(self._root))
 
     def _claim_project(self, reading: bool = False) -> None:
-        """Lock the project's checkpoints for this process until `close`.
-
-        Args:
-            reading: go on without the lock if the folder is read-only.
-
-        Raises:
-            CheckpointError: on all ranks; another live process holds the lock.
-        """
+        """Lock the project's checkpoints for this process until `close`; `reading` does without if the folder is read-only."""
 
         def claim() -> bool:
             root, name = folders.parted(self._root)
@@ -203,11 +196,7 @@ class Checkpoints:
         return [model.view for model in self._prepared.models]
 
     def _parts(self, models: Collection[int]) -> list[Kept]:
-        """Everything that a checkpoint keeps, in the order in which it is restored.
-
-        Args:
-            models: indices of the models that are kept; hooks see to the others.
-        """
+        """See `run_state.parts`."""
         return run_state.parts(
             *(self._run, self._prepared, self._scaler, self._precision, self._project),
             *(self._epochs, self._objects, self._logbook, models),

@@ -260,17 +260,13 @@ def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Extra:
-    """Files that go into a checkpoint as they are.
+    """Files that go into a checkpoint as they are."""
 
-    Attributes:
-        files: this rank's, by their paths below the checkpoint.
-        names: of the files of all ranks.
-        close: call it when they are copied, or never will be; a second call does nothing.
-    """
-
-    files: Mapping[str, SourceFile] = field(default_factory=dict)
-    names: Collection[str] = ()
-    close: Callable[[], None] = lambda: None
+    files: Mapping[str, SourceFile] = field(
+        default_factory=dict
+    )  # this rank's, by their paths below the checkpoint
+    names: Collection[str] = ()  # of all ranks' files
+    close: Callable[[], None] = lambda: None  # for when they are copied, or never will be; once or more
 
 
 NONE = Extra()
@@ -279,12 +275,7 @@ NONE = Extra()
 def copied(
     files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = no_tick
 ) -> dict[str, FileRecord]:
-    """Copy `files` below `folder` of `storage`. They are on disk afterwards, except for first names in `folder`, which its `sync` covers.
-
-    Raises:
-        CheckpointError: one is not what was written, or has changed its size.
-        OSError: one cannot be read or written.
-    """
+    """Copy `files` below `folder` of `storage`. They are on disk then, except for first names in `folder`, which its `sync` covers."""
     paths = [name.split("/") for name in files]
     below = dict.fromkeys("/".join(words[:count]) for words in paths for count in range(1, len(words)))
     for name in below:  # each after its parent

@@ -96,16 +96,10 @@ def _called(
 
 
 class HookFolder:
-    """An empty folder of this rank, with the checkpoint's name; `collect` hands its files to a save.
+    """An empty folder `path` of this rank, with the checkpoint's name; all ranks make theirs together.
 
     It lies beside the checkpoint under a temporary name, which the next save cleans up if this process is killed; in TMPDIR if the
-    checkpoint is at a URL. All ranks make it together.
-
-    Attributes:
-        path: of the folder.
-
-    Raises:
-        CheckpointError: on every rank: one could not make it, or another process is about to write the same checkpoint.
+    checkpoint is at a URL.
     """
 
     def __init__(self, world: World, storage: Storage, checkpoint: str) -> None:
@@ -143,11 +137,7 @@ class HookFolder:
         self.path = self._there.path(self._folder)
 
     def collect(self) -> Extra:
-        """The files of all ranks' hooks. A file that several ranks wrote alike is one file.
-
-        Raises:
-            CheckpointError: on every rank: different files of one name, links, names that not every file system takes.
-        """
+        """The files of all ranks' hooks. A file that several ranks wrote alike is one file."""
         world, there = self._world, self._there
         found = on_all(world, lambda: dict(self._found()), NOT_BEGUN)
         holders = {
@@ -198,11 +188,7 @@ class HookFolder:
 
 @contextmanager
 def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[str]:
-    """A local folder with the verified files of a checkpoint's hooks: its own, or a download in TMPDIR if it is at a URL.
-
-    Raises:
-        CheckpointError: on every rank: there is no such checkpoint, or a file of a hook is not what was written.
-    """
+    """A local folder with the verified files of a checkpoint's hooks: its own, or a download in TMPDIR if it is at a URL."""
     with ExitStack() as held:
 
         def find() -> str:

@@ -85,10 +85,6 @@ def write_model(
     Args:
         bring: gives the whole tensor of a name, on the CPU; called for each name of the shards in order.
         aliases: other names of tensors → the one that is written; noted in the metadata, as the safetensors library does.
-
-    Raises:
-        CheckpointError: the folder is a checkpoint, or a file.
-        OSError: it cannot be written; an earlier model is untouched.
     """
     there, place = set(storage.list(folder)), inside(storage.place, folder)
     if there & {MANIFEST, COMMIT}:
@@ -145,15 +141,7 @@ def _parts(header: bytes, names: Sequence[str], bring: Bring) -> Iterator[Part]:
 
 
 def save_tree(tree: Any, f: str | os.PathLike[str]) -> None:
-    """Write `tree` to the file `f`, which is replaced when the new one is on disk.
-
-    A mapping of names to tensors becomes a plain safetensors file. The structure of anything else goes into the file's metadata, or without
-    tensors into JSON.
-
-    Raises:
-        CheckpointError: something in it cannot be stored, or the file cannot be written; an earlier one is untouched.
-        RefusedError: the name promises a file of torch.save.
-    """
+    """See `Accelerator.save`."""
     place = os.fspath(f)
     if place.lower().endswith(OF_TORCH_SAVE):
         raise RefusedError(

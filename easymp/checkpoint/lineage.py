@@ -63,13 +63,7 @@ class Saved:
 
 
 def survey(storage: Storage) -> tuple[list[Saved], list[str]]:
-    """Checkpoints named by steps that have a COMMIT, in the order of their saves; and the other folders with such names.
-
-    Only the beginning of each manifest is read, and nothing is verified.
-
-    Raises:
-        OSError: `storage` cannot be read.
-    """
+    """Checkpoints named by steps that have a COMMIT, unverified, in the order of their saves; and other folders with such names."""
     found = {folder: _saved(storage, folder) for folder in storage.list() if step_of(folder) is not None}
     saved = sorted(filter(None, found.values()), key=lambda it: (it.position, save_of(it.folder), it.folder))
     return saved, [folder for folder, it in found.items() if it is None]
@@ -101,14 +95,7 @@ def committed(storage: Storage) -> list[Saved]:
 def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, list[str], bool]:
     """The checkpoint to continue from: the last save, or the one that it was continued from if it is damaged.
 
-    Args:
-        passed: folders that are left out without a word.
-
-    Returns:
-        The folder or None; sentences on others that do not count; whether one of those was committed and is damaged.
-
-    Raises:
-        OSError: `storage` cannot be read.
+    Returns its folder or None; sentences on others that do not count and are not `passed`; whether one of those is damaged.
     """
     found, others = survey(storage)
     said: list[str] = []
@@ -145,14 +132,10 @@ def damage(storage: Storage, folder: str) -> str:
 
 
 class Line:
-    """The line of saves that a run continues; rank 0's counts.
-
-    Attributes:
-        last: the checkpoint that the run loaded or saved last.
-    """
+    """The line of saves that a run continues; rank 0's counts."""
 
     def __init__(self) -> None:
-        self.last: Saved | None = None
+        self.last: Saved | None = None  # the checkpoint that the run loaded or saved last
         self._loaded: Storage | None = None  # the storage of `last`, if it was loaded
         self._surveyed: set[str] = set()
 

@@ -34,15 +34,11 @@ def leave() -> None:
 
 
 class ModelState:
-    """The `state_dict` of the user's module, however a strategy laid out its tensors.
+    """The `state_dict` of the user's module, in any layout of its tensors; `mastered` are ids of parameters that have masters here.
 
     Tensors are written to in place. Other values (extra state, the results of `state_dict` hooks) go through `load_state_dict`. A model in
     fp32 takes the fp32 masters of parameters that were saved in low precision. Parameters that have masters here take fp32 values, rounded;
     the masters take them whole. fp32 parameters take bf16 and fp16 values.
-
-    Args:
-        name: "model", or "model_1" and so on.
-        mastered: ids of parameters that have masters here.
     """
 
     def __init__(self, name: str, module: nn.Module, mastered: Collection[int] = ()) -> None:
@@ -158,7 +154,6 @@ class OptimizerState:
     class or a hook extends it.
 
     Args:
-        name: "optimizer", or "optimizer_1" and so on.
         owner: id of a parameter → its full name in the checkpoint, such as "model/0.weight".
         apart: each rank has other states of the same parameters. On another number of ranks, rank r takes those of rank r % n; if the
             ranks share their states here, all take rank 0's.

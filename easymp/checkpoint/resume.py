@@ -41,9 +41,6 @@ class Epochs:
     """The epochs of ``accelerator.epochs()`` loops; its state says where the next process continues.
 
     Loops are told apart by their order: finished ones are not run again, and the interrupted one continues in its epoch.
-
-    Args:
-        loaders: the prepared ones; the list grows.
     """
 
     def __init__(self, loaders: Sequence[PreparedLoader], window: UpdateWindow) -> None:
@@ -113,11 +110,7 @@ class Epochs:
 
 
 class Preemption:
-    """Listens for signals from `start` to `close`.
-
-    Args:
-        leave: saves, ends the run and raises SystemExit; called on all ranks at one place, with the signal's number if it came here.
-    """
+    """Listens for signals from `start` to `close`; all ranks call `leave` at one place, with the signal's number where it came."""
 
     def __init__(self, world: World, window: UpdateWindow, leave: Callable[[int | None], None]) -> None:
         self._world, self._window, self._leave = world, window, leave

@@ -57,11 +57,7 @@ def parts(
     """Everything that a checkpoint keeps, in the order in which it is restored.
 
     Masters come after the parameters that they round to, schedules after the optimizers that they count, and random streams last, so that
-    nothing draws after them.
-
-    Args:
-        registered: objects of register_for_checkpointing.
-        models: indices of the models that are kept; hooks see to the others.
+    nothing draws after them. `models` are indices of the models that are kept; hooks see to the others.
     """
     world, optimizers, schedulers = run.world, prepared.optimizers, prepared.schedulers
     found: list[Kept] = []
@@ -249,8 +245,7 @@ class SkippedSteps:
 class RunState:
     """Accumulation, precision and the number of saves. Settings stay this run's; differences to the saved run are logged.
 
-    Args:
-        precision: the run's; one that is still to be measured takes the saved run's choice.
+    A precision that is still to be measured takes the saved run's choice.
     """
 
     def __init__(self, run: Run, precision: Any, project: ProjectConfiguration) -> None:
@@ -301,10 +296,6 @@ class RandomState:
     The same number of ranks with the same slices of the data continue exactly. Ranks that share their data share their stream (tensor
     parallelism needs the same dropout on all of them), so on another layout of ranks a stream is found by its slice of the data. A slice
     that no rank had before (a larger world) gets a stream f(seed, slice, step), with a line in the log.
-
-    Args:
-        spread: tells which slice of the data this rank sees.
-        seed: the run's, the same on all ranks.
     """
 
     def __init__(self, world: World, spread: Strategy, seed: int) -> None:

@@ -26,6 +26,7 @@ from .manifest import canonical
 from .progress import Progress
 from .read_plan import Want, plan, stream
 from .save import Barrier
+from .snapshot import on_all
 from .source import (
     SHOWN,
     Live,
@@ -283,36 +284,28 @@ class Spread(NamedTuple):
 
 
 class Gathering:
-    """Made on all ranks together, of the same names in the same order; `bring` is a collective, too.
-
-    Raises:
-        CheckpointError: on every rank: a tensor that the ranks do not have all of, or have in layouts that cannot be put together.
-    """
+    """Made on all ranks together, of the same names in the same order; `bring` is a collective, too."""
 
     def __init__(self, world: World, tensors: Mapping[str, Tensor]) -> None:
         self._world = world
         self._parts: dict[str, dict[Box, Tensor]] = {}
-        said = ""
-        try:
-            places = zip(tensors, places_of(tensors.values()))
-            self._parts = {name: {} if place is None else dict(place.parts) for name, place in places}
-        except CheckpointError as error:
-            said = str(error)
         kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        boxes = {name: list(parts) for name, parts in self._parts.items()}
-        everyones = world.gather_objects((said, kinds, boxes))
-        for rank, (words, theirs, _) in enumerate(everyones):
-            if words:
-                raise CheckpointError(words)
-            if theirs != everyones[0][1]:
-                raise CheckpointError(
-                    f"rank {rank} has other tensors than rank 0: pass the same model on all ranks"
-                )
+
+        def boxes() -> Any:
+            for name, place in zip(tensors, places_of(tensors.values())):
+                self._parts[name] = {} if place is None else dict(place.parts)
+            return kinds, {name: list(parts) for name, parts in self._parts.items()}
+
+        everyones = on_all(world, boxes)
+        if apart := [rank for rank, (theirs, _) in enumerate(everyones) if theirs != everyones[0][0]]:
+            raise CheckpointError(
+                f"rank {apart[0]} has other tensors than rank 0: pass the same model on all ranks"
+            )
         self._tensors: dict[str, Spread] = {}
         for name, (dtype, shape) in kinds.items():
             holders: dict[Box, int] = {}
-            for rank, (_, _, boxes) in enumerate(everyones):
-                for box in boxes[name]:
+            for rank, (_, held) in enumerate(everyones):
+                for box in held[name]:
                     holders.setdefault(box, rank)
             if wrong := fault(shape, list(holders)):
                 raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
@@ -340,10 +333,6 @@ def hand_over(
 
     Between two tensors rank 0 may be at its disk for longer than a collective waits. So the others wait for its word in the store, and send
     when it is there to receive. Where `write` gives up half-way, the other tensors are handed over all the same, and dropped.
-
-    Raises:
-        CheckpointError: rank 0 shows no life any more.
-        WorldError: another rank is gone.
     """
     turns: dict[str, str] = {}  # the first tensor of each file, and of each EACH bytes of it
     for shard in shards:
