@@ -169,7 +169,7 @@ def _read(file: SourceFile, batch: Sequence[tuple[Slab, int, int]], stage: Tenso
 
 
 def room(files: int) -> int:
-    """Bytes to read at once of a checkpoint whose tensors lie in that many files: a block of each one, and a few at least."""
+    """Bytes to read at once of a checkpoint with tensors in that many files: a block of each one, and a few at least."""
     return min(max(files, 4) * BLOCK, AT_ONCE)
 
 

@@ -1,7 +1,7 @@
 """The state that ranks save, collected, and the plan of who writes what: the first two stages of a save.
 
-Every rank collects its State: tensors by name and chunk, and JSON. From the lists of all ranks each makes the same plan: files whose every
-byte is known before the first is written, and each chunk in one of them. So only checksums have to be told afterwards.
+Every rank collects its State: tensors by name and chunk, and JSON. From the lists of all ranks each makes the same plan: files with every
+byte known before the first is written, and each chunk in one of them. So only checksums have to be told afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SMALL = 2**18  # bytes of a tensor that is not worth handing to another thread
 
 
 class Kept(Protocol):
-    """One live object whose state checkpoints keep."""
+    """One live object; checkpoints keep its state."""
 
     def collect(self, into: Snapshot) -> None:
         """Add its state to a snapshot."""
@@ -66,10 +66,10 @@ class Snapshot:
     """This rank's state. Tensors are the live ones: nothing is copied.
 
     Attributes:
-        rank: this process's, under whose number it brings what is its own.
+        rank: this process's; its own states are kept under this number.
         parts: by full name and box.
         brought: the same, for the plan.
-        states: Python state by name, packed by `close`; the same on all ranks, or mappings whose keys add up.
+        states: Python state by name, packed by `close`; the same on all ranks, or mappings with keys that add up.
         aliases: other names of tensors.
     """
 
@@ -82,7 +82,7 @@ class Snapshot:
         self._alike: dict[str, Collection[int] | None] = {}
 
     def add(self, name: str, value: Any, own: bool = False, alike: Collection[int] | None = None) -> None:
-        """Keep the tree `value` under `name`; `own` of this rank, whatever the others bring.
+        """Keep the tree `value` under `name`; `own`: of this rank alone.
 
         Args:
             alike: ids of tensors that have the same values on all ranks; None for all. Of others the first rank's are kept.

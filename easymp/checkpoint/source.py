@@ -53,10 +53,6 @@ class Source:
     aliases: Mapping[str, str]
     files: Mapping[str, SourceFile]
 
-    def find(self, name: str) -> Stored | None:
-        """The tensor of that name, its own or another one that it has."""
-        return self.tensors.get(self.aliases.get(name, name))
-
 
 def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
     """The weights at `place`: a ``.safetensors`` file, an ``.index.json``, or a folder with either of them, or a checkpoint.
@@ -172,7 +168,7 @@ class Skipped:
     Attributes:
         missing: the model's names for which nothing was found; they keep what they had.
         unexpected: the files' names that the model does not have.
-        misshapen: names whose shapes differ, with both; they keep what they had.
+        misshapen: names with another shape, and both shapes; they keep their values.
     """
 
     missing: tuple[str, ...] = ()

@@ -170,7 +170,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, folder: str) -> None:
-        """Remove a folder with its content, COMMIT first, or a file. One that does not exist is no error."""
+        """Remove a folder with its content, COMMIT first, or a file. One that does not exist is passed over."""
 
     # -- names, only where `renames`
 

@@ -60,7 +60,7 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 HELD = 256  # files that are kept open; a process may often have 1024
 STALE = 3600.0  # seconds after which a half-written replacement has no owner
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, opened so, does not wait
-HERE, NOREPLACE, EXCHANGE = -100, 1, 2  # AT_FDCWD and flags of renameat2
+HERE, EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2
 
 past_is_quicker: dict[int, bool] = {}
 """Result of the trial by device (`st_dev`)."""
@@ -196,7 +196,7 @@ class LocalStorage(Storage):
 
     def exchange(self, one: str, other: str) -> bool:
         paths = self.path(one), self.path(other)
-        return do("exchange", paths[0], _renameat2, *paths, EXCHANGE)
+        return do("exchange", paths[0], _exchange, *paths)
 
     def replace(self, name: str, content: bytes) -> None:
         folder, slash, last = name.rpartition("/")
@@ -510,12 +510,12 @@ def _remove(path: str) -> None:
         do("rmdir", path, os.rmdir, path)
 
 
-def _renameat2(one: str, other: str, flag: int) -> bool:
-    """False where the system or the file system has no such call, or not this kind of it."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
+def _exchange(one: str, other: str) -> bool:
+    """False where the system or the file system has no such call."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
         return False
-    if call(HERE, os.fsencode(one), HERE, os.fsencode(other), flag) == 0:
+    if renameat2(HERE, os.fsencode(one), HERE, os.fsencode(other), EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
@@ -524,7 +524,6 @@ def _renameat2(one: str, other: str, flag: int) -> bool:
 
 
 def _rename(old: str, new: str) -> None:
-    if not _renameat2(old, new, NOREPLACE):
-        if os.path.lexists(new):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-        os.rename(old, new)
+    if os.path.lexists(new):  # the caller holds the writer lock, so that nothing comes in between
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+    os.rename(old, new)

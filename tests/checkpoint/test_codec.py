@@ -1,4 +1,4 @@
-"""Python state as JSON comes back as it was; what is no such JSON is refused in one sentence, at once."""
+"""Python state as JSON comes back as it was; other JSON is refused in one sentence, at once."""
 
 from __future__ import annotations
 

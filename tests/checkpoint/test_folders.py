@@ -68,6 +68,6 @@ def test_a_place_opens_its_storage(place: str, kind: type, path: str) -> None:
         ("nowhere://a", "Protocol not known: nowhere.*Install the package"),
     ],
 )
-def test_a_place_that_nobody_knows_is_refused(place: str, words: str) -> None:
+def test_an_unknown_place_is_refused(place: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         open_storage(place)

@@ -246,7 +246,7 @@ def meanwhile(run: Run, act: Callable[[], Any]) -> None:
 
 
 def flip(file: Path) -> None:
-    """In place: whoever has it open reads it."""
+    """In place: a process that has it open reads it."""
     with file.open("r+b") as there:
         there.seek(-1, 2)
         (byte,) = there.read(1)

@@ -99,7 +99,7 @@ def test_what_cannot_be_is_refused_before_anything_live_changes(tmp_path: Path) 
         assert run.live() != before
 
 
-def test_a_header_whose_metadata_is_null_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
+def test_a_header_with_metadata_null_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
     header = json.dumps(
         {"__metadata__": None, "weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}
     ).encode()

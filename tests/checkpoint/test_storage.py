@@ -1,4 +1,4 @@
-"""What every storage does, whatever it is made of: one table of behaviours, run over all of them."""
+"""What every kind of storage does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streaming: whatever boxes files hold and memory wants, every element arrives, and nothing else is read or written."""
+"""Streaming: every element arrives, for any boxes in files and memory, and nothing else is written."""
 
 from __future__ import annotations
 

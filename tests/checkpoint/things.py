@@ -26,12 +26,12 @@ def world(timeout: float = 60.0) -> World:
 
 
 def alone() -> World:
-    """A world of one, whatever the environment says."""
+    """A world of one, in any environment."""
     return World(Ranks(), torch.device("cpu"))
 
 
 class Rows:
-    """A tensor of which each rank has some rows, beside one that all ranks have, and a word."""
+    """A tensor with some rows on each rank, beside one that all ranks have, and a word."""
 
     def __init__(self, rank: int, size: int, seed: int = 0, rows: int = 6, columns: int = 8) -> None:
         self.rank, self.seed = rank, seed
@@ -92,7 +92,7 @@ def save(
     anew: bool = False,
     **more: Any,
 ) -> None:
-    """A checkpoint of a world of one, whose values are those of `seed`, continued from the last one there unless it begins `anew`; with two
+    """A checkpoint of a world of one, with the values of `seed`, continued from the last one there unless it begins `anew`; with two
     files of a hook, if `hooked`."""
     saves, where = Saves(alone()), target(root, seed if step is None else step)
     folder, _, _ = newest(where.storage)
