@@ -6,12 +6,14 @@ ones are seeded, and the generators are restored afterwards.
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from ..base.rng import host_states, mix, seed_host, set_host_states
@@ -52,9 +54,16 @@ def _random(n: int, samples: int, replacement: bool, seed: int) -> Sequence[int]
         return ()
     generator = torch.Generator().manual_seed(seed)
     if replacement:
-        return array("q", torch.randint(n, (samples,), generator=generator).tolist())
+        return _packed(torch.randint(n, (samples,), generator=generator))
     whole = [torch.randperm(n, generator=generator) for _ in range(-(-samples // n))]
-    return array("q", torch.cat(whole)[:samples].tolist())
+    return _packed(whole[0] if samples == n else torch.cat(whole)[:samples])
+
+
+def _packed(indices: Tensor) -> Sequence[int]:
+    """int64 numbers as an array. A list in between would take five times the memory."""
+    packed = array("q")
+    packed.frombytes((ctypes.c_char * (8 * len(indices))).from_address(indices.data_ptr()))
+    return packed
 
 
 def _streamed(sampler: Any, seed: int, chunk: int) -> Iterator[Any]:

@@ -101,7 +101,7 @@ def _check(loader: Any) -> None:
             raise BatchError(
                 f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with"
             )
-    if not loader.in_order:
+    if not getattr(loader, "in_order", True):  # older subclasses (torchdata) do not have it
         raise BatchError(
             "this DataLoader was made with in_order=False, so its batches may overtake each other, and no position would say which "
             "samples have been read: leave in_order=False out"

@@ -58,10 +58,11 @@ class Source(Protocol):
 
 def rebuild(given: DataLoader[Any], dataset: Any, pin_memory: bool, **how: Any) -> DataLoader[Any]:
     """A DataLoader with the settings of `given`, other sampling and its own generator, so that the global one stays untouched."""
-    names = ["collate_fn", "num_workers", "timeout", "worker_init_fn", "in_order"]
+    names = ["collate_fn", "num_workers", "timeout", "worker_init_fn"]
     if given.num_workers > 0:
         names += ["multiprocessing_context", "prefetch_factor", "persistent_workers"]
     settings = {name: getattr(given, name) for name in names}
+    settings["in_order"] = getattr(given, "in_order", True)  # older subclasses (torchdata) do not have it
     return DataLoader(
         dataset, **{**settings, "pin_memory": pin_memory, "generator": torch.Generator(), **how}
     )

@@ -86,7 +86,7 @@ class LARC(FusedOptimizer):
                 new = self._adapted(
                     local(p), local(g), weight.to(p.device), slope.to(p.device), groups[id(p)]
                 )
-                p.grad = torch.empty_like(g)
+                p.grad = torch.empty_like(g, dtype=p.dtype)
                 local(p.grad).copy_(new)
             with swapped(self.param_groups, "weight_decay", 0.0):
                 self._step_inside(found_inf)

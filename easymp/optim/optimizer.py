@@ -63,7 +63,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         # torch's own __init__ would build param groups and state a second time.
         self.optimizer, self.given = optimizer, given or optimizer
         for name in HOOKS:
-            setattr(self, name, getattr(optimizer, name))
+            if hasattr(optimizer, name):  # a wrapper may leave out torch's own __init__
+                setattr(self, name, getattr(optimizer, name))
         self._masters, self._sums = masters, sums
         self._window, self._scaler = window, scaler
         self.turn = window.turns.setdefault(optimizer, Turn())

@@ -322,6 +322,12 @@ def test_states_that_do_not_fit_are_refused() -> None:
         loader.load_state_dict({"epoch": 0, "position": 2, "seed": 0, "samples": 9})
 
 
+def test_a_subclass_of_dataloader_from_before_in_order_is_read() -> None:
+    loader = DataLoader(Numbers(6), 2)
+    del loader.in_order  # as torchdata's StatefulDataLoader up to 0.10
+    assert len(list(prepared(loader, 0, 1))) == 3
+
+
 # -- what goes wrong ----------------------------------------------------------------------------------------------------
 
 

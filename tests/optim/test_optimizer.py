@@ -39,6 +39,26 @@ def loss_of(model: nn.Module) -> Tensor:
 # -- the user's own optimizer ------------------------------------------------------------------------------------------
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Drives another optimizer, as Lookahead does, without torch's own constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.defaults = inner.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_without_torchs_constructor_is_prepared() -> None:
+    accelerator, model = Accelerator(cpu=True), net()
+    before = model[0].weight.detach().clone()
+    prepared, optimizer = accelerator.prepare(model, Wrapping(torch.optim.SGD(model.parameters(), lr=0.1)))
+    accelerator.backward(loss_of(prepared))
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
 def test_it_is_the_users_optimizer_in_everything_else() -> None:
     accelerator, _, optimizer = run(momentum=0.9)
     with accelerator:

@@ -434,3 +434,12 @@ def test_kernels_run_on_all_ranks_or_on_none(everywhere, kernels):
     parameters[0].grad = torch.ones(3)
     mine.step()
     assert everywhere or "not run on all ranks" in mine.engine.reason
+
+
+def test_larc_multiplies_gradients_of_half_precision_by_the_factor_of_a_scale() -> None:
+    weight = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = ours.LARC(ours.SGD([weight], lr=0.5), clip=False, trust_coefficient=1.0)
+    weight.grad = torch.full_like(weight, 8.0)
+    optimizer.grad_scale = torch.tensor(4.0)
+    optimizer.step()
+    assert weight.tolist() == [0.5] * 4
