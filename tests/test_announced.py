@@ -210,9 +210,12 @@ def test_words_where_numbers_belong(says):
 
 # -- `easymp launch` in an announced world -----------------------------------------------------------------------------
 
-TELL = (
-    "import os\nprint(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))\n"
-)
+# One write a line: unbuffered ranks share a pipe.
+TELL = """
+import os
+line = " ".join(os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+os.write(1, f"{line}\\n".encode())
+"""
 
 
 def launch_as(said: dict[str, str], script: str, *flags: str) -> tuple[int, str]:

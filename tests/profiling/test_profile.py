@@ -176,6 +176,7 @@ def test_a_trace_is_chromes_format(script: Script) -> None:
 
 def test_nothing_is_left_behind(script: Script) -> None:
     acc, optimizer = script.acc, script.optimizer
+    script.run(1)
     before = [dict(thing.__dict__) for thing in (acc, optimizer, script.model)]
 
     def fail() -> None:
