@@ -232,13 +232,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number, seed in enumerate(seeds(given.target)):
             Path(folder, str(number)).write_bytes(seed)
-        options = {
-            "runs": given.runs,
-            "max_len": 2 * LONGEST,
-            "timeout": SECONDS,
-            "rss_limit_mb": MEGABYTES,
-            "print_final_stats": 1,
-        }
+        options = {"runs": given.runs, "max_len": 2 * LONGEST, "timeout": SECONDS, "print_final_stats": 1}
+        options["rss_limit_mb"] = MEGABYTES
         arguments = [
             sys.argv[0],
             folder,

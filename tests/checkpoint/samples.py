@@ -26,9 +26,8 @@ def train(strategy: str, kind: str, folder: str, steps: int, seed: int = 0) -> N
     model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        loss = nn.functional.cross_entropy(
-            model(torch.randn(8, 12, generator=generator)), torch.arange(8) % 5
-        )
+        x = torch.randn(8, 12, generator=generator)
+        loss = nn.functional.cross_entropy(model(x), torch.arange(8) % 5)
         acc.backward(loss)
         optimizer.step()
         schedule.step()

@@ -29,9 +29,6 @@ class Counter:
         self.count = state["count"]
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
 def written(folder: str, safe: bool) -> dict[str, Any]:
     """Train two models a little, and save; the live state."""
     from accelerate import Accelerator
@@ -66,9 +63,7 @@ def written(folder: str, safe: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_all_of_a_folder_is_read(
-    ranks: Any, tmp_path: Path, safe: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_of_a_folder_is_read(ranks, tmp_path, safe, caplog):
     (live,) = ranks(written, str(tmp_path), safe, processes=1)
     found = checkpoint.read_accelerate(tmp_path, allow_pickle=True)
     for got, expected in zip(found.models, live["models"], strict=True):
@@ -86,9 +81,7 @@ def test_all_of_a_folder_is_read(
     assert "its pickle is run" not in caplog.text  # all of it is plain data
 
 
-def test_pickles_are_named_and_not_read_unless_allowed(
-    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickles_are_named_and_not_read_unless_allowed(ranks, tmp_path, monkeypatch):
     ranks(written, str(tmp_path), True, processes=1)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "load", None)
@@ -126,10 +119,7 @@ def test_code_in_a_pickle_runs_only_where_allowed(tmp_path: Path, caplog: pytest
 WRONG = {
     "nothing": ([], r"not a folder of Accelerate's save_state"),
     "a gap": (["optimizer.bin", "optimizer_2.bin"], r"optimizer 1 is missing, and optimizer 2 is there"),
-    "shards": (
-        ["pytorch_model_fsdp_0/", "random_states_0.pkl"],
-        r"fsdp_0 was written by sharded ranks .*merge-weights",
-    ),
+    "shards": (["pytorch_model_fsdp_0/", "random_states_0.pkl"], r"fsdp_0 was written .*merge-weights"),
     "both": (["model.safetensors", "pytorch_model.bin"], r"model 0 is there twice"),
     "half": (["optimizer.bin/2"], r"optimizer.bin: cannot be read"),
 }
@@ -149,9 +139,6 @@ def test_folders_that_cannot_be_read(tmp_path: Path, case: str) -> None:
             (tmp_path / file).write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=pattern):
         checkpoint.read_accelerate(tmp_path, allow_pickle=True)
-
-
-# -- going on ----------------------------------------------------------------------------------------------------------
 
 
 def objects() -> tuple[nn.Module, Any, Any]:
@@ -226,8 +213,6 @@ def test_another_order_of_parameters_is_an_error(ranks: Any, tmp_path: Path) -> 
         model, _, _ = objects()
         model, _optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
         before = [p.detach().clone() for p in model.parameters()]
-        with pytest.raises(
-            CheckpointError, match=r"param groups of \[\d+, 1\] parameters, and has \[\d+\] here"
-        ):
+        with pytest.raises(CheckpointError, match=r"param groups of \[\d+, 1\] parameters, and has"):
             acc.load_state(tmp_path / "a", allow_pickle=True)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))

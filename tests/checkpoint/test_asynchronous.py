@@ -48,7 +48,10 @@ def _goes_on(label, folder):
     return same, any(not torch.equal(a, b) for a, b in zip(right, after))
 
 
-@pytest.mark.parametrize("label", ["ddp", "zero1", "fsdp", "tensor_parallel", "pipeline"])
+SLOW = [pytest.param(label, marks=pytest.mark.slow) for label in ("ddp", "tensor_parallel")]
+
+
+@pytest.mark.parametrize("label", ["zero1", "fsdp", "pipeline", *SLOW])
 def test_the_state_is_that_of_the_call(ranks, tmp_path, label):
     for same, moved in ranks(_goes_on, label, str(tmp_path), processes=2):
         assert same == [True, True, True]

@@ -15,7 +15,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from torch import Tensor
 
 from easymp import Accelerator, CheckpointError, checkpoint
 from easymp.checkpoint.lock import claim
@@ -38,9 +37,6 @@ def bucket(samples: Path) -> Iterator[str]:
             memory.pipe_file(f"/bucket/runs/{file.relative_to(samples)}", file.read_bytes())
     yield "memory://bucket/runs"
     memory.rm("/bucket", recursive=True)
-
-
-# -- list --------------------------------------------------------------------------------------------------------------
 
 
 def test_checkpoints_are_listed_in_order_here_and_at_a_url(samples: Path, bucket: str) -> None:
@@ -73,13 +69,8 @@ def test_the_list_says_why_a_folder_does_not_count(root: Path, name: str, change
     file = root / OF_TWO / name
     file.write_bytes(change(file.read_bytes())) if change else file.unlink()
     wrong, good = checkpoint.list_checkpoints(root)
-    assert (wrong.name, wrong.committed, wrong.step, good.name, good.newest) == (
-        OF_TWO,
-        False,
-        None,
-        OF_ONE,
-        True,
-    )
+    assert (wrong.name, wrong.committed, wrong.step) == (OF_TWO, False, None)
+    assert (good.name, good.newest) == (OF_ONE, True)
     assert re.search(words, wrong.why) and wrong.size > 10_000 and wrong.written
 
 
@@ -99,9 +90,6 @@ def test_the_list_tells_leftovers_and_repeated_saves_apart(root: Path) -> None:
     assert left.why.startswith("being written, or left over from a save that did not end")
 
 
-# -- verify ------------------------------------------------------------------------------------------------------------
-
-
 def test_good_checkpoints_are_read_whole(samples: Path, bucket: str) -> None:
     for name in (OF_ONE, OF_TWO):
         read: list[int] = []
@@ -109,16 +97,6 @@ def test_good_checkpoints_are_read_whole(samples: Path, bucket: str) -> None:
         files = [f for f in (samples / name).iterdir() if f.name not in (MANIFEST, COMMIT)]
         assert sum(read) == sum(f.stat().st_size for f in files)
     assert checkpoint.inspect(f"{bucket}/{OF_TWO}").tensors == checkpoint.inspect(samples / OF_TWO).tensors
-
-
-@pytest.mark.parametrize("at", [0, 9, 5000, -1])
-def test_a_flipped_bit_is_found(root: Path, at: int) -> None:
-    flip(root / OF_TWO / FIRST, at)
-    (damage,) = checkpoint.verify(root / OF_TWO)
-    assert (damage.file, damage.block, damage.why) == (FIRST, 0, "is not what was written")
-    assert "model/embed.weight" in damage.tensors
-    assert not any(name.startswith("optimizer") for name in damage.tensors)
-    assert checkpoint.verify(root / OF_ONE) == []
 
 
 def test_truncated_longer_and_missing_files_are_found(root: Path) -> None:
@@ -134,23 +112,6 @@ def test_truncated_longer_and_missing_files_are_found(root: Path) -> None:
     assert said[names[0]] == f"has {len(whole) - 1} bytes, and {len(whole)} were written"
     assert "bytes, and" in said[names[1]] and said[names[2]] == "is missing"
 
-
-def test_damage_at_a_url_is_found(bucket: str) -> None:
-    memory, path = fsspec.filesystem("memory"), f"/bucket/runs/{OF_TWO}/{FIRST}"
-    text = bytearray(memory.cat_file(path))
-    text[-1] ^= 1
-    memory.pipe_file(path, bytes(text))
-    (damage,) = checkpoint.verify(f"{bucket}/{OF_TWO}")
-    assert (damage.file, damage.block) == (FIRST, 0)
-    memory.rm(path)
-    (damage,) = checkpoint.verify(f"{bucket}/{OF_TWO}")
-    assert damage.why == "is missing"
-    for place in (f"{bucket}/none", bucket):
-        with pytest.raises(CheckpointError, match="not a checkpoint"):
-            checkpoint.verify(place)
-
-
-# -- diff --------------------------------------------------------------------------------------------------------------
 
 STATE = "state/object_0"
 
@@ -212,9 +173,7 @@ def test_two_steps_of_a_run_differ_though_sharded_differently(samples: Path) -> 
         (torch.empty(0, 3), torch.empty(0, 3), 0, 0.0),
     ],
 )
-def test_unequal_values_are_counted(
-    tmp_path: Path, one: Tensor, other: Tensor, count: int, largest: float | None
-) -> None:
+def test_unequal_values_are_counted(tmp_path, one, other, count, largest):
     found = difference(tmp_path, {"x": one}, {"x": other})
     assert found.same == (not count)
     assert [(v.count, v.of, v.largest) for v in found.values] == [(count, one.numel(), largest)] * bool(count)
@@ -222,13 +181,8 @@ def test_unequal_values_are_counted(
 
 def test_names_kinds_and_states_that_differ(tmp_path: Path) -> None:
     half, three = torch.ones(2).half(), torch.ones(3)
-    a = {
-        "gone": half,
-        "kind": torch.ones(2),
-        "shape": torch.ones(2),
-        "n": [1, {"deep": (2, "x")}],
-        "f": math.inf,
-    }
+    a = {"gone": half, "kind": torch.ones(2), "shape": torch.ones(2), "f": math.inf}
+    a["n"] = [1, {"deep": (2, "x")}]
     b = {"more": half, "kind": half, "shape": three, "n": [1, {"deep": (3, "x")}, 4], "f": 1.0}
     found = difference(tmp_path, a, b)
     assert (found.missing, found.added) == ((f"{STATE}/gone",), (f"{STATE}/more",))
@@ -250,9 +204,6 @@ def test_damaged_bytes_are_not_a_difference_but_an_error(root: Path, samples: Pa
     flip(root / OF_TWO / FIRST, -1)
     with pytest.raises(CheckpointError, match="model-00001-of-00002"):
         checkpoint.diff(samples / OF_TWO, root / OF_TWO)
-
-
-# -- prune -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

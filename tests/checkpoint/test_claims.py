@@ -35,12 +35,8 @@ def holder(tmp_path):
     running = []
 
     def start(kind):
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(tmp_path), kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-c", HOLD, str(tmp_path), kind]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         running.append(process)
         assert process.stdout.readline() == "held\n"
         return process

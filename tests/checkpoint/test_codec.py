@@ -21,28 +21,6 @@ from torch import Tensor
 from easymp import CheckpointError
 from easymp.checkpoint.codec import LEVELS, dumps, loads, names, pack, unpack
 
-utf8 = st.text(st.characters(codec="utf-8"))
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | utf8
-)
-plain = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(utf8, inner, max_size=4),
-    max_leaves=20,
-)
-
-
-@settings(deadline=None)
-@given(plain)
-def test_what_is_written_comes_back(value: object) -> None:
-    back = loads(dumps(value), "x")
-    assert back == value and repr(back) == repr(value)
-
-
 NO_JSON = {
     "nothing": (b"", "not JSON"),
     "twice": (b'{"a":1,"b":2,"a":3}', "'a' stands twice"),

@@ -42,9 +42,6 @@ def same(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
 
 
-# -- convert -----------------------------------------------------------------------------------------------------------
-
-
 def torch_saved(folder: Path, kind: str) -> Path:
     """A file or folder of torch.save with the tied model."""
     state = make("tied").state_dict()
@@ -131,9 +128,6 @@ def test_the_command_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["checkpoint", "convert", "--trust", "--dtype", "bf16", "--json", *places]) == 0
     assert json.loads(capsys.readouterr().out) == {"out": str(tmp_path / "out")}
     assert {t.dtype for t in weights_in(tmp_path / "out").values()} == {torch.bfloat16}
-
-
-# -- merge -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [OF_ONE, OF_TWO])

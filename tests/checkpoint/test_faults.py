@@ -82,11 +82,8 @@ def file_system(kind: str) -> Iterator[dict[str, Any]]:
             LocalStorage.exchange = lambda self, one, other: False
         if kind.endswith("renamed"):
             LocalStorage.renames = False
-        yield {
-            **SAVES.get(kind.partition(",")[0], {"step": 1}),
-            "hooked": kind == HOOKED,
-            "anew": kind.startswith(ANEW),
-        }
+        how = SAVES.get(kind.partition(",")[0], {"step": 1})
+        yield {**how, "hooked": kind == HOOKED, "anew": kind.startswith(ANEW)}
     finally:
         LocalStorage.exchange, LocalStorage.renames = exchange, True
 
@@ -114,9 +111,6 @@ def clean(root: Path) -> bool:
         name == "latest" or name.startswith(".new-latest-") or is_committed(storage, name)
         for name in storage.list()
     )
-
-
-# -- kill -9 -----------------------------------------------------------------------------------------------------------
 
 
 def dying(at: int, after: bool) -> Callable[..., Any]:
@@ -187,9 +181,6 @@ def test_killed_before_and_after_every_change_of_the_disk(ranks, tmp_path, kind)
     assert len(seen) > 40
 
 
-# -- power -------------------------------------------------------------------------------------------------------------
-
-
 def recorded(base: Path, kind: str) -> tuple[Disk, list[Step]]:
     """The disk with the first checkpoint (none, for "the first"), and what the second one did to it."""
     root, recorder = base / "disk" / "root", Recorder()
@@ -202,15 +193,7 @@ def recorded(base: Path, kind: str) -> tuple[Disk, list[Step]]:
     return disk, recorder.steps
 
 
-def violations(
-    disk: Disk,
-    steps: list[Step],
-    base: Path,
-    before: bool = True,
-    without: str = "",
-    seeds: tuple[int, ...] = (1, 2),
-    anew: bool = False,
-) -> tuple[int, list[str]]:
+def violations(disk, steps, base, before=True, without="", seeds=(1, 2), anew=False):
     """Power failures that were tried, and those after which there is no checkpoint, or a wrong one."""
     chance, known, wrong, tried = random.Random(0), {}, [], 0
     allowed = [values(seed) for seed in seeds] + ([] if before else [None])
@@ -309,9 +292,6 @@ def test_power_fails_after_a_kill(tmp_path):
     assert tried > 10000
 
 
-# -- errors of the system ----------------------------------------------------------------------------------------------
-
-
 def failing(at: int, number: int, seen: list[str]) -> Callable[..., Any]:
     real = storage_local.do
 
@@ -383,9 +363,6 @@ def test_writes_may_be_short(tmp_path, most):
     with seam(do):
         save(tmp_path, 1)
     assert newest(tmp_path) == values(1)
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def faults(root: Path, name: str) -> bool:

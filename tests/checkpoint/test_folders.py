@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from easymp import CheckpointError
 from easymp.checkpoint import folders, lock
 from easymp.checkpoint.folders import open_storage
-from easymp.checkpoint.storage_local import LocalStorage
-from easymp.checkpoint.storage_remote import RemoteStorage
 
 
 @pytest.mark.parametrize(
@@ -44,21 +40,6 @@ def test_a_name_leads_there_and_back():
     assert (
         folders.next_save(["best", "best.save-9", "best.save-10", "other.save-11"], "best") == "best.save-11"
     )
-
-
-@pytest.mark.parametrize(
-    ("place", "kind", "path"),
-    [
-        ("/a/b", LocalStorage, "/a/b"),
-        (Path("/a/b"), LocalStorage, "/a/b"),
-        ("file:///a/b c", LocalStorage, "/a/b c"),
-        ("file://localhost/a", LocalStorage, "/a"),
-        ("memory://a/b", RemoteStorage, "memory://a/b"),
-    ],
-)
-def test_a_place_opens_its_storage(place: str, kind: type, path: str) -> None:
-    storage = open_storage(place)
-    assert (type(storage), storage.place, storage.renames) == (kind, path, kind is LocalStorage)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ def test_real_files_pass(target: str) -> None:
     importlib.util.find_spec("atheris") is None, reason="an optional package is not installed: atheris"
 )
 def test_more_than_a_hundred_thousand_inputs() -> None:
-    """None crashes, hangs, or takes memory: libFuzzer's limits are in `fuzz`."""
     assert RUNS * len(READERS) >= 100_000
     for target in READERS:
         command = [sys.executable, "-m", "tests.checkpoint.fuzz", target, "--runs", str(RUNS)]

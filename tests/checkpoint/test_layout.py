@@ -9,14 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from easymp import Accelerator, CheckpointError
 from easymp.checkpoint.layout import Box, fault, overlap, places_of, runs, runs_held, whole
-
-from ..strategies.models import BATCH, MODELS, make, mean_square, train_step
-from ..strategies.models import whole as full
-from ..strategies.ways import WAYS
 
 
 def place_of(tensor: Any) -> Any:
@@ -102,9 +98,7 @@ def tilings(draw: st.DrawFn, box: Box, cuts: int = 6) -> list[Box]:
 
 @settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 9), max_size=4).map(tuple), st.randoms())
-def test_tilings_have_no_fault_and_any_change_is_one(
-    data: st.DataObject, shape: tuple[int, ...], rng: random.Random
-) -> None:
+def test_tilings_have_no_fault_and_any_change_is_one(data, shape, rng):
     tiles = data.draw(tilings(whole(shape)))
     rng.shuffle(tiles)
     assert fault(shape, tiles) is None
@@ -125,70 +119,7 @@ def test_twenty_thousand_pieces(dimension: int) -> None:
     assert "is in none" in str(fault(tuple(shape), boxes[1:]))
 
 
-def held_by_a_rank(label: str, kind: str) -> dict[str, Any]:
-    """Of each parameter, its momentum and each buffer: its shape, the boxes that are here with their values, and torch's whole."""
-    way = WAYS[label]
-    options = {**way.options, **way.more.get(kind, {})}
-    found: dict[str, Any] = {}
-    with Accelerator(
-        mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30
-    ) as acc:
-        model = make(kind)
-        given: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        model, optimizer = acc.prepare(model, given)
-        spread = acc._prepared.strategy
-        x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[
-            spread.data_rank
-        ]
-        train_step(acc, model, mean_square, x)
-        optimizer.step()
-        named: dict[str, Tensor] = dict(model.named_parameters())
-        if way.strategy != "pipeline":
-            momenta = {
-                f"momentum of {name}": given.state[p].get("momentum_buffer") for name, p in named.items()
-            }
-            named.update((name, m) for name, m in momenta.items() if m is not None)
-        for name, tensor in (named | dict(model.named_buffers())).items():
-            place = place_of(tensor)
-            if place is None:
-                assert tensor.is_meta
-                continue
-            with torch.no_grad():
-                for _, view in place.parts:
-                    view += 1  # it shares the live tensor's memory
-            parts = [(box, view.clone()) for box, view in place.parts]
-            found[name] = place.shape, parts, full(tensor)
-    return found
-
-
-@pytest.mark.parametrize(
-    "kind", [k if k in ("tied", "conv") else pytest.param(k, marks=pytest.mark.slow) for k in MODELS]
-)
-@pytest.mark.parametrize(
-    ("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes]
-)
-def test_what_ranks_hold_is_the_whole(ranks, label: str, size: int, kind: str) -> None:
-    several = ranks(held_by_a_rank, label, kind, processes=size)
-    expected = {name: t.shape for name, t in [*make(kind).named_parameters(), *make(kind).named_buffers()]}
-    for name in {name for rank in several for name in rank} | set(expected):
-        holders = [rank[name] for rank in several if name in rank]
-        parts: dict[Box, Tensor] = {}
-        for shape, mine, truth in holders:
-            assert shape == tuple(truth.shape) == tuple(expected.get(name, truth.shape))
-            for box, view in mine:
-                assert tuple(view.shape) == box.shape
-                parts[box] = view
-                torch.testing.assert_close(
-                    view, truth[tuple(slice(o, o + n) for o, n in zip(*box))], rtol=0, atol=0
-                )
-        assert fault(shape, list(parts)) is None
-
-
-# -- arithmetic --------------------------------------------------------------------------------------------------------
-
-
 def test_fsdp_over_tensor_parallel_cuts_the_parts_of_tensor_parallel() -> None:
-    """The same as torch.chunk on the ranks' own parts, which is what fsdp does, where torch's own arithmetic of layouts differs."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -229,9 +160,6 @@ def test_elements_that_are_no_neighbours_in_the_whole(ranks) -> None:
     for parts, truth in found:
         for box, view in parts:
             assert torch.equal(view, truth[tuple(slice(o, o + n) for o, n in zip(*box))])
-
-
-# -- plain tensors -----------------------------------------------------------------------------------------------------
 
 
 def test_plain_tensors() -> None:

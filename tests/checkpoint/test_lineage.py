@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +104,7 @@ def names(place: str) -> list[str]:
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_going_on_from_an_older_step_leaves_the_newer_ones_aside(
-    place: str, async_: bool, caplog: Any
-) -> None:
+def test_going_on_from_an_older_step_leaves_the_newer_ones_aside(place, async_, caplog):
     with run(place, limit=3) as it:
         it.to(8)
         it.acc.save_state(f"{place}/kept")
@@ -144,11 +141,8 @@ def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place: str, caplog:
         "step-00000010": "",
         "step-00000012": "newest",
     }
-    aside = next(
-        e.name
-        for e in checkpoint.list_checkpoints(f"{place}/checkpoints")
-        if e.name.startswith("step-00000012.line-")
-    )
+    entries = checkpoint.list_checkpoints(f"{place}/checkpoints")
+    aside = next(e.name for e in entries if e.name.startswith("step-00000012.line-"))
     assert checkpoint.verify(f"{place}/checkpoints/{aside}") == []
     with run(place, load=aside) as it:
         assert it.weight == 12
@@ -275,8 +269,6 @@ def test_the_command_lists_lines(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.search(rf"line +{rows[2][6]}, continues step-00000008", capsys.readouterr().out)
 
 
-# -- one run a folder --------------------------------------------------------------------------------------------------
-
 PROCESSES = multiprocessing.get_context("forkserver")  # the pool's, which has torch already
 
 
@@ -292,9 +284,7 @@ def hold(place: str, store: dict[str, Any] | None, pipe: Connection) -> None:
 
 
 @contextmanager
-def another(
-    place: str, store: dict[str, Any] | None = None
-) -> Iterator[tuple[ForkServerProcess, Connection]]:
+def another(place, store=None):
     """A live run in another process."""
     here, there = PROCESSES.Pipe()
     process = PROCESSES.Process(target=hold, args=(place, store, there))
@@ -331,9 +321,7 @@ def ranks_refused(place: str) -> str:
     return ""
 
 
-def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(ranks, tmp_path, monkeypatch):
     place = str(tmp_path)
     monkeypatch.chdir(tmp_path)
     with another(place) as (process, _):
@@ -362,9 +350,7 @@ def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(
             it.to(3)
 
 
-def test_a_folder_that_is_read_only_can_be_resumed_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_read_only_can_be_resumed_from(tmp_path, monkeypatch):
     with run(str(tmp_path)) as it:
         it.to(1)
     real = os.open

@@ -25,9 +25,7 @@ class Died(Exception):
 class Run:
     """A training on two loaders, whose loop says where it is; it dies with the save at the place `at`."""
 
-    def __init__(
-        self, folder: Path, at: str = "", lengths: tuple[int, int] = (12, 12), **options: Any
-    ) -> None:
+    def __init__(self, folder, at="", lengths=(12, 12), **options):
         self.acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder, **options)
         model = nn.Linear(12, 5)
         given = torch.optim.AdamW(model.parameters(), 0.1)

@@ -105,7 +105,5 @@ def handlers(folder: str) -> list[Any]:
     return [kept, taken, heard, back, never]
 
 
-def test_handlers_come_with_resume_call_the_former_ones_and_go_with_the_accelerator(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_handlers_come_with_resume_call_the_former_ones_and_go_with_the_accelerator(ranks, tmp_path):
     assert ranks(handlers, str(tmp_path), processes=1) == [[True, True, [int(signal.SIGUSR1)], True, True]]

@@ -89,10 +89,7 @@ def told(folder: str, asynchronous: bool) -> list[str]:
 def test_an_accelerator_speaks_on_its_main_process(tmp_path: Path, ranks: Any, asynchronous: bool) -> None:
     first, second = ranks(told, str(tmp_path / "x"), asynchronous)
     place = re.escape(str(tmp_path / "x"))
-    expected = [
-        rf"saved {place} \(rank 0 of 2\): [\d.]+ KiB in",
-        rf"loaded {place} \(rank 0 of 2\): [\d.]+ KiB in",
-    ]
+    expected = [rf"{done} {place} \(rank 0 of 2\): [\d.]+ KiB in" for done in ("saved", "loaded")]
     for line, pattern in zip(first, expected[asynchronous:], strict=True):
         assert re.match(pattern, line)
     assert second == []

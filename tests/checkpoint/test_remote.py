@@ -44,9 +44,7 @@ def test_an_upload_that_is_broken_off_leaves_nothing(storage: RemoteStorage, siz
 
 
 @pytest.mark.parametrize("operation", ["write", "replace"])
-def test_a_store_that_fails_is_an_error_with_the_url(
-    storage: RemoteStorage, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_fails_is_an_error_with_the_url(storage, operation, monkeypatch):
     do = storage_local.do
 
     def fail(name: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -76,9 +74,7 @@ def test_a_file_that_came_short_is_refused(storage: RemoteStorage, monkeypatch: 
         SourceFile(storage, "file", 6, checksums).verify()
 
 
-def test_an_import_that_draws_changes_no_random_number_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_that_draws_changes_no_random_number_of_the_training(tmp_path, monkeypatch):
     (tmp_path / "drawing_store.py").write_text(
         "import random\nfrom fsspec.implementations.memory import MemoryFileSystem\n\n"
         "random.random()\n\n\nclass Drawing(MemoryFileSystem):\n    protocol = 'drawing'\n"

@@ -136,9 +136,7 @@ def damaged(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["uncommitted", "manifest", "flipped bit"])
-def test_resume_leaves_out_what_is_not_whole(
-    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resume_leaves_out_what_is_not_whole(tmp_path, how, caplog):
     with Run(tmp_path) as run:
         places = []
         for _ in range(2):
@@ -233,16 +231,12 @@ def test_auto_goes_on_in_the_measured_precision(tmp_path: Path) -> None:
                 assert acc.mixed_precision == "bf16" and "resumes" in acc.plan.precision.reason
 
 
-# -- loaders and epochs ------------------------------------------------------------------------------------------------
-
-
 def indices(batches: Any) -> list[int]:
     return [int(i) for batch in batches for i in batch[0]]
 
 
 @pytest.mark.parametrize("with_epoch", [False, True])
 def test_the_peers_idiom(tmp_path: Path, with_epoch: bool) -> None:
-    """load_state, then skip_first_batches with the batches that were done: nothing is left out twice."""
     seen: list[list[int]] = []
     with Run(tmp_path) as run:
         for epoch in range(3):

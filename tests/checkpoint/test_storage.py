@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import fsspec
 import pytest
@@ -34,9 +33,7 @@ KINDS = ["buffered", "direct", "memory", "fsspec", "s3"]
 
 
 @pytest.fixture(params=KINDS)
-def storage(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Storage]:
+def storage(request, tmp_path, monkeypatch):
     root = tmp_path / "root"
     match request.param:
         case "buffered" | "direct":
@@ -85,9 +82,7 @@ PUTS = WHOLE + [(k, p, s) for k in KINDS[:-1] for p in (writable, staged, many) 
 @pytest.mark.parametrize(
     ("storage", "parts", "size"), PUTS, indirect=["storage"], ids=lambda x: getattr(x, "__name__", None)
 )
-def test_what_is_put_is_there_with_its_checksums(
-    storage: Storage, folder: str, parts: Callable, size: int
-) -> None:
+def test_what_is_put_is_there_with_its_checksums(storage, folder, parts, size):
     data, told = content(size), []
     checksums = storage.put(f"{folder}/file", parts(data), size, told.append)
     assert checksums == crcs(data) and sum(told) == size
@@ -133,9 +128,7 @@ def test_only_touched_blocks_are_read(storage: Storage, folder: str) -> None:
     SourceFile(storage, f"{folder}/file", len(data), wrong).fetch([(BLOCK - 8, view)], told.append)
     assert view == data[BLOCK - 8 : BLOCK] and sum(told) == BLOCK
     SourceFile(storage, f"{folder}/file", len(data), wrong).fetch([])
-    with pytest.raises(
-        CheckpointError, match=r"file: block 1 \(from byte 16777216\) is not what was written.* load another"
-    ):
+    with pytest.raises(CheckpointError, match=r"file: block 1 \(from byte 16777216\) is not what was"):
         SourceFile(storage, f"{folder}/file", len(data), wrong).fetch([(BLOCK - 4, view)])
     with pytest.raises(CheckpointError, match="block 1 "):
         SourceFile(storage, f"{folder}/file", len(data), wrong).verify()

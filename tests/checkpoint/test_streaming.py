@@ -33,16 +33,8 @@ def cases(draw: Any) -> Any:
         return [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
 
     converted = draw(st.booleans())
-    return (
-        shape,
-        dtype,
-        cuts(),
-        cuts(),
-        draw(st.integers(1, 3)),
-        draw(st.sampled_from([8, 64, 2**20])),
-        converted,
-        draw(st.booleans()),
-    )
+    sizes = draw(st.integers(1, 3)), draw(st.sampled_from([8, 64, 2**20]))
+    return shape, dtype, cuts(), cuts(), *sizes, converted, draw(st.booleans())
 
 
 def boxes(cuts: list[list[int]]) -> list[Box]:

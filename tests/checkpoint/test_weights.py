@@ -86,9 +86,6 @@ def refused(words: str, place: Any, model: nn.Module | None = None, **options: A
     assert all(t.is_meta or torch.equal(t, after[name]) for name, t in before.items())
 
 
-# -- from where --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_files_of_other_tools_load(tmp_path: Path, layout: str, kind: str) -> None:
@@ -157,9 +154,6 @@ def test_urls_load(tmp_path: Path) -> None:
         refused(r"memory://nothing: .*empty or missing", "memory://nothing")
     finally:
         memory.rm("/weights", recursive=True)
-
-
-# -- into what ---------------------------------------------------------------------------------------------------------
 
 
 def holds(tensors: Any, expected: State) -> tuple[list[str], int]:
@@ -246,9 +240,7 @@ def test_wrappers_of_the_model_do_not_matter(tmp_path: Path, wrapped: str) -> No
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_names_of_wrappers_in_the_files(
-    tmp_path: Path, prefix: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_of_wrappers_in_the_files(tmp_path, prefix, caplog):
     model = make("mlp")
     with caplog.at_level("INFO", "easymp"):
         load_weights(model, in_one_file(tmp_path, {prefix + name: t for name, t in values("mlp").items()}))
@@ -296,9 +288,6 @@ def test_tied_complex_weights(tmp_path: Path, names: tuple[str, ...]) -> None:
     assert live.first is live.second and torch.equal(live.first, saved.first)
 
 
-# -- dtypes ------------------------------------------------------------------------------------------------------------
-
-
 def test_another_dtype_is_an_error_that_names_both(tmp_path: Path) -> None:
     model = make("mlp")
     place = in_one_file(tmp_path, {name: t.bfloat16() for name, t in values("mlp").items()})
@@ -327,9 +316,6 @@ def test_fp32_masters_follow(ranks: Any, files: dict[str, str], strategy: str, s
     assert ranks(with_masters, files["mlp"], strategy, processes=size) == [[]] * size
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
-
-
 def test_names_that_do_not_fit_are_listed_with_the_nearest(tmp_path: Path) -> None:
     state = values("mlp")
     state["2.wieght"] = state.pop("2.weight")
@@ -342,11 +328,8 @@ def test_names_that_do_not_fit_are_listed_with_the_nearest(tmp_path: Path) -> No
 def test_not_strict_says_what_was_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {**values("mlp"), "new": torch.ones(1), "4.bias": torch.ones(7)}
     del state["0.bias"]
-    place, model, shapes = (
-        in_one_file(tmp_path, state),
-        make("mlp"),
-        "4.bias ([7] in the files, [5] in the model)",
-    )
+    place, model = in_one_file(tmp_path, state), make("mlp")
+    shapes = "4.bias ([7] in the files, [5] in the model)"
     refused(r"4.bias \(\[7\] in the files, \[5\] in the model\)", place, model)
     found = load_weights(model, place, strict=False)
     assert (found.missing, found.unexpected, found.misshapen) == (("0.bias",), ("new",), (shapes,))
@@ -401,9 +384,6 @@ def test_extra_state_and_arguments_of_another_kind_are_refused(tmp_path: Path) -
         refused("dtype=", place, dtype=dtype)
     for device in ({"": 0}, "auto", 1.5):
         refused("device_map=", place, device_map=device)
-
-
-# -- the meta device ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MODELS)

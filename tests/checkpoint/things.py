@@ -84,14 +84,7 @@ def target(root: str | Path, step: int, name: str | None = None) -> Target:
     return Target(LocalStorage(root), name or f"step-{step:08d}", step, {})
 
 
-def save(
-    root: str | Path,
-    seed: int,
-    step: int | None = None,
-    hooked: bool = False,
-    anew: bool = False,
-    **more: Any,
-) -> None:
+def save(root, seed, step=None, hooked=False, anew=False, **more):
     """A checkpoint of a world of one, with the values of `seed`, continued from the last one there unless it begins `anew`; with two
     files of a hook, if `hooked`."""
     saves, where = Saves(alone()), target(root, seed if step is None else step)

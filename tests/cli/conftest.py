@@ -34,12 +34,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture
-def config(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    on_machine: Callable[[str], None],
-) -> Callable[..., str]:
+def config(folder, monkeypatch, capsys, on_machine):
     """Runs ``easymp config`` on a machine, with words on the command line; returns what it prints, errors too."""
 
     def run(machine: str, *words: str, code: int = 0) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from easymp.cli.compare.runs import FAILURE, FINISHED, End, Point, Record, Task, Variant
+from easymp.cli.compare.runs import FAILURE, FINISHED, End, Point, Record, Task
 from easymp.cli.compare.summary import Run
-from easymp.cli.compare.verdict import Comparison, conclude
+from easymp.cli.compare.verdict import conclude
 
 MACHINE: dict[str, Any] = {
     "processor": "Some Xeon",
@@ -47,17 +47,7 @@ acc.end_training()
 """
 
 
-def run(
-    variant: Variant,
-    seconds: float | None,
-    number: int = 1,
-    *,
-    values: dict[str, list[float]] | None = None,
-    others: float | None = 0.0,
-    samples: int | None = 1000,
-    peak: int = 1 << 30,
-    why: str = "",
-) -> Run:
+def run(variant, seconds, number=1, *, values=None, others=0.0, samples=1000, peak=1 << 30, why=""):
     """A run that took `seconds` from the first of 100 updates to the last; one that failed where there are none."""
     if seconds is None:
         return Run(variant, number, None, End(FAILURE, why, 1e9, 3.0, others), None)
@@ -81,9 +71,7 @@ def run(
     return Run(variant, number, None, End(FINISHED, "", 1e9, seconds + 4.0, others), record)
 
 
-def comparison(
-    *runs: Run, folder: Path = Path("nowhere"), metrics: tuple[str, ...] = (), script: str = "train.py"
-) -> Comparison:
+def comparison(*runs, folder=Path("nowhere"), metrics=(), script="train.py"):
     variants = list({id(run.variant): run.variant for run in runs}.values())
     repeats = max(run.number for run in runs)
     return conclude(Task(script, ["--lr", "0.1"]), variants, runs, folder, repeats=repeats, metrics=metrics)

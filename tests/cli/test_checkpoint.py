@@ -49,10 +49,8 @@ def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / OF_TWO / COMMIT).unlink()
     assert f"{OF_TWO}  " in (text := told(capsys, "list", root)) and "not committed" in text
     entries = json.loads(told(capsys, "list", root, "--json"))
-    assert [(e["name"], e["committed"], e["newest"]) for e in entries] == [
-        (OF_TWO, False, False),
-        (OF_ONE, True, True),
-    ]
+    found = [(e["name"], e["committed"], e["newest"]) for e in entries]
+    assert found == [(OF_TWO, False, False), (OF_ONE, True, True)]
     assert "there is no such folder" in told(capsys, "list", root / "none", code=1)
     (root / "empty").mkdir()
     assert told(capsys, "list", root / "empty") == f"no checkpoint in {root / 'empty'}\n"
@@ -60,16 +58,8 @@ def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_inspect(samples: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "inspect", samples / OF_TWO)
-    for word in (
-        "step     3",
-        "2 rank(s)",
-        "strategy",
-        "fsdp",
-        "model ",
-        "optimizer ",
-        "float32",
-        "state/scheduler_0",
-    ):
+    words = "step     3|2 rank(s)|strategy|fsdp|model |optimizer |float32|state/scheduler_0"
+    for word in words.split("|"):
         assert word in text
     assert "tied: model/head.weight = model/embed.weight" in text
     lines = told(capsys, "inspect", samples / OF_TWO, "--tensors").splitlines()
@@ -109,9 +99,7 @@ def test_diff(samples: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify"])
-def test_what_is_no_checkpoint_is_one_sentence(
-    action: str, root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_checkpoint_is_one_sentence(action, root, capsys):
     for place in (root, root / "none"):
         assert told(capsys, action, place, code=1).startswith(f"easymp: {place}: not a checkpoint")
     (root / OF_ONE / COMMIT).unlink()
@@ -147,7 +135,6 @@ def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_damage_is_a_traceback_or_passes_for_good(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each file of a checkpoint with a flipped bit, cut short at several places, empty, missing, and replaced by a folder."""
     folder, other = root / OF_TWO, root / OF_ONE
     for file in sorted(folder.iterdir()):
         good = file.read_bytes()

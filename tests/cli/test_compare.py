@@ -30,9 +30,6 @@ SLEEP = "import time; time.sleep(60)"
 EVIL = "<script>alert(1)</script>\"'&$\\frac{1}"
 
 
-# -- words and exit codes ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
@@ -64,9 +61,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         "--precision fp32,bf16 --output out train.py --repeats 2 --seed 5 -- --epochs 2 --repeats 9 -- x",
     ],
 )
-def test_options_stand_before_and_after_the_script(
-    words: str, script: str, asked: list[Any], tmp_path: Path
-) -> None:
+def test_options_stand_before_and_after_the_script(words, script, asked, tmp_path):
     assert main(["compare", *words.split()]) == 1
     (task, *_), *_ = asked
     assert (task.script, task.module) == ("train.py", False)
@@ -92,17 +87,13 @@ def test_options_stand_before_and_after_the_script(
         ("train.py --output .", 1, "is there, and not empty"),
     ],
 )
-def test_wrong_usage(
-    words: str, code: int, said: str, script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage(words, code, said, script, asked, capsys):
     assert main(["compare", *words.split()]) == code
     assert said in capsys.readouterr().err
     assert not asked
 
 
-def test_the_table_and_the_reason_of_a_failure(
-    script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_and_the_reason_of_a_failure(script, asked, capsys):
     main(["compare", script, "--precision", "fp32,bf16", "--output", "out"])
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -116,24 +107,7 @@ def test_the_table_and_the_reason_of_a_failure(
     assert "no_such_package is not installed" in said and "pip install 'easymp[report]'" in said
 
 
-def test_json_is_one_object(script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    main(["compare", script, "--precision", "fp32,bf16", "--output", "out", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert [plan["name"] for plan in told["plans"]] == ["fp32", "bf16"]
-    assert told["plans"][1]["runs"][0]["why"] == "RefusedError: no\x1b[2J"
-    assert told["plans"][0]["runs"][0]["record"].keys() > {
-        "seconds",
-        "updates",
-        "samples",
-        "peak",
-        "curves",
-        "plan",
-    }
-
-
-def test_an_interruption_is_130_and_shows_what_is_done(
-    script: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interruption_is_130_and_shows_what_is_done(script, asked, monkeypatch, capsys):
     ends = iter([run(FP32, 10).end, End(INTERRUPTED, "stopped by a signal", 1e9, 3.0, 0.0)])
 
     def end(task: Any, variant: Variant, folder: Path, seed: int | None) -> End:
@@ -156,9 +130,7 @@ def test_an_interruption_is_130_and_shows_what_is_done(
         ("", ["as-it-is"]),
     ],
 )
-def test_plans_are_named_by_their_differences(
-    words: str, names: list[str], script: str, asked: list[Any]
-) -> None:
+def test_plans_are_named_by_their_differences(words, names, script, asked):
     main(["compare", script, "--output", "out", *words.split()])
     assert [re.sub(r"^\d+-(.*)-1$", r"\1", folder.name) for _, _, folder, _ in asked] == names
 
@@ -169,9 +141,6 @@ def test_the_override_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = resolve(mixed_precision="fp32", project_dir="elsewhere")
     assert (settings.mixed_precision, settings.strategy, settings.seed) == ("bf16", "ddp", 3)
     assert settings.project_dir == "/a folder/it's"
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 class Elements(HTMLParser):
@@ -236,9 +205,6 @@ def test_json_has_no_nan_and_failed_runs_no_plots(fonts: None, tmp_path: Path) -
     written, _ = report.write(comparison(run(FP32, None, why="no"), folder=tmp_path))
     assert [path.name for path in written] == ["compare.json", "compare.html"]
     assert "<figure" not in written[1].read_text()
-
-
-# -- real runs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,6 @@ def names(record: dict[str, Any]) -> list[tuple[int, str, str]]:
     return [(row["world"], row["strategy"], row["precision"]) for row in record["rows"]]
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_table_and_the_advice(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     words = "estimate 1.5B --memory 80GB --processes 1,8 --optimizer momentum"
@@ -67,10 +64,8 @@ def test_a_table_and_the_advice(capsys, monkeypatch):
 
 def test_rows_are_those_of_the_arithmetic(ask):
     record = ask("500K --processes 1,8 --optimizer sgd")
-    assert names(record) == [
-        *[(1, "single", p) for p in ("fp32", "bf16")],
-        *[(8, s, p) for s in ("ddp", "zero1", "fsdp") for p in ("fp32", "bf16")],
-    ]
+    spread = [(8, s, p) for s in ("ddp", "zero1", "fsdp") for p in ("fp32", "bf16")]
+    assert names(record) == [(1, "single", "fp32"), (1, "single", "bf16"), *spread]
     available = MACHINES["8xH100"].devices[0].memory
     for row in record["rows"]:
         options = {name: row[name] for name in ("strategy", "precision", "world")}
@@ -172,9 +167,6 @@ def test_options_of_a_strategy_and_ranks_of_a_node(ask):
 def test_wrong_words(refused, words, said):
     Path("weights.bin").write_bytes(b"")
     assert said in refused(words)
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

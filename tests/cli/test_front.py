@@ -64,7 +64,6 @@ WITHOUT_TORCH = {
 
 
 def test_arguments_are_checked_before_torch_is_imported(tmp_path):
-    """All in one interpreter, to which torch never comes."""
     os.mkfifo(tmp_path / "fifo")
     code = f"""
 import contextlib, io, json, sys

@@ -87,7 +87,6 @@ if os.environ.get("RANK") == "1":
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_a_row_that_says_so(tmp_path, monkeypatch, capfd):
-    """A sitecustomize kills rank 1 when it loads its checkpoint."""
     (tmp_path / "sitecustomize.py").write_text(DEADLY)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.chdir(tmp_path)

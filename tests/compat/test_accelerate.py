@@ -30,17 +30,9 @@ from easymp.compat.accelerate import Accelerator, PartialState
 from ..conftest import Ranks
 
 utils = accelerate.utils
-DistributedType, DynamoBackend, TorchDynamoPlugin = (
-    utils.DistributedType,
-    utils.DynamoBackend,
-    utils.TorchDynamoPlugin,
-)
-FullyShardedDataParallelPlugin, InitProcessGroupKwargs = (
-    utils.FullyShardedDataParallelPlugin,
-    utils.InitProcessGroupKwargs,
-)
-
-# -- names ---------------------------------------------------------------------------------------------------------------
+DistributedType, DynamoBackend = utils.DistributedType, utils.DynamoBackend
+TorchDynamoPlugin, InitProcessGroupKwargs = utils.TorchDynamoPlugin, utils.InitProcessGroupKwargs
+FullyShardedDataParallelPlugin = utils.FullyShardedDataParallelPlugin
 
 SCRIPTS = """
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin, PartialState
@@ -85,10 +77,7 @@ def test_what_scripts_import() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            "accelerate import init_empty_weights",
-            r"accelerate\.init_empty_weights is not part.*torch\.device",
-        ),
+        ("accelerate import init_empty_weights", r"not part.*torch\.device"),
         ("accelerate import Acelerator", "did you mean 'Accelerator'"),
         ("accelerate.utils import infer_auto_device_map", r"strategy='fsdp'"),
         ("accelerate.utils import synchronize_rng_states", r"set_seed\(seed\) seeds all ranks alike"),
@@ -121,12 +110,7 @@ def test_variables() -> None:
         utils.str_to_bool("perhaps")
 
 
-# -- the Accelerator -----------------------------------------------------------------------------------------------------
-
-
-def test_defaults_are_accelerates_unless_a_setting_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with Accelerator(True, None, None, 2, True) as acc:
         assert (acc.mixed_precision, acc.gradient_accumulation_steps, acc.scaler) == ("no", 2, None)
@@ -202,8 +186,6 @@ def test_a_state_without_an_accelerator() -> None:
     state.destroy_process_group()
     assert not accelerate.state.is_initialized()
 
-
-# -- skeletons of scripts ------------------------------------------------------------------------------------------------
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, (X.sum(1) > 0).long())

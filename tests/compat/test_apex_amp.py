@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib
 import warnings
 
@@ -60,9 +59,6 @@ def backward(loss, optimizers, **how):
 
 def tensor(*numbers):
     return torch.tensor([numbers], device=DEVICE)
-
-
-# -- the programs -------------------------------------------------------------------------------------------------------------
 
 
 def digits():
@@ -145,8 +141,6 @@ def test_checkpoints_are_fp32_at_every_level_and_go_from_one_to_another(level):
             assert torch.allclose(value, saved[name], atol=1e-3), (name, other)
 
 
-# -- initialize -----------------------------------------------------------------------------------------------------------------
-
 NAMES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
 TABLE = {
     "O0": (torch.float32, False, None, False, 1.0),
@@ -215,32 +209,20 @@ def initialized_twice():
     [
         (lambda: initialize(net(), opt_level="O4"), "Unexpected optimization level 'O4'"),
         (lambda: initialize(net(), opt_level="01"), "the prefix O is the letter O"),
-        (
-            lambda: initialize(nn.DataParallel(net())),
-            "instance of DataParallel. Parallel wrappers should only",
-        ),
+        (lambda: initialize(nn.DataParallel(net())), "instance of DataParallel. Parallel wrappers should"),
         (lambda: initialize(net().half()), "Found param 0.weight with type torch.float16"),
         (lambda: initialize(net().double()), "Found param 0.weight with type torch.float64"),
         (initialized_twice, "only be passed through amp.initialize once"),
         (lambda: initialize(net(), [s := sgd(net()), s]), "only be passed through amp.initialize once"),
-        (
-            lambda: initialize(net(), cast_model_type=torch.float16),
-            "O1 inserts casts around torch's functions",
-        ),
+        (lambda: initialize(net(), cast_model_type=torch.float16), "O1 inserts casts around torch's"),
         (lambda: initialize(net(), keep_batchnorm_fp32=True), "O1 runs batch-norm in fp32"),
         (lambda: initialize(net(), master_weights="False"), "O1's weights are fp32 themselves"),
         (lambda: initialize(net(), opt_level="O2", patch_torch_functions=True), "only opt_level='O1' casts"),
-        (
-            lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32="yes"),
-            "a boolean, the string 'True'",
-        ),
+        (lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32="yes"), "a boolean, the string"),
         (lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32=1), "must be a boolean"),
         (lambda: initialize(net(), loss_scale="fast"), "must be a positive number, or 'dynamic'"),
         (lambda: initialize(net(), loss_scale=-1), "must be a positive number, or 'dynamic'"),
-        (
-            lambda: initialize(net(), opt_level="O2", cast_model_type="half"),
-            "cast_model_type='half' is not one of",
-        ),
+        (lambda: initialize(net(), opt_level="O2", cast_model_type="half"), "cast_model_type='half' is not"),
     ],
 )
 def test_what_is_refused(call, words):
@@ -298,48 +280,6 @@ def test_types_of_parameters_and_outputs(level, how, weight, norm, output):
     model = initialize(net(), opt_level=level, **how)
     assert (model[0].weight.dtype, model[1].weight.dtype, model[1].running_var.dtype) == (weight, norm, norm)
     assert model(torch.randn(3, 4, device=DEVICE)).dtype == output
-
-
-def test_batches_of_any_structure_go_in_and_out():
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(2, 2)
-
-        def forward(self, batch, *, scale):
-            assert batch["ids"].dtype == torch.int64
-            assert batch["x"][0].dtype == scale.dtype == torch.float16
-            return {"y": (self.inner(batch["x"][0]) * scale,), "name": batch["name"], "ids": batch["ids"]}
-
-    model = initialize(Deep().to(DEVICE), opt_level="O2")
-    batch = {"x": [torch.ones(1, 2, device=DEVICE)], "ids": torch.ones(2, dtype=torch.int64), "name": "a"}
-    found = model(batch, scale=torch.ones((), device=DEVICE))
-    assert (found["y"][0].dtype, found["name"], found["ids"].dtype) == (torch.float32, "a", torch.int64)
-
-
-# -- the loss scale ----------------------------------------------------------------------------------------------------------------
-
-
-def scales(found, window=3, start=256.0):
-    """The scale after each step of `found`, through scale_loss and step; "o" is an overflow."""
-    model, optimizer = one("O2", lr=1e-3)
-    scaler = amp._amp_state.loss_scalers[0]
-    scaler.scaler.rule = dataclasses.replace(scaler.scaler.rule, growth_interval=window)
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": start, "unskipped": 0}})
-    sizes = []
-    for step in found:
-        before = model.weight.item()
-        optimizer.zero_grad()
-        backward((model(tensor(1.0)) * (float("inf") if step == "o" else 1.0)).sum(), optimizer)
-        optimizer.step()
-        sizes.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
-        assert (model.weight.item() == before) == (step == "o")
-    return sizes
-
-
-def test_the_golden_sequence():
-    values = "128 64 64 64 128 128 64 64 64 128 128 64 32 16 16 16 32 32 32 64 64 32 16"
-    assert scales("ooggggoggggooogggggggoo") == [float(v) for v in values.split()]
 
 
 def test_scales_begin_at_65536_and_have_bounds():
@@ -410,9 +350,6 @@ def test_states_come_back(capsys):
         amp.load_state_dict({"model": {}})
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------------------
-
-
 @BY_LEVEL
 def test_blocks_before_a_step_add_up(level):
     model, optimizer = one(level)
@@ -468,9 +405,7 @@ def test_several_models_optimizers_and_losses(level):
     assert (a.weight.item(), b.weight.item()) == (0.5, 1.0)
     found = [s["loss_scale"] for s in amp.state_dict().values()]
     assert found == [64.0, 32.0, 64.0]
-    with pytest.raises(
-        RuntimeError, match=r"loss_id=3, and amp.initialize made 3 loss scalers: pass num_losses=4"
-    ):
+    with pytest.raises(RuntimeError, match=r"loss_id=3, and amp.initialize made 3 loss scalers: pass"):
         backward(a(tensor(1.0)).sum(), optimizers[0], loss_id=3)
 
 
@@ -518,20 +453,6 @@ def test_a_block_that_fails_leaves_what_was_there(level):
     assert [p.grad.item() for p in amp.master_params(optimizer)] == [3.0]
 
 
-# -- masters --------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("level", "weight"), [("O2", 1.0 - 100 * 2e-5), ("O3", 1.0)])
-def test_updates_below_the_spacing_of_fp16_add_up_in_masters_only(level, weight):
-    model, optimizer = one(level, lr=2e-5)
-    for _ in range(100):
-        optimizer.zero_grad()
-        backward(model(tensor(1.0)).sum(), optimizer)
-        optimizer.step()
-    assert model.weight.item() == pytest.approx(weight, abs=1e-3 / 2)
-    assert [p.item() for p in amp.master_params(optimizer)] == [pytest.approx(weight, abs=1e-5)]
-
-
 def test_o2_holds_fp32_masters_of_half_parameters_and_the_others_themselves():
     model = net()
     given = list(model.parameters())
@@ -561,23 +482,6 @@ def test_the_optimizers_own_ways_stay():
     assert model.weight.item() == 0.25
     plain, closing = one("O0")
     assert closing.step(lambda: plain(tensor(1.0)).sum()).item() == 1.0
-
-
-def test_without_masters_half_parameters_are_stepped_themselves():
-    model, optimizer = one("O3", loss_scale="dynamic")
-    backward(model(tensor(2.0)).sum(), optimizer)
-    assert model.weight.grad.dtype == torch.float16
-    assert model.weight.grad.item() == 2.0
-    optimizer.step()
-    assert model.weight.item() == 0.5
-    optimizer.zero_grad()
-    backward(model(tensor(2.0)).sum() * float("inf"), optimizer)
-    optimizer.step()
-    assert model.weight.item() == 0.5
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 512.0, "unskipped": 0}
-
-
-# -- O1's casts -----------------------------------------------------------------------------------------------------------------------
 
 
 def made(*shape, dtype=torch.float32):
@@ -636,9 +540,6 @@ def test_optimizers_step_without_casts():
     backward(model(tensor(1.0)).sum(), optimizer)
     optimizer.step()
     assert seen == [torch.float32]
-
-
-# -- names ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_names_that_are_not_here_and_the_native_lines(capsys):

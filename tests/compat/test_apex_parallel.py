@@ -246,9 +246,6 @@ def test_amp_trains_under_both_kinds_of_ddp(ranks, level, kind):
         assert torch.equal(value, others[name]), name
 
 
-# -- without other ranks --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 import easymp.compat.horovod as hvd
-from easymp.compat.horovod.engine import Engine, Pending, Request, Table
 from easymp.compat.horovod.execution import adasum, pair
-from easymp.distributed import Ranks, World
 
 Average, Sum, Min, Max, Product, Adasum = hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum
 
@@ -37,9 +35,6 @@ def on(request, ranks):
     if request.param == 1:
         return alone
     return lambda function, *args: ranks(function, *args, processes=request.param)
-
-
-# -- before init --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,8 +63,6 @@ def test_who_this_process_is(on):
     size = len(said)
     assert said == [(r, size, (r, size, 0, 1, True), False) for r in range(size)]
 
-
-# -- collectives ----------------------------------------------------------------------------------------------------------------
 
 DTYPES = [getattr(torch, f"float{n}") for n in (16, 32, 64)] + [
     getattr(torch, f"int{n}") for n in (8, 16, 32, 64)
@@ -175,9 +168,6 @@ def test_gradients_flow_through(on):
         ]
 
 
-# -- by name, in any order --------------------------------------------------------------------------------------------------------
-
-
 def out_of_order():
     with started() as (rank, size):
         names = [f"t{i}" for i in range(20)]
@@ -265,9 +255,7 @@ def one_rank_is_missing(reported):
     with started() as (rank, _):
         hvd.elastic.engine.running().world.timeout = 1.0
         if rank == 0:
-            with pytest.raises(
-                hvd.HorovodInternalError, match="lonely: not every rank asked for it within 1 s"
-            ) as caught:
+            with pytest.raises(hvd.HorovodInternalError, match="lonely: not every rank asked for") as caught:
                 hvd.allreduce(torch.ones(1), name="lonely")
             reported.touch()
             return str(caught.value)
@@ -351,9 +339,7 @@ def uneven():
     with started() as (rank, size):
         sums = [hvd.allreduce(torch.tensor([1.0]), name=f"step{i}", op=Sum).item() for i in range(3 - rank)]
         if rank == 0 and size > 1:
-            with pytest.raises(
-                hvd.HorovodInternalError, match=r"broadcast needs every rank, and rank .* joined"
-            ):
+            with pytest.raises(hvd.HorovodInternalError, match=r"broadcast needs every rank, and rank"):
                 hvd.broadcast(torch.ones(1), 0, name="b")
         last = hvd.join()
         again = hvd.allreduce(torch.ones(1), op=Sum).item()
@@ -368,9 +354,6 @@ def test_join_lets_ranks_run_out_of_data(on):
         assert again
         assert last in range(size)
     assert len({last for _, last, _ in said}) == 1
-
-
-# -- DistributedOptimizer ---------------------------------------------------------------------------------------------------------
 
 
 def model():
@@ -435,10 +418,7 @@ def distributed(kind, options, how, clip=None, passes=1):
         return [p.tolist() for p in net.parameters()]
 
 
-KINDS = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
-}
+KINDS = {"sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}
 
 
 @pytest.mark.parametrize(
@@ -629,9 +609,6 @@ def test_optimizer_states_travel_and_weights_stay(ranks):
     assert zero[:3] == (False, 0.1, [1.0] * 4)
 
 
-# -- elastic ------------------------------------------------------------------------------------------------------------------------
-
-
 def elastic_run(folder, fail_at):
     """Steps that fail once on all ranks; the batches that counted."""
     with started() as (rank, _):
@@ -698,29 +675,8 @@ def test_the_sampler_gives_what_is_left(ranks):
     assert len(sampler) == 10 and sampler.processed_indices == set()
 
 
-# -- what is agreed on ----------------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_ends_what_waits_for_a_rank_that_left():
-    a, b, c = (Request(name, "allreduce", (1,), "float32", op="sum") for name in "abc")
-    table = Table(3)
-    table.add(0, [a, b])
-    table.add(1, [a, b, Request("join", "join")])
-    table.add(2, [a, Request("an error", "leave")])
-    done, failed, joined, left = table.complete()
-    assert (done.request.name, done.error) == ("a", "")
-    assert failed.request.name == "b" and "rank 2 has left (an error)" in failed.error
-    assert joined.request.kind == "join" and joined.error
-    assert (left.request.kind, left.request.root) == ("leave", 2)
-    table.add(0, [c])
-    assert [order.request.name for order in table.complete()] == ["c"]
-
-
 def test_names_that_are_not_here():
-    with pytest.raises(
-        ImportError,
-        match=r"horovod.torch.start_timeline is not part of easymp.compat: use `Accelerator.profile`",
-    ):
+    with pytest.raises(ImportError, match=r"horovod.torch.start_timeline is not part of easymp.compat:"):
         hvd.start_timeline  # noqa: B018
     with pytest.raises(ImportError, match=r"did you mean 'allreduce'\?"):
         hvd.alreduce  # noqa: B018
@@ -730,41 +686,3 @@ def test_names_that_are_not_here():
     assert not hvd.mpi_built()
     assert hvd.gloo_built()
     assert isinstance(hvd.nccl_built(), bool)
-
-
-def test_what_is_handed_out_of_a_gpu_is_made_before_its_event(monkeypatch):
-    """Reduced together and cut apart, each result is a copy: on the stream of the reduction, not after it on another one."""
-    log: list[str] = []
-
-    class Stream:
-        def wait_event(self, event):
-            log.append(f"wait {event}")
-
-    class Event:
-        def record(self, stream):
-            log.append("record")
-
-    class Carrier:
-        def carry(self, orders, tensors):
-            log.append("carry")
-            return list(torch.arange(6.0).split(2))
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    clone = torch.Tensor.clone
-    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: (log.append("clone"), clone(tensor))[1])
-    into = torch.zeros(2)
-    found = [
-        Pending(Request(name, "allreduce"), torch.zeros(2), there)
-        for name, there in (("a", None), ("b", into))
-    ]
-    for pending in found:
-        pending.ready = pending.request.name
-    engine = Engine(World(Ranks(), torch.device("cpu")))
-    engine._carrier = Carrier()
-    outputs = engine._on_stream([], [*found, None])
-    assert log == ["wait a", "wait b", "carry", "clone", "record"]
-    assert outputs[0]._base is None and outputs[0].tolist() == [0.0, 1.0] and into.tolist() == [2.0, 3.0]
-    assert [pending.event for pending in found] == [found[0].event] * 2

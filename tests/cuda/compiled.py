@@ -80,18 +80,7 @@ def compiled(text: str, arguments: tuple[str, ...], flags: tuple[str, ...]) -> c
     name = hashlib.sha256("\n".join([text, *flags]).encode()).hexdigest()[:16]
     path = folder() / f"{name}.so"
     (folder() / f"{name}.cpp").write_text(text)
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O1",
-        "-shared",
-        "-fPIC",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-        "-ffp-contract=off",
-    ]
+    command = "g++ -std=c++17 -O1 -shared -fPIC -Wall -Wextra -Werror -Wno-unknown-pragmas -ffp-contract=off".split()
     command += ["-Wno-unused-parameter", *flags]
     done = subprocess.run(
         [*command, "-o", os.fspath(path), f"{folder() / name}.cpp"], capture_output=True, text=True

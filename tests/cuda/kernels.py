@@ -62,21 +62,9 @@ def every_kernel() -> list[Kernel]:
 
 def few_kernels() -> list[Kernel]:
     """One of each kind, those with most registers among them."""
-    chosen = [
-        *of_rule(Adam.rule, COMBINATIONS[:1]),
-        *of_rule(Adam.rule, COMBINATIONS[6:7]),
-        *of_rule(LAMB.rule, COMBINATIONS[4:5]),
-    ]
-    return list(
-        dict.fromkeys(
-            [
-                TOTAL,
-                squares(F16),
-                *chosen,
-                *of_rule(SGD.rule, ()),
-            ]
-        )
-    )
+    chosen = [row for begin in (0, 6) for row in of_rule(Adam.rule, COMBINATIONS[begin : begin + 1])]
+    chosen += of_rule(LAMB.rule, COMBINATIONS[4:5])
+    return list(dict.fromkeys([TOTAL, squares(F16), *chosen, *of_rule(SGD.rule, ())]))
 
 
 def vectors(kernel: Kernel) -> Mapping[str, int]:

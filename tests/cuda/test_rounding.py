@@ -9,22 +9,8 @@ from easymp.cuda.rounding import key_of, stochastic
 from .compiled import CompiledLauncher
 
 INF = float("inf")
-EDGES = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    1e-40,
-    -3e-39,
-    3.3e38,
-    3.4028235e38,
-    -3.4028235e38,
-    INF,
-    -INF,
-    float("nan"),
-    0.1,
-    1 / 3,
-]
+EDGES = [0.0, -0.0, 1.0, -1.0, 1e-40, -3e-39, 3.3e38, 3.4028235e38, -3.4028235e38]
+EDGES += [INF, -INF, float("nan"), 0.1, 1 / 3]
 
 
 def by_kernel(x, seed, step, number, role, first):

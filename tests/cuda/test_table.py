@@ -65,14 +65,10 @@ def test_tables_of_a_captured_step_stay(monkeypatch, captured):
     """A graph that was captured goes on reading them when a step outside of it has made others."""
     run = Run()
     run()
-    held = [
-        run.step._groups,
-        run.step._layout.table.rows,
-        run.step._layout.constants,
-        run.step._gradients._laid.table.rows,
-    ]
+    table, laid = run.step._layout.table, run.step._gradients._laid
+    held = [run.step._groups, table.rows, run.step._layout.constants, laid.table.rows]
     tables = [weakref.ref(t) for t in held]
-    del held
+    del held, table, laid
     for module in (steps, measure):
         monkeypatch.setattr(module, "capturing", lambda device: captured)
     run()
@@ -123,9 +119,6 @@ def test_another_tensor_at_the_same_address_is_seen():
         step.step()
 
 
-# -- param groups ---------------------------------------------------------------------------------------------------------
-
-
 def test_groups_have_their_own_numbers_and_schedulers_change_them(monkeypatch):
     made = []
     monkeypatch.setattr(steps, "lay_out", lambda *given: made.append(given) or lay_out(*given))
@@ -141,9 +134,6 @@ def test_groups_have_their_own_numbers_and_schedulers_change_them(monkeypatch):
         for group in (*run.mine.param_groups, *run.reference.param_groups):
             group["lr"] *= 0.5
     assert len(made) == 1
-
-
-# -- pure layout ----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_and_chunks():
@@ -182,32 +172,12 @@ def test_more_than_four_billion_elements():
 
 def test_dense_and_alike():
     x = torch.zeros(2, 3, 4, 5)
-    for good in (
-        x,
-        x.permute(3, 0, 2, 1),
-        x.to(memory_format=torch.channels_last),
-        x[1:],
-        x[:0],
-        torch.zeros(()),
-        x[:, :, :, :0],
-    ):
-        assert dense(good)
-    for bad in (
-        x[:, 1:],
-        x[..., ::2],
-        torch.zeros(3, 1).expand(3, 4),
-        torch.zeros(4).as_strided((3, 2), (1, 1)),
-    ):
-        assert not dense(bad)
-    assert (
-        alike(x, torch.ones_like(x))
-        and not alike(x, x.to(memory_format=torch.channels_last))
-        and not alike(x, x[1:])
-    )
+    last = x.to(memory_format=torch.channels_last)
+    assert all(map(dense, (x, x.permute(3, 0, 2, 1), last, x[1:], x[:0], torch.zeros(()), x[:, :, :, :0])))
+    overlapping = torch.zeros(3, 1).expand(3, 4), torch.zeros(4).as_strided((3, 2), (1, 1))
+    assert not any(map(dense, (x[:, 1:], x[..., ::2], *overlapping)))
+    assert alike(x, torch.ones_like(x)) and not alike(x, last) and not alike(x, x[1:])
     assert alike(torch.zeros(5, 1, 3), torch.zeros(15).as_strided((5, 1, 3), (3, 9, 1)))
-
-
-# -- the norm -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from easymp import DataLoaderConfiguration, PreparedLoader
 from easymp.base.accumulation import UpdateWindow
@@ -44,9 +44,7 @@ class Stream(IterableDataset[int]):
         yield from range(self.n) if info is None else range(info.id, self.n, info.num_workers)
 
 
-def prepared(
-    loader: DataLoader[Any], rank: int = 0, size: int = 1, *, seed: int = 7, **config: Any
-) -> PreparedLoader:
+def prepared(loader, rank=0, size=1, *, seed=7, **config):
     window = config.pop("window", None) or UpdateWindow()
     world = config.pop("world", None) or World(Ranks(), config.pop("device", CPU))
     return prepare_loader(loader, window, world, rank, size, DataLoaderConfiguration(**config), seed)

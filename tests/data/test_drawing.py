@@ -70,9 +70,7 @@ def everything(loader: Any, times: int) -> list[list[Any]]:
 @pytest.mark.parametrize(
     "data", [lambda: Augmented(22), Shuffled, lambda: Placed(22)], ids=["map", "shuffled", "placed"]
 )
-def test_draws_are_replayed_in_the_pass_that_goes_on_and_after_it(
-    data: Any, workers: dict[str, Any], monkeypatch: Any
-) -> None:
+def test_draws_are_replayed_in_the_pass_that_goes_on_and_after_it(data, workers, monkeypatch):
     monkeypatch.setattr(prepare, "reads_ahead", lambda device, non_blocking: True)  # as to a GPU
 
     def make() -> Any:

@@ -74,36 +74,6 @@ def test_the_next_copy_is_queued_before_a_batch_is_handed_out(n: int, log: list[
     assert log == expected[n]
 
 
-class Graph:
-    """Something that moves itself."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> str:
-        self.log.append(f"{self.name} moves to {device}")
-        return f"{self.name} there"
-
-
-def test_other_leaves_move_when_their_batch_is_due(log: list[str]) -> None:
-    meta = torch.device("meta")
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    sparse = torch.eye(3).to_sparse()
-
-    def batches() -> Iterator[tuple[Any, Note]]:
-        for k in range(2):
-            yield (torch.ones(2), Graph(log, f"graph {k}"), [packed, sparse]), Note(0, k, 0, 2, k == 1)
-
-    arrived = []
-    for batch, note in source._ahead(batches(), meta):
-        log.append(f"step {note.end}")
-        arrived.append(batch)
-    turns = [f"wait {k} | graph {k} moves to meta | step {k}".split(" | ") for k in range(2)]
-    assert log == ["copy 0", "copy 1", *turns[0], *turns[1]]
-    for k, (plain, graph, (words, rest)) in enumerate(arrived):
-        assert (plain.device, graph, words.data.device, rest.device) == (meta, f"graph {k} there", meta, meta)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_arrive_whole_on_the_gpu(workers: int) -> None:

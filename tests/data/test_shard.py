@@ -59,9 +59,7 @@ def test_shares_are_the_models(n: int, cut: Cut, data: st.DataObject) -> None:
     complete=st.booleans(),
     data=st.data(),
 )
-def test_whole_batches_are_dealt_in_turn(
-    sizes: list[int], ranks: int, complete: bool, data: st.DataObject
-) -> None:
+def test_whole_batches_are_dealt_in_turn(sizes, ranks, complete, data):
     batches = [[(b, i) for i in range(size)] for b, size in enumerate(sizes)]
     begin = data.draw(st.integers(0, len(batches)))
     start = sum(sizes[:begin])
@@ -80,9 +78,7 @@ def test_whole_batches_are_dealt_in_turn(
 @given(
     sizes=st.lists(st.integers(1, 9), max_size=8), ranks=st.integers(1, 5), even=st.booleans(), data=st.data()
 )
-def test_split_batches_keep_every_sample(
-    sizes: list[int], ranks: int, even: bool, data: st.DataObject
-) -> None:
+def test_split_batches_keep_every_sample(sizes, ranks, even, data):
     batches = [[(b, i) for i in range(size)] for b, size in enumerate(sizes)]
     begin = data.draw(st.integers(0, len(batches)))
     read = list(halves(batches, ranks, even=even, start=sum(sizes[:begin])))

@@ -48,10 +48,8 @@ def test_plain_loaders_skip_for_one_pass(loader: Any) -> None:
 
 
 def test_a_skipping_plain_loader_can_be_prepared() -> None:
-    assert passes(prepared(skip_first_batches(DataLoader(Numbers(8), 2), 1)), 2) == [
-        [[2, 3], [4, 5], [6, 7]],
-        [[0, 1], [2, 3], [4, 5], [6, 7]],
-    ]
+    loader = prepared(skip_first_batches(DataLoader(Numbers(8), 2), 1))
+    assert passes(loader, 2) == [[[2, 3], [4, 5], [6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]
 
 
 @pytest.mark.parametrize(

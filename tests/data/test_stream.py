@@ -62,7 +62,7 @@ class Epochs(IterableDataset[int]):
         yield from [self.epoch] * 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @pytest.mark.filterwarnings("ignore::easymp.errors.EasympWarning")
 @given(
     n=st.integers(1, 40),
@@ -71,9 +71,7 @@ class Epochs(IterableDataset[int]):
     even=st.booleans(),
     drop=st.booleans(),
 )
-def test_a_stream_is_cut_as_a_map_style_data_set_is(
-    n: int, batch: int, size: int, even: bool, drop: bool
-) -> None:
+def test_a_stream_is_cut_as_a_map_style_data_set_is(n, batch, size, even, drop):
     for rank in range(size):
         stream = prepared(DataLoader(Stream(n), batch, drop_last=drop), rank, size, even_batches=even)
         mapped = prepared(DataLoader(Numbers(n), batch, drop_last=drop), rank, size, even_batches=even)
@@ -124,9 +122,7 @@ def test_a_stream_goes_on_where_it_was_saved(workers: int, persistent: bool, sto
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 30), before=st.integers(1, 3), after=st.integers(1, 3), data=st.data())
-def test_a_single_stream_goes_on_at_any_world_size(
-    n: int, before: int, after: int, data: st.DataObject
-) -> None:
+def test_a_single_stream_goes_on_at_any_world_size(n, before, after, data):
     loader = prepared(DataLoader(Stream(n), 2), 0, before)
     stop = data.draw(st.integers(1, -(-n // (2 * before))))
     for number, _ in enumerate(loader, 1):

@@ -88,10 +88,7 @@ def test_ranks_that_read_the_same_are_warned_once(ranks, kind):
     ("kind", "words"),
     [
         ("sampler", "data as given no prepared DataLoader is read"),
-        (
-            "stream",
-            "data not prepared a DataLoader that was not passed to prepare() is read: Stream must split",
-        ),
+        ("stream", "data not prepared a DataLoader that was not passed to prepare() is read: Stream must"),
         ("indices", "data not prepared a DataLoader (Subset, RandomSampler)"),
         ("tensors", "data not prepared a DataLoader (TensorDataset, RandomSampler)"),
         ("files", "data not prepared a DataLoader (Own, RandomSampler)"),

@@ -19,9 +19,7 @@ from .test_engines import KINDS, SCALE, stepping
 DECAY = 0.9
 
 
-def updates(
-    acc: Accelerator, model: Any, optimizer: Any, steps: int, clip: bool = True, bad: int = -1
-) -> None:
+def updates(acc, model, optimizer, steps, clip=True, bad=-1):
     """Each with data of its own number, so that runs can be cut in two."""
     spread = acc._prepared.strategy
     for _ in range(steps):
@@ -167,9 +165,7 @@ class Keeper(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("make_one", [torch.optim.AdamW, ours.AdamW, Keeper])
-def test_a_run_without_averages_drops_those_that_it_loads(
-    make_one: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_averages_drops_those_that_it_loads(make_one, tmp_path, caplog):
     """Nothing would move them, and a run after it would take them for its own."""
     theirs = make_one is Keeper
     saved: dict[str, Any] = {}

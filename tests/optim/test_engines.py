@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, EasympWarning, GradScalerKwargs, KernelError, StepError
+from easymp import Accelerator, EasympWarning, GradScalerKwargs, StepError
 from easymp.cuda import cupy_launcher
-from easymp.cuda.kernel import Kernel
 from easymp.optim import engine as torch_engine
 
 from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
 from ..strategies.models import make, mean_square, train_step, whole
 from ..strategies.ways import WAYS
+from .test_own import Failing
 
 SCALE = GradScalerKwargs(init_scale=1024.0, growth_interval=3)
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -136,9 +136,7 @@ def same(ours: dict[str, Any], theirs: dict[str, Any], rtol: float = 1e-5) -> No
     "kind", ["AdamW", "SGD", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Adam", "Adagrad"))]
 )
 @pytest.mark.parametrize("how", ["torch", "kernels"])
-def test_the_step_that_reads_the_factor_is_the_one_in_memory(
-    how: str, kind: str, precision: str, clip: float | None
-) -> None:
+def test_the_step_that_reads_the_factor_is_the_one_in_memory(how, kind, precision, clip):
     ours, theirs = training(how, kind, precision, clip), training("memory", kind, precision, clip)
     same(ours, theirs)
     assert bool(ours["launches"]) is (how == "kernels" and (clip is not None or precision == "fp16"))
@@ -154,9 +152,7 @@ def test_an_overflow_skips_and_changes_nothing(how: str, clip: float | None) -> 
     same(ours, theirs)
 
 
-def all_three(
-    label: str, precision: str, accumulation: int, bad: tuple[int, int] | None
-) -> list[dict[str, Any]]:
+def all_three(label, precision, accumulation, bad):
     way = WAYS[label]
     kind, model = ("AdamW" if way.adam else "SGD"), "mlp"
     options = {**way.options, **way.more.get(model, {})}
@@ -194,35 +190,13 @@ def test_an_overflow_on_one_rank_skips_on_all(ranks: Any, label: str) -> None:
         same(by_kernels, memory, 1e-3)
 
 
-# -- which one it is ---------------------------------------------------------------------------------------------------
-
-
-class Failing(CompiledLauncher):
-    """A launcher on which kernels of these names cannot be compiled."""
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self._names = names
-
-    def ready(self, kernels: Iterable[Kernel]) -> None:
-        for kernel in kernels:
-            if kernel.name.startswith(self._names):
-                raise KernelError(f"{kernel.name} cannot be compiled: no NVRTC")
-
-    def launch(self, kernel: Kernel, blocks: int, arguments: Any) -> None:
-        self.ready([kernel])
-        super().launch(kernel, blocks, arguments)
-
-
 @pytest.mark.parametrize("precision", ["fp16", "O2"])
 @pytest.mark.parametrize("name", ["squares", "prepare", "adam"])
-def test_a_kernel_that_fails_gives_way_to_torch(
-    monkeypatch: pytest.MonkeyPatch, name: str, precision: str
-) -> None:
+def test_a_kernel_that_fails_gives_way_to_torch(monkeypatch, name, precision):
     memory = updates(False, "AdamW", precision, 0.1)
     kernels_on_cpu(monkeypatch, Failing(name))
     monkeypatch.setattr(cupy_launcher, "_warned", [])
-    with pytest.warns(EasympWarning, match="torch's own steps run instead: .*no NVRTC"):
+    with pytest.warns(EasympWarning, match="torch's own steps run instead: .*no compiler"):
         got = updates(True, "AdamW", precision, 0.1)
     same(got, memory, 1e-3)
 
@@ -246,9 +220,6 @@ def test_the_plan_says_which_and_why() -> None:
     )
     assert plan_of(lambda p: torch.optim.AdamW(p, fused=True))[0] == "CuPy"
     assert plan_of(torch.optim.RMSprop) == ("as given", "torch has no fused step for RMSprop")
-
-
-# -- gradients that are read between clip and step -------------------------------------------------------------------------------------
 
 
 def started(precision: str = "fp16", **options: Any) -> tuple[Accelerator, nn.Module, Any]:
@@ -318,9 +289,7 @@ def test_gradients_changed_in_between_are_an_error_that_names_the_way_out() -> N
     with acc:
         acc.clip_grad_norm_(model.parameters(), 1.0)
         model.weight.grad.mul_(2)
-        with pytest.raises(
-            StepError, match=r"shape \(1, 4\) was changed between clip_grad_norm_ and step\(\).*fused=False"
-        ):
+        with pytest.raises(StepError, match=r"shape \(1, 4\) was changed between clip_grad_norm_ and"):
             optimizer.step()
 
 
@@ -370,10 +339,8 @@ def test_two_optimizers_and_one_clip() -> None:
     for fused in (True, False):
         with Accelerator(mixed_precision="no", cpu=True, fused=fused) as acc:
             body, head = make("mlp"), make("mlp")
-            one, two = (
-                torch.optim.AdamW(body.parameters(), lr=0.1),
-                torch.optim.SGD(head.parameters(), lr=0.1),
-            )
+            one = torch.optim.AdamW(body.parameters(), lr=0.1)
+            two = torch.optim.SGD(head.parameters(), lr=0.1)
             body, head, one, two = acc.prepare(body, head, one, two)
             for _ in range(3):
                 acc.backward((body(torch.ones(2, 12)) * head(torch.ones(2, 12))).sum())

@@ -83,10 +83,7 @@ OWN = [
     (lion, ours.Lion, {"lr": 1e-2}),
     (lion, ours.Lion, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
     (lamb, ours.LAMB, {"lr": 1e-2}),
-    (
-        *(lamb, ours.LAMB),
-        {"lr": 1e-2, "weight_decay": 0.0, "bias_correction": False, "max_grad_norm": None},
-    ),
+    (*(lamb, ours.LAMB), {"lr": 1e-2, "weight_decay": 0.0, "bias_correction": False, "max_grad_norm": None}),
     (
         *(lamb, ours.LAMB),
         {"lr": 1e-2, "weight_decay": 0.0, "use_nvlamb": True, "grad_averaging": False, "maximize": True},

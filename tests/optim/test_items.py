@@ -108,8 +108,5 @@ def test_items_are_not_counted_twice() -> None:
         for _ in range(2):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)
-                with pytest.raises(
-                    StepError,
-                    match=r"second backward\(\) with num_items in one micro-step.*Add the losses up",
-                ):
+                with pytest.raises(StepError, match=r"second backward\(\) with num_items in one"):
                     accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)

@@ -119,10 +119,8 @@ def train(strategy: str, kind: str, steps: int, precision: str = "O2", updates: 
         losses, norms = [], []
         for _ in range(updates):
             for _ in range(steps):
-                x, y = (
-                    torch.randn(12, 12, generator=generator),
-                    torch.randint(0, 5, (12,), generator=generator),
-                )
+                x = torch.randn(12, 12, generator=generator)
+                y = torch.randint(0, 5, (12,), generator=generator)
                 x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
                 with acc.accumulate(model):
                     loss = nn.functional.cross_entropy(model(x), y, reduction="sum")

@@ -39,10 +39,7 @@ def test_own_optimizers_by_kernels_and_by_torch(kind: Any, options: dict[str, An
     ],
 )
 @pytest.mark.parametrize("kind", test_engines.KINDS)
-def test_an_accelerators_steps(
-    kind: str, precision: str, rtol: float, atol: float, bad: Any, clip: float | None
-) -> None:
-    """And the norms, the loss scale, and which steps are skipped; kernels that are not given a factor leave the step to torch."""
+def test_an_accelerators_steps(kind, precision, rtol, atol, bad, clip):
     ours, theirs = (
         test_engines.updates(fused, kind, precision, clip, bad=bad, cpu=False) for fused in (True, False)
     )

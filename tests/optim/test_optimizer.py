@@ -36,9 +36,6 @@ def loss_of(model: nn.Module) -> Tensor:
     return model(torch.ones(1, 4)).sum()
 
 
-# -- the user's own optimizer ------------------------------------------------------------------------------------------
-
-
 class Wrapping(torch.optim.Optimizer):
     """Drives another optimizer, as Lookahead does, without torch's own constructor."""
 
@@ -98,21 +95,6 @@ def test_hooks_run_on_real_steps_only() -> None:
         assert optimizer.state_dict()["mark"] == 1
 
 
-def test_a_closure_and_its_value() -> None:
-    with Accelerator(cpu=True, mixed_precision="no") as accelerator:
-        model = net()
-        model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(torch.ones(1, 4)).pow(2).sum()
-            accelerator.backward(loss)
-            return loss
-
-        first = optimizer.step(closure)
-        assert model(torch.ones(1, 4)).pow(2).sum() < first
-
-
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_copies_and_pickles_step_by_themselves(precision: str) -> None:
     accelerator, model, optimizer = run(2, precision, momentum=0.9)
@@ -132,8 +114,6 @@ def test_copies_and_pickles_step_by_themselves(precision: str) -> None:
             assert torch.equal(optimizer.param_groups[0]["params"][0], before)
 
 
-# -- accumulation ------------------------------------------------------------------------------------------------------
-
 BATCHES = list(torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(2)))
 
 
@@ -152,7 +132,6 @@ def zero_last(optimizer: Any, step: Callable[[], None]) -> None:
 @pytest.mark.parametrize("idiom", [zero_first, zero_last])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_four_micro_batches_are_one_big_batch(idiom: Callable[..., None], set_to_none: bool) -> None:
-    """Gradient by gradient, in both places where people write zero_grad."""
     accelerator, model, optimizer = run(4)
     seen: list[list[Tensor]] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in model.parameters()]))
@@ -222,9 +201,6 @@ def test_the_last_batch_of_a_loader_ends_the_window() -> None:
                     optimizer.zero_grad()
             assert len(steps) == 2 * epoch  # after the fourth and the sixth batch
             assert model[0].weight.grad is None
-
-
-# -- schedulers --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [lambda o: StepLR(o, 1, gamma=0.5), lambda o: LambdaLR(o, lambda n: 0.5**n)])

@@ -109,7 +109,6 @@ def rounded(strategy, kernels):
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_shards_are_rounded_as_whole_tensors_are(kernels, ranks):
-    """The mean of two equal gradients is the gradient, so every bit is the same."""
     alone = rounded("single", kernels)
     for ends in ranks(rounded, "zero1", kernels):
         torch.testing.assert_close(ends, alone, rtol=0, atol=0)

@@ -16,9 +16,7 @@ from ..strategies.models import make, whole
 BF16 = torch.bfloat16
 
 
-def window(
-    strategy: str, kind: str, dtype: torch.dtype, steps: int, items: bool = False, options: Any = None
-) -> list[Tensor | None]:
+def window(strategy, kind, dtype, steps, items=False, options=None):
     """Gradients after one window of micro-batches that the ranks share."""
     with Accelerator(
         mixed_precision="no",

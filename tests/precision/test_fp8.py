@@ -86,10 +86,7 @@ def test_plain_linear_layers_are_swapped() -> None:
     assert FP8().convert(model) is model  # as a second run does
     again = copy.deepcopy(model)
     assert type(again[0]) is Float8Linear
-    with pytest.raises(
-        PrepareError,
-        match=r"multiples of 16, and none of the 1 in this Linear .* Use mixed_precision='bf16'",
-    ):
+    with pytest.raises(PrepareError, match=r"multiples of 16, and none of the 1 in this Linear .* Use"):
         FP8().convert(nn.Linear(16, 10))
 
 

@@ -51,9 +51,8 @@ def test_the_table_of_levels(level: str) -> None:
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert all(a is b for a, b in zip(given, model.parameters()))
         assert {p.dtype for m in (model[1], model[5]) for p in m.parameters()} == {param}
-        assert {t.dtype for t in (*model[2].parameters(), *model[2].buffers()) if t.is_floating_point()} == {
-            norm
-        }
+        kept = (*model[2].parameters(), *model[2].buffers())
+        assert {t.dtype for t in kept if t.is_floating_point()} == {norm}
         assert model[2].num_batches_tracked.dtype == torch.int64
         held = {p.dtype for group in optimizer.param_groups for p in group["params"]}
         assert held == ({FP32} if masters else {param, norm})

@@ -57,9 +57,7 @@ def net() -> nn.Sequential:
         (0.97, "fp32", "bf16 takes 0.97 times fp32's time"),
     ],
 )
-def test_the_faster_one_stays_and_the_figure_is_the_reason(
-    outcome: Any, ratio: float, name: str, reason: str
-) -> None:
+def test_the_faster_one_stays_and_the_figure_is_the_reason(outcome, ratio, name, reason):
     outcome(ratio)
     model = net()
     policy, called, said = undecided(model)
@@ -76,7 +74,6 @@ def test_the_faster_one_stays_and_the_figure_is_the_reason(
 
 
 def test_the_step_leaves_no_trace(outcome: Any) -> None:
-    """One training step after a measurement is the step that would have been without."""
     outcome(2.0)
 
     def step(watched: bool) -> dict[str, Any]:
@@ -132,9 +129,6 @@ def test_real_measurement_has_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one pair" in policy.choice.reason
 
 
-# -- without a measurement ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -147,16 +141,11 @@ def test_real_measurement_has_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_without_a_measurement_the_widest_layer_decides(
-    model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_measurement_the_widest_layer_decides(model, name, monkeypatch):
     monkeypatch.setattr(measured, "time_pairs", lambda *_: pytest.fail("measured"))
     policy, called, said = undecided(model, measure=False)
     assert policy.name == name and len(said) == 1 and "not measured" in said[0].reason
     assert (called is model) == (name == "fp32")
-
-
-# -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
 def decide(fast_on: int) -> tuple[str, str, bool, float]:

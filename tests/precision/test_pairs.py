@@ -70,7 +70,12 @@ def alone() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+FAST = ("single", "ddp", "fsdp", "pipeline")
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in STRATEGIES]
+)
 def test_every_pair_trains_or_is_refused(ranks, alone: list[float], strategy: str) -> None:
     processes = 4 if strategy == "hsdp" else 2
     found = (

@@ -111,9 +111,7 @@ def test_outputs_that_cannot_be_rebuilt_are_said() -> None:
         def __len__(self) -> int:
             return 1
 
-    with pytest.raises(
-        BatchError, match=r"model's output cannot be given back in torch.float32.*output_dtype=None"
-    ):
+    with pytest.raises(BatchError, match=r"model's output cannot be given back in torch.float32"):
         outputs("bf16", lambda y: Odd(y, 1))
     assert type(outputs("bf16", output_dtype=None, shape=lambda y: Odd(y, 1))) is Odd
 

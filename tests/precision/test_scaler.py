@@ -43,8 +43,6 @@ def values(rule: GradScalerKwargs, steps: str) -> list[float]:
     return [(scaler.advance(found[step]), scaler.get_scale())[1] for step in steps]
 
 
-# -- the rules ---------------------------------------------------------------------------------------------------------
-
 RULE = {"init_scale": 256.0, "growth_interval": 3}
 DEEPSPEED = {**RULE, "growth_delay": 1}
 GOLDEN = {
@@ -60,7 +58,6 @@ GOLDEN = {
 @pytest.mark.parametrize("policy", GOLDEN)
 @pytest.mark.parametrize("bounds", [{}, {"min_scale": 1.0}, {"max_scale": 2.0**24}])
 def test_golden_sequences(policy: str, bounds: dict[str, float]) -> None:
-    """Bounds that are not reached change nothing, although another code path runs."""
     options, expected = GOLDEN[policy]
     assert values(GradScalerKwargs(**options, **bounds), STEPS) == [float(v) for v in expected.split()]
 
@@ -95,9 +92,7 @@ def model(rule: GradScalerKwargs, steps: str) -> Iterator[float]:
     refill=st.booleans(),
     bounds=st.sampled_from([(0.0, INF), (64.0, 1024.0), (1.0, INF), (0.0, 512.0)]),
 )
-def test_every_rule_is_the_models(
-    steps: str, interval: int, delay: int, hysteresis: int, refill: bool, bounds: tuple[float, float]
-) -> None:
+def test_every_rule_is_the_models(steps, interval, delay, hysteresis, refill, bounds):
     rule = GradScalerKwargs(
         256.0,
         growth_interval=interval,
@@ -146,9 +141,6 @@ def test_impossible_rules_are_refused(option: str, value: float) -> None:
         GradScalerKwargs(**{option: value})
 
 
-# -- torch's own -------------------------------------------------------------------------------------------------------
-
-
 def pair(interval: int = 3) -> tuple[GradScaler, torch.amp.GradScaler]:
     return (
         GradScaler(256.0, growth_interval=interval),
@@ -156,9 +148,7 @@ def pair(interval: int = 3) -> tuple[GradScaler, torch.amp.GradScaler]:
     )
 
 
-def train(
-    scaler: GradScaler | torch.amp.GradScaler, optimizer: torch.optim.Optimizer, events: list[str]
-) -> list[float]:
+def train(scaler, optimizer, events):
     """The scale after each event: good step, overflow, overflow after unscale_, clipped step."""
     (p,) = optimizer.param_groups[0]["params"]
     seen = []
@@ -221,9 +211,6 @@ def test_an_update_by_hand() -> None:
         assert scaler.get_scale() == 16
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
 def test_sparse_gradients() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     optimizer, scaler = torch.optim.SGD(table.parameters(), lr=1.0), GradScaler(4.0)
@@ -235,20 +222,12 @@ def test_sparse_gradients() -> None:
     torch.testing.assert_close(table.weight - before, expected)
 
 
-# -- fused optimizers --------------------------------------------------------------------------------------------------
-
-FUSED = [
-    (torch.optim.AdamW, {}),
-    (torch.optim.SGD, {}),
-    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    (torch.optim.Adagrad, {}),
-]
+FUSED = [(torch.optim.AdamW, {}), (torch.optim.SGD, {}), (torch.optim.Adagrad, {})]
+FUSED += [(torch.optim.SGD, {"momentum": 0.9, "nesterov": True})]
 
 
 @pytest.mark.parametrize(("kind", "options"), FUSED)
-def test_a_fused_optimizer_skips_on_the_device(
-    kind: type[torch.optim.Optimizer], options: dict[str, float]
-) -> None:
+def test_a_fused_optimizer_skips_on_the_device(kind, options):
     def run(fused: bool) -> tuple[Tensor, dict[str, object]]:
         p = parameter()
         optimizer, scaler = kind([p], lr=0.1, fused=fused, **options), GradScaler(4.0)
@@ -285,9 +264,6 @@ def test_momentum_of_a_skipped_first_step_is_not_left_to_chance() -> None:
     torch.testing.assert_close(p.data, torch.full((3,), 0.9))
 
 
-# -- off ---------------------------------------------------------------------------------------------------------------
-
-
 def test_off_is_the_identity() -> None:
     scaler, p = GradScaler(enabled=False), parameter()
     optimizer, loss = sgd(p), (p * 2).sum()
@@ -300,9 +276,6 @@ def test_off_is_the_identity() -> None:
     torch.testing.assert_close(p.data, torch.full((3,), 0.6))
     assert scaler.step(optimizer, lambda: 7.0) == 7.0
     assert (scaler.get_scale(), scaler.state_dict(), scaler.skipped(optimizer)) == (1.0, {}, False)
-
-
-# -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
 def overflow_on(bad_rank: int, fused: bool) -> tuple[list[float], list[bool], float]:
