@@ -253,11 +253,7 @@ def test_launch_takes_its_part(ranks, tmp_path, said, seats):
 @pytest.mark.parametrize(
     ("said", "flags", "words"),
     [
-        (
-            {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "a"},
-            ["--nodes", "1"],
-            "nodes='1', but RANK and WORLD_SIZE",
-        ),
+        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "a"}, ["--nodes", "1"], "nodes='1', but RANK"),
         ({"RANK": 0, "WORLD_SIZE": 2}, [], "2 nodes must know where to meet: pass --main-address"),
         ({**TWO}, [], "announces 2 processes on several machines, and not where rank 0 runs"),
         ({"RANK": 1, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "x"}, [], "rank 1 of 2, which torchrun"),

@@ -32,8 +32,7 @@ def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(
-    ("processes", "row"),
-    [("1", "bf16 + clip"), pytest.param("2", "accumulation 4", marks=pytest.mark.slow)],
+    ("processes", "row"), [("1", "bf16 + clip"), pytest.param("2", "accumulation 4", marks=pytest.mark.slow)]
 )
 def test_overhead(processes: str, row: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "overhead.md"

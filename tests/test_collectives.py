@@ -60,11 +60,7 @@ UNLIKE: list[tuple[Callable[[Accelerator], Any], Callable[[Accelerator], Any], s
         lambda acc: acc.gather(Pair(F, (F,))),
         "at [1]: rank 2 has nothing, the others float32[2]",
     ),
-    (
-        lambda acc: acc.gather(F),
-        lambda acc: acc.gather(1.0),
-        "rank 2 has a float, the others float32[2]",
-    ),
+    (lambda acc: acc.gather(F), lambda acc: acc.gather(1.0), "rank 2 has a float, the others float32[2]"),
     (
         lambda acc: acc.gather(F),
         lambda acc: acc.reduce(F),

@@ -322,9 +322,7 @@ def test_what_is_refused(acc: Accelerator, tmp_path: Path) -> None:
         acc.save_model(make("mlp"), tmp_path, max_shard_size="much")
     with pytest.raises(CheckpointError, match="weight is on the meta device"):
         acc.save_model(nn.Linear(2, 2, device="meta"), tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"'_extra_state' in the state_dict of this Extra is a dict.*save_state"
-    ):
+    with pytest.raises(CheckpointError, match="'_extra_state' in the state_dict of this Extra is a dict"):
         acc.save_model(Extra(2, 2), tmp_path)
     assert acc.get_state_dict(Extra(2, 2))["_extra_state"] == {"amax": 3}
     assert not list(tmp_path.glob("*.safetensors"))

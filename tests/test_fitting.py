@@ -75,11 +75,7 @@ def test_what_does_not_fit_whole_is_sharded(
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [
-        {"strategy": "ddp"},
-        {"kwargs_handlers": [DistributedDataParallelKwargs(bucket_cap_mb=1)]},
-    ],
+    "asked", [{"strategy": "ddp"}, {"kwargs_handlers": [DistributedDataParallelKwargs(bucket_cap_mb=1)]}]
 )
 def test_what_was_asked_for_stays(ranks: Ranks, asked: dict[str, Any]) -> None:
     it = ranks(train, [SHARDED, SHARDED], asked)[0]

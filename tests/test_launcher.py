@@ -16,14 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from easymp import (
-    EasympWarning,
-    RefusedError,
-    SettingError,
-    WorldError,
-    debug_launcher,
-    notebook_launcher,
-)
+from easymp import EasympWarning, RefusedError, SettingError, WorldError, debug_launcher, notebook_launcher
 from easymp.cli import main
 from easymp.launcher.agent import blame
 from easymp.launcher.rendezvous import RendezvousConfig, SingleNode

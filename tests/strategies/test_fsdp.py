@@ -19,23 +19,11 @@ from easymp import (
     SettingError,
     StepError,
 )
-from easymp.strategies import blocks
-from easymp.strategies.blocks import find_blocks, find_layers
+from easymp.strategies.blocks import find_blocks
 
 from .models import Tied, agree, make, trained, whole
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("steps", "clip"), [(1, 0.1), (3, None)])
-def test_batch_norm_as_in_ddp(ranks, steps: int, clip: float | None) -> None:
-    """Each rank normalises by its own samples, so one process computes something else."""
-    ours, theirs = (ranks(trained, strategy, "conv", steps, clip) for strategy in ("fsdp", "ddp"))
-    for a, b in zip(ours, theirs):
-        agree(a, b)
-        assert a["buffers"].keys() == b["buffers"].keys()
-        for name, values in b["buffers"].items():
-            assert torch.allclose(a["buffers"][name], values, rtol=1e-4, atol=1e-5), name
 
 
 @pytest.mark.parametrize(
@@ -52,39 +40,7 @@ def test_options_change_no_number(ranks, options: Any) -> None:
     agree(ranks(trained, "fsdp", "tied", 3, 0.1, "no", options)[0], trained("single", "tied", 3, 0.1))
 
 
-def test_a_rank_holds_its_part_of_parameters_and_states(ranks) -> None:
-    size = 2
-    total = sum(p.numel() for p in make("tied").parameters())
-    results = ranks(trained, "fsdp", "tied", 1, None, processes=size)
-    held = [got["shards"] for got in results]
-    assert sum(held) == total
-    assert max(held) < 1.1 * total / size
-    assert [got["states"] for got in results] == [2 * n for n in held]  # AdamW's two
-
-
 # -- the step ----------------------------------------------------------------------------------------------------------
-
-
-def token_windows(strategy: str) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    counts = [[3, 8], [1, 6], [9, 2]]  # micro-step, rank
-    with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=3) as acc:
-        model = acc.prepare(make("mlp"))
-        for row in counts:
-            parts = [
-                (torch.randn(n, 12, generator=generator), torch.randint(0, 5, (n,), generator=generator))
-                for n in row
-            ]
-            mine = parts if acc.num_processes == 1 else parts[acc.process_index : acc.process_index + 1]
-            x, y = torch.cat([x for x, _ in mine]), torch.cat([y for _, y in mine])
-            with acc.accumulate(model):
-                acc.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
-        return [whole(p.grad) for p in model.parameters()]
-
-
-def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks) -> None:
-    for a, b in zip(ranks(token_windows, "fsdp")[0], token_windows("single")):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def by_hand(strategy: str, how: str, options: Any = None) -> list[torch.Tensor]:
@@ -274,11 +230,7 @@ def test_what_is_computed_again_sees_the_same_weights(ranks, which: Any) -> None
 
 @pytest.mark.parametrize(
     ("strategy", "options", "processes", "precision"),
-    [
-        ("fsdp", None, 2, "bf16"),
-        ("fsdp", None, 2, "no"),
-        ("hsdp", {"shard_size": 2}, 4, "bf16"),
-    ],
+    [("fsdp", None, 2, "bf16"), ("fsdp", None, 2, "no"), ("hsdp", {"shard_size": 2}, 4, "bf16")],
 )
 def test_it_gathers_and_keeps_what_plain_fully_shard_does(
     ranks, strategy: str, options: Any, processes: int, precision: str
@@ -307,14 +259,6 @@ class Reads(Words):
         for block in self.blocks:
             x = block(x)
         return nn.functional.linear(self.norm(x), self.embed.weight)
-
-
-def test_large_layers_outside_of_blocks_are_found() -> None:
-    words, tied, reads = Words(), Tied(), Reads()
-    assert find_layers(words, list(words.blocks)) == [(words.embed,), (words.head,)]
-    together = [(tied.embed, tied.head)] if blocks.TIED_GROUPS else []
-    assert [group for group in find_layers(tied, []) if tied.embed in group] == together
-    assert find_layers(reads, list(reads.blocks)) == []
 
 
 def read_weight(strategy: str) -> list[torch.Tensor]:
@@ -358,14 +302,8 @@ def test_a_class_that_no_module_has() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"reshard": True},
-            r"strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'\?",
-        ),
-        (
-            DistributedDataParallelKwargs(),
-            "is a DistributedDataParallelKwargs, but strategy 'fsdp' takes FSDPOptions",
-        ),
+        ({"reshard": True}, "strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'"),
+        (DistributedDataParallelKwargs(), "is a DistributedDataParallelKwargs, but strategy 'fsdp' takes"),
         ({"wrap": "layers"}, "wrap='layers' is neither 'blocks', nor a tuple"),
         ({"reduce_every_micro_batch": 1}, "reduce_every_micro_batch=1 is neither True nor False"),
         ({"cpu_offload": 1}, "cpu_offload=1 is neither True nor False"),
@@ -487,23 +425,6 @@ def test_ignored_parameters_may_thaw_and_are_let_go(ranks) -> None:
         assert hooks == 0
 
 
-def overflow(strategy: str, fused: bool, options: Any = None) -> tuple[bool, float, float]:
-    with Accelerator(mixed_precision="fp16", strategy=strategy, fused=fused, strategy_options=options) as acc:
-        model = make("tied")
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-        before = [whole(p) for p in model.parameters()]
-        acc.backward(model(torch.randn(4, 12)).sum() / 1000)
-        if acc.process_index == 1:
-            model.embed.weight.grad.to_local().view(-1)[0] = float("inf")
-        optimizer.step()
-        moved = sum(float((whole(p) - b).abs().sum()) for p, b in zip(model.parameters(), before))
-        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
-
-
-def test_an_overflow_in_an_ignored_gradient(ranks) -> None:
-    assert ranks(overflow, "fsdp", True, {"ignore": "blocks"}) == [(True, 32768.0, 0.0)] * 2
-
-
 def ignored_wrongly() -> list[str]:
     said = []
     for ignore in (("blocs",), ("*",)):
@@ -521,9 +442,6 @@ def ignored_wrongly() -> list[str]:
 
 def test_wrong_names_are_refused(ranks) -> None:
     for nothing, everything, mixed in ranks(ignored_wrongly):
-        assert (
-            "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'?: correct `ignore`"
-            in nothing
-        )
+        assert "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'" in nothing
         assert "leaves no parameter to shard" in everything
         assert "AdamW has foreach=True for sharded and ignored parameters together (param group 0)" in mixed

@@ -52,17 +52,9 @@ def refused(options: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "local", "words"),
     [
-        (
-            None,
-            2,
-            r"RefusedError: .*all 2 ranks are on one: pass strategy_options=HSDPOptions\(shard_size=...\), or use strategy='fsdp'",
-        ),
+        (None, 2, "all 2 ranks are on one: pass strategy_options=HSDPOptions"),
         (None, 1, "RefusedError: .*each has one rank"),
-        (
-            {"shard_size": 2},
-            2,
-            "RefusedError: .*shard_size=2 leaves nothing to replicate among 2 ranks: use strategy='fsdp'",
-        ),
+        ({"shard_size": 2}, 2, "shard_size=2 leaves nothing to replicate among 2 ranks: use strategy='fsdp'"),
         ({"shard_size": 1}, 2, "SettingError: shard_size=1 is not a whole number of at least 2"),
         ({"shard_size": 3}, 4, "splits 4 ranks into groups of equal size, which shard_size=3 does not allow"),
     ],

@@ -12,18 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import (
-    Accelerator,
-    DistributedDataParallelKwargs,
-    PrepareError,
-    RefusedError,
-    StepError,
-    memory,
-)
-from easymp.optim import partition
+from easymp import Accelerator, DistributedDataParallelKwargs, PrepareError, RefusedError, StepError
 
 from ..versions import ADDS
-from .models import STEPS, make, trained
+from .models import STEPS, make
 
 
 class Normalised(torch.optim.Optimizer):
@@ -141,59 +133,7 @@ def test_shards_without_a_row_and_a_parameter_without_dimensions(ranks, which: s
 # -- the memory --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "size"), [("tied", 2), ("conv", 4)])
-def test_a_rank_holds_its_part_of_the_states(ranks, kind: str, size: int) -> None:
-    model = make(kind)
-    total = sum(p.numel() for p in model.parameters())
-    results = ranks(trained, "zero1", kind, 1, None, processes=size)
-    held = [got["states"] for got in results]
-    assert sum(held) == 2 * total  # AdamW's two
-    assert [got["shards"] for got in results] == [total] * size
-    told = memory.estimate(model, strategy="zero1", world=size)
-    assert 4 * max(held) == pytest.approx(told.states, rel=0.1)
-    assert told.weights == told.gradients == 4 * total
-
-
 # -- gathering ---------------------------------------------------------------------------------------------------------
-
-
-def gathered(alone: int, cap: int) -> list[bool]:
-    partition.ALONE, before = alone, partition.ALONE
-    try:
-        with Accelerator(mixed_precision="no", strategy="ddp") as acc:
-            torch.manual_seed(0)
-            wholes = [
-                torch.randn(8, 3),
-                torch.randn(7, 2, 5),
-                torch.randn(6, 3, 4, 4).to(memory_format=torch.channels_last),
-                torch.randn(3).bfloat16(),
-                torch.randn(9, 4).double(),
-                torch.randn(5, 2, dtype=torch.complex64),
-                torch.randint(0, 9, (11, 3), dtype=torch.int16),
-                torch.randn(0, 3),
-                torch.randn(()),
-                torch.randn(1, 6),
-            ]
-            mine = [torch.full_like(w, 99) for w in wholes]
-            mine[8].copy_(wholes[8])
-            for own, whole in zip(mine, wholes):
-                partition.cut(own, acc.process_index, acc.num_processes).copy_(
-                    partition.cut(whole, acc.process_index, acc.num_processes)
-                )
-            partition.RowGather(mine, acc._world, cap)()
-            return [torch.equal(own, whole) for own, whole in zip(mine, wholes)]
-    finally:
-        partition.ALONE = before
-
-
-@pytest.mark.parametrize(
-    ("alone", "cap", "size"),
-    [(2**20, 2**20, 2), (1, 1, 2), (100, 200, 4)],
-)
-def test_parts_come_together(ranks, alone: int, cap: int, size: int) -> None:
-    """In place, even and ragged, and packed in one bucket or several, whatever the dtype and the memory format."""
-    for got in ranks(gathered, alone, cap, processes=size):
-        assert got == [True] * 10
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
