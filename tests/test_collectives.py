@@ -19,7 +19,7 @@ import torch
 import easymp
 from easymp import Accelerator, BatchError, WorldError
 
-F, WHOLE = torch.ones(2), torch.ones(2, dtype=torch.int32)
+F, LONG, WHOLE = torch.ones(2), torch.ones(3), torch.ones(2, dtype=torch.int32)
 
 
 class Pair(NamedTuple):
@@ -28,86 +28,46 @@ class Pair(NamedTuple):
 
 
 # What ranks 0 and 1 do, what rank 2 does, and what all of them say.
-DIFFERENT = "the ranks pass different things"
-UNLIKE: list[tuple[Callable[[Accelerator], Any], Callable[[Accelerator], Any], str]] = [
+Call = Callable[[Accelerator], Any]
+UNLIKE: list[tuple[Call, Call, str]] = [
+    (lambda a: a.gather(F), lambda a: a.gather(WHOLE), "rank 2 has int32[2], the others float32[2]"),
+    (lambda a: a.gather({"a": [F, F]}), lambda a: a.gather({"a": [F, LONG]}), "pass the same structure"),
+    (lambda a: a.reduce(F), lambda a: a.reduce(F[None]), "rank 2 has float32[1, 2], the others float32[2]"),
     (
-        lambda acc: acc.gather(F),
-        lambda acc: acc.gather(WHOLE),
-        f"gather: {DIFFERENT}: rank 2 has int32[2], the others float32[2]",
+        lambda a: a.reduce({"a": F, "b": F}),
+        lambda a: a.reduce({"a": F, "c": F}),
+        "at ['b']: rank 2 has nothing",
     ),
     (
-        lambda acc: acc.gather({"a": [F, F]}),
-        lambda acc: acc.gather({"a": [F, torch.ones(3)]}),
-        "rank 2 has float32[3], the others float32[2]. Every rank must pass the same structure, dtypes and shapes: pad_across_processes()",
-    ),
-    (
-        lambda acc: acc.reduce(F),
-        lambda acc: acc.reduce(F[None]),
-        "rank 2 has float32[1, 2], the others float32[2]",
-    ),
-    (
-        lambda acc: acc.reduce({"a": F, "b": F}),
-        lambda acc: acc.reduce({"a": F, "c": F}),
-        f"{DIFFERENT} at ['b']: rank 2 has nothing, the others float32[2]",
-    ),
-    (
-        lambda acc: acc.gather([F]),
-        lambda acc: acc.gather([F, F]),
+        lambda a: a.gather([F]),
+        lambda a: a.gather([F, F]),
         "at [1]: rank 2 has float32[2], the others nothing",
     ),
+    (lambda a: a.gather(Pair(F, F)), lambda a: a.gather(Pair(F, (F,))), "at [1]: rank 2 has nothing"),
+    (lambda a: a.gather(F), lambda a: a.gather(1.0), "rank 2 has a float, the others float32[2]"),
+    (lambda a: a.gather(F), lambda a: a.reduce(F), "rank 2 calls reduce(reduction='sum', scale=1.0)"),
     (
-        lambda acc: acc.gather(Pair(F, F)),
-        lambda acc: acc.gather(Pair(F, (F,))),
-        "at [1]: rank 2 has nothing, the others float32[2]",
-    ),
-    (lambda acc: acc.gather(F), lambda acc: acc.gather(1.0), "rank 2 has a float, the others float32[2]"),
-    (
-        lambda acc: acc.gather(F),
-        lambda acc: acc.reduce(F),
-        "the ranks call different collectives: rank 2 calls reduce(reduction='sum', scale=1.0), the others gather. All ranks must",
-    ),
-    (
-        lambda acc: acc.reduce(F),
-        lambda acc: acc.reduce(F, "mean"),
-        "rank 2 calls reduce(reduction='mean', scale=1.0), the others reduce(reduction='sum', scale=1.0)",
-    ),
-    (
-        lambda acc: acc.gather(F),
-        lambda acc: easymp.gather_object([F]),
-        "rank 2 calls gather_object, the others gather",
-    ),
-    (lambda acc: acc.wait_for_everyone(), lambda acc: acc.check_trigger(), "rank 2 calls check_trigger"),
-    (
-        lambda acc: acc.pad_across_processes(torch.ones(2, 2), dim=1),
-        lambda acc: acc.pad_across_processes(torch.ones(3, 5), dim=1),
-        "rank 2 has float32[3, *], the others float32[2, *]. Every rank must pass the same structure, dtypes and shapes; only dimension 1",
-    ),
-    (
-        lambda acc: acc.mean(1.0),
-        lambda acc: acc.mean([1.0, 2.0]),
-        f"mean: {DIFFERENT} at the value: rank 2 has float32[2], the others float32[]",
-    ),
-    (
-        lambda acc: easymp.broadcast(F, 0),
-        lambda acc: easymp.broadcast(F, 1),
-        "rank 2 calls broadcast(from_process=1)",
-    ),
-    (
-        lambda acc: easymp.broadcast_object_list([1]),
-        lambda acc: easymp.broadcast_object_list([1, 2]),
-        "rank 2 has a list of 2, the others a list of 1",
-    ),
-    (
-        lambda acc: easymp.gather_object([1]),
-        lambda acc: easymp.gather_object("text"),
-        "rank 2: gather_object takes a list of objects, not a str",
-    ),
-    (
-        lambda acc: easymp.gather(F),
-        lambda acc: easymp.reduce(F),
+        lambda a: a.reduce(F),
+        lambda a: a.reduce(F, "mean"),
         "rank 2 calls reduce(reduction='mean', scale=1.0)",
     ),
-    (lambda acc: acc.gather(F), lambda acc: acc.gather_for_metrics(F), "rank 2 calls gather_for_metrics"),
+    (lambda a: a.gather(F), lambda a: easymp.gather_object([F]), "rank 2 calls gather_object, the others"),
+    (lambda a: a.wait_for_everyone(), lambda a: a.check_trigger(), "rank 2 calls check_trigger"),
+    (
+        lambda a: a.pad_across_processes(torch.ones(2, 2), dim=1),
+        lambda a: a.pad_across_processes(torch.ones(3, 5), dim=1),
+        "rank 2 has float32[3, *], the others float32[2, *].",
+    ),
+    (lambda a: a.mean(1.0), lambda a: a.mean([1.0, 2.0]), "at the value: rank 2 has float32[2]"),
+    (lambda a: easymp.broadcast(F, 0), lambda a: easymp.broadcast(F, 1), "rank 2 calls broadcast("),
+    (
+        lambda a: easymp.broadcast_object_list([1]),
+        lambda a: easymp.broadcast_object_list([1, 2]),
+        "rank 2 has a list of 2, the others a list of 1",
+    ),
+    (lambda a: easymp.gather_object([1]), lambda a: easymp.gather_object("text"), "not a str"),
+    (lambda a: easymp.gather(F), lambda a: easymp.reduce(F), "rank 2 calls reduce(reduction='mean'"),
+    (lambda a: a.gather(F), lambda a: a.gather_for_metrics(F), "rank 2 calls gather_for_metrics"),
 ]
 
 

@@ -259,7 +259,7 @@ def outcome(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan | str:
         return str(error)
 
 
-@hypothesis_settings(max_examples=300, deadline=None)
+@hypothesis_settings(max_examples=60, deadline=None)
 @given(asked=asked, names=st.lists(st.sampled_from(sorted(MACHINES)), min_size=1, max_size=3), ranks=worlds)
 def test_the_same_in_gives_the_same_out_and_nothing_is_ever_silent(
     asked: dict, names: list[str], ranks: Ranks

@@ -132,6 +132,7 @@ acc.close()
 """
 
 
+@pytest.mark.slow
 def test_a_step_on_one_cpu_process_loads_what_it_runs() -> None:
     used = loaded_by(STEP)
     others = {

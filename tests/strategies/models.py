@@ -82,6 +82,21 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
+def fp32(strategy: str | None = None, options: Any = None, steps: int = 1, **more: Any) -> Accelerator:
+    return Accelerator(
+        mixed_precision="no",
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
+        **more,
+    )
+
+
+def part(acc: Accelerator, batch: Tensor) -> Tensor:
+    """This process's samples of a batch that all processes share."""
+    return batch.chunk(acc.num_processes)[acc.process_index]
+
+
 def mean_square(outputs: Tensor) -> Tensor:
     return outputs.square().mean()
 

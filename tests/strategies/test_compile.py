@@ -10,7 +10,7 @@ from torch import nn
 
 from easymp import Accelerator, CompileOptions, PrepareError, SettingError
 
-from .models import Block, Tied, agree, make, train
+from .models import Block, Tied, agree, fp32, make, train
 
 GRAPHS: list[Any] = []
 
@@ -46,14 +46,15 @@ def test_alone(what: str, which: bool) -> None:
     agree(got, trained("single", "tied", False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "what", "options", "which", "size"),
     [
-        pytest.param("ddp", "model", None, False, 2, marks=pytest.mark.slow),
-        pytest.param("ddp", "blocks", None, True, 2, marks=pytest.mark.slow),
-        pytest.param("fsdp", "model", None, True, 2, marks=pytest.mark.slow),
-        pytest.param("fsdp", "blocks", {"ignore": "blocks.1"}, True, 2, marks=pytest.mark.slow),
-        pytest.param("hsdp", "blocks", {"shard_size": 2}, True, 4, marks=pytest.mark.slow),
+        ("ddp", "model", None, False, 2),
+        ("ddp", "blocks", None, True, 2),
+        ("fsdp", "model", None, True, 2),
+        ("fsdp", "blocks", {"ignore": "blocks.1"}, True, 2),
+        ("hsdp", "blocks", {"shard_size": 2}, True, 4),
     ],
 )
 def test_on_ranks(ranks, strategy: str, what: str, options: Any, which: bool, size: int) -> None:
@@ -82,12 +83,7 @@ class Wide(nn.Module):
 def split() -> int:
     GRAPHS.clear()
     torch._dynamo.reset()
-    with Accelerator(
-        mixed_precision="no",
-        strategy="ddp",
-        strategy_options={"bucket_cap_mb": 1},
-        compile=CompileOptions(backend=counting),
-    ) as acc:
+    with fp32("ddp", {"bucket_cap_mb": 1}, compile=CompileOptions(backend=counting)) as acc:
         model = acc.prepare(Wide())
         acc.backward(model(torch.ones(4, 512)).square().mean())
         return len(GRAPHS)
@@ -155,15 +151,14 @@ def test_wrong_ways_to_ask(given: Any, backend: Any, words: str) -> None:
 def graphs_of_a_chain(strategy: str) -> int:
     GRAPHS.clear()
     torch._dynamo.reset()
-    with Accelerator(
-        mixed_precision="no", strategy=strategy, compile=CompileOptions(backend=counting)
-    ) as acc:
+    with fp32(strategy, compile=CompileOptions(backend=counting)) as acc:
         model = acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
         for _ in range(2):
             acc.backward(model(torch.ones(2, 4)).sum())
     return len(GRAPHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "tensor_parallel"])
 def test_a_module_of_torchs_own_is_compiled_too(ranks, strategy: str) -> None:
     """torch.compile passes over torch's own code where nothing of the user's calls it."""

@@ -17,20 +17,18 @@ from easymp import (
     StepError,
 )
 
-from .models import make, trained, whole
+from .models import fp32, make, part, trained, whole
 
 # -- options that change no number -------------------------------------------------------------------------------------
 
 
 def cleared(strategy: str, options: Any, how: str) -> list[torch.Tensor]:
-    with Accelerator(
-        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2
-    ) as acc:
+    with fp32(strategy, options, steps=2) as acc:
         model = make("mlp")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         generator = torch.Generator().manual_seed(1)
         for _ in range(6):
-            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            x = part(acc, torch.randn(8, 12, generator=generator))
             with acc.accumulate(model):
                 acc.backward(model(x).square().mean())
                 optimizer.step()

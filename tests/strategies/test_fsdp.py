@@ -21,7 +21,7 @@ from easymp import (
 )
 from easymp.strategies.blocks import find_blocks
 
-from .models import Tied, agree, make, trained, whole
+from .models import Tied, agree, fp32, make, part, trained, whole
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 
@@ -46,9 +46,7 @@ def test_options_change_no_number(ranks, options: Any) -> None:
 def by_hand(strategy: str, how: str, options: Any = None) -> list[torch.Tensor]:
     with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options) as acc:
         model = acc.prepare(make("tied"))
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[
-            acc.process_index
-        ]
+        x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
         if how == "no_sync":
             with acc.no_sync(model):
                 acc.backward(model(x).square().mean())
@@ -76,13 +74,7 @@ def test_accumulation_by_hand(ranks, how: str) -> None:
 
 def early(options: Any) -> tuple[bool, str]:
     """Whether the first of two micro-batches leaves reduced gradients, and what the plan says."""
-    with Accelerator(
-        mixed_precision="no",
-        strategy="fsdp",
-        strategy_options=options,
-        gradient_accumulation_steps=2,
-        cpu=True,
-    ) as acc:
+    with fp32("fsdp", options, steps=2, cpu=True) as acc:
         model = acc.prepare(Words())
         with acc.accumulate(model):
             acc.backward(model(torch.arange(12).view(2, 6)).square().mean())
@@ -105,9 +97,7 @@ def test_memory_decides_when_gradients_are_reduced(ranks) -> None:
 def norms() -> list[float]:
     with Accelerator(mixed_precision="no") as acc:
         model = acc.prepare(make("mlp"))
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[
-            acc.process_index
-        ]
+        x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
         acc.backward(model(x).square().mean())
         found = []
         for norm_type in (1.0, 2.0, float("inf")):
@@ -390,13 +380,10 @@ def test_ignored_parameters_stay_whole_and_train(ranks, ignore: Any, steps: int,
 def each_micro_step(strategy: str) -> list[torch.Tensor]:
     plugin = GradientAccumulationPlugin(3, sync_each_batch=True)
     options = {"ignore": "blocks.0"} if strategy == "fsdp" else None
-    with Accelerator(
-        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_plugin=plugin
-    ) as acc:
+    how = {"strategy": strategy, "strategy_options": options, "gradient_accumulation_plugin": plugin}
+    with Accelerator(mixed_precision="no", **how) as acc:
         model = acc.prepare(make("tied"))
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[
-            acc.process_index
-        ]
+        x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
         for _ in range(3):
             with acc.accumulate(model):
                 acc.backward(model(x).square().mean())

@@ -13,7 +13,7 @@ from torch import nn
 
 from easymp import Accelerator, EasympError, HSDPOptions
 
-from .models import make, whole
+from .models import fp32, make, part, whole
 
 PAIRS = HSDPOptions(shard_size=2)
 
@@ -69,9 +69,7 @@ def after_another_run(groups: int) -> list[float]:
     """Sums of whole parameters after a step, of two runs, before the first of which `groups` other groups were made."""
     found = []
     for extra in (groups, 0):
-        with Accelerator(
-            mixed_precision="no", strategy="hsdp", strategy_options={"shard_size": 2}, timeout=30
-        ) as acc:
+        with fp32("hsdp", {"shard_size": 2}, timeout=30) as acc:
             for _ in range(extra):
                 acc._run.world.group(range(acc.num_processes))
             torch.manual_seed(0)
@@ -115,12 +113,7 @@ def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]
 
         return call
 
-    with (
-        Accelerator(
-            mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2
-        ) as acc,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with fp32(strategy, options, steps=2) as acc, pytest.MonkeyPatch.context() as patch:
         for i, name in enumerate((scatter, "all_reduce")):
             patch.setattr(dist, name, counted(name, i))
         torch.manual_seed(3)
@@ -131,7 +124,7 @@ def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]
         generator = torch.Generator().manual_seed(1)
         seen, grads = [], []
         for step in range(4):
-            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            x = part(acc, torch.randn(8, 12, generator=generator))
             with acc.accumulate(model):
                 output = model(x, 1 + step % 2)
                 before = list(calls)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from easymp import Accelerator, EasympWarning, LocalSGD, LocalSGDOptions, SettingError
 
-from .models import make, whole
+from .models import fp32, make, part, whole
 
 
 def same(acc: Accelerator, tensors: Any) -> bool:
@@ -52,9 +52,7 @@ def test_models_are_averaged_after_every_third_update(ranks, precision: str, fus
 
 def two_rates() -> tuple[list[bool], list[bool]]:
     """Two optimizers, the second of which steps every other time."""
-    with Accelerator(
-        mixed_precision="no", strategy="local_sgd", strategy_options=LocalSGDOptions(every=2)
-    ) as acc:
+    with fp32("local_sgd", LocalSGDOptions(every=2)) as acc:
         first, second = nn.Linear(4, 4), nn.Linear(4, 4)
         first, second, fast, slow = acc.prepare(
             first,
@@ -181,7 +179,7 @@ def block(
             alike.append(same(acc, model.parameters()))
 
         def update() -> None:
-            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            x = part(acc, torch.randn(8, 12, generator=generator))
             with acc.accumulate(model):
                 acc.backward(model(x).square().mean())
                 optimizer.step()

@@ -21,7 +21,7 @@ from easymp import (
 )
 from easymp.strategies.pipeline_cuts import candidates, choose, survey
 
-from .models import WIDTH, Tied, make, train_step, trained
+from .models import WIDTH, Tied, fp32, make, train_step, trained
 
 
 def agree(ours: list[dict[str, Any]], one: dict[str, Any], rel: float = 1e-5) -> None:
@@ -70,9 +70,7 @@ def batch_norm(strategy: str, schedule: str) -> dict[str, Any]:
     options = {"schedule": schedule} if strategy == "pipeline" else None
     parts = 2 if strategy == "single" else 1
     losses, generator = [], torch.Generator().manual_seed(7)
-    with Accelerator(
-        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=parts
-    ) as acc:
+    with fp32(strategy, options, steps=parts) as acc:
         model = make("conv")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
         for _ in range(6):
@@ -208,9 +206,7 @@ def test_loops_of_other_shapes(ranks) -> None:
 
 
 def dropout(schedule: str) -> tuple[Any, int, int]:
-    with Accelerator(
-        mixed_precision="no", strategy="pipeline", strategy_options={"schedule": schedule}, seed=3
-    ) as acc:
+    with fp32("pipeline", {"schedule": schedule}, seed=3) as acc:
         layers = [
             layer for _ in range(2) for layer in (nn.Linear(12, 12), nn.Dropout(0.5), nn.Linear(12, 12))
         ]
@@ -238,9 +234,7 @@ def scheduled(strategy: str, schedule: str) -> list[Any]:
     def squares(out: Any, target: Any) -> Tensor:
         return (out["logits"] - target["y"]).square().sum(1).mean()
 
-    with Accelerator(
-        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2
-    ) as acc:
+    with fp32(strategy, options, steps=2) as acc:
         torch.manual_seed(0)
         model = acc.prepare(Tower())
         for rows in (8, 7, 3, 1):
@@ -288,11 +282,7 @@ class Counting(nn.Module):
 
 def runs(schedule: str) -> int:
     calls = []
-    with Accelerator(
-        mixed_precision="no",
-        strategy="pipeline",
-        strategy_options={"schedule": schedule, "microbatches": 4, "splits": None},
-    ) as acc:
+    with fp32("pipeline", {"schedule": schedule, "microbatches": 4, "splits": None}) as acc:
         model = acc.prepare(Counting())
         for block in model.blocks:
             block[0].register_forward_hook(

@@ -14,7 +14,7 @@ from easymp import Accelerator, BatchError, PrepareError, SettingError, StepErro
 from easymp.strategies.tensor_parallel import TensorParallel, read_plan
 
 from ..versions import ADDS
-from .models import Tied, make, whole
+from .models import Tied, fp32, make, whole
 
 Options = dict[str, Any]
 
@@ -100,9 +100,7 @@ def language(
     strategy: str, options: Any, how: Options, steps: int = 1, kind: type[Language] = Language
 ) -> dict[str, Any]:
     torch.manual_seed(5)
-    with Accelerator(
-        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
-    ) as acc:
+    with fp32(strategy, options, steps=steps) as acc:
         torch.manual_seed(0)
         model: Any = kind(**how)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -184,9 +182,7 @@ def styles() -> float:
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     plan = {"0": ColwiseParallel(output_layouts=Replicate()), "[24]": "replicate"}
-    with Accelerator(
-        mixed_precision="no", strategy="tensor_parallel", strategy_options={"plan": plan}
-    ) as acc:
+    with fp32("tensor_parallel", {"plan": plan}) as acc:
         model = acc.prepare(make("mlp"))
         kinds = [type(p).__name__ for p in model.parameters()]
         assert kinds == ["DTensor", "DTensor", *["Parameter"] * 4]
@@ -249,9 +245,7 @@ class Reader(nn.Module):
 
 
 def reader(plan: Any) -> str:
-    with Accelerator(
-        mixed_precision="no", strategy="tensor_parallel", strategy_options={"plan": plan}
-    ) as acc:
+    with fp32("tensor_parallel", {"plan": plan}) as acc:
         model = acc.prepare(Reader())
         if plan is not None:
             return str(model(torch.ones(2, 4)).shape)
@@ -316,9 +310,7 @@ def test_muon_takes_whole_matrices(ranks) -> None:
 
 
 def data(size: int) -> dict[str, Any]:
-    with Accelerator(
-        mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}, seed=3
-    ) as acc:
+    with fp32("tensor_parallel", {"size": size}, seed=3) as acc:
         loader = DataLoader(TensorDataset(torch.arange(22.0)[:, None]), batch_size=3, shuffle=True)
         model, loader = acc.prepare(nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5)), loader)
         seen, metrics = [], []
@@ -350,9 +342,7 @@ def test_neighbours_share_their_data_and_their_dropout(ranks) -> None:
 
 
 def held(kind: str, size: int) -> tuple[int, int, int]:
-    with Accelerator(
-        mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}
-    ) as acc:
+    with fp32("tensor_parallel", {"size": size}) as acc:
         model = acc.prepare(make(kind))
         parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from easymp import Accelerator, DistributedDataParallelKwargs, PrepareError, RefusedError, StepError
 
 from ..versions import ADDS
-from .models import STEPS, make
+from .models import STEPS, fp32, make, part
 
 
 class Normalised(torch.optim.Optimizer):
@@ -234,7 +234,7 @@ def many(strategy: str) -> list[Tensor]:
         two.param_groups[0]["params"].append(second.bias)  # behind everyone's back
         generator = torch.Generator().manual_seed(1)
         for step in range(8):
-            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            x = part(acc, torch.randn(8, 12, generator=generator))
             with acc.accumulate():
                 acc.backward(b(a(x)).square().mean())
                 acc.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.5)
@@ -257,9 +257,7 @@ def test_two_models_two_optimizers_and_groups_that_come_later(ranks) -> None:
 
 def steps_of(acc: Accelerator, model: nn.Module, optimizer: Any, first: int, last: int) -> None:
     for i in range(first, last):
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(i)).chunk(acc.num_processes)[
-            acc.process_index
-        ]
+        x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(i)))
         acc.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -323,9 +321,7 @@ def test_state_moves_between_plain_and_sharded(ranks, which: str) -> None:
 
 def refusals() -> dict[str, str]:
     said = {}
-    with Accelerator(
-        mixed_precision="no", strategy="zero1", kwargs_handlers=[DistributedDataParallelKwargs()]
-    ) as acc:
+    with fp32("zero1", kwargs_handlers=[DistributedDataParallelKwargs()]) as acc:
         model = make("mlp")
         model[0].late = nn.Linear(2, 2).requires_grad_(False)
         square = nn.Linear(4, 4, bias=False)
