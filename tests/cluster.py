@@ -65,9 +65,8 @@ class Cluster:
     """Runs from `start` to `stop`."""
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(
-            prefix="easymp-slurm-"
-        )  # a short path: a socket's has at most 107 characters
+        # a short path: a socket's has at most 107 characters
+        self.folder = tempfile.mkdtemp(prefix="easymp-slurm-")
         self.variables = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": PATH}
         self._daemons: list[subprocess.Popen[bytes]] = []
 

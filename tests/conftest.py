@@ -63,12 +63,10 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    os.environ.pop(
-        "PYTHONDONTWRITEBYTECODE", None
-    )  # what tests start imports byte code, as from an installed package
-    torch.set_num_threads(
-        1
-    )  # beside the workers, two threads on models of this size take several times as long
+    # what tests start imports byte code, as from an installed package
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # beside the workers, two threads on models of this size take several times as long
+    torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
@@ -209,9 +207,8 @@ def _open() -> Iterator[str]:
     for accelerator in state.accelerators() if state is not None else ():
         yield f"an open {type(accelerator).__name__}"
         accelerator.end_training()
-    if (
-        state is not None and state.is_open()
-    ):  # the world of one process, which easymp's functions join by themselves
+    # the world of one process, which easymp's functions join by themselves
+    if state is not None and state.is_open():
         state.PartialState().destroy_process_group()
 
 
@@ -245,9 +242,8 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
         files = sorted(
             t for t in new.values() if t.startswith("/") and not t.startswith(("/dev/", "/proc/", "/memfd:"))
         )
-        plugged = any(
-            target.startswith("socket:") for target in new.values()
-        )  # looking for the peer of each takes long
+        # looking for the peer of each takes long
+        plugged = any(target.startswith("socket:") for target in new.values())
         sockets = [c for c in psutil.Process().net_connections("inet") if c.fd in new] if plugged else []
         if (not files and not sockets and len(new) <= SPARE_DESCRIPTORS) or time.monotonic() > deadline:
             break

@@ -364,16 +364,6 @@ def test_function_that_fails():
     assert "easymp" not in text
 
 
-def test_function_that_kills_its_rank():
-    def die():
-        if os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(30)
-
-    with pytest.raises(WorldError, match="rank 0 of 2 failed first: killed by SIGKILL"):
-        debug_launcher(die)
-
-
 def test_a_result_that_cannot_be_sent_back_is_none():
     with pytest.warns(EasympWarning, match="rank 0's result cannot be sent back"):
         assert debug_launcher(lambda: lambda: 1, num_processes=1) == [None]
@@ -461,15 +451,6 @@ def torchrun(*words: str) -> tuple[int, str]:
     process = python(*run, *words, OMP_NUM_THREADS="1")
     _, said = process.communicate(timeout=250)
     return process.returncode, said
-
-
-@pytest.mark.slow
-def test_plain_torchrun_on_a_cpu_is_one_training_on_two_ranks(script, tmp_path):
-    code, said = torchrun("--standalone", script(TRAIN), str(tmp_path / "trained"))
-    assert code == 0, said
-    first, second = ((tmp_path / f"trained{rank}").read_text() for rank in range(2))
-    assert first == second
-    assert first.startswith("[2, 'ddp'")
 
 
 def test_a_rank_that_exits_with_a_code_does_not_wait_for_the_others(script, capfd):

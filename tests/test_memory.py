@@ -98,24 +98,21 @@ def test_shards_along_dimension_0_the_largest_rank_counts() -> None:
     assert it.weights == (frozen + 3 * block + head) * F32
     assert it.gradients == (3 * block + head) * F32
     assert it.states == 2 * it.gradients
-    assert (
-        it.gathered == (21 + 2 * 56) * F32
-    )  # the tied layers, one block, and the next; the frozen layer comes after them
+    # the tied layers, one block, and the next; the frozen layer comes after them
+    assert it.gathered == (21 + 2 * 56) * F32
     assert it.reducing == (21 + 2 * 56) * F32
     half = estimate(Odd(), strategy="fsdp", world=4, precision="bf16")
     assert (half.weights, half.gathered, half.copies) == (it.weights, it.gathered // 2, 0)
-    assert (
-        half.reducing == (21 + 56) * 2 + 56 * F32
-    )  # gradients come in bf16, and are copied to fp32 to be reduced
+    # gradients come in bf16, and are copied to fp32 to be reduced
+    assert half.reducing == (21 + 56) * 2 + 56 * F32
 
 
 def test_autocast_copies_the_weights_of_matrix_layers() -> None:
     it = estimate(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8)), precision="bf16")
     assert it.copies == (64 + 8) * 2
     assert it.weights == (72 + 72 + 16) * F32
-    assert (
-        estimate(models.make("tied"), precision="bf16").copies > 19 * 16 * 2
-    )  # the embedding is the last layer, too
+    # the embedding is the last layer, too
+    assert estimate(models.make("tied"), precision="bf16").copies > 19 * 16 * 2
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -111,20 +111,6 @@ def test_a_batch_script_that_forgets_srun_is_told_so(slurm):
         assert read_ranks().size == 1
 
 
-def test_torchrun_s_variables(monkeypatch):
-    for name, value in {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
-        monkeypatch.setenv(name, str(value))
-    ranks = read_ranks()
-    assert (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.nodes) == (5, 8, 1, 4, 2)
-
-
-def test_a_launcher_s_own_variables_go_before_slurm_s(slurm, monkeypatch):
-    slurm()
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert (read_ranks().rank, read_ranks().size, read_ranks().meeting) == (1, 2, None)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -108,9 +108,8 @@ def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, ranks_lo
     # What --signal has Slurm do when the time is up: to all tasks, not to the script. They wait for it.
     cluster.run("scancel", "--signal=USR1", job)
     cluster.until(lambda: state("PENDING"), "the job is in the queue again")
-    time.sleep(
-        2
-    )  # Slurm would give it two minutes' rest, lest a node takes the new start for the old one; it counts in seconds
+    # Slurm would give it two minutes' rest, lest a node takes the new start for the old one; it counts in seconds
+    time.sleep(2)
     cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
     cluster.until(lambda: state("COMPLETED"), "the job is done")
 
@@ -119,9 +118,8 @@ def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, ranks_lo
         sorted(line for line in lines if line.startswith("rank")) == ["rank 0 of 2"] * 2 + ["rank 1 of 2"] * 2
     )
     losses = [line for line in lines if not line.startswith("rank")]
-    assert losses == [
-        line for line in ranks_log if not line.startswith("rank")
-    ]  # bit for bit, as if nothing had been
+    # bit for bit, as if nothing had been
+    assert losses == [line for line in ranks_log if not line.startswith("rank")]
     output = (folder / f"train-{job}.out").read_text()
     assert "the ranks saved their state and can be started again" in output
     assert "Traceback" not in output

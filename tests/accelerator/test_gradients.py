@@ -71,9 +71,8 @@ def test_joined_ranks_train_as_one_process_with_the_same_samples(ranks) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     for _ in range(2):
-        for inputs, targets in zip(
-            x.split(8), y.split(8)
-        ):  # a batch of each rank; the last one is a single rank's
+        # a batch of each rank; the last one is a single rank's
+        for inputs, targets in zip(x.split(8), y.split(8)):
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             schedule.step()

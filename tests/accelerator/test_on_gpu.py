@@ -109,6 +109,3 @@ def test_an_optimizer_that_has_stepped_before_goes_on(tmp_path: Path) -> None:
         acc.backward(net(torch.ones(1, 4, device=acc.device)).sum())
         optimizer.step()
         assert all(state["exp_avg"].is_cuda for state in optimizer.state.values())
-
-
-# -- the command line ----------------------------------------------------------------------------------------------------------

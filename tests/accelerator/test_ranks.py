@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import easymp
 from easymp import Accelerator, DistributedType
 
+from ..strategies.models import whole
 from .models import data, make
 
 
@@ -19,28 +20,35 @@ def close_to(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(a, b))
 
 
-def token_windows() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    counts = [[3, 8], [1, 6], [9, 2], [4, 4]]  # micro-step, rank
-    parts = [
-        [
-            (torch.randn(n, 4, generator=generator), torch.randint(0, 2, (n,), generator=generator))
-            for n in row
-        ]
-        for row in counts
-    ]
-    with Accelerator(mixed_precision="no", gradient_accumulation_steps=len(parts)) as acc:
+COUNTS = [[3, 8], [1, 6], [9, 2], [4, 4]]  # of tokens: micro-step, rank
+
+
+def tokens() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    draw = torch.Generator().manual_seed(1)
+
+    def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(n, 4, generator=draw), torch.randint(0, 2, (n,), generator=draw)
+
+    return [[batch(n) for n in row] for row in COUNTS]
+
+
+def token_windows(strategy: str) -> list[torch.Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=4) as acc:
         model = acc.prepare(make())
-        for row in parts:
-            mine = row[acc.process_index :: acc.num_processes]
-            x, y = torch.cat([x for x, _ in mine]), torch.cat([y for _, y in mine])
+        for row in tokens():
+            x, y = (torch.cat(parts) for parts in zip(*row[acc.process_index :: acc.num_processes]))
             with acc.accumulate(model):
                 acc.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
-        return [p.grad.clone() for p in model.parameters()]
+        return [whole(p.grad) for p in model.parameters()]
 
 
-def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks) -> None:
-    assert close_to(ranks(token_windows)[0], token_windows())
+@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks, strategy: str, size: int) -> None:
+    model = make()
+    x, y = (torch.cat(parts) for parts in zip(*(batch for row in tokens() for batch in row)))
+    nn.functional.cross_entropy(model(x), y).backward()
+    for got in ranks(token_windows, strategy, processes=size):
+        assert close_to(got, [p.grad for p in model.parameters()])
 
 
 def scheduler_steps() -> tuple[float, float]:

@@ -118,27 +118,6 @@ def test_an_fp16_overflow_skips_step_and_scheduler() -> None:
         assert scheduler.get_last_lr() == [0.125]
 
 
-def test_a_sum_over_tokens_is_divided_by_the_count_of_the_whole_window() -> None:
-    batches = [(torch.randn(n, 4), torch.randint(0, 2, (n,))) for n in (1, 5, 2, 3, 7, 4)]
-    grads = []
-    for chunks in ([batches[:3], batches[3:]], None):
-        with Accelerator(mixed_precision="no", gradient_accumulation_steps=3 if chunks else 1) as acc:
-            model = acc.prepare(make())
-            for window in chunks or [
-                [(torch.cat([x for x, _ in part]), torch.cat([y for _, y in part]))]
-                for part in (batches[:3], batches[3:])
-            ]:
-                for x, y in window:
-                    with acc.accumulate(model):
-                        acc.backward(
-                            nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y)
-                        )
-                grads.append([p.grad.clone() for p in model.parameters()])
-                model.zero_grad()
-    assert same(grads[0], grads[2])
-    assert same(grads[1], grads[3])
-
-
 # -- called wrongly ----------------------------------------------------------------------------------------------------
 
 

@@ -94,30 +94,25 @@ def compare(
                 )
 
 
-@pytest.mark.parametrize("dims", [2, 5])
-def test_it_is_batch_norm_of_all_ranks_samples(ranks: Any, dims: int) -> None:
-    compare(ranks, norm(dims), batches(dims, [4, 4]))
-
-
-@pytest.mark.parametrize("counts", [[5, 2], [1, 1], [3, 0, 1, 6]])
-def test_batches_of_any_size(ranks: Any, counts: list[int]) -> None:
-    compare(ranks, norm(), batches(4, counts))
-
-
 @pytest.mark.parametrize(
-    "options",
-    [{"momentum": None}, {"momentum": 0.7, "eps": 0.3, "affine": False}, {"track_running_stats": False}],
+    ("dims", "counts", "options", "frozen"),
+    [
+        (2, [4, 4], {}, ()),
+        (5, [4, 4], {}, ()),
+        (4, [5, 2], {}, ("weight",)),
+        (4, [1, 1], {"momentum": None}, ()),
+        (4, [3, 0, 1, 6], {}, ()),
+        (4, [3, 2], {"momentum": 0.7, "eps": 0.3, "affine": False}, ()),
+        (4, [3, 2], {"track_running_stats": False}, ("weight", "bias")),
+    ],
 )
-def test_options(ranks: Any, options: dict[str, Any]) -> None:
-    compare(ranks, norm(**options), batches(4, [3, 2]))
-
-
-@pytest.mark.parametrize("which", ["weight", "both"])
-def test_frozen_parameters(ranks: Any, which: str) -> None:
-    model = norm()
+def test_it_is_batch_norm_of_all_ranks_samples(
+    ranks: Any, dims: int, counts: list[int], options: dict[str, Any], frozen: tuple[str, ...]
+) -> None:
+    model = norm(dims, **options)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(which not in (name, "both"))
-    compare(ranks, model, batches(4, [3, 2]))
+        parameter.requires_grad_(name not in frozen)
+    compare(ranks, model, batches(dims, counts))
 
 
 @pytest.mark.parametrize("tracked", [True, False])
@@ -148,9 +143,8 @@ def test_under_autocast_statistics_are_fp32(ranks: Any) -> None:
         exact = torch.cat(given[-1]).float().mean((0, 2, 3))
         assert got["outputs"][0].dtype == torch.bfloat16
         assert got["buffers"]["running_mean"].dtype == torch.float32
-        assert (
-            got["buffers"]["running_mean"] / (1 - 0.9**3) - exact
-        ).abs().max() < 1  # bf16 sums would be off by tens
+        # bf16 sums would be off by tens
+        assert (got["buffers"]["running_mean"] / (1 - 0.9**3) - exact).abs().max() < 1
 
 
 def one_value(count: int) -> None:

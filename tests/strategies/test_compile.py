@@ -66,9 +66,8 @@ def test_on_ranks(ranks, strategy: str, what: str, options: Any, which: bool, si
 def test_one_graph_for_the_model_and_one_for_all_blocks() -> None:
     for precision in ("no", "bf16"):
         assert trained("single", "tied", EAGER["model"], precision=precision)["graphs"] == 1
-        assert (
-            trained("single", "tied", EAGER["blocks"], precision=precision)["graphs"] <= 2
-        )  # inputs with and without a gradient
+        # inputs with and without a gradient
+        assert trained("single", "tied", EAGER["blocks"], precision=precision)["graphs"] <= 2
 
 
 class Wide(nn.Module):

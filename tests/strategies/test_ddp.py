@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import (
-    Accelerator,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    RefusedError,
-    SettingError,
-    StepError,
-)
+from easymp import Accelerator, DistributedDataParallelKwargs, RefusedError, SettingError, StepError
 
 from .models import fp32, make, part, trained, whole
 
@@ -102,9 +95,8 @@ def test_what_arrives_is_the_average_in_the_type_of_the_journey(
             wide = torch.promote_types(moved, dtype)  # divided where there is more room
             parts = [(own[i].to(wide) / before).to(moved) for _, own in results]
             by_hand = (torch.stack(parts).sum(0).to(wide) / (size / before)).to(dtype).double()
-            slack = torch.finfo(moved).eps * (
-                0 if size == 2 and factor != 3.0 else 4
-            )  # a sum of two has one order
+            # a sum of two has one order
+            slack = torch.finfo(moved).eps * (0 if size == 2 and factor != 3.0 else 4)
             scale = torch.stack([p.abs().double() for p in parts]).sum(0) * (before / size)
             for arrived, _ in results:
                 wrong = (
@@ -256,20 +248,6 @@ def test_a_loss_scale_and_a_memory_do_not_go_together(ranks) -> None:
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
-
-
-def test_hooks_by_word_and_by_member() -> None:
-    for member in DDPCommunicationHookType:
-        assert DistributedDataParallelKwargs(comm_hook=member) == DistributedDataParallelKwargs(
-            comm_hook=member.value
-        )
-    assert {m.name for m in DDPCommunicationHookType} >= {
-        "NO",
-        "FP16",
-        "BF16",
-        "POWER_SGD",
-        "BATCHED_POWER_SGD",
-    }
 
 
 @pytest.mark.parametrize(

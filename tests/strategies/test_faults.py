@@ -58,9 +58,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, label: str, w
 
 
 def killed(way: Way, victim: int, where: str) -> None:
-    hang_report.PATIENCE = timedelta(
-        seconds=1
-    )  # for the answer of a rank that cannot give one; this process ends with the test
+    # for the answer of a rank that cannot give one; this process ends with the test
+    hang_report.PATIENCE = timedelta(seconds=1)
     with accelerator(way, mixed_precision="no", timeout=8) as acc:
         model = make("tied")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -110,9 +110,8 @@ def norms() -> list[float]:
 
 def test_norms_of_every_kind_and_of_mixed_layouts(ranks) -> None:
     one = norms()
-    for got in ranks(
-        norms, processes=4, env={"EASYMP_STRATEGY": "fsdp"}
-    ):  # some hold no element of a bias of 5
+    # some hold no element of a bias of 5
+    for got in ranks(norms, processes=4, env={"EASYMP_STRATEGY": "fsdp"}):
         assert got == pytest.approx(one, rel=1e-5)
 
 

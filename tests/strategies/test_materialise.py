@@ -80,9 +80,8 @@ def test_the_seeds_values(kind: str) -> None:
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
         assert torch.equal(ours[name], values), name
-    assert {
-        id(p): name for name, p in model.named_parameters()
-    } == names  # the same objects, for optimizers and ties
+    # the same objects, for optimizers and ties
+    assert {id(p): name for name, p in model.named_parameters()} == names
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in normal.parameters()]
 
 
@@ -235,7 +234,6 @@ def test_no_rank_ever_holds_the_whole(ranks) -> None:
     for most, total, block in ranks(peak, "tied"):
         outside = total - 3 * block
         assert most <= block + outside < total
-    for most, total, _ in ranks(
-        peak, "rooted"
-    ):  # its root draws all values again, so that none may be sharded before
+    # its root draws all values again, so that none may be sharded before
+    for most, total, _ in ranks(peak, "rooted"):
         assert most == total

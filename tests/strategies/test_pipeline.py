@@ -151,9 +151,8 @@ def loops(strategy: str) -> list[Any]:
         found.append((out["logits"].detach(), out["mask"], out["top"]))
         acc.backward(out["logits"].square().mean())
         found.append(grads())
-        acc.backward(
-            sum(model({"x": batch(n)}, 0.5)["logits"].square().mean() for n in (5, 1))
-        )  # two forwards, odd sizes
+        # two forwards, odd sizes
+        acc.backward(sum(model({"x": batch(n)}, 0.5)["logits"].square().mean() for n in (5, 1)))
         found.append(grads())
         with acc.no_sync(model):
             acc.backward(model({"x": batch(4)})["logits"].square().mean())

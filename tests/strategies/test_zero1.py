@@ -110,9 +110,8 @@ def optimized(strategy: str, which: str, kind: str = "tied", steps: int = STEPS)
 
 @pytest.mark.parametrize("which", ANY)
 def test_every_optimizer_steps_as_in_one_process(ranks, which: str) -> None:
-    rel = {"muon": 2e-3, "rprop": 1e-3}.get(
-        which, 1e-5
-    )  # Muon's products are in bf16; Rprop asks for signs of rounding
+    # Muon's products are in bf16; Rprop asks for signs of rounding
+    rel = {"muon": 2e-3, "rprop": 1e-3}.get(which, 1e-5)
     one = optimized("single", which)
     for got in ranks(optimized, "zero1", which):
         assert got["losses"] == pytest.approx(one["losses"], rel=rel)
