@@ -240,7 +240,11 @@ def launch_in(folder: str, said: dict[str, str], *flags: str) -> tuple[int, str]
     ("said", "seats"),
     [
         # a pod of PyTorchJob
-        ({"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET}, [["0 2 0 1"], ["1 2 0 1"]]),
+        pytest.param(
+            {"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET},
+            [["0 2 0 1"], ["1 2 0 1"]],
+            marks=pytest.mark.slow,
+        ),
         ({**PET, "PET_NPROC_PER_NODE": "2"}, [["0 4 0 2", "1 4 1 2"], ["2 4 0 2", "3 4 1 2"]]),
     ],
 )

@@ -93,7 +93,12 @@ def export(label: str, kinds: tuple[str, ...], folder: str) -> list[tuple[State,
     ids=lambda kinds: kinds[0],
 )
 @pytest.mark.parametrize(
-    ("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes]
+    ("label", "size"),
+    [
+        pytest.param(label, size, marks=[pytest.mark.slow] if size > way.sizes[0] else [])
+        for label, way in WAYS.items()
+        for size in way.sizes
+    ],
 )
 def test_whole_weights_from_every_strategy(
     ranks: Any, tmp_path: Path, label: str, size: int, kinds: tuple[str, ...]

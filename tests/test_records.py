@@ -27,24 +27,56 @@ def test_defaults_of_torch() -> None:
         assert name in OTHER_DEFAULT & theirs.keys() or fields[name] == theirs[name].default, name
 
 
-@pytest.mark.parametrize(
-    ("record", "options", "words"),
-    [
-        ("InitProcessGroupKwargs", {"timeout": 0}, "neither a timedelta nor a number of seconds above 0"),
-        ("InitProcessGroupKwargs", {"init_method": "file://x"}, "MASTER_ADDR"),
-        *(
-            ("GradientAccumulationPlugin", {"num_steps": steps}, "is not a whole number of at least 1")
-            for steps in (0, 1.5, True, "4")
-        ),
-        ("DataLoaderConfiguration", {"even_batches": 1}, "even_batches=1 is neither True nor False"),
-        ("AutocastKwargs", {"output_dtype": torch.int8}, "pass torch.float32, or None"),
-        ("ProjectConfiguration", {"save_on_each_node": True}, "a folder that all nodes share"),
-        ("ProfileKwargs", {"schedule_option": {"wait": 1}}, "names no active steps"),
-        ("ProfileKwargs", {"activities": ["gpu"]}, "'gpu' is none of 'cpu', 'cuda'"),
-        ("DistributedDataParallelKwargs", {"comm_hook": "fp61"}, "did you mean 'fp16'"),
-        ("DistributedDataParallelKwargs", {"comm_wrapper": "fp16"}, "comm_hook='fp16' alone"),
-    ],
-)
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("InitProcessGroupKwargs", {"timeout": 0}, "neither a timedelta nor a number of seconds above 0"),
+    ("InitProcessGroupKwargs", {"init_method": "file://x"}, "MASTER_ADDR"),
+    *(
+        ("GradientAccumulationPlugin", {"num_steps": steps}, "is not a whole number of at least 1")
+        for steps in (0, 1.5, True, "4")
+    ),
+    ("DataLoaderConfiguration", {"even_batches": 1}, "even_batches=1 is neither True nor False"),
+    ("AutocastKwargs", {"output_dtype": torch.int8}, "pass torch.float32, or None"),
+    ("ProjectConfiguration", {"save_on_each_node": True}, "a folder that all nodes share"),
+    ("ProfileKwargs", {"schedule_option": {"wait": 1}}, "names no active steps"),
+    ("ProfileKwargs", {"activities": ["gpu"]}, "'gpu' is none of 'cpu', 'cuda'"),
+    *(
+        ("LocalSGDOptions", {"every": every}, "is not a whole number of updates of at least 1")
+        for every in (0, 1.5, True, "8")
+    ),
+    ("FSDPOptions", {"wrap": "layers"}, "wrap='layers' is neither 'blocks', nor a tuple"),
+    ("FSDPOptions", {"reduce_every_micro_batch": 1}, "reduce_every_micro_batch=1 is neither"),
+    ("FSDPOptions", {"cpu_offload": 1}, "cpu_offload=1 is neither True nor False"),
+    ("PipelineOptions", {"splits": "blocks.1"}, "neither None nor a tuple of module names"),
+    ("PipelineOptions", {"splits": ("a", "a")}, "names a module twice"),
+    ("PipelineOptions", {"microbatches": 0}, "microbatches=0 is not a whole number of at least 1"),
+    ("PipelineOptions", {"schedule": "zb"}, "schedule='zb' is none of 'gpipe', '1f1b'"),
+    ("PipelineOptions", {"stages_per_rank": 2}, "which has one stage a process"),
+    ("TensorParallelOptions", {"plan": {}}, "is not a mapping of module names to styles"),
+    ("TensorParallelOptions", {"size": 1}, "size=1 is not a whole number of at least 2"),
+    ("TensorParallelOptions", {"sequence_parallel": 1}, "sequence_parallel=1 is neither True nor False"),
+    ("TensorParallelOptions", {"fsdp": True}, "fsdp=True is neither an FSDPOptions nor a dict"),
+    *(
+        ("DistributedDataParallelKwargs", options, words)
+        for options, words in [
+            ({"comm_hook": "fp8"}, r"comm_hook='fp8' is none of 'no', 'fp16', .*, did you mean 'fp(16|32)'"),
+            ({"comm_hook": "power_sgd", "comm_wrapper": "fp32"}, "comm_wrapper='fp32' is none of 'no'"),
+            ({"comm_wrapper": "fp16"}, "comm_hook='no': pass comm_hook='fp16'"),
+            ({"comm_state_option": {"warm_start": False}}, "holds options of PowerSGD, but comm_hook='no'"),
+            ({"comm_hook": "power_sgd", "comm_state_option": {"rank": 2}}, "comm_state_option has no 'rank'"),
+            (
+                {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}},
+                "start_powerSGD_iter=1 is too early",
+            ),
+            ({"comm_hook": "power_sgd", "gradient_predivide_factor": 2.0}, "has no effect under"),
+            ({"gradient_predivide_factor": 0}, "gradient_predivide_factor=0 is not a finite number above 0"),
+            ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a number of MB above 0"),
+            ({"static_graph": "yes"}, "static_graph='yes' is neither True nor False"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "options", "words"), WRONG)
 def test_wrong_values_are_refused(record: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         getattr(easymp, record)(**options)

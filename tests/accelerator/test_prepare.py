@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -103,9 +104,22 @@ def test_a_fused_step_only_where_the_user_left_it_open() -> None:
 # -- what does not fit together ----------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_of_another_model(acc: Accelerator) -> None:
-    with pytest.raises(PrepareError, match="that belongs to no prepared model"):
-        acc.prepare(make(), torch.optim.SGD(make().parameters(), lr=0.1))
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(make().parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("objects", "words"),
+    [
+        (lambda: [make(), sgd()], "that belongs to no prepared model"),
+        (lambda: [*four()[:2], torch.optim.lr_scheduler.StepLR(sgd(), 1)], "StepLR drives an optimizer that"),
+        (lambda: [data()], "a TensorDataset, which is not a Module"),
+        (lambda: [nn.DataParallel(make())], "already in a DataParallel: pass its"),
+    ],
+)
+def test_what_cannot_be_prepared(acc: Accelerator, objects: Any, words: str) -> None:
+    with pytest.raises(PrepareError, match=words):
+        acc.prepare(*objects())
 
 
 def test_a_parameter_prepared_twice(acc: Accelerator) -> None:
@@ -113,20 +127,6 @@ def test_a_parameter_prepared_twice(acc: Accelerator) -> None:
     acc.prepare(model)
     with pytest.raises(PrepareError, match="parameter 'weight' of this Linear was prepared before,"):
         acc.prepare(model[2])
-
-
-def test_a_scheduler_of_another_optimizer(acc: Accelerator) -> None:
-    model, optimizer, _, _ = four()
-    other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(make().parameters(), 0.1), 1)
-    with pytest.raises(PrepareError, match="StepLR drives an optimizer that is not prepared"):
-        acc.prepare(model, optimizer, other)
-
-
-def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
-    with pytest.raises(PrepareError, match="a TensorDataset, which is not a Module"):
-        acc.prepare(data())
-    with pytest.raises(PrepareError, match=r"already in a DataParallel: pass its .module"):
-        acc.prepare(nn.DataParallel(make()))
     with pytest.raises(PrepareError, match="device_placement has 1 values for 2 objects"):
         acc.prepare(make(), None, device_placement=[True])
 
@@ -140,7 +140,6 @@ def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
         ({"mixed_precision": "bf61"}, SettingError, r"'bf61' is not one of .*did you mean 'bf16'"),
         ({"mixed_precision": "tf32"}, RefusedError, "TF32 is a mode of GPU Tensor Cores"),
         ({"strategy": "ddp"}, RefusedError, "and there is one; start several"),
-        ({"gradient_accumulation_steps": 0}, SettingError, "below the smallest possible value, 1"),
         ({"mixed_precison": "bf16"}, SettingError, "no argument 'mixed_precison', did you mean"),
         ({"log_with": "jsonk"}, SettingError, "'jsonk' is not a tracker, did you mean 'jsonl'"),
         ({"dynamo_plugin": object()}, RefusedError, r"pass compile=CompileOptions\(...\)"),
@@ -155,11 +154,8 @@ def test_the_constructor_refuses(keywords: dict, error: type, words: str) -> Non
         AcceleratorState()  # what was begun has ended again
 
 
-def test_keywords_of_the_peer_left_at_none_are_no_request() -> None:
-    Accelerator(mixed_precision="no", log_with=None, project_dir=None, kwargs_handlers=None).close()
-
-
 def test_every_setting_is_an_argument_too() -> None:
+    Accelerator(mixed_precision="no", log_with=None, project_dir=None, kwargs_handlers=None).close()
     beside = {"strategy_options", "sources"}
     assert {f.name for f in fields(Settings)} - beside <= set(inspect.signature(Accelerator).parameters)
 

@@ -97,6 +97,13 @@ def part(acc: Accelerator, batch: Tensor) -> Tensor:
     return batch.chunk(acc.num_processes)[acc.process_index]
 
 
+def message(error: type[Exception], call: Any, *args: Any, **how: Any) -> str:
+    """What the error says that `call` raises."""
+    with pytest.raises(error) as caught:
+        call(*args, **how)
+    return str(caught.value)
+
+
 def mean_square(outputs: Tensor) -> Tensor:
     return outputs.square().mean()
 

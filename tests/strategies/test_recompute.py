@@ -40,7 +40,6 @@ def test_alone(kind: str, which: Any) -> None:
     ("strategy", "options", "size"),
     [
         ("ddp", None, 2),
-        ("ddp", {"find_unused_parameters": True}, 2),
         ("fsdp", {"reshard_after_forward": False}, 2),
         ("fsdp", {"wrap": ("LayerNorm", "Linear")}, 2),  # shards inside of what is computed again
         pytest.param("hsdp", {"shard_size": 2}, 4, marks=pytest.mark.slow),
