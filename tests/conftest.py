@@ -40,16 +40,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("same")
 
 # Written by libraries at import or first use, and by pytest itself.
-FOREIGN_VARIABLES = (
-    "PYTEST_",
-    "KMP_",
-    "TORCHINDUCTOR_",
-    "TRITON_",
-    "MPL",
-    "TF_",
-    "GRPC_",
-    "CUDA_MODULE_LOADING",
-)
+FOREIGN_VARIABLES = tuple("PYTEST_ KMP_ TORCHINDUCTOR_ TRITON_ MPL TF_ GRPC_ CUDA_MODULE_LOADING".split())
 DRIVERS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")  # what a GPU's driver keeps open once it is in use
 BOUND = 100.0  # seconds, of 120 that a test has: against what hangs, and far from what takes long on a busy machine
 SLOW = 300  # seconds of a slow test that says none

@@ -74,12 +74,8 @@ OMPI = {
     for local in ("", "LOCAL_")
     for name in ("RANK", "SIZE")
 }
-PET = {
-    "PET_NNODES": "{size}",
-    "PET_NODE_RANK": "{rank}",
-    "PET_MASTER_ADDR": "127.0.0.1",
-    "PET_MASTER_PORT": "{port}",
-}
+PET = {"PET_NNODES": "{size}", "PET_NODE_RANK": "{rank}"}
+PET |= {f"PET_{name}": value for name, value in MEET.items()}
 SLURM = {
     "SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{size}", "SLURM_LOCALID": "{rank}", "SLURM_NODEID": "0", "SLURM_JOB_ID": "77",
     "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NAME": "submitit",
@@ -210,6 +206,7 @@ def test_words_where_numbers_belong(says):
 
 # -- `easymp launch` in an announced world -----------------------------------------------------------------------------
 
+POD = {"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET}
 # One write a line: unbuffered ranks share a pipe.
 TELL = """
 import os
@@ -239,12 +236,8 @@ def launch_in(folder: str, said: dict[str, str], *flags: str) -> tuple[int, str]
 @pytest.mark.parametrize(
     ("said", "seats"),
     [
-        # a pod of PyTorchJob
-        pytest.param(
-            {"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET},
-            [["0 2 0 1"], ["1 2 0 1"]],
-            marks=pytest.mark.slow,
-        ),
+        # a pod of PyTorchJob, and one of torchrun's variables
+        pytest.param(POD, [["0 2 0 1"], ["1 2 0 1"]], marks=pytest.mark.slow),
         ({**PET, "PET_NPROC_PER_NODE": "2"}, [["0 4 0 2", "1 4 1 2"], ["2 4 0 2", "3 4 1 2"]]),
     ],
 )
@@ -378,12 +371,8 @@ TorchTrainer(work, train_loop_config={"out": sys.argv[1]}, scaling_config=scalin
 def test_ray_train(ranks, tmp_path):
     """Its workers open a process group, and train in a thread."""
     clean = {name: value for name, value in os.environ.items() if not announces(name)}
-    more = {
-        "PYTHONPATH": ROOT,
-        "OMP_NUM_THREADS": "1",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    more = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+    more["RAY_USAGE_STATS_ENABLED"] = "0"
     (tmp_path / "work.py").write_text(RAY)
     words = [sys.executable, "work.py", str(tmp_path / "out"), str(tmp_path / "store")]
     done = subprocess.run(

@@ -18,14 +18,8 @@ LAYERS, ROOT_MODULES, FILES, LINES, IN_CYCLES = 12, 11, 214, 50_000, 0  # ceilin
 NAMES = {*PRECISIONS, *ALIASES, *STRATEGIES} - {"no"}  # which is an answer, too
 # These know names: readers of other libraries' files, strategies and precisions, cards with bf16 units, the plan, the lists.
 KNOW_NAMES = (
-    "cli/config/",
-    "compat/deepspeed/",
-    "strategies/",
-    "precision/",
-    "hardware/",
-    "plan.py",
-    "settings.py",
-    "registry.py",
+    *("cli/config/", "compat/deepspeed/", "strategies/", "precision/"),
+    *("hardware/", "plan.py", "settings.py", "registry.py"),
 )
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

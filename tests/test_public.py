@@ -68,19 +68,7 @@ def test_a_wrong_name() -> None:
         exec("from easymp import Acelerator")
 
 
-OPTIONAL = (
-    "cupy",
-    "matplotlib",
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "sklearn",
-    "tqdm",
-    "pandas",
-    "pynvml",
-    "accelerate",
-    "lightning",
-)
+OPTIONAL = "cupy matplotlib tensorboard wandb mlflow sklearn tqdm pandas pynvml accelerate lightning".split()
 
 
 def loaded_by(statement: str) -> set[str]:

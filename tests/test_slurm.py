@@ -18,12 +18,8 @@ TASK = {
     "SLURM_JOB_ID": "120345", "SLURM_JOB_NAME": "train",
 }  # fmt: skip
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}  # what srun adds in a real one
-BATCH = {
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "ENVIRONMENT": "BATCH",
-}  # before its srun
+# before its srun
+BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "ENVIRONMENT": "BATCH"}
 
 
 @pytest.fixture

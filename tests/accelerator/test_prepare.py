@@ -37,12 +37,8 @@ def acc() -> Iterator[Accelerator]:
 def four() -> list:
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return [
-        model,
-        optimizer,
-        DataLoader(data(), batch_size=4),
-        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
-    ]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return [model, optimizer, DataLoader(data(), batch_size=4), schedule]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::6])

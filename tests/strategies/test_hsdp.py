@@ -25,12 +25,8 @@ def placements(options: Any) -> tuple[Any, ...]:
     with acc:
         model = acc.prepare(make("mlp"))
         weight: Any = next(model.parameters())
-        return (
-            [str(p) for p in weight.placements],
-            tuple(weight.device_mesh.shape),
-            acc.distributed_type,
-            acc.state.distributed_type,
-        )
+        kinds = acc.distributed_type, acc.state.distributed_type
+        return [str(p) for p in weight.placements], tuple(weight.device_mesh.shape), *kinds
 
 
 def test_a_node_is_a_group(ranks) -> None:

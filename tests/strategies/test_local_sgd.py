@@ -54,12 +54,8 @@ def two_rates() -> tuple[list[bool], list[bool]]:
     """Two optimizers, the second of which steps every other time."""
     with fp32("local_sgd", LocalSGDOptions(every=2)) as acc:
         first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-        first, second, fast, slow = acc.prepare(
-            first,
-            second,
-            torch.optim.SGD(first.parameters(), lr=0.1),
-            torch.optim.SGD(second.parameters(), lr=0.1),
-        )
+        fast, slow = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+        first, second, fast, slow = acc.prepare(first, second, fast, slow)
         alike: tuple[list[bool], list[bool]] = [], []
         for step in range(8):
             acc.backward(second(first(torch.full((2, 4), acc.process_index + step + 1.0))).square().mean())
@@ -137,18 +133,14 @@ def test_skipped_steps_do_not_count_on_any_rank(ranks, fused: bool | None) -> No
         assert found == [False, False, True, False, False, True, False, False, False, True]
 
 
-def starts() -> tuple[list[float], list[float], str]:
+def starts() -> tuple[list[float], list[float]]:
     with Accelerator(mixed_precision="no", strategy="local_sgd") as acc:
         torch.manual_seed(acc.process_index)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         model[1].running_mean.fill_(acc.process_index + 1.0)
         model.register_buffer("low", torch.full((2,), 1.0 + acc.process_index, dtype=torch.bfloat16))
         model = acc.prepare(model)
-        return (
-            model[0].weight.flatten().tolist(),
-            [float(model[1].running_mean[0]), float(model.low[0])],
-            repr(type(model)),
-        )
+        return model[0].weight.flatten().tolist(), [float(model[1].running_mean[0]), float(model.low[0])]
 
 
 def test_all_start_from_rank_0s_values(ranks) -> None:

@@ -519,11 +519,7 @@ def refusals() -> dict[str, str]:
     def note(name: str, error: type[EasympError], action: Any) -> None:
         said[name] = message(error, action)
 
-    note(
-        "splits",
-        SettingError,
-        lambda: Accelerator(strategy="pipeline", strategy_options={"splits": ("a", "b", "c")}),
-    )
+    note("splits", SettingError, lambda: fp32("pipeline", {"splits": ("a", "b", "c")}))
     odd = {"schedule": "zero_bubble", "microbatches": 5}
     note("rounds", SettingError, lambda: Accelerator(strategy="pipeline", strategy_options=odd))
     with Accelerator(mixed_precision="no", strategy="pipeline") as acc:
@@ -532,11 +528,8 @@ def refusals() -> dict[str, str]:
         note("input", StepError, lambda: model(torch.ones(4, 12, requires_grad=True)))
         scalar = acc.prepare(Scalar(nn.Linear(12, 3), nn.Linear(3, 1)))
         note("scalar", BatchError, lambda: scalar(torch.ones(4, 12)))
-        note(
-            "lengths",
-            BatchError,
-            lambda: acc.forward_backward(scalar, len, torch.ones(4, 12), target=torch.ones(3)),
-        )
+        x, y = torch.ones(4, 12), torch.ones(3)
+        note("lengths", BatchError, lambda: acc.forward_backward(scalar, len, x, target=y))
         model(torch.ones(4, 12))
         untouched = acc.prepare(make("mlp"))
     note("closed", StepError, lambda: model(torch.ones(4, 12)))

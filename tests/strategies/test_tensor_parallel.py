@@ -311,13 +311,8 @@ def data(size: int) -> dict[str, Any]:
         spread = acc._prepared.strategy
         dropped = model(torch.ones(50, 1)).detach()
         together = torch.distributed.get_process_group_ranks(spread.data_group)
-        return {
-            "seen": seen,
-            "metrics": metrics,
-            "dropped": dropped,
-            "slice": (spread.data_rank, spread.data_size),
-            "together": together,
-        }
+        found = {"seen": seen, "metrics": metrics, "dropped": dropped, "together": together}
+        return {**found, "slice": (spread.data_rank, spread.data_size)}
 
 
 def test_neighbours_share_their_data_and_their_dropout(ranks) -> None:
