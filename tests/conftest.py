@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,35 +100,35 @@ class Ranks:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def __call__(
+    def _run(
         self,
-        function: Callable[..., Any],
-        *args: Any,
+        function: Any,
+        args: Any,
+        patient: bool,
         processes: int = 2,
         timeout: float = BOUND,
-        env: Mapping[str, str | None] | None = None,
+        env: Any = None,
     ) -> list[Any]:
-        """Each rank's return value. RANK, WORLD_SIZE and so on are set, and `env`; a rank that fails, fails the test."""
+        return self._pool.run(function, args, processes, timeout, env, patient=patient)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
+        """Each rank's return value; a rank that fails, fails the test.
+
+        RANK, WORLD_SIZE and so on are set, and `env`; `how` is processes (2), timeout (`BOUND`) and env.
+        """
         __tracebackhide__ = True
-        outcomes = self._pool.run(function, args, processes, timeout, env, patient=False)
+        outcomes = self._run(function, args, False, **how)
         if any(o.failure for o in outcomes):
             raise RanksFailed(explain(outcomes))
         return [o.value for o in outcomes]
 
-    def fails(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        processes: int = 2,
-        timeout: float = BOUND,
-        env: Mapping[str, str | None] | None = None,
-    ) -> list[Any]:
+    def fails(self, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
         """A value, or a `Failure` (type, message), a rank; ranks run to their own end or to the timeout.
 
         The test fails if none failed.
         """
         __tracebackhide__ = True
-        outcomes = self._pool.run(function, args, processes, timeout, env, patient=True)
+        outcomes = self._run(function, args, True, **how)
         if not any(o.failure for o in outcomes):
             raise RanksFailed(f"no rank failed; they returned {[o.value for o in outcomes]}")
         return [o.failure if o.failure is not None else o.value for o in outcomes]

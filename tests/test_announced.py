@@ -204,8 +204,6 @@ def test_words_where_numbers_belong(says):
         Accelerator(cpu=True)
 
 
-# -- `easymp launch` in an announced world -----------------------------------------------------------------------------
-
 POD = {"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET}
 # One write a line: unbuffered ranks share a pipe.
 TELL = """
@@ -261,9 +259,6 @@ def test_launch_that_contradicts_is_refused(says, tmp_path, capsys, said, flags,
     says(EASYMP_CPU=1, **said)
     assert main(["launch", *flags, str(tmp_path / "tell.py")]) == 1
     assert words in capsys.readouterr().err
-
-
-# -- real launchers ----------------------------------------------------------------------------------------------------
 
 
 def train() -> str:

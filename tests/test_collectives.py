@@ -130,9 +130,6 @@ def test_a_rank_that_has_left_is_named_at_once(ranks) -> None:
     assert "rank 0 gave up in gather: rank 1 has left the run" in ranks(one_leaves)[0]
 
 
-# -- one machine, and waiting for one process --------------------------------------------------------------------------
-
-
 def listens() -> set[str]:
     """Addresses at which this process's store listens."""
     with Accelerator(cpu=True):

@@ -244,8 +244,6 @@ def test_nodes_that_contradict_one_another(ranks, script, second, others, wait, 
     assert words in found[1][1]
 
 
-# -- real trainings, in launchers of their own -------------------------------------------------------------------------
-
 QUICK = """
 import sys
 from easymp.launcher import rendezvous

@@ -121,9 +121,6 @@ def test_hooks_run_once_a_call(acc: Accelerator) -> None:
     assert len(seen) == 4
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------
-
-
 def through_pickle(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
@@ -148,9 +145,6 @@ def test_a_copy_is_the_plain_module(acc: Accelerator, again: Callable[[nn.Module
     assert model.rate == 0.5
 
 
-# -- classes that make it hard -----------------------------------------------------------------------------------------
-
-
 class Registered(nn.Module):
     """Keeps a register of its subclasses, and wants an argument from each."""
 
@@ -171,10 +165,13 @@ class Tagged(Registered, tag="tagged"):
         return self.layer(x)
 
 
-def test_a_class_that_registers_its_subclasses(acc: Accelerator) -> None:
+@pytest.mark.parametrize("again", [False, "Tagged"])
+def test_a_class_that_registers_its_subclasses(again: bool | str) -> None:
     for _ in range(2):
-        view = acc.prepare(Tagged())
-        assert view(X).shape == (1, 2)
+        model = nn.Sequential(Tagged())
+        with Accelerator(cpu=True, mixed_precision="bf16", activation_checkpointing=again) as acc:
+            assert acc.prepare(Tagged() if again is False else model)(X).shape == (1, 2)
+        assert type(model[0]) is Tagged
     assert Registered.register == {"tagged": Tagged}
 
 

@@ -51,9 +51,6 @@ def test_easymp_config_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve().seed == 1
 
 
-# -- types -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("word", ["0", "false", "No", "OFF"])
 def test_words_for_no(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EASYMP_FUSED", word)

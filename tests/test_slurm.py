@@ -130,9 +130,6 @@ def test_contradictions(slurm, changes, words):
         read_ranks()
 
 
-# -- and real processes ------------------------------------------------------------------------------------------------
-
-
 def as_tasks(size: int, timeout: float) -> tuple[float, int]:
     """The pool's ranks as srun would have started them; the place to meet is the pool's, as one's own."""
     rank = os.environ["RANK"]
@@ -154,9 +151,6 @@ def test_a_task_that_never_comes_is_named(ranks):
     (failure,) = ranks.fails(as_tasks, 3, 0.5, processes=1)
     assert "Slurm's srun announced 3 tasks, but rank 1, 2 did not arrive within 0.5 s" in failure.message
     assert "RANK" not in failure.message
-
-
-# -- lists of hosts --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

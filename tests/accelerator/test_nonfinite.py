@@ -145,9 +145,6 @@ def test_all_ranks_skip_or_raise(ranks: Any, strategy: str, steps: int, items: b
     }
 
 
-# -- the true cause ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("precision", "mode"), [("fp16", None), ("bf16", "skip")])
 def test_a_plain_backward_is_named(precision: str, mode: str | None, clip: bool) -> None:

@@ -97,9 +97,6 @@ def test_a_fused_step_only_where_the_user_left_it_open() -> None:
         assert acc.plan.optimizer.value == "as given"
 
 
-# -- what does not fit together ----------------------------------------------------------------------------------------
-
-
 def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD(make().parameters(), lr=0.1)
 
@@ -125,9 +122,6 @@ def test_a_parameter_prepared_twice(acc: Accelerator) -> None:
         acc.prepare(model[2])
     with pytest.raises(PrepareError, match="device_placement has 1 values for 2 objects"):
         acc.prepare(make(), None, device_placement=[True])
-
-
-# -- what the constructor refuses --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

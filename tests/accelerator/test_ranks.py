@@ -71,9 +71,6 @@ def test_a_scheduler_steps_once_an_update_not_once_a_process(ranks) -> None:
     assert ranks(scheduler_steps) == [(0.5, 0.25)] * 2
 
 
-# -- metrics -----------------------------------------------------------------------------------------------------------
-
-
 def metrics(n: int, batch: int) -> tuple[list[int], list[int], int, int]:
     with Accelerator(mixed_precision="no") as acc:
         loader = acc.prepare(DataLoader(data(n), batch_size=batch))
@@ -120,9 +117,6 @@ def test_metrics_that_are_not_of_the_batch_are_refused(ranks) -> None:
             "gather_for_metrics() got a scalar",
             "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated",
         ]
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 def collectives() -> dict[str, Any]:

@@ -118,9 +118,6 @@ def test_an_fp16_overflow_skips_step_and_scheduler() -> None:
         assert scheduler.get_last_lr() == [0.125]
 
 
-# -- called wrongly ----------------------------------------------------------------------------------------------------
-
-
 def test_a_step_outside_accumulate() -> None:
     with Accelerator(mixed_precision="no", gradient_accumulation_steps=4) as acc:
         model = make()

@@ -184,9 +184,6 @@ def test_statistics_of_a_group(ranks: Any) -> None:
     assert ranks(pairs, processes=4) == [[0.5, 0.5]] * 2 + [[2.5, 2.5]] * 2
 
 
-# -- conversion --------------------------------------------------------------------------------------------------------
-
-
 class Named(nn.BatchNorm2d):
     """Other defaults only."""
 
@@ -239,9 +236,6 @@ def test_what_would_be_lost_is_refused() -> None:
     nn.utils.parametrize.register_parametrization(inner := nn.BatchNorm1d(3), "weight", nn.Identity())
     with pytest.raises(PrepareError, match="module '0' is a ParametrizedBatchNorm1d"):
         convert_sync_batchnorm(nn.Sequential(inner))
-
-
-# -- in a run ----------------------------------------------------------------------------------------------------------
 
 
 def norms_in(model: nn.Module) -> list[str]:

@@ -21,9 +21,6 @@ def same(acc: Accelerator, tensors: Any) -> bool:
     return bool((rows == rows[0]).all())
 
 
-# -- when models are averaged ------------------------------------------------------------------------------------------
-
-
 def spreads(every: int, precision: str, fused: bool | None = None) -> list[list[bool]]:
     """After each of 7 updates, and after a meeting: whether parameters, and buffers, are the same on all ranks."""
     found = []
@@ -147,9 +144,6 @@ def test_all_start_from_rank_0s_values(ranks) -> None:
     zero, one = ranks(starts)
     assert zero == one
     assert zero[1] == [1.0, 1.0]
-
-
-# -- the peer's block --------------------------------------------------------------------------------------------------
 
 
 def block(

@@ -178,9 +178,6 @@ def test_initialize_fills_what_resetting_does_not() -> None:
     )
 
 
-# -- on ranks ----------------------------------------------------------------------------------------------------------
-
-
 def prepared(strategy: str, kind: str, on_meta: bool, alike: bool = True) -> dict[str, Tensor]:
     with Accelerator(mixed_precision="no", strategy=strategy) as acc:
         torch.manual_seed(3 if alike else acc.process_index)

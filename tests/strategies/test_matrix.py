@@ -196,9 +196,6 @@ def test_the_other_precisions_agree(ranks: Any, label: str, size: int) -> None:
         check(ranks, label, size, precision, ROWS[::5][number % 2 :: 2])
 
 
-# -- what does not run -------------------------------------------------------------------------------------------------
-
-
 def words(strategy: str, precision: str) -> str:
     with pytest.raises(EasympError) as caught:
         Accelerator(strategy=strategy, mixed_precision=precision)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from abc import ABC
 from typing import Any
 
 import pytest
@@ -182,28 +181,6 @@ def test_the_model_stays_the_users() -> None:
         with torch.no_grad():
             model(torch.ones(2, 12))
     assert all(type(b) is Block for b in model.blocks)
-
-
-class Announced(nn.Module, ABC):
-    known: list[type] = []  # noqa: RUF012
-
-    def __init_subclass__(cls, *, word: str) -> None:
-        cls.known.append(cls)
-
-
-class Announcing(Announced, word="here"):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
-
-def test_classes_that_announce_their_subclasses() -> None:
-    module = Announcing()
-    undo = recompute([module])
-    x = torch.ones(1, requires_grad=True)
-    module(x).backward()
-    assert x.grad == 2 and Announced.known == [Announcing]
-    undo()
-    assert type(module) is Announcing
 
 
 class Momentum(nn.Module):

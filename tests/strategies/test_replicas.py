@@ -65,9 +65,6 @@ def update(
     optimizer.zero_grad()
 
 
-# -- while training --------------------------------------------------------------------------------------------------------
-
-
 def other_method(acc: Accelerator, model: Any, optimizer: Any, inner: Any) -> Any:
     return model.score
 
@@ -197,9 +194,6 @@ def apart_for_a_while() -> Any:
 
 def test_ranks_may_train_apart_where_they_say_so(ranks) -> None:
     assert ranks(apart_for_a_while) == ["equal"] * 2
-
-
-# -- at prepare and after --------------------------------------------------------------------------------------------------
 
 
 def unlike(which: str) -> Any:
