@@ -33,16 +33,8 @@ UNLIKE: list[tuple[Call, Call, str]] = [
     (lambda a: a.gather(F), lambda a: a.gather(WHOLE), "rank 2 has int32[2], the others float32[2]"),
     (lambda a: a.gather({"a": [F, F]}), lambda a: a.gather({"a": [F, LONG]}), "pass the same structure"),
     (lambda a: a.reduce(F), lambda a: a.reduce(F[None]), "rank 2 has float32[1, 2], the others float32[2]"),
-    (
-        lambda a: a.reduce({"a": F, "b": F}),
-        lambda a: a.reduce({"a": F, "c": F}),
-        "at ['b']: rank 2 has nothing",
-    ),
-    (
-        lambda a: a.gather([F]),
-        lambda a: a.gather([F, F]),
-        "at [1]: rank 2 has float32[2], the others nothing",
-    ),
+    (lambda a: a.reduce({"a": F, "b": F}), lambda a: a.reduce({"a": F, "c": F}), "at ['b']: rank 2 has"),
+    (lambda a: a.gather([F]), lambda a: a.gather([F, F]), "rank 2 has float32[2], the others nothing"),
     (lambda a: a.gather(Pair(F, F)), lambda a: a.gather(Pair(F, (F,))), "at [1]: rank 2 has nothing"),
     (lambda a: a.gather(F), lambda a: a.gather(1.0), "rank 2 has a float, the others float32[2]"),
     (lambda a: a.gather(F), lambda a: a.reduce(F), "rank 2 calls reduce(reduction='sum', scale=1.0)"),

@@ -110,10 +110,8 @@ def test_models_that_come_later_change_nothing(ranks: Ranks) -> None:
     seen = ranks(two_models, SHARDED)
     for it in seen:
         assert it["first"] == ("ddp", ["Parameter", "Parameter"])
-        assert it["second"] == (
-            "fsdp",
-            "DTensor",
-        )  # free_memory lets go of all: the next models are the first again
+        # free_memory lets go of all: the next models are the first again
+        assert it["second"] == ("fsdp", "DTensor")
         assert it["third"] == ("ddp", "2 processes", "Parameter")
     ((level, words),) = seen[0]["said"]
     assert level == "WARNING"

@@ -133,9 +133,7 @@ def test_a_step_on_one_cpu_process_loads_what_it_runs() -> None:
 
 
 def test_an_accelerator_loads_what_steps_and_saves_when_it_does() -> None:
-    waiting = (
-        "assert not [name for name in sys.modules if name.startswith(('easymp.cuda.', 'easymp.optim.'))]"
-    )
+    waiting = "assert not [n for n in sys.modules if n.startswith(('easymp.cuda.', 'easymp.optim.'))]"
     used = loaded_by(f"from easymp import Accelerator\nimport sys\n{waiting}\nAccelerator(cpu=True).close()")
     assert {name for name in used if name.startswith("easymp.profiling.")} == set()
     assert "fsspec" not in used

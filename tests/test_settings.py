@@ -209,9 +209,8 @@ def test_precedence_whatever_is_given_where(given_in: dict[str, int]) -> None:
 
 
 def blocks() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        *(torch.nn.TransformerEncoderLayer(4, 1, 8, 0.0, batch_first=True) for _ in range(2))
-    )
+    layers = (torch.nn.TransformerEncoderLayer(4, 1, 8, 0.0, batch_first=True) for _ in range(2))
+    return torch.nn.Sequential(*layers)
 
 
 def recomputed(model: torch.nn.Module) -> bool:

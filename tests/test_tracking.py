@@ -118,11 +118,8 @@ def test_one_that_cannot_start_is_an_error_and_the_others_have_their_rows(tmp_pa
 def test_one_that_fails_later_is_said_once_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    acc = Accelerator(
-        cpu=True,
-        project_dir=tmp_path,
-        log_with=[Kept(log=OSError("disk full"), finish=OSError("gone")), "jsonl"],
-    )
+    kept = Kept(log=OSError("disk full"), finish=OSError("gone"))
+    acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[kept, "jsonl"])
     for number in range(3):
         acc.log({"x": number})
         acc._logbook.settle()

@@ -10,7 +10,7 @@ from torch import nn
 
 from easymp import Accelerator, NonfiniteError, StepError
 
-from ..strategies.models import whole
+from ..strategies.models import under, whole
 from .models import heard
 
 NAN, INF = float("nan"), float("inf")
@@ -81,17 +81,8 @@ def among_ranks(strategy: str, mode: str, steps: int, items: bool) -> dict[str, 
     """Three updates; in the second, one micro-batch of rank 1 has a NaN."""
     options = {"every": 1} if strategy == "local_sgd" else None
     found: dict[str, Any] = {"skipped": [], "moved": [], "error": ""}
-    with (
-        heard(LOG) as said,
-        Accelerator(
-            mixed_precision="bf16",
-            strategy=strategy,
-            strategy_options=options,
-            gradient_accumulation_steps=steps,
-            nonfinite=mode,
-            cpu=True,
-        ) as acc,
-    ):
+    more = {"nonfinite": mode, "cpu": True}
+    with heard(LOG) as said, under(strategy, options, steps, "bf16", **more) as acc:
         model = net()
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         for update in range(3):

@@ -82,14 +82,11 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def fp32(strategy: str | None = None, options: Any = None, steps: int = 1, **more: Any) -> Accelerator:
-    return Accelerator(
-        mixed_precision="no",
-        strategy=strategy,
-        strategy_options=options,
-        gradient_accumulation_steps=steps,
-        **more,
-    )
+def under(
+    strategy: str | None = None, options: Any = None, steps: int = 1, precision: str = "no", **more: Any
+) -> Accelerator:
+    more |= {"strategy": strategy, "strategy_options": options, "gradient_accumulation_steps": steps}
+    return Accelerator(mixed_precision=precision, **more)
 
 
 def part(acc: Accelerator, batch: Tensor) -> Tensor:
@@ -174,13 +171,7 @@ def trained(
     **more: Any,
 ) -> dict[str, Any]:
     """`train` under a strategy."""
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        strategy_options=options,
-        gradient_accumulation_steps=steps,
-        **more,
-    ) as acc:
+    with under(strategy, options, steps, precision, **more) as acc:
         return train(acc, kind, clip, adam)
 
 

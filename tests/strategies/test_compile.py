@@ -10,7 +10,7 @@ from torch import nn
 
 from easymp import Accelerator, CompileOptions, PrepareError, SettingError
 
-from .models import Block, Tied, agree, fp32, make, train
+from .models import Block, Tied, agree, make, train, under
 
 GRAPHS: list[Any] = []
 
@@ -25,14 +25,7 @@ def trained(
 ) -> dict[str, Any]:
     GRAPHS.clear()
     torch._dynamo.reset()
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        strategy_options=options,
-        gradient_accumulation_steps=2,
-        compile=compile,
-        activation_checkpointing=which,
-    ) as acc:
+    with under(strategy, options, 2, precision, compile=compile, activation_checkpointing=which) as acc:
         return {**train(acc, kind, 0.1), "graphs": len(GRAPHS)}
 
 
@@ -82,7 +75,7 @@ class Wide(nn.Module):
 def split() -> int:
     GRAPHS.clear()
     torch._dynamo.reset()
-    with fp32("ddp", {"bucket_cap_mb": 1}, compile=CompileOptions(backend=counting)) as acc:
+    with under("ddp", {"bucket_cap_mb": 1}, compile=CompileOptions(backend=counting)) as acc:
         model = acc.prepare(Wide())
         acc.backward(model(torch.ones(4, 512)).square().mean())
         return len(GRAPHS)
@@ -150,7 +143,7 @@ def test_wrong_ways_to_ask(given: Any, backend: Any, words: str) -> None:
 def graphs_of_a_chain(strategy: str) -> int:
     GRAPHS.clear()
     torch._dynamo.reset()
-    with fp32(strategy, compile=CompileOptions(backend=counting)) as acc:
+    with under(strategy, compile=CompileOptions(backend=counting)) as acc:
         model = acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
         for _ in range(2):
             acc.backward(model(torch.ones(2, 4)).sum())

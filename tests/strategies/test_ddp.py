@@ -10,13 +10,13 @@ from torch import nn
 
 from easymp import Accelerator, RefusedError, StepError
 
-from .models import fp32, make, message, part, trained, whole
+from .models import make, message, part, trained, under, whole
 
 # -- options that change no number -------------------------------------------------------------------------------------
 
 
 def cleared(strategy: str, options: Any, how: str) -> list[torch.Tensor]:
-    with fp32(strategy, options, steps=2) as acc:
+    with under(strategy, options, steps=2) as acc:
         model = make("mlp")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         generator = torch.Generator().manual_seed(1)

@@ -21,7 +21,7 @@ from easymp import (
 )
 from easymp.strategies.blocks import find_blocks
 
-from .models import Tied, agree, fp32, make, message, part, trained, whole
+from .models import Tied, agree, make, message, part, trained, under, whole
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ def test_accumulation_by_hand(ranks, how: str) -> None:
 
 def early(options: Any) -> tuple[bool, str]:
     """Whether the first of two micro-batches leaves reduced gradients, and what the plan says."""
-    with fp32("fsdp", options, steps=2, cpu=True) as acc:
+    with under("fsdp", options, steps=2, cpu=True) as acc:
         model = acc.prepare(Words())
         with acc.accumulate(model):
             acc.backward(model(torch.arange(12).view(2, 6)).square().mean())
@@ -100,9 +100,7 @@ def norms() -> list[float]:
         model = acc.prepare(make("mlp"))
         x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
         acc.backward(model(x).square().mean())
-        found = []
-        for norm_type in (1.0, 2.0, float("inf")):
-            found.append(float(acc.clip_grad_norm_(model.parameters(), 0.5, norm_type)))
+        found = [float(acc.clip_grad_norm_(model.parameters(), 0.5, kind)) for kind in (1.0, 2.0, torch.inf)]
         plain = nn.Parameter(torch.zeros(3))
         plain.grad = torch.full((3,), 2.0)
         found.append(float(acc.clip_grad_norm_([*model.parameters(), plain], 0.1)))

@@ -13,7 +13,7 @@ from torch import nn
 
 from easymp import Accelerator, EasympError, HSDPOptions
 
-from .models import fp32, make, part, whole
+from .models import make, part, under, whole
 
 PAIRS = HSDPOptions(shard_size=2)
 
@@ -65,7 +65,7 @@ def after_another_run(groups: int) -> list[float]:
     """Sums of whole parameters after a step, of two runs, before the first of which `groups` other groups were made."""
     found = []
     for extra in (groups, 0):
-        with fp32("hsdp", {"shard_size": 2}, timeout=30) as acc:
+        with under("hsdp", {"shard_size": 2}, timeout=30) as acc:
             for _ in range(extra):
                 acc._run.world.group(range(acc.num_processes))
             torch.manual_seed(0)
@@ -109,7 +109,7 @@ def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]
 
         return call
 
-    with fp32(strategy, options, steps=2) as acc, pytest.MonkeyPatch.context() as patch:
+    with under(strategy, options, steps=2) as acc, pytest.MonkeyPatch.context() as patch:
         for i, name in enumerate((scatter, "all_reduce")):
             patch.setattr(dist, name, counted(name, i))
         torch.manual_seed(3)

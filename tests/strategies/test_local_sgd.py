@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from easymp import Accelerator, EasympWarning, LocalSGD, LocalSGDOptions, SettingError
 
-from .models import fp32, make, part, whole
+from .models import make, part, under, whole
 
 
 def same(acc: Accelerator, tensors: Any) -> bool:
@@ -49,7 +49,7 @@ def test_models_are_averaged_after_every_third_update(ranks, precision: str, fus
 
 def two_rates() -> tuple[list[bool], list[bool]]:
     """Two optimizers, the second of which steps every other time."""
-    with fp32("local_sgd", LocalSGDOptions(every=2)) as acc:
+    with under("local_sgd", LocalSGDOptions(every=2)) as acc:
         first, second = nn.Linear(4, 4), nn.Linear(4, 4)
         fast, slow = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
         first, second, fast, slow = acc.prepare(first, second, fast, slow)

@@ -21,7 +21,7 @@ from easymp import (
 )
 from easymp.strategies.pipeline_cuts import candidates, choose, survey
 
-from .models import WIDTH, Tied, fp32, make, message, train_step, trained
+from .models import WIDTH, Tied, make, message, train_step, trained, under
 
 
 def agree(ours: list[dict[str, Any]], one: dict[str, Any], rel: float = 1e-5) -> None:
@@ -69,7 +69,7 @@ def batch_norm(strategy: str, schedule: str) -> dict[str, Any]:
     options = {"schedule": schedule} if strategy == "pipeline" else None
     parts = 2 if strategy == "single" else 1
     losses, generator = [], torch.Generator().manual_seed(7)
-    with fp32(strategy, options, steps=parts) as acc:
+    with under(strategy, options, steps=parts) as acc:
         model = make("conv")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
         for _ in range(6):
@@ -171,9 +171,8 @@ def loops(strategy: str) -> list[Any]:
         if strategy == "pipeline":
             with pytest.raises(StepError, match="a second backward through one forward"):
                 acc.backward(loss)
-        found.append(
-            [float(acc.clip_grad_norm_(model.parameters(), 0.5, kind)) for kind in (1.0, 2.0, float("inf"))]
-        )
+        norms = [acc.clip_grad_norm_(model.parameters(), 0.5, kind) for kind in (1.0, 2.0, torch.inf)]
+        found.append([float(norm) for norm in norms])
         acc.clip_grad_value_(model.parameters(), 1e-3)
         found.append(grads())
     return found
@@ -204,7 +203,7 @@ def test_loops_of_other_shapes(ranks) -> None:
 
 
 def dropout(schedule: str) -> tuple[Any, int, int]:
-    with fp32("pipeline", {"schedule": schedule}, seed=3) as acc:
+    with under("pipeline", {"schedule": schedule}, seed=3) as acc:
         layers = [
             layer for _ in range(2) for layer in (nn.Linear(12, 12), nn.Dropout(0.5), nn.Linear(12, 12))
         ]
@@ -232,7 +231,7 @@ def scheduled(strategy: str, schedule: str) -> list[Any]:
     def squares(out: Any, target: Any) -> Tensor:
         return (out["logits"] - target["y"]).square().sum(1).mean()
 
-    with fp32(strategy, options, steps=2) as acc:
+    with under(strategy, options, steps=2) as acc:
         torch.manual_seed(0)
         model = acc.prepare(Tower())
         for rows in (8, 7, 3, 1):
@@ -280,7 +279,7 @@ class Counting(nn.Module):
 
 def runs(schedule: str) -> int:
     calls = []
-    with fp32("pipeline", {"schedule": schedule, "microbatches": 4, "splits": None}) as acc:
+    with under("pipeline", {"schedule": schedule, "microbatches": 4, "splits": None}) as acc:
         model = acc.prepare(Counting())
         for block in model.blocks:
             block[0].register_forward_hook(
@@ -334,6 +333,10 @@ def test_each_rank_keeps_its_stage_under_the_names_of_the_model(ranks) -> None:
         assert got["states"] == got["grads"] == sorted(got["here"])
 
 
+def recomputed(part: nn.Module, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
+
+
 class Layer(nn.Module):
     """Recomputes its activations in backward."""
 
@@ -343,11 +346,7 @@ class Layer(nn.Module):
         self.again = again
 
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-            if self.again
-            else self.inner(x)
-        )
+        return recomputed(self.inner, x) if self.again else self.inner(x)
 
 
 class Layers(nn.Module):
@@ -358,9 +357,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = (
-                torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.outside else block(x)
-            ) + x
+            x = (recomputed(block, x) if self.outside else block(x)) + x
         return x
 
 
@@ -519,7 +516,7 @@ def refusals() -> dict[str, str]:
     def note(name: str, error: type[EasympError], action: Any) -> None:
         said[name] = message(error, action)
 
-    note("splits", SettingError, lambda: fp32("pipeline", {"splits": ("a", "b", "c")}))
+    note("splits", SettingError, lambda: under("pipeline", {"splits": ("a", "b", "c")}))
     odd = {"schedule": "zero_bubble", "microbatches": 5}
     note("rounds", SettingError, lambda: Accelerator(strategy="pipeline", strategy_options=odd))
     with Accelerator(mixed_precision="no", strategy="pipeline") as acc:

@@ -14,7 +14,7 @@ from easymp import Accelerator, BatchError, PrepareError, SettingError, StepErro
 from easymp.strategies.tensor_parallel import TensorParallel, read_plan
 
 from ..versions import ADDS
-from .models import Tied, fp32, make, message, whole
+from .models import Tied, make, message, under, whole
 
 Options = dict[str, Any]
 
@@ -97,7 +97,7 @@ def language(
     strategy: str, options: Any, how: Options, steps: int = 1, kind: type[Language] = Language
 ) -> dict[str, Any]:
     torch.manual_seed(5)
-    with fp32(strategy, options, steps=steps) as acc:
+    with under(strategy, options, steps=steps) as acc:
         torch.manual_seed(0)
         model: Any = kind(**how)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -179,7 +179,7 @@ def styles() -> float:
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     plan = {"0": ColwiseParallel(output_layouts=Replicate()), "[24]": "replicate"}
-    with fp32("tensor_parallel", {"plan": plan}) as acc:
+    with under("tensor_parallel", {"plan": plan}) as acc:
         model = acc.prepare(make("mlp"))
         kinds = [type(p).__name__ for p in model.parameters()]
         assert kinds == ["DTensor", "DTensor", *["Parameter"] * 4]
@@ -240,7 +240,7 @@ class Reader(nn.Module):
 
 
 def reader(plan: Any) -> str:
-    with fp32("tensor_parallel", {"plan": plan}) as acc:
+    with under("tensor_parallel", {"plan": plan}) as acc:
         model = acc.prepare(Reader())
         if plan is not None:
             return str(model(torch.ones(2, 4)).shape)
@@ -301,7 +301,7 @@ def test_muon_takes_whole_matrices(ranks) -> None:
 
 
 def data(size: int) -> dict[str, Any]:
-    with fp32("tensor_parallel", {"size": size}, seed=3) as acc:
+    with under("tensor_parallel", {"size": size}, seed=3) as acc:
         loader = DataLoader(TensorDataset(torch.arange(22.0)[:, None]), batch_size=3, shuffle=True)
         model, loader = acc.prepare(nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5)), loader)
         seen, metrics = [], []
@@ -328,7 +328,7 @@ def test_neighbours_share_their_data_and_their_dropout(ranks) -> None:
 
 
 def held(kind: str, size: int) -> tuple[int, int, int]:
-    with fp32("tensor_parallel", {"size": size}) as acc:
+    with under("tensor_parallel", {"size": size}) as acc:
         model = acc.prepare(make(kind))
         parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
@@ -358,7 +358,7 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
 
 def refusals() -> dict[str, str]:
     said = {}
-    said["size"] = message(SettingError, fp32, "tensor_parallel", {"size": 3})
+    said["size"] = message(SettingError, under, "tensor_parallel", {"size": 3})
     with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
         prepared = acc.prepare(make("mlp"))
     said["closed"] = message(StepError, prepared, torch.ones(1, 12))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from easymp import Accelerator, DistributedDataParallelKwargs, PrepareError, RefusedError, StepError
 
 from ..versions import ADDS
-from .models import STEPS, fp32, make, message, part
+from .models import STEPS, make, message, part, under
 
 
 class Normalised(torch.optim.Optimizer):
@@ -303,7 +303,7 @@ def test_state_moves_between_plain_and_sharded(ranks, which: str) -> None:
 
 def refusals() -> dict[str, str]:
     said = {}
-    with fp32("zero1", kwargs_handlers=[DistributedDataParallelKwargs()]) as acc:
+    with under("zero1", kwargs_handlers=[DistributedDataParallelKwargs()]) as acc:
         model = make("mlp")
         model[0].late = nn.Linear(2, 2).requires_grad_(False)
         square = nn.Linear(4, 4, bias=False)
