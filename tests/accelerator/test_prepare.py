@@ -71,19 +71,6 @@ def test_prepared_objects_and_none_come_back_as_they_are(acc: Accelerator) -> No
     assert acc.prepare(None) is None
 
 
-def test_two_models_with_an_optimizer_each(acc: Accelerator) -> None:
-    g, d = make(1), make(2)
-    g, d, og, od = acc.prepare(
-        g, d, torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1)
-    )
-    before = [p.detach().clone() for p in d.parameters()]
-    acc.backward(d(torch.randn(3, 4)).sum() + g(torch.randn(3, 4)).sum())
-    og.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, d.parameters()))
-    od.step()
-    assert not all(torch.equal(a, b) for a, b in zip(before, d.parameters()))
-
-
 def test_a_fused_step_only_where_the_user_left_it_open() -> None:
     for given, fused in (({}, True), ({"foreach": True}, None), ({"fused": False}, False)):
         with Accelerator(mixed_precision="no") as acc:
