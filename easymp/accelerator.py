@@ -425,8 +425,8 @@ class Accelerator(Processes, Checkpoints):
         strategy = self._prepared.strategy
         if strategy.data_size > 1 and not self._window.backwards:
             self._unprepared = data.UnpreparedCheck(self._world, strategy.data_rank, strategy.data_size)
-        if self._prepared.optimizers and self._claims_early:
-            self._claim_project(reading=not self._saves_by_itself)
+        if self._prepared.optimizers:
+            self._claim_early()
         return done[0] if len(done) == 1 else tuple(done)
 
     def prepare_model(

@@ -89,12 +89,7 @@ class Checkpoints:
 
     def _listen(self, save_on_signal: bool | None) -> None:
         self._preemption = Preemption(self._run.world, self._run.window, self._leave)
-        self._save_on_signal, project = save_on_signal, self._project
-        # The run locks its project's checkpoints when it prepares an optimizer, or else at `resume` or the first save.
-        self._saves_by_itself = bool(
-            project.total_limit is not None or project.automatic_checkpoint_naming or save_on_signal
-        )
-        self._claims_early = self._saves_by_itself or project.project_dir is not None
+        self._save_on_signal = save_on_signal
         if save_on_signal and not self._preemption.start():
             raise RefusedError(
                 "save_on_signal=True in a thread: Python takes signals in the main thread only. Make the Accelerator there"
@@ -126,6 +121,13 @@ class Checkpoints:
     @property
     def _project_root(self) -> str:
         return folders.inside(*folders.parted(self._root))
+
+    def _claim_early(self) -> None:
+        """Lock when an optimizer is prepared: if `project_dir` is named by then, or the run asks for saves in the default one."""
+        project = self._project
+        saves = project.total_limit is not None or project.automatic_checkpoint_naming or self._save_on_signal
+        if saves or project.project_dir is not None:
+            self._claim_project(reading=not saves)
 
     def _claim_project(self, reading: bool = False) -> None:
         """Lock the project's checkpoints for this process until `close`; `reading` does without if the folder is read-only."""

@@ -279,6 +279,16 @@ def _step(key: Any, number: int) -> str:
     return str(key) if key is None or (isinstance(key, int) and -WORD <= key < WORD) else f"item {number}"
 
 
+REMEDIES = {  # by class, in this order: a value that can be stored in its place
+    "enum.Enum": "its .value", "datetime.date": "its isoformat()", "datetime.time": "its isoformat()",
+    "datetime.timedelta": "its total_seconds()", "collections.deque": "list(…) of it",
+    "decimal.Decimal": "str(…) of it", "pathlib.PurePath": "str(…) of it", "torch._C.Generator": "its get_state()",
+    "numpy.random._generator.Generator": "its bit_generator.state", "numpy.random.mtrand.RandomState": "its get_state()",
+    "numpy.ndarray": "its tolist(), or an array of numbers", "numpy.generic": "its tolist(), or an array of numbers",
+    **{f"builtins.{n}": f"{n}(…) of it" for n in "tuple dict str int float bytes list set frozenset".split()},
+}  # fmt: skip
+
+
 def _refusal(value: Any, hashed: bool) -> str:
     """Why a value can't be stored, and what can."""
     if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
@@ -293,7 +303,12 @@ def _refusal(value: Any, hashed: bool) -> str:
     elif callable(getattr(value, "state_dict", None)):
         what, remedy = f"a {_named(type(value))}", "store its state_dict()"
     else:
-        what, remedy = f"a {_named(type(value))}", "store numbers, words, tensors, and lists or dicts of them"
+        bases = {f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__}
+        known = next((known for base, known in REMEDIES.items() if base in bases), None)
+        what, remedy = (
+            f"a {_named(type(value))}",
+            f"store {known or 'numbers, words, tensors, and lists or dicts of them'}",
+        )
     return f"{what} can't be stored: {remedy}"
 
 

@@ -81,10 +81,12 @@ def _parts(dtype: torch.dtype, piece: Piece, common: Box, into: Tensor) -> Itera
     direct = not closed and into.dtype == dtype and is_plain(into)
     most = STAGE // size * common.count // (span(common, piece.box) if closed else common.count)
     for box in [common] if direct else slices(common, max(most, 1)):
-        read = [(piece.begin + at * size, count * size) for at, count in runs(box, piece.box)]
-        begin = read[0][0]
+        begin = piece.begin + next(runs(box, piece.box))[0] * size
         end = begin + span(box, piece.box) * size
-        read, memory = ([(begin, end - begin)], piece.box.shape) if closed else (read, box.shape)
+        read, memory = [(begin, end - begin)], piece.box.shape
+        if not closed:
+            read = [(piece.begin + at * size, count * size) for at, count in runs(box, piece.box)]
+            memory = box.shape
         into_ = _within(into, common, box)
         yield Slab(piece.file, begin, end, read, into_, dtype, None if direct else memory)
 

@@ -198,7 +198,7 @@ class Save:
     tick: Tick
 
     def run(self) -> None:
-        """"""
+        """Write and commit; raises CheckpointError on every rank if it failed on one."""
         with self.barrier:
             said = self._lead() if self.barrier.rank == 0 else self._follow()
         if said:

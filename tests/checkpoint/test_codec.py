@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -183,15 +184,19 @@ cycle.append({"again": cycle})
 deep: Any = 1
 for _ in range(LEVELS + 1):
     deep = [deep]
-PLAIN = "can't be stored: store numbers, words, tensors, and lists or dicts of them"
 REFUSED = {
     "lambda": (lambda: 1, r"a function \(lambda\) can't be stored: leave it out"),
     "class": (Mine, r"a class \(.*Mine\)"),
     "object with state": (Mine(), r"Mine can't be stored: store its state_dict\(\)"),
-    "namedtuple": (Point(1, 2), f"Point {PLAIN}"),
-    "enum": (Colour.RED, f"Colour {PLAIN}"),
-    "deque": (collections.deque([1]), f"deque {PLAIN}"),
-    "array of objects": (numpy.array([None]), f"numpy.ndarray {PLAIN}"),
+    "namedtuple": (Point(1, 2), r"Point can't be stored: store tuple"),
+    "enum": (Colour.RED, r"Colour can't be stored: store its \.value"),
+    "deque": (collections.deque([1]), r"deque can't be stored: store list"),
+    "array of objects": (numpy.array([None]), r"numpy.ndarray can't be stored: store .*an array of numbers"),
+    "path": (Path("runs"), r"store str"),
+    "anything else": (
+        object(),
+        "object can't be stored: store numbers, words, tensors, and lists or dicts of them",
+    ),
     "sparse": (torch.eye(2).to_sparse(), r"store \.to_dense\(\)"),
     "subclass": (torch.ones(1).as_subclass(type("Special", (Tensor,), {})), r"as_subclass\(torch\.Tensor\)"),
     "tensor in a set": ({torch.ones(1)}, "in a set, or as a key"),

@@ -638,8 +638,23 @@ def test_its_own_optimizers_and_contexts():
     assert isinstance(deepspeed.ops.adam.FusedAdam([p], lr=0.1), torch.optim.AdamW)
     assert type(deepspeed.ops.adam.DeepSpeedCPUAdam([p], adam_w_mode=False)) is torch.optim.Adam
     assert deepspeed.ops.lamb.FusedLamb([p], lr=0.1).param_groups[0]["lr"] == 0.1
+    for made in (deepspeed.ops.adam.FusedAdam, deepspeed.ops.adam.DeepSpeedCPUAdam):
+        with pytest.raises(TypeError, match="multiple values for lr"):
+            made([p], 0.1, lr=0.2)
+        with pytest.raises(TypeError, match="by position"):
+            made([p], *range(9))
     with deepspeed.zero.GatheredParameters([p]):
         assert p.tolist() == [1.0, 1.0]
+
+
+def test_checkpoints_behind_a_url():
+    place, config = (
+        "memory://deepspeed-url",
+        {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    )
+    with started(config) as engine:
+        engine.save_checkpoint(place, tag="one", save_latest=False, client_state={"epoch": 3})
+        assert engine.load_checkpoint(place, tag="one") == (f"{place}/one", {"epoch": 3})
 
 
 def test_modules_that_scripts_import():

@@ -390,7 +390,7 @@ class DeepSpeedEngine(nn.Module):
             )
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._counters.client = dict(client_state or {})
-        self.accelerator.save_state(Path(save_dir, tag))
+        self.accelerator.save_state(os.path.join(save_dir, tag))  # a Path would break a URL
         if save_latest and self.global_rank == 0:
             _write_whole(Path(save_dir, "latest"), tag)
         self.accelerator.wait_for_everyone()
@@ -431,7 +431,8 @@ class DeepSpeedEngine(nn.Module):
                 stacklevel=2,
             )
             return None, None
-        place = str(Path(load_dir, latest.read_text(encoding="utf-8").strip() if tag is None else str(tag)))
+        tag = latest.read_text(encoding="utf-8").strip() if tag is None else str(tag)
+        place = os.path.join(load_dir, tag)
         schedule = self.lr_scheduler if load_lr_scheduler_states else None
         if load_module_only or not load_optimizer_states:
             return place, self._load_weights(place, load_module_strict, load_module_only, schedule)

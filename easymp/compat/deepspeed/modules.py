@@ -60,9 +60,9 @@ class Device:
         if not name.startswith("_") and self._kind != "cpu":
             return getattr(torch.get_device_module(self._kind), name)
         if name.startswith(("memory_", "max_memory_")):
-            return lambda *_: 0
+            return lambda *_, **__: 0
         if name in ON_CPU:
-            return lambda *_: ON_CPU[name]
+            return lambda *_, **__: ON_CPU[name]
         raise AttributeError(f"get_accelerator().{name} is not part of easymp.compat: use torch.accelerator")
 
 
@@ -199,6 +199,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "RepeatingLoader": RepeatingLoader,
         "log_dist": log_dist,
         "logger": logger,
+        "see_memory_usage": see_memory_usage,
         "absent": {
             "safe_get_full_fp32_param": WHOLE,
             "safe_get_full_grad": f"{WHOLE}; gradients are parameter.grad",

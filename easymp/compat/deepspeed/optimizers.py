@@ -87,7 +87,7 @@ class FusedAdam:
     )
 
     def __new__(cls, params: Any, *values: Any, **options: Any) -> Any:
-        return optimizer("Adam", {**dict(zip(cls.ORDER, values)), **options}, params)
+        return optimizer("Adam", _named(cls, values, options), params)
 
 
 class DeepSpeedCPUAdam:
@@ -96,6 +96,16 @@ class DeepSpeedCPUAdam:
     ORDER = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad", "adamw_mode")
 
     def __new__(cls, model_params: Any, *values: Any, **options: Any) -> Any:
-        options = {**dict(zip(cls.ORDER, values)), **options}
+        options = _named(cls, values, options)
         decoupled = options.pop("adamw_mode", True)
         return optimizer("Adam", {"adam_w_mode": decoupled, **options}, model_params)
+
+
+def _named(cls: Any, values: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """All options by name; a TypeError, as for any function, where there are too many, or one is given twice."""
+    if len(values) > len(cls.ORDER):
+        raise TypeError(f"{cls.__name__} takes {len(cls.ORDER)} options by position, not {len(values)}")
+    given = dict(zip(cls.ORDER, values))
+    if double := given.keys() & options.keys():
+        raise TypeError(f"{cls.__name__} got multiple values for {', '.join(sorted(double))}")
+    return given | options
