@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..base.dtensor import local
 from ..cuda.rule import BETAS, Group, Rule, direction
-from ..errors import SettingError
 from .fused import FusedOptimizer, Options, StepChoice
 from .torch_step import fill_momentum, fuse, multiply, wide
 
@@ -158,23 +157,6 @@ class TorchOptimizer(FusedOptimizer):
     torchs: ClassVar[type[torch.optim.Optimizer]]
     _fused_here: bool = False  # whether the fused step was our choice
 
-    def __init__(
-        self,
-        params: Any,
-        *args: Any,
-        ema_decay: float | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: int | bool = False,
-        **options: Any,
-    ) -> None:
-        for word in ("foreach", "capturable", "differentiable"):
-            if options.get(word):
-                raise SettingError(
-                    f"{type(self).__name__} has no {word}=True: use {self.torchs.__name__} of torch"
-                )
-        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        super().__init__(params, *args, **options)
-
     @property
     def _widens(self) -> bool:
         return self.options.state_dtype is not None or self.options.rounding is not None
@@ -260,44 +242,120 @@ def swapped(groups: Sequence[dict[str, Any]], option: str, value: Any) -> Iterat
 
 
 class Adam(TorchOptimizer, torch.optim.Adam):
-    """torch.optim.Adam, with its arguments but foreach, capturable and differentiable.
+    """torch.optim.Adam, without foreach, capturable and differentiable.
 
     Args:
-        ema_decay, state_dtype, stochastic_rounding: see `Options`.
+        ema_decay, state_dtype, stochastic_rounding: see `Options`. The other arguments are torch's.
     """
 
     rule = ADAM
     torchs = torch.optim.Adam
 
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        ema_decay: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | bool = False,
+    ) -> None:
+        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=fused)
+
 
 class AdamW(TorchOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW, with its arguments but foreach, capturable and differentiable.
+    """torch.optim.AdamW, without foreach, capturable and differentiable.
 
     Args:
-        ema_decay, state_dtype, stochastic_rounding: see `Options`.
+        ema_decay, state_dtype, stochastic_rounding: see `Options`. The other arguments are torch's.
     """
 
     rule = ADAM
     torchs = torch.optim.AdamW
 
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        ema_decay: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | bool = False,
+    ) -> None:
+        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=fused)
+
 
 class SGD(TorchOptimizer, torch.optim.SGD):
-    """torch.optim.SGD, with its arguments but foreach and differentiable.
+    """torch.optim.SGD, without foreach, capturable and differentiable.
 
     Args:
-        ema_decay, state_dtype, stochastic_rounding: see `Options`.
+        ema_decay, state_dtype, stochastic_rounding: see `Options`. The other arguments are torch's.
     """
 
     rule = SGD_RULE
     torchs = torch.optim.SGD
 
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        ema_decay: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | bool = False,
+    ) -> None:
+        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=fused
+        )
+
 
 class Adagrad(TorchOptimizer, torch.optim.Adagrad):
-    """torch.optim.Adagrad, with its arguments but foreach and differentiable.
+    """torch.optim.Adagrad, without foreach, capturable and differentiable.
 
     Args:
-        ema_decay, state_dtype, stochastic_rounding: see `Options`.
+        ema_decay, state_dtype, stochastic_rounding: see `Options`. The other arguments are torch's.
     """
 
     rule = ADAGRAD
     torchs = torch.optim.Adagrad
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        ema_decay: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | bool = False,
+    ) -> None:
+        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
+        super().__init__(
+            params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize=maximize, fused=fused
+        )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from easymp import Accelerator, EasympWarning, KernelError, RefusedError, SettingError, StepError
+from easymp import Accelerator, EasympWarning, KernelError, RefusedError, StepError
 from easymp import optim as ours
 
 from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
@@ -176,7 +176,7 @@ def test_the_engine_says_what_steps_and_why():
         ours.LARC(ours.LAMB(made()))
     with pytest.raises(ValueError, match="another optimizer"):
         ours.Lion([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
-    with pytest.raises(SettingError, match="capturable=True"):
+    with pytest.raises(TypeError, match="capturable"):
         ours.Adam(made(), capturable=True)
 
 
