@@ -32,9 +32,7 @@ ROWS: dict[str, Row] = {
     "zero1, in bf16": (Case("zero1", precision="bf16", accumulation=2), 2, 2, 4, 0),
     "local_sgd": (Case("local_sgd", {"every": 3}), 2, 2, 7, 0),
     "statistics of batches": (Case("ddp", norm=True), 2, 2, 5, 0),
-    "ddp, with PowerSGD": (Case("ddp", POWER), 2, 2, 6, 0),
     "a stream with a state": (Case("ddp", data="remembered"), 2, 2, 8, 0),
-    "persistent workers": (Case(**PERSISTENT), 1, 1, 8, 0),
     "two processes, then one": (Case(), 2, 1, 8, 0),
     "one process, then two": (Case(accumulation=2), 1, 2, 4, 0),
 }
@@ -50,6 +48,8 @@ SLOW: dict[str, Row] = {
         )
         for precision, accumulation, step, write in (("no", 2, 5, 0), ("bf16", 1, 0, 23))
     },
+    "persistent workers": (Case(**PERSISTENT), 1, 1, 8, 0),
+    "ddp, with PowerSGD": (Case("ddp", POWER), 2, 2, 6, 0),
     "one process, asynchronously, in a save": (Case(accumulation=2, async_=True), 1, 1, 0, 30),
     "fsdp in bf16, asynchronously, in a save": (Case("fsdp", precision="bf16", async_=True), 2, 2, 0, 31),
     "two processes, asynchronously, then one": (Case(accumulation=2, async_=True), 2, 1, 5, 0),

@@ -64,7 +64,7 @@ def expected(counts: list[list[int]], accumulation: int) -> list[list[Tensor]]:
     ]
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=20, deadline=None)
 @given(accumulation=st.integers(1, 4), counts=st.lists(st.integers(0, 9), min_size=1, max_size=8))
 def test_any_counts_and_any_window(accumulation: int, counts: list[int]) -> None:
     counts = counts[: len(counts) // accumulation * accumulation]  # whole windows
