@@ -198,6 +198,24 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_asked(path, w
     assert re.search(f"easymp: .*{words}", said) and "This machine" not in said
 
 
+def test_a_read_only_folder(folder: Path, config):
+    place = folder / "closed"
+    place.mkdir()
+    place.chmod(0o555)
+    if os.geteuid() == 0:  # root may write everywhere: be another user for a moment
+        for above in (folder, *folder.parents):
+            if not above.stat().st_mode & 0o001:
+                above.chmod(above.stat().st_mode | 0o011)
+        os.seteuid(65534)
+    try:
+        said = config("T4", "--yes", "--file", "closed/easymp.toml", code=1)
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+    assert "closed/easymp.toml cannot be written: Permission denied" in said
+    assert not any(place.iterdir())
+
+
 def _full(descriptor: int) -> None:
     raise OSError(28, "No space left on device")
 

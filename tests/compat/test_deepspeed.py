@@ -290,7 +290,7 @@ def several_backwards(stage, half, steps):
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 
 
-@pytest.mark.parametrize(("stage", "half", "steps"), [(0, HALF, 2), (1, {}, 2), (3, HALF, 2)])
+@pytest.mark.parametrize(("stage", "half", "steps"), [(0, HALF, 2), (1, {}, 2), (2, {}, 1), (3, HALF, 2)])
 def test_several_backward_passes_before_a_step(ranks, stage, half, steps):
     net, (x, _) = TwoHeads(), data()
     for i in range(steps):

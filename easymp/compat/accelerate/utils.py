@@ -239,7 +239,7 @@ _RANKS = ("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_
 _own = (convert_outputs_to_fp32, convert_to_fp32, find_device, listify)
 _operations = {
     **{f.__name__: f for f in _own},
-    "is_torch_tensor": torch.is_tensor,
+    "is_torch_tensor": lambda tensor: torch.is_tensor(tensor),  # by keyword, too
     **{name: getattr(pytree, name) for name in _TREES},
     **{name: getattr(collectives, name) for name in _RANKS},
 }
