@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,9 @@ def a_count_of_steps(run: Run) -> None:
 
 def two_zips(run: Run) -> None:
     for epoch in run.acc.epochs(2):
-        for both in chain(zip(run.a, run.b), zip(run.a, run.b)):
-            run.step(*both)
+        for _ in range(2):
+            for both in zip(run.a, run.b):
+                run.step(*both)
         run.place(f"end {epoch}")
 
 
