@@ -1,4 +1,4 @@
-"""Write the tree of architecture.md anew: each file of easymp with the first sentence of its docstring."""
+"""Write the tree of architecture.md: each file of easymp with the first sentence of its docstring."""
 
 from __future__ import annotations
 
