@@ -341,10 +341,13 @@ def clip_to_norm(
             number = count(parameter) if count else copies(parameter.grad, world.size)
             if part.numel() and number:
                 by_copies.setdefault(number, []).append(part)
+        # One dtype on all ranks, also on those without an element.
+        double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+        zero = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=world.device)
         here = [
-            nn.utils.get_total_norm(parts, norm_type).to(world.device) * number ** (-1.0 / norm_type)
+            nn.utils.get_total_norm(parts, norm_type).to(zero) * number ** (-1.0 / norm_type)
             for number, parts in by_copies.items()
-        ] or [torch.zeros((), device=world.device)]
+        ] or [zero]
         mine = torch.linalg.vector_norm(torch.stack(here), norm_type)
         total = torch.linalg.vector_norm(world.gather(mine), norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_

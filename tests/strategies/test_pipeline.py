@@ -65,6 +65,21 @@ def test_it_trains_as_one_process(
     agree(ours, trained("single", kind, steps, clip))
 
 
+def fp16_norm(strategy: str, options: Any) -> float:
+    with under(strategy, options, precision="O3") as acc:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU())
+        model, _ = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        acc.backward(model(torch.ones(4, WIDTH)).square().mean())
+        return acc.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def test_a_stage_without_parameters_takes_part_in_a_norm_of_fp16_gradients(ranks) -> None:
+    assert ranks(fp16_norm, "pipeline", {"splits": ["1"]}) == pytest.approx(
+        [fp16_norm("single", None)] * 2, rel=1e-2
+    )
+
+
 def batch_norm(strategy: str, schedule: str) -> dict[str, Any]:
     options = {"schedule": schedule} if strategy == "pipeline" else None
     parts = 2 if strategy == "single" else 1
