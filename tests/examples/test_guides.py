@@ -1,4 +1,4 @@
-"""docs/migrating-from-*.md: their programs run, before with nothing but the import lines changed, and after.
+"""docs/moving-in/*.md: their programs run, before with nothing but the import lines changed, and after.
 
 The blocks of Python that have the same word behind ``python`` are one program. Its old import lines give way to the new ones, as the
 guide's ``diff`` blocks have them. `Net`, `data` and `loss_fn` are there, and a training leaves a `loss` below half of what it began with.
@@ -27,7 +27,7 @@ from easymp.compat import explain
 from ..conftest import Ranks
 from .run import ROOT
 
-GUIDES = sorted(ROOT.glob("docs/migrating-from-*.md"))
+GUIDES = sorted(ROOT.glob("docs/moving-in/*.md"))
 TRAININGS = ("before", "after")
 ROOMS = ("logging", "toml")  # easymp.logging, easymp.toml
 
@@ -104,7 +104,7 @@ def test_what_it_names_is_there(guide: Path) -> None:
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_the_readme_has_its_import_line(guide: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"(docs/{guide.name})" in readme
+    assert f"(docs/moving-in/{guide.name})" in readme
     assert any(
         f"| `{old}` | `{new}` |" in readme for old, new in changed(guide.read_text(encoding="utf-8")).items()
     )
