@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from easymp.cli.compare.report import running_mean
 from easymp.cli.compare.runs import Variant
 from easymp.cli.compare.summary import Run, choose, metric
 from easymp.cli.compare.verdict import Comparison
+from easymp.cli.curves import running_mean
 
 from .runs import comparison, run
 

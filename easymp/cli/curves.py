@@ -1,0 +1,155 @@
+"""Curves in panels, drawn by matplotlib as one image: for `easymp plot` and `easymp compare`.
+
+Colours are Okabe and Ito's, which any kind of colour vision can tell apart (Okabe, Ito: Color Universal Design, 2008). Each series
+has its own dashes, too.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+DASHES = ("", "8 4", "2 2", "8 3 2 3", "5 2 2 2 2 2", "12 4")  # as SVG has them
+NOISY = 60  # points from which on a curve has values of single batches, which scatter
+PARTS = 25  # of a noisy curve; a running mean goes over each
+WIDTH, HEIGHT = 4.7, 3.2  # inches of a panel
+LOG = 30  # ratio of the largest to the smallest value from which on the axis is logarithmic
+STYLE = {
+    "text.parse_math": False,  # a name is not a formula
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#c9ced6",
+    "path.simplify_threshold": 0.5,
+}
+
+
+class Line(NamedTuple):
+    """One curve of series number `series`; the `main` one is drawn strongly and named, others faintly."""
+
+    series: int
+    points: list[tuple[float, float]]
+    main: bool
+
+
+Panel = tuple[str, Callable[["Axes"], None]]  # a title, and a function that draws
+
+
+def missing(*needed: str) -> str:
+    """A sentence that names the packages among `needed` that are not installed; "" where all are."""
+    absent = [name for name in needed if find_spec(name) is None]
+    if not absent:
+        return ""
+    are = "are" if absent[1:] else "is"
+    return f"{' and '.join(absent)} {are} not installed. pip install 'easymp[report]' brings them."
+
+
+def smoothed(series: int, points: list[tuple[float, float]], main: bool = True) -> Iterator[Line]:
+    """The line of `points`; of a noisy one its running mean, with the values of the main one behind it."""
+    if len(points) > NOISY:
+        if main:
+            yield Line(series, points, False)
+        points = running_mean(points)
+    if points:
+        yield Line(series, points, main)
+
+
+def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each value the mean of those around it: of one part in `PARTS` of all, fewer at the ends, as many on either side."""
+    half = max(1, len(points) // (2 * PARTS))
+    sums = [0.0, *accumulate(value for _, value in points)]
+    means = []
+    for i, (x, _) in enumerate(points):
+        reach = min(half, i, len(points) - 1 - i)
+        means.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
+    return means
+
+
+def curves(
+    lines: Sequence[Line],
+    names: Sequence[str],
+    across: str,
+    up: str = "",
+    *,
+    share: bool = False,
+    from_zero: bool = False,
+) -> Callable[[Axes], None]:
+    """A function that draws `lines`, with one legend entry for each main line.
+
+    Args:
+        names: of the series, by number.
+        across, up: labels of the axes, with units.
+        share: values from 0 to 1 are shown as percent.
+        from_zero: the vertical axis begins at 0. Otherwise it is logarithmic where values differ by more than `LOG` times.
+    """
+    return partial(_curves, lines, names, across, up, share, from_zero)
+
+
+def _curves(
+    lines: Sequence[Line],
+    names: Sequence[str],
+    across: str,
+    up: str,
+    share: bool,
+    from_zero: bool,
+    axes: Axes,
+) -> None:
+    values = [value for line in lines for _, value in line.points]
+    if from_zero:
+        axes.set_ylim(0, 1.05 * max(values))
+    elif share and all(0 <= value <= 1 for value in values):
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
+    elif min(values) > 0 and max(values) > LOG * min(values):  # equal steps would hide the small ones
+        axes.set_yscale("log")
+    for line in lines:
+        pattern = tuple(float(length) for length in dashes(line.series).split())
+        axes.plot(
+            *zip(*line.points),
+            color=colour(line.series),
+            linestyle=(0, pattern) if pattern and line.main else "-",
+            linewidth=1.8 if line.main else 0.9,
+            alpha=1 if line.main else 0.3,
+            marker="o" if len(line.points) == 1 else None,
+            label=names[line.series] if line.main else None,
+        )
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.legend(fontsize="small")
+
+
+def draw(made: Sequence[Panel], columns: int, form: str, head: str = "") -> bytes:
+    """All panels in one image, as ``"svg"`` or ``"png"``, under `head`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        lines = -(-len(made) // columns)
+        height = lines * HEIGHT + (0.8 if head else 0)
+        figure, file = Figure(figsize=(columns * WIDTH, height), layout="constrained"), io.BytesIO()
+        if head:
+            figure.suptitle(textwrap.fill(head, 100), fontsize=11, x=0.02, ha="left")
+        for place, (title, fill) in enumerate(made, 1):
+            axes = figure.add_subplot(lines, columns, place)
+            axes.set_title(title, loc="left", fontsize=11)
+            fill(axes)
+        figure.savefig(file, format=form, dpi=150, metadata={"Date" if form == "svg" else "Software": None})
+    return file.getvalue()
+
+
+def colour(series: int) -> str:
+    return COLOURS[series % len(COLOURS)]
+
+
+def dashes(series: int) -> str:
+    """Dashes of a series: each pair of them and a colour occurs once, for as many series as there are pairs."""
+    return DASHES[(series + series // len(COLOURS)) % len(DASHES)]
