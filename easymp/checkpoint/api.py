@@ -459,7 +459,7 @@ class Checkpoints:
                 passed.append(name)
                 continue
             place = folders.inside(root, name)
-            logger.info("resumed from %s", place)
+            logger.info("resumed from %s", folders.shown(place))
             return place
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -491,7 +491,7 @@ class Checkpoints:
         place = self.save_state()
         self._settle_saves()
         by = f" by signal {number}" if number else ""
-        logger.warning("preempted%s: saved %s, and exiting with %d", by, place, RESTART)
+        logger.warning("preempted%s: saved %s, and exiting with %d", by, folders.shown(place), RESTART)
         self.close()
         raise SystemExit(RESTART)
 

@@ -28,7 +28,7 @@ from .header import decode as decode_header
 from .header import length as header_length
 from .lock import TEMPORARY
 from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Manifest, decode, seal
-from .storage import Part, SourceFile, Storage, Tick, no_tick
+from .storage import Part, SourceFile, Storage, Tick, no_tick, shown
 from .storage_local import LocalStorage
 from .storage_remote import RemoteStorage
 
@@ -224,7 +224,7 @@ def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
         folder = current(storage, name)
         return Opened(storage, folder, open_manifest(storage, folder))
     except OSError as error:
-        raise CheckpointError(f"{os.fspath(place)}: cannot be read ({error})") from error
+        raise CheckpointError(f"{shown(os.fspath(place))}: cannot be read ({error})") from error
 
 
 # -- files of other programs ------------------------------------------------------------------------------------------

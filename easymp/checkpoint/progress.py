@@ -16,7 +16,7 @@ from typing import TextIO
 from ..base.units import size
 from ..distributed import World
 from ..logging import get_logger
-from .storage import Tick
+from .storage import Tick, shown
 
 logger = get_logger(__name__)
 
@@ -110,6 +110,7 @@ class Progress:
 
 def of_ranks(world: World, doing: str, done: str, place: str, background: bool = False) -> Progress:
     """The progress of rank 0, which stands for all ranks: "saving", "saved", and where."""
+    place = shown(place)
     share = f" (rank 0 of {world.size})" if world.size > 1 else ""
     return Progress(f"{doing} {place}{share}", f"{done} {place}{share}", world.rank == 0, background)
 

@@ -26,7 +26,7 @@ from .folders import (
 from .header import PARTS, filed
 from .layout import whole
 from .manifest import COMMIT, INDEX, INSIDE, MANIFEST, Piece, Stored, canonical
-from .storage import SourceFile, Storage
+from .storage import SourceFile, Storage, shown
 
 logger = get_logger(__name__)
 
@@ -81,8 +81,8 @@ def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
         if INDEX in there:
             return _indexed(said, folder, INDEX)
     except OSError as error:
-        raise CheckpointError(f"{said}: cannot be read ({error})") from error
-    raise CheckpointError(f"{said}: {_what_else(there)}")
+        raise CheckpointError(f"{shown(said)}: cannot be read ({error})") from error
+    raise CheckpointError(f"{shown(said)}: {_what_else(there)}")
 
 
 def _what_else(there: set[str]) -> str:

@@ -35,6 +35,11 @@ Runs = list[tuple[int, memoryview]]  # (place in the file, target), sorted
 Tick = Callable[[int], None]  # told how many more bytes are done
 
 
+def shown(place: str) -> str:
+    """A path or URL for messages: a password in it is left out."""
+    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", place)
+
+
 def no_tick(count: int) -> None:
     """Do nothing."""
 

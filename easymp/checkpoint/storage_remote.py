@@ -34,6 +34,7 @@ from .storage import (
     cut,
     exactly,
     no_tick,
+    shown,
 )
 
 T = TypeVar("T")
@@ -61,14 +62,14 @@ class RemoteStorage(Storage):
     def __init__(self, place: str) -> None:
         import fsspec  # slow to import, and only URLs need it
 
-        self.place = place
+        self.place = shown(place)
         try:
             for kind in place.partition("://")[0].split("::"):
                 _import_client(kind)
             self._fs, self._root = fsspec.url_to_fs(place)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{place}: {error}. Install the package that fsspec needs for it (pip install 'easymp[s3]' for s3://)"
+                f"{self.place}: {error}. Install the package that fsspec needs for it (pip install 'easymp[s3]' for s3://)"
             ) from None
         kinds = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._folders = not kinds & OBJECT_STORES

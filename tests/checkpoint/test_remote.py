@@ -17,6 +17,7 @@ from easymp.checkpoint import storage_local
 from easymp.checkpoint.manifest import BLOCK
 from easymp.checkpoint.storage import SourceFile
 from easymp.checkpoint.storage_remote import RemoteStorage
+from easymp.cli import main
 
 from .test_storage import content, crcs
 
@@ -85,3 +86,10 @@ def test_an_import_that_draws_changes_no_random_number_of_the_training(tmp_path,
     assert RemoteStorage("simplecache::drawing://run").place == "simplecache::drawing://run"
     assert "drawing_store" in sys.modules and random.getstate() == before
     sys.modules.pop("drawing_store")
+
+
+def test_a_password_in_a_url_stays_out_of_messages(capfd: pytest.CaptureFixture[str]) -> None:
+    for place in ("ftp://me:secret@127.0.0.1:9/run", "nowhere://me:secret@127.0.0.1/run"):
+        assert main(["checkpoint", "list", place]) != 0
+    said = "".join(capfd.readouterr())
+    assert "me:***@" in said and "secret" not in said
