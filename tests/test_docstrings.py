@@ -1,0 +1,470 @@
+"""Docstrings of public names: complete, and their examples run.
+
+A method's example may stand in the docstring of its class. Examples begin with ``import torch``, ``from torch import nn`` and
+``from easymp import *``.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import doctest
+import enum
+import functools
+import gc
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import easymp
+import easymp.optim
+from easymp import errors
+
+# Users make these or get them from `prepare`; the other names of easymp.optim are for easymp's packages.
+OPTIM = "Adagrad Adam AdamW FusedOptimizer LAMB LARC Lion NovoGrad PreparedOptimizer PreparedScheduler SGD".split()
+MADE_BY_PREPARE = {"PreparedLoader", "PreparedOptimizer", "PreparedScheduler"}  # users do not call them
+NOTHING = re.compile(r"'?(None|NoReturn|(Iterator|Generator|AbstractContextManager)\[None.*\])'?")
+SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example):")
+ENTRY = re.compile(r"    (?=\S)\*{0,2}(\w+)(?: \([^)]*\))?: \S")
+INCOMPLETE = set(  # to become empty
+    """
+    Accelerator
+    Accelerator.accumulate
+    Accelerator.autocast
+    Accelerator.averaged
+    Accelerator.backward
+    Accelerator.check_trigger
+    Accelerator.clear
+    Accelerator.clip_grad_norm_
+    Accelerator.clip_grad_value_
+    Accelerator.close
+    Accelerator.dispatch_batches
+    Accelerator.end_training
+    Accelerator.even_batches
+    Accelerator.forward_backward
+    Accelerator.free_memory
+    Accelerator.gather
+    Accelerator.gather_for_metrics
+    Accelerator.get_tracker
+    Accelerator.gradient_accumulation_steps
+    Accelerator.gradient_state
+    Accelerator.hardware
+    Accelerator.init_trackers
+    Accelerator.join_uneven_inputs
+    Accelerator.launch
+    Accelerator.log
+    Accelerator.mean
+    Accelerator.mixed_precision
+    Accelerator.no_sync
+    Accelerator.non_blocking
+    Accelerator.optimizer_step_was_skipped
+    Accelerator.pad_across_processes
+    Accelerator.plan
+    Accelerator.prepare
+    Accelerator.prepare_data_loader
+    Accelerator.prepare_model
+    Accelerator.prepare_optimizer
+    Accelerator.prepare_scheduler
+    Accelerator.profile
+    Accelerator.reduce
+    Accelerator.scaler
+    Accelerator.set_trigger
+    Accelerator.skip_first_batches
+    Accelerator.split_batches
+    Accelerator.state
+    Accelerator.sync_gradients
+    Accelerator.total_updates
+    Accelerator.trackers
+    Accelerator.trigger_sync_in_backward
+    Accelerator.unscale_gradients
+    Accelerator.unwrap_model
+    Accelerator.use_seedable_sampler
+    Accelerator.use_stateful_dataloader
+    AcceleratorState
+    AcceleratorState.deepspeed_plugin
+    AcceleratorState.mixed_precision
+    AcceleratorState.plan
+    AutocastKwargs
+    BatchError
+    CheckpointError
+    Checkpoints.epochs
+    Checkpoints.get_state_dict
+    Checkpoints.load_state
+    Checkpoints.logging_dir
+    Checkpoints.project_configuration
+    Checkpoints.project_dir
+    Checkpoints.register_for_checkpointing
+    Checkpoints.register_load_state_pre_hook
+    Checkpoints.register_save_state_pre_hook
+    Checkpoints.resume
+    Checkpoints.save
+    Checkpoints.save_iteration
+    Checkpoints.save_model
+    Checkpoints.save_state
+    Choice
+    CompileOptions
+    DDPCommunicationHookType
+    DataLoaderConfiguration
+    DataParallelOptions
+    DistributedDataParallelKwargs
+    DistributedDataParallelKwargs.low_rank
+    DistributedDataParallelKwargs.remembers
+    DistributedType
+    EasympError
+    EasympWarning
+    FSDPOptions
+    FusedOptimizer.advance
+    FusedOptimizer.advance_by_torch
+    FusedOptimizer.averaged
+    FusedOptimizer.begin_at
+    FusedOptimizer.borrowing
+    FusedOptimizer.clip_grad_norm_
+    FusedOptimizer.count_by
+    FusedOptimizer.do_without
+    FusedOptimizer.engine
+    FusedOptimizer.gradient_norm
+    FusedOptimizer.load_state_dict
+    FusedOptimizer.round_from
+    FusedOptimizer.rounding
+    FusedOptimizer.step
+    FusedOptimizer.use_plain_torch
+    FusedOptimizer.zero_grad
+    GeneralTracker
+    GeneralTracker.finish
+    GeneralTracker.log
+    GeneralTracker.start
+    GeneralTracker.store_init_configuration
+    GradScalerKwargs
+    GradientAccumulationPlugin
+    GradientState
+    GradientState.active_dataloader
+    GradientState.end_of_dataloader
+    GradientState.in_dataloader
+    GradientState.num_steps
+    GradientState.remainder
+    GradientState.sync_gradients
+    GradientState.sync_with_dataloader
+    HSDPOptions
+    Hardware
+    Hardware.kind
+    InitProcessGroupKwargs
+    InitProcessGroupKwargs.seconds
+    KernelError
+    LAMB.advance_lists
+    LARC.add_param_group
+    LARC.advance
+    LARC.defaults
+    LARC.load_state_dict
+    LARC.param_groups
+    LARC.round_from
+    LARC.state
+    LARC.state_dict
+    Lion.advance_lists
+    ListOptimizer.add_param_group
+    ListOptimizer.advance_by_torch
+    LocalSGD
+    LocalSGD.step
+    LocalSGDOptions
+    LoggerType
+    Memory.lasting
+    Memory.rows
+    Memory.total
+    NonfiniteError
+    NormalizeImages
+    NovoGrad.advance_lists
+    PartialState
+    PartialState.destroy_process_group
+    PipelineOptions
+    PipelineOptions.stages
+    PipelineOptions.takes
+    Plan
+    Plan.as_dict
+    Plan.choices
+    Plan.explain
+    PrecisionType
+    PrepareError
+    PreparedLoader
+    PreparedLoader.batch_line
+    PreparedLoader.dataset
+    PreparedLoader.even_batches
+    PreparedLoader.load_state_dict
+    PreparedLoader.read
+    PreparedLoader.replay
+    PreparedLoader.sampler
+    PreparedLoader.set_epoch
+    PreparedLoader.state_dict
+    PreparedLoader.surplus
+    PreparedLoader.total_batch_size
+    PreparedLoader.uneven
+    PreparedOptimizer.add_param_group
+    PreparedOptimizer.apply_clip
+    PreparedOptimizer.defaults
+    PreparedOptimizer.follow_backward
+    PreparedOptimizer.gather
+    PreparedOptimizer.has_masters
+    PreparedOptimizer.laid_out
+    PreparedOptimizer.leave
+    PreparedOptimizer.listens
+    PreparedOptimizer.load_state_dict
+    PreparedOptimizer.masters
+    PreparedOptimizer.param_groups
+    PreparedOptimizer.parameters
+    PreparedOptimizer.release
+    PreparedOptimizer.remember
+    PreparedOptimizer.rest
+    PreparedOptimizer.state
+    PreparedOptimizer.state_dict
+    PreparedOptimizer.step
+    PreparedOptimizer.step_was_skipped
+    PreparedOptimizer.synchronizes
+    PreparedOptimizer.take_group
+    PreparedOptimizer.unused
+    PreparedOptimizer.zero_grad
+    PreparedScheduler.behind
+    PreparedScheduler.get_last_lr
+    PreparedScheduler.load_state_dict
+    PreparedScheduler.state_dict
+    PreparedScheduler.step
+    Processes.device
+    Processes.distributed_type
+    Processes.is_last_process
+    Processes.is_local_main_process
+    Processes.is_main_process
+    Processes.local_main_process_first
+    Processes.local_process_index
+    Processes.main_process_first
+    Processes.num_processes
+    Processes.on_last_process
+    Processes.on_local_main_process
+    Processes.on_local_process
+    Processes.on_main_process
+    Processes.on_process
+    Processes.print
+    Processes.process_index
+    Processes.split_between_processes
+    Processes.use_distributed
+    Processes.wait_for_everyone
+    ProfileKwargs
+    ProjectConfiguration
+    ProjectConfiguration.set_directories
+    RefusedError
+    SettingError
+    Settings
+    Settings.source
+    Source
+    StepError
+    SyncBatchNorm
+    SyncBatchNorm.convert_sync_batchnorm
+    SyncBatchNorm.forward
+    TensorParallelOptions
+    TorchOptimizer.advance_by_torch
+    TorchOptimizer.step_by_reference
+    Tracker
+    Tracker.finish
+    Tracker.log
+    Tracker.start
+    TrackerError
+    WorldError
+    broadcast
+    broadcast_object_list
+    concatenate
+    convert_sync_batchnorm
+    debug_launcher
+    detect
+    find_batch_size
+    find_executable_batch_size
+    forward_method
+    gather
+    gather_object
+    get_logger
+    launch
+    load
+    load_weights
+    make_plan
+    memory
+    memory.Memory
+    memory.Table
+    memory.bytes_saved
+    memory.estimate
+    memory.fits
+    memory.table
+    notebook_launcher
+    optim.Adagrad
+    optim.Adam
+    optim.AdamW
+    optim.FusedOptimizer
+    optim.LAMB
+    optim.LARC
+    optim.Lion
+    optim.NovoGrad
+    optim.PreparedOptimizer
+    optim.PreparedScheduler
+    optim.SGD
+    pad_across_processes
+    recursively_apply
+    reduce
+    release_memory
+    resolve
+    send_to_device
+    set_seed
+    skip_first_batches
+    tqdm
+    """.split()
+)
+
+
+class Public(NamedTuple):
+    name: str
+    value: Any
+    text: str  # the docstring
+    owner: type | None = None
+
+
+def members(kind: type) -> Iterator[tuple[str, Any, type]]:
+    """The public functions and properties that classes of easymp give to `kind`, each with its class."""
+    seen: set[str] = set()
+    for base in kind.__mro__:
+        for name, value in vars(base).items() if base.__module__.startswith("easymp") else ():
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            function = function.func if isinstance(function, functools.cached_property) else function
+            if not name.startswith("_") and name not in seen and inspect.isfunction(function):
+                yield name, value if isinstance(value, property) else function, base
+            seen.add(name)
+
+
+@functools.cache
+def public() -> dict[str, Public]:
+    found: dict[str, Public] = {}
+    places: list[tuple[str, Any]] = [(name, getattr(easymp, name)) for name in easymp.__all__]
+    places += [(f"optim.{name}", getattr(easymp.optim, name)) for name in OPTIM]
+    memory = vars(easymp.memory).items()
+    places += [
+        (f"memory.{name}", value)
+        for name, value in memory
+        if getattr(value, "__module__", "") == "easymp.training.memory"
+        and name in ("Memory", "Table", "bytes_saved", "estimate", "fits", "table")
+    ]
+    for name, value in places:
+        if isinstance(value, str):
+            continue
+        found[name] = Public(name, value, inspect.cleandoc(value.__doc__ or ""))
+        for member, function, base in members(value) if inspect.isclass(value) else ():
+            where = f"{base.__name__}.{member}"
+            found[where] = Public(where, function, inspect.cleandoc(function.__doc__ or ""), value)
+    return found
+
+
+def sections(text: str) -> dict[str, str]:
+    """The text of each section, without its heading; "" holds what stands before the first."""
+    parts, current = {"": ""}, ""
+    for line in text.splitlines():
+        if heading := SECTION.fullmatch(line):
+            current = heading[1]
+            parts[current] = ""
+        else:
+            parts[current] += line + "\n"
+    return parts
+
+
+def parameters(value: Any) -> list[str]:
+    if inspect.isclass(value):
+        if value.__name__ in MADE_BY_PREPARE or issubclass(value, (enum.Enum, BaseException)):
+            return []
+        if dataclasses.is_dataclass(value):
+            return [f.name for f in dataclasses.fields(value)]
+        if "__init__" not in vars(value):
+            return []
+        value = value.__init__
+    if isinstance(value, property) or not callable(value):
+        return []
+    return [name for name in inspect.signature(value).parameters if name not in ("self", "cls")]
+
+
+def raised(value: Any) -> Iterator[type[BaseException]]:
+    """The classes of errors in the ``raise`` statements of a function, or of a class when it is made."""
+    if inspect.isclass(value):
+        for name in ("__init__", "__post_init__"):
+            if inspect.isfunction(vars(value).get(name)) and vars(value)[name].__module__ == value.__module__:
+                yield from raised(vars(value)[name])
+        return
+    function = value.fget if isinstance(value, property) else value
+    if not inspect.isfunction(function):
+        return
+    try:
+        todo: list[ast.AST] = list(ast.parse(textwrap.dedent(inspect.getsource(function))).body)
+    except OSError:  # a dataclass wrote it
+        return
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            called = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            name = getattr(called, "id", "")
+            kind = getattr(errors, name, getattr(builtins, name, None))
+            if inspect.isclass(kind):
+                yield kind
+        todo += [n for n in ast.iter_child_nodes(node) if not isinstance(n, (ast.Lambda,))]
+
+
+def explained(error: type[BaseException], text: str) -> bool:
+    return any(base.__name__ in ENTRY.findall(text) for base in error.__mro__[:-2])
+
+
+def gaps(item: Public) -> Iterator[str]:
+    """What the docstring does not say."""
+    parts = sections(item.text)
+    if not parts[""].strip():
+        yield "a summary"
+    told = ENTRY.findall(parts.get("Args", "") + parts.get("Attributes", ""))
+    yield from (f"Args: {name}" for name in parameters(item.value) if name not in told)
+    if inspect.isfunction(item.value):
+        returns = inspect.signature(item.value).return_annotation
+        if not NOTHING.fullmatch(str(returns)) and not {"Returns", "Yields"} & parts.keys():
+            yield "Returns"
+    for error in raised(item.value):
+        if not explained(error, parts.get("Raises", "")):
+            yield f"Raises: {error.__name__}"
+    whole = (item.owner.__doc__ or "") if item.owner else ""
+    shown = any(
+        f".{item.name.split('.')[-1]}" in e.source for e in doctest.DocTestParser().get_examples(whole)
+    )
+    if ">>> " not in parts.get("Example", "") and not shown:
+        yield "Example"
+
+
+@pytest.mark.parametrize("name", public())
+def test_a_public_docstring_is_complete(name: str) -> None:
+    missing = list(dict.fromkeys(gaps(public()[name])))
+    if name in INCOMPLETE:
+        assert missing, f"complete: take {name} out of INCOMPLETE"
+    else:
+        assert not missing, f"the docstring of {name} lacks {', '.join(missing)}"
+
+
+def test_names_to_be_completed_exist() -> None:
+    assert public().keys() >= INCOMPLETE
+
+
+@pytest.mark.parametrize(
+    "name", sorted({n for n, item in public().items() if ">>> " in item.text} - INCOMPLETE)
+)
+def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec("import torch\nfrom torch import nn\nimport easymp\nfrom easymp import *", names)
+    example = doctest.DocTestParser().get_doctest(public()[name].text, names, name, None, 0)
+    said: list[str] = []
+    say: Callable[[str], Any] = said.append
+    state = torch.random.get_rng_state()
+    try:
+        result = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(example, out=say)
+    finally:
+        torch.random.set_rng_state(state)
+        gc.collect()  # closes what the example left open
+    assert not result.failed, "".join(said)
