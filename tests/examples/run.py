@@ -14,13 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(script: str | Path, *arguments: str, directory: Path = ROOT) -> str:
-    """What the script prints. It runs on one thread a process; a failure fails the test with the script's last words."""
+def environment() -> dict[str, str]:
+    """The variables of a user's shell: none of a launcher or of easymp, and one thread a process."""
     foreign = ("EASYMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    left = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return left | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(script: str | Path, *arguments: str, directory: Path = ROOT) -> str:
+    """What the script prints; a failure fails the test with the script's last words."""
     command = [sys.executable, str(ROOT / script), *arguments]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

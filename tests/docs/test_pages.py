@@ -1,0 +1,192 @@
+"""README.md and the pages of docs/: their blocks run in page order, their links lead somewhere, their tables name what exists.
+
+A page gets an empty folder. Its ``python`` blocks share one interpreter, its ``bash`` blocks run by ``bash -e``; a block with a title is
+written to the file of that name, for the blocks after it. ``needs="sbatch"`` names a command or a module without which a block is not run;
+``needs="network"`` is not run at all, nor ``needs="checkout"``, which is for this repository's own folder. A ``text`` block shows output;
+with the word ``exact`` the block before it prints these lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from easymp import resolve
+from easymp.cli import COMMANDS
+from easymp.registry import PRECISIONS, STRATEGIES
+from easymp.settings import NAMES, resolve_launching
+
+from ..cluster import Cluster, missing
+from ..examples.run import ROOT, environment
+from . import blocks as runner
+from .blocks import Block, blocks
+
+TEXTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+}
+BLOCKS = {page: blocks(page, text) for page, text in TEXTS.items()}
+LANGUAGES = {"python", "bash", "text", "toml", "yaml", "json", "diff", "mermaid"}
+OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums"}
+SLURM = {"sbatch", "srun"}
+OLD = {  # pages whose blocks do not run yet
+    "README.md",
+    *(
+        f"docs/guides/{name}.md"
+        for name in "checkpoints comparing configuration memory profiling tracking".split()
+    ),
+    "docs/guides/launching/index.md",
+}
+
+
+def own_program(block: Block) -> bool:
+    """A program of a guide for moving in, which tests/examples/test_guides.py runs."""
+    return block.page.startswith("docs/moving-in/") and not block.options.keys() <= OPTIONS
+
+
+def can_run(block: Block) -> bool:
+    for name in block.needs.split():
+        if name in ("network", "checkout"):
+            return False
+        if name in SLURM:
+            if missing():
+                return False
+        elif not shutil.which(name) and importlib.util.find_spec(name) is None:
+            return False
+        elif name == "kubectl":  # a client without a cluster can do nothing
+            return subprocess.run([name, "version"], capture_output=True, timeout=30).returncode == 0
+    return True
+
+
+def runs(block: Block) -> bool:
+    """Is executed, or written for one that is."""
+    return (block.language in ("python", "bash") or bool(block.title)) and not own_program(block)
+
+
+def page_of(page: str) -> object:
+    fast = page in ("README.md", "docs/index.md") or page.startswith("docs/start/")
+    return pytest.param(page, id=page, marks=() if fast else pytest.mark.slow)
+
+
+@contextlib.contextmanager
+def slurm(wanted: bool) -> Iterator[dict[str, str]]:
+    """Variables by which commands find a Slurm of the tests, if one is wanted."""
+    if not wanted:
+        yield {}
+        return
+    cluster = Cluster()
+    try:
+        cluster.start()
+        yield {"SLURM_CONF": cluster.variables["SLURM_CONF"]}
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.parametrize("page", [page_of(page) for page in TEXTS if any(map(runs, BLOCKS[page]))])
+def test_its_blocks_run(page: str, tmp_path: Path) -> None:
+    wanted = [block for block in BLOCKS[page] if runs(block) and can_run(block)]
+    file, folder = tmp_path / "blocks.json", tmp_path / "folder"
+    file.write_text(runner.dump(wanted))
+    folder.mkdir()
+    with slurm(any(SLURM & set(block.needs.split()) for block in wanted)) as variables:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        done = subprocess.run(
+            [sys.executable, runner.__file__, str(file)],
+            cwd=folder,
+            env={**environment(), "PATH": path, **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr[-5000:]
+    printed = {str(block): text for block, text in zip(wanted, json.loads(file.read_text()))}
+    for before, shown in pairwise(BLOCKS[page]):
+        if "exact" in shown.options and str(before) in printed:
+            assert shown.code in printed[str(before)], str(shown)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_its_blocks_are_of_languages_that_are_checked(page: str) -> None:
+    listed = [block for block in BLOCKS[page] if page not in OLD]
+    assert [str(block) for block in listed if block.language not in LANGUAGES] == []
+    unknown = [block for block in listed if not block.options.keys() <= OPTIONS and not own_program(block)]
+    assert [str(block) for block in unknown if block.language != "text"] == []
+    for number, block in enumerate(listed):
+        if block.language == "python" and block.title:
+            compile(block.code, str(block), "exec")
+            later = " ".join(b.code for b in listed[number + 1 :] if b.language in ("python", "bash"))
+            assert Path(block.title).stem in later, f"{block}: no later block uses {block.title}"
+    shown = [b for a, b in pairwise(listed) if "exact" in b.options and a.language not in ("python", "bash")]
+    assert [str(block) for block in shown] == []
+
+
+@pytest.mark.parametrize("page", [p for p in TEXTS if any(b.language == "toml" for b in BLOCKS[p])])
+def test_each_toml_is_valid(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block without a title is an easymp.toml."""
+    monkeypatch.chdir(tmp_path)
+    for block in BLOCKS[page]:
+        if block.language == "toml":
+            tomllib.loads(block.code)
+            if block.title in ("", "easymp.toml"):
+                (tmp_path / "easymp.toml").write_text(block.code)
+                resolve()
+                resolve_launching()
+
+
+@pytest.mark.parametrize("page", [p for p in TEXTS if any(b.language in ("yaml", "json") for b in BLOCKS[p])])
+def test_each_yaml_and_json_parses(page: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    for block in BLOCKS[page]:
+        if block.language == "yaml":
+            assert all(isinstance(part, (dict, list)) for part in yaml.safe_load_all(block.code)), str(block)
+        elif block.language == "json":
+            json.loads(block.code)
+
+
+def test_links_lead_to_files() -> None:
+    links = [
+        (page, link)
+        for page, text in TEXTS.items()
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+        if "://" not in link
+    ]
+    assert [(page, link) for page, link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+def test_programs_and_commands_of_the_checkout_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for block in [b for page in BLOCKS.values() for b in page if "checkout" in b.needs.split()]:
+        targets = re.findall(r"^make ([\w-]+)", block.code, re.MULTILINE)
+        assert [name for name in targets if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
+        files = re.findall(r"\b(?:examples|benchmarks)/[\w./-]+\.py", block.code)
+        assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_has_its_row(name: str) -> None:
+    text = TEXTS["docs/guides/configuration.md"]
+    default = NAMES[name].default
+    words = "–" if default is None else f"`{str(default).lower()}`"
+    assert f"| `{name}` | `EASYMP_{name.upper()}` | {words} | {NAMES[name].metadata['help']}" in text
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+    listed = {*STRATEGIES, *PRECISIONS}  # the guide names some of these
+    assert all(f"`{choice}`" in row for choice in NAMES[name].metadata["choices"] if choice not in listed)
+
+
+def test_every_command_strategy_and_precision_is_named() -> None:
+    assert [name for name in COMMANDS if f"`easymp {name}`" not in TEXTS["README.md"]] == []
+    for guide, names in {"strategies": STRATEGIES, "precision": PRECISIONS}.items():
+        text = "".join(text for page, text in TEXTS.items() if page.startswith(f"docs/guides/{guide}"))
+        assert [name for name in names if f"`{name}`" not in text] == []
