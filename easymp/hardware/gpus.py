@@ -1,0 +1,215 @@
+"""GPU models: memory, architecture and peak rates; and machines described in words, such as ``"2x8xH100"``.
+
+The figures are the vendors', for dense products; NVIDIA's data sheets name twice as much "with sparsity" since 2020. Sources: NVIDIA's
+data sheets of the GPU or of its HGX board, for GeForce and RTX cards the appendix of the architecture's white paper ("FP16 Tensor TFLOPS
+with FP32 Accumulate", the way in which torch multiplies), and AMD's data sheets of Instinct accelerators ("matrix").
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..base.units import read_bytes
+from ..errors import SettingError, nearest
+from .accelerators import amd_facts
+from .facts import CPU, Device, Hardware
+from .nvidia import facts_for
+
+GB = 10**9
+NODE = 8  # GPUs of a node, where a description names more and no nodes
+VARIANTS = re.compile(
+    r"\b(laptop|mobile|max-q|mig|ti|super|server|d)\b"
+)  # other chips, clocks or a part of one
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One model.
+
+    Attributes:
+        name: as people write it; each of its words is part of the driver's name, in this order.
+        memory: GB (10**9 bytes), the smallest first. The driver shows up to 7% more.
+        architecture: ``"sm_90"`` of compute capability 9.0, ``"gfx942"`` of AMD.
+        fp32, tf32, fp16, bf16, fp8: peak in TFLOP/s; 0 where there are no units for it, or no figure.
+    """
+
+    name: str
+    memory: tuple[int, ...]
+    architecture: str
+    fp32: float
+    tf32: float = 0
+    fp16: float = 0
+    bf16: float = 0
+    fp8: float = 0
+
+    def device(self, memory: int = 0) -> Device:
+        """The facts of one such card, with `memory` bytes, or its smallest."""
+        size = memory or self.memory[0] * GB
+        if self.architecture.startswith("gfx"):
+            return amd_facts(f"AMD {self.name}", self.architecture, size)
+        digits = self.architecture.removeprefix("sm_")
+        return facts_for(f"NVIDIA {self.name}", (int(digits[:-1]), int(digits[-1])), size)
+
+
+def _nvidia(name: str, memory: str, chip: int, fp32: float, tf32: float, half: float, fp8: float = 0) -> GPU:
+    sizes = tuple(map(int, memory.split()))
+    return GPU(name, sizes, f"sm_{chip}", fp32, tf32, half, half if chip >= 80 else 0, fp8)
+
+
+def _amd(name: str, memory: int, chip: str, fp32: float, fp16: float, bf16: float, fp8: float = 0) -> GPU:
+    return GPU(name, (memory,), chip, fp32, 0, fp16, bf16, fp8)
+
+
+GPUS = (
+    _nvidia("GB200", "186", 100, 80, 1250, 2500, 5000),
+    _nvidia("B300", "288", 103, 75, 1125, 2250, 4500),
+    _nvidia("B200", "180", 100, 75, 1125, 2250, 4500),
+    _nvidia("GH200", "96 144", 90, 66.9, 494.7, 989.4, 1978.9),
+    _nvidia("H200", "141", 90, 66.9, 494.7, 989.4, 1978.9),
+    _nvidia("H200 NVL", "141", 90, 60, 417.5, 835.5, 1670.5),
+    _nvidia("H100", "80", 90, 66.9, 494.7, 989.4, 1978.9),
+    _nvidia("H100 PCIe", "80", 90, 51, 378, 756, 1513),
+    _nvidia("H100 NVL", "94", 90, 60, 417.5, 835.5, 1670.5),
+    _nvidia("H800", "80", 90, 66.9, 494.7, 989.4, 1978.9),
+    _nvidia("H20", "96", 90, 44, 74, 148, 296),
+    _nvidia("A100", "40 80", 80, 19.5, 156, 312),
+    _nvidia("A800", "40 80", 80, 19.5, 156, 312),
+    _nvidia("A30", "24", 80, 10.3, 82, 165),
+    _nvidia("A40", "48", 86, 37.4, 74.8, 149.7),
+    _nvidia("A10", "24", 86, 31.2, 62.5, 125),
+    _nvidia("A10G", "24", 86, 31.5, 35, 70),
+    _nvidia("A2", "16", 86, 4.5, 9, 18),
+    _nvidia("L40S", "48", 89, 91.6, 183, 362, 733),
+    _nvidia("L40", "48", 89, 90.5, 90.5, 181, 362),
+    _nvidia("L20", "48", 89, 59.8, 59.8, 119.5, 239),
+    _nvidia("L4", "24", 89, 30.3, 60, 121, 242.5),
+    _nvidia("RTX PRO 6000 Blackwell", "96", 120, 126, 251.9, 503.8, 1007.6),
+    _nvidia("RTX 6000 Ada", "48", 89, 91.1, 182.1, 364.2, 728.5),
+    _nvidia("RTX A6000", "48", 86, 38.7, 77.4, 154.8),
+    _nvidia("RTX A5000", "24", 86, 27.8, 55.6, 111.1),
+    _nvidia("RTX A4000", "16", 86, 19.2, 38.3, 76.7),
+    _nvidia("RTX 5090", "32", 120, 104.8, 104.8, 209.5, 419),
+    _nvidia("RTX 5080", "16", 120, 56.3, 56.3, 112.6, 225.1),
+    _nvidia("RTX 4090", "24", 89, 82.6, 82.6, 165.2, 330.3),
+    _nvidia("RTX 4080", "16", 89, 48.7, 48.7, 97.5, 194.9),
+    _nvidia("RTX 3090 Ti", "24", 86, 40, 40, 80),
+    _nvidia("RTX 3090", "24", 86, 35.6, 35.6, 71),
+    _nvidia("RTX 3080", "10", 86, 29.8, 29.8, 59.5),
+    _nvidia("RTX 2080 Ti", "11", 75, 13.4, 0, 53.8),
+    _nvidia("Titan RTX", "24", 75, 16.3, 0, 130.5),
+    _nvidia("Quadro RTX 8000", "48", 75, 16.3, 0, 130.5),
+    _nvidia("Quadro RTX 6000", "24", 75, 16.3, 0, 130.5),
+    _nvidia("T4", "16", 75, 8.1, 0, 65),
+    _nvidia("V100", "16 32", 70, 15.7, 0, 125),
+    _nvidia("V100 PCIe", "16 32", 70, 14, 0, 112),
+    _nvidia("V100S", "32", 70, 16.4, 0, 130),
+    _nvidia("P100", "16", 60, 10.6, 0, 21.2),
+    _nvidia("P100 PCIe", "16", 60, 9.3, 0, 18.7),
+    _amd("MI355X", 288, "gfx950", 157.3, 2516.6, 2516.6, 5033.2),
+    _amd("MI350X", 288, "gfx950", 144.2, 2309.6, 2309.6, 4614),
+    _amd("MI325X", 256, "gfx942", 163.4, 1307.4, 1307.4, 2614.9),
+    _amd("MI300X", 192, "gfx942", 163.4, 1307.4, 1307.4, 2614.9),
+    _amd("MI300A", 128, "gfx942", 122.6, 980.6, 980.6, 1961.2),
+    _amd("MI250X", 64, "gfx90a", 47.9, 191.5, 191.5),  # one of its two dies, which torch takes for a device
+    _amd("MI250", 64, "gfx90a", 45.3, 181, 181),  # the same
+    _amd("MI210", 64, "gfx90a", 45.3, 181, 181),
+    _amd("MI100", 32, "gfx908", 46.1, 184.6, 92.3),
+)
+
+
+def find(name: str) -> GPU | None:
+    """The model by the driver's name or a person's: ``"NVIDIA H100 80GB HBM3"``, ``"h100"``, ``"RTX-4090"``; None: not in `GPUS`."""
+    found, text = None, name.lower()
+    for gpu in GPUS:
+        words = r"[\s_-]*".join(gpu.name.lower().split())
+        met = re.search(rf"(?<![a-z0-9]){words}(?![a-z0-9])", text)
+        if met and not VARIANTS.search(text[met.end() :]) and (not found or len(gpu.name) > len(found.name)):
+            found = gpu
+    return found
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """FLOP/s of dense products in "fp32", "tf32", "fp16", "bf16" or "fp8" on the GPU called `name`; None where it is not known."""
+    gpu = find(name)
+    return 1e12 * getattr(gpu, precision) or None if gpu else None
+
+
+# -- machines in words --------------------------------------------------------------------------------------------------
+
+
+class Described(NamedTuple):
+    """Machines that are not here.
+
+    Attributes:
+        hardware: of one node.
+        nodes, processes: how many nodes, and processes on each.
+        unknown: sentences about what the description leaves open.
+    """
+
+    hardware: Hardware
+    nodes: int
+    processes: int
+    unknown: tuple[str, ...]
+
+
+FORMS = "write GPUs as in 8xH100, 2x8xA100-80GB (two nodes) or 64x80GB, or processes without any as in 4xcpu"
+
+
+def describe(text: str) -> Described:
+    """The machines that `text` means: ``[NODESx][COUNTx]MODEL[-MEMORY]``, ``COUNTxMEMORY`` or ``COUNTxcpu[-MEMORY]``.
+
+    Raises:
+        SettingError: an unknown model, or a size that the model does not have.
+    """
+    form = r"\s*(?:(\d+)\s*[x×]\s*)?(?:(\d+)\s*[x×]\s*)?(.*?)[\s_-]*((?<![a-wyz\d.])\d[\d.]*\s*[kmgt]i?b)?\s*"
+    found = re.fullmatch(form, text, re.IGNORECASE)
+    first, second, name, memory = found.groups() if found else (None, None, "", None)
+    counts = [int(number) for number in (first, second) if number]
+    if not (name or memory) or 0 in counts:
+        raise SettingError(f"{text!r} describes no machine: {FORMS}")
+    nodes, count = counts if len(counts) == 2 else (1, *counts, 1)[:2]
+    size = read_bytes(memory, f"{text}: ") if memory else 0
+    unknown = ["its processor, the memory of the host and the network"]
+    if name.lower() == "cpu":
+        unknown = ["the instructions of its processor: precision auto is decided there"]
+        unknown += [] if size else ["its memory"]
+        return Described(Hardware(CPU("not known", "", count, count, 1, size)), nodes, count, tuple(unknown))
+    if len(counts) == 1 and count > NODE and count % NODE == 0:
+        nodes, count = count // NODE, NODE
+        unknown.append(
+            f"how many GPUs a node has: {NODE} are assumed; {nodes // 2}x{2 * NODE}x… says otherwise"
+        )
+    device, said = _card(name, size, text)
+    devices = tuple(replace(device, index=index) for index in range(count))
+    vendor = "amd" if (device.architecture or "").startswith("gfx") else "nvidia"
+    cpu = CPU("not known", "", count, count, 1, 0)
+    return Described(Hardware(cpu, devices, vendor), nodes, count, (*said, *unknown))
+
+
+def _card(name: str, size: int, text: str) -> tuple[Device, list[str]]:
+    """The card of a description, and what it leaves open. Of a size alone, the abilities that all models of that size have."""
+    if not name:
+        alike = [gpu for gpu in GPUS if size in (GB * gb for gb in gpu.memory)]
+        every = [gpu.device(size) for gpu in alike] or [Device("cuda", 0, "", size)]
+        weakest = min(every, key=lambda d: (d.bf16, d.fp16, len(d.tensor_cores), d.capability or (99, 0)))
+        models = ", ".join(gpu.name for gpu in alike) or "none that easymp knows"
+        said = f"the model of the GPU: those of this size are {models}; the weakest of them decides"
+        return replace(weakest, name=f"a GPU of {size / GB:g} GB"), [said]
+    gpu = find(name)
+    if gpu is None:
+        known = [gpu.name for gpu in GPUS]
+        near = nearest(name, known) or "."
+        raise SettingError(
+            f"{text}: {name!r} is not a GPU that easymp knows{near} Write its memory in place of it, as in 8x80GB. "
+            f"Known: {', '.join(known)}"
+        )
+    if size and size not in (GB * gb for gb in gpu.memory):
+        sizes = " or ".join(f"{gb}GB" for gb in gpu.memory)
+        raise SettingError(
+            f"{text}: {gpu.name} has {sizes}, not {size / GB:g}GB; a size alone stands for any GPU"
+        )
+    open_ = not size and gpu.memory[1:]
+    words = f"its memory: {' or '.join(map(str, gpu.memory))} GB; {gpu.memory[0]} are assumed"
+    return gpu.device(size), [f"{words}, {gpu.name}-{gpu.memory[-1]}GB says otherwise"] if open_ else []

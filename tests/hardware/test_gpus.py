@@ -1,0 +1,119 @@
+"""Models of GPUs by name, and machines described in words."""
+
+import pytest
+
+from easymp import SettingError
+from easymp.hardware.gpus import GPUS, describe, find, peak_flops
+
+from .machines import MACHINES
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    {
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA A10": "A10",
+        "NVIDIA A10G": "A10G",
+        "NVIDIA L4": "L4",
+        "NVIDIA L40S": "L40S",
+        "NVIDIA GH200 480GB": "GH200",
+        "NVIDIA GeForce RTX 4090": "RTX 4090",
+        "rtx-4090": "RTX 4090",
+        "NVIDIA GeForce RTX 3090 Ti": "RTX 3090 Ti",
+        "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX PRO 6000 Blackwell",
+        "Tesla V100-SXM2-16GB": "V100",
+        "Tesla V100-PCIE-32GB": "V100 PCIe",
+        "Tesla T4": "T4",
+        "AMD Instinct MI300X": "MI300X",
+        "AMD Instinct MI250X": "MI250X",
+    }.items(),
+)
+def test_the_drivers_name_finds_the_model(name, model):
+    assert find(name).name == model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA T400",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3080 Ti",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "Some GPU",
+        "",
+    ],
+)
+def test_other_chips_have_no_peak(name):
+    assert find(name) is None and peak_flops(name, "bf16") is None
+
+
+def test_peaks_are_of_dense_products():
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+    assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None  # no units for it
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_peaks_agree_with_the_abilities_of_the_chip(gpu):
+    device = gpu.device()
+    assert find(device.name) is gpu
+    assert device.bf16 == bool(gpu.bf16) and device.fp8 == bool(gpu.fp8) and device.tf32 == bool(gpu.tf32)
+    rates = [rate for rate in (gpu.fp32, gpu.tf32, gpu.bf16, gpu.fp8) if rate]
+    assert rates == sorted(rates)
+
+
+@pytest.mark.parametrize("name", ["8xH100", "T4", "A100", "MI300X"])
+def test_a_description_has_the_abilities_of_the_machine(name):
+    real = MACHINES[name].devices[0]
+    made = describe(name).hardware.devices[0]
+    assert (made.architecture, made.tensor_cores, made.bf16, made.fp16) == (
+        *(real.architecture, real.tensor_cores),
+        *(real.bf16, real.fp16),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "processes", "memory"),
+    [
+        ("8xH100", 1, 8, 80),
+        ("2x8xA100-80GB", 2, 8, 80),
+        ("64x80GB", 8, 8, 80),
+        ("12xV100-32GB", 1, 12, 32),
+        ("16 x H100", 2, 8, 80),
+        ("RTX 4090", 1, 1, 24),
+        ("3x30GB", 1, 3, 30),
+    ],
+)
+def test_nodes_processes_and_memory(text, nodes, processes, memory):
+    found = describe(text)
+    assert (found.nodes, found.processes) == (nodes, processes)
+    assert [d.index for d in found.hardware.devices] == list(range(processes))
+    assert {d.memory for d in found.hardware.devices} == {memory * 10**9}
+
+
+def test_what_a_description_leaves_open_is_said():
+    assert "40 or 80 GB; 40 are assumed, A100-80GB says otherwise" in describe("8xA100").unknown[0]
+    alike = describe("64x80GB")
+    assert "H100, H100 PCIe, H800, A100, A800" in alike.unknown[0]
+    assert alike.hardware.devices[0].bf16 and not alike.hardware.devices[0].fp8
+    assert "8 are assumed" in alike.unknown[-1]
+    assert "instructions of its processor" in describe("4xcpu").unknown[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("8xH101", "'H101' is not a GPU that easymp knows, did you mean 'H100'?"),
+        ("8xH100-40GB", "H100 has 80GB, not 40GB"),
+        ("0xH100", "describes no machine: write GPUs as in 8xH100"),
+        ("8x", "describes no machine"),
+        ("", "describes no machine"),
+    ],
+)
+def test_what_is_not_a_machine(text, words):
+    with pytest.raises(SettingError, match=words.replace("?", r"\?")):
+        describe(text)
