@@ -14,31 +14,79 @@ ALIKE = "Every rank must pass the same structure, dtypes and shapes"
 
 
 class EasympError(Exception):
-    """Base of every error that easymp raises on purpose."""
+    """Base of every error that easymp raises on purpose.
+
+    Example:
+        >>> try:
+        ...     Accelerator(strategy="dpd")
+        ... except EasympError as error:
+        ...     print(type(error).__name__)
+        SettingError
+    """
 
 
 class SettingError(EasympError, ValueError):
-    """A setting has a wrong name, type or value."""
+    """A setting has a wrong name, type or value.
+
+    Example:
+        >>> resolve(strategy="dpd")
+        Traceback (most recent call last):
+        easymp.errors.SettingError: strategy='dpd' is not one of auto, ..., did you mean 'ddp'?
+    """
 
 
 class RefusedError(EasympError, ValueError):
-    """Something was asked for that cannot be done here; the message holds the reason and the way out."""
+    """A request cannot be met here. The message gives the reason and an alternative.
+
+    Example:
+        >>> Accelerator(cpu=True, strategy="fsdp")
+        Traceback (most recent call last):
+        easymp.errors.RefusedError: strategy='fsdp' cannot run here: ...
+    """
 
 
 class PrepareError(EasympError, ValueError):
-    """The objects given to `prepare` do not fit together."""
+    """The objects given to `prepare` do not fit together.
+
+    Example:
+        >>> Accelerator(cpu=True).prepare(torch.optim.SGD(nn.Linear(2, 1).parameters()))
+        Traceback (most recent call last):
+        easymp.errors.PrepareError: SGD holds a parameter of shape (1, 2) ... that belongs to no prepared model: ...
+    """
 
 
 class StepError(EasympError, RuntimeError):
-    """A call of the training step came too early, too late, or in the wrong place."""
+    """A call of the training step came too early, too late, or in the wrong place.
+
+    Example:
+        >>> Accelerator(cpu=True).backward(torch.ones(()))
+        Traceback (most recent call last):
+        easymp.errors.StepError: backward() got a loss without a graph ...
+    """
 
 
 class NonfiniteError(EasympError, FloatingPointError):
-    """A loss or gradient is infinite or not a number, and ``nonfinite="raise"`` was asked for."""
+    """A loss or gradient is infinite or NaN under ``Accelerator(nonfinite="raise")``.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, nonfinite="raise")
+        >>> model = nn.Linear(2, 1)
+        >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+        >>> acc.backward(model(torch.full((1, 2), torch.inf)).sum())
+        >>> optimizer.step()
+        Traceback (most recent call last):
+        easymp.errors.NonfiniteError: step 1: the loss is not finite on rank 0 ...
+    """
 
 
 class BatchError(EasympError, ValueError):
-    """A batch or loader does not have the shape, length or structure that the call needs."""
+    """A batch or loader has the wrong shape, length or structure for the call.
+
+    Example:
+        >>> skip_first_batches([1, 2], 1)
+        Traceback (most recent call last):
+        easymp.errors.BatchError: skip_first_batches takes a DataLoader, got a list: ...
+    """
 
 
 class LengthError(BatchError, TypeError):
@@ -46,23 +94,56 @@ class LengthError(BatchError, TypeError):
 
 
 class WorldError(EasympError, RuntimeError):
-    """Ranks disagree, are missing, or stopped answering."""
+    """Ranks disagree, are missing, or do not answer.
+
+    Example:
+        >>> debug_launcher(lambda: 1 / 0)
+        Traceback (most recent call last):
+        easymp.errors.WorldError: rank ... of 2 failed first: ZeroDivisionError: division by zero
+        ...
+    """
 
 
 class CheckpointError(EasympError, RuntimeError):
-    """A checkpoint cannot be written, or is damaged. Live objects have not changed, unless the message says so."""
+    """A checkpoint cannot be written or read. Live objects are unchanged, unless the message says otherwise.
+
+    Example:
+        >>> load("missing.safetensors")
+        Traceback (most recent call last):
+        easymp.errors.CheckpointError: ...missing.safetensors: there is no such file
+    """
 
 
 class TrackerError(EasympError, RuntimeError):
-    """A tracker cannot start."""
+    """A tracker cannot start.
+
+    Example:
+        >>> class Broken(GeneralTracker):
+        ...     name = "broken"
+        ...     def start(self):
+        ...         raise OSError("no disk")
+        >>> Accelerator(cpu=True, log_with=Broken()).trackers
+        Traceback (most recent call last):
+        easymp.errors.TrackerError: tracker broken could not start: OSError: no disk. ...
+    """
 
 
 class KernelError(EasympError, RuntimeError):
-    """A kernel cannot be compiled or started on this machine; torch's own path is taken where there is one."""
+    """A kernel cannot be compiled or started on this machine. torch's own step is taken where there is one.
+
+    Example:
+        >>> issubclass(KernelError, RuntimeError)
+        True
+    """
 
 
 class EasympWarning(UserWarning):
-    """Something works, but probably not as meant."""
+    """Something works, but probably not as intended.
+
+    Example:
+        >>> import warnings
+        >>> warnings.simplefilter("error", EasympWarning)  # makes errors of them
+    """
 
 
 # What strategies and precisions are called elsewhere, where the closest spelling is another one.

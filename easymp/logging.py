@@ -50,7 +50,19 @@ class RankLogger(logging.LoggerAdapter):
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """A rank-aware logger; `log_level` as in `logging` (``"INFO"`` or 20), or EASYMP_LOG_LEVEL."""
+    """Make a logger that logs on rank 0 only.
+
+    Args:
+        name: as in `logging.getLogger`.
+        log_level: ``"INFO"``, 20 and so on. None takes EASYMP_LOG_LEVEL, or leaves the level unchanged.
+
+    Returns:
+        A logger whose calls take two more keywords: ``main_process_only=False`` logs on every rank, ``rank=True`` prefixes the rank.
+
+    Example:
+        >>> logger = get_logger("train", log_level="INFO")
+        >>> logger.info("rank 0 says so", rank=True)
+    """
     logger = logging.getLogger(name)
     level = log_level if log_level is not None else env.read("EASYMP_LOG_LEVEL")
     if level:
@@ -61,7 +73,21 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 def tqdm(
     iterable: Iterable[Any] | None = None, *args: Any, main_process_only: bool = True, **kwargs: Any
 ) -> Any:
-    """tqdm's progress bar, on the first process of each node only (``main_process_only=False``: on all)."""
+    """Show tqdm's progress bar on the first process of each node.
+
+    Args:
+        iterable: as in tqdm.
+        args: more arguments of tqdm.
+        main_process_only: False shows a bar on every process.
+        kwargs: more arguments of tqdm.
+
+    Returns:
+        tqdm's bar.
+
+    Example:
+        >>> [number for number in tqdm(range(3), leave=False)]
+        [0, 1, 2]
+    """
     from tqdm.auto import tqdm as bar
 
     if main_process_only:

@@ -92,8 +92,6 @@ INCOMPLETE = set(  # to become empty
     AcceleratorState.mixed_precision
     AcceleratorState.plan
     AutocastKwargs
-    BatchError
-    CheckpointError
     Checkpoints.epochs
     Checkpoints.get_state_dict
     Checkpoints.load_state
@@ -117,8 +115,6 @@ INCOMPLETE = set(  # to become empty
     DistributedDataParallelKwargs.low_rank
     DistributedDataParallelKwargs.remembers
     DistributedType
-    EasympError
-    EasympWarning
     FSDPOptions
     FusedOptimizer.advance
     FusedOptimizer.advance_by_torch
@@ -156,7 +152,6 @@ INCOMPLETE = set(  # to become empty
     Hardware.kind
     InitProcessGroupKwargs
     InitProcessGroupKwargs.seconds
-    KernelError
     LAMB.advance_lists
     LARC.add_param_group
     LARC.advance
@@ -176,7 +171,6 @@ INCOMPLETE = set(  # to become empty
     Memory.lasting
     Memory.rows
     Memory.total
-    NonfiniteError
     NormalizeImages
     NovoGrad.advance_lists
     PartialState
@@ -189,7 +183,6 @@ INCOMPLETE = set(  # to become empty
     Plan.choices
     Plan.explain
     PrecisionType
-    PrepareError
     PreparedLoader
     PreparedLoader.batch_line
     PreparedLoader.dataset
@@ -254,12 +247,9 @@ INCOMPLETE = set(  # to become empty
     ProfileKwargs
     ProjectConfiguration
     ProjectConfiguration.set_directories
-    RefusedError
-    SettingError
     Settings
     Settings.source
     Source
-    StepError
     SyncBatchNorm
     SyncBatchNorm.convert_sync_batchnorm
     SyncBatchNorm.forward
@@ -270,20 +260,15 @@ INCOMPLETE = set(  # to become empty
     Tracker.finish
     Tracker.log
     Tracker.start
-    TrackerError
-    WorldError
     broadcast
     broadcast_object_list
-    concatenate
     convert_sync_batchnorm
     debug_launcher
     detect
-    find_batch_size
     find_executable_batch_size
     forward_method
     gather
     gather_object
-    get_logger
     launch
     load
     load_weights
@@ -308,14 +293,10 @@ INCOMPLETE = set(  # to become empty
     optim.PreparedScheduler
     optim.SGD
     pad_across_processes
-    recursively_apply
     reduce
     release_memory
     resolve
-    send_to_device
-    set_seed
     skip_first_batches
-    tqdm
     """.split()
 )
 

@@ -125,10 +125,25 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`data` with ``func(leaf, *args, **kwargs)`` in place of each leaf that passes `test_type` (tensors by default).
+    """Apply `func` to each leaf of a nested batch that passes `test_type`.
+
+    Args:
+        func: called as ``func(leaf, *args, **kwargs)``.
+        data: lists, tuples, dicts, dataclasses, nested in any way.
+        args: more arguments of `func`.
+        test_type: tells which leaves to pass; by default tensors.
+        error_on_other_type: refuse other leaves, which otherwise stay as they are.
+        kwargs: more arguments of `func`.
+
+    Returns:
+        A batch of the same structure, with the results in place of the leaves.
 
     Raises:
-        BatchError: a leaf of another type, where `error_on_other_type` asks for it.
+        BatchError: a leaf of another type, with `error_on_other_type`.
+
+    Example:
+        >>> recursively_apply(torch.neg, {"x": torch.ones(2), "name": "a"})
+        {'x': tensor([-1., -1.]), 'name': 'a'}
     """
 
     def apply(leaf: Any) -> Any:
@@ -145,7 +160,18 @@ def recursively_apply(
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Dimension 0 of the first tensor with at least one dimension; None where there is none."""
+    """Find the number of samples in a nested batch.
+
+    Args:
+        data: tensors, nested in any way.
+
+    Returns:
+        Dimension 0 of the first tensor with at least one dimension; None without such a tensor.
+
+    Example:
+        >>> find_batch_size({"x": torch.ones(3, 2), "y": torch.ones(3)})
+        3
+    """
     for leaf in leaves(data):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.shape[0]
@@ -155,7 +181,21 @@ def find_batch_size(data: Any) -> int | None:
 def send_to_device(
     tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
 ) -> Any:
-    """`tensor`, a nested batch, with every tensor on `device`; `skip_keys` of mappings stay where they are."""
+    """Move a nested batch to a device.
+
+    Args:
+        tensor: tensors and objects with a ``to`` method, nested in any way.
+        device: a torch.device, or its name.
+        non_blocking: as in `torch.Tensor.to`.
+        skip_keys: keys of dicts whose values stay where they are.
+
+    Returns:
+        A batch of the same structure.
+
+    Example:
+        >>> send_to_device({"x": torch.ones(2), "id": 7}, "meta")
+        {'x': tensor(..., device='meta', size=(2,)), 'id': 7}
+    """
     skip = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
 
     def move(leaf: Any) -> Any:
@@ -177,7 +217,19 @@ def slice_tensors(data: Any, part: slice) -> Any:
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Batches of the same structure joined along `dim`; leaves other than tensors come from the first."""
+    """Join nested batches of the same structure.
+
+    Args:
+        data: the batches. Leaves other than tensors are taken from the first.
+        dim: the dimension to join along.
+
+    Returns:
+        A batch of the same structure.
+
+    Example:
+        >>> concatenate([{"x": torch.zeros(1)}, {"x": torch.ones(2)}])
+        {'x': tensor([0., 1., 1.])}
+    """
     first = data[0]
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
