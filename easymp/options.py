@@ -64,15 +64,21 @@ class DataLoaderConfiguration:
     """How prepared loaders read.
 
     Attributes:
-        split_batches: the loader's batch size is the global one, divided among the ranks.
+        split_batches: the loader's batch size is that of all ranks together; each gets its part.
         dispatch_batches: rank 0 reads and sends; None and False let every rank read its own share.
         even_batches: complete the last round with samples from the start of the epoch's order, so that every rank has as
             many batches of one size; `gather_for_metrics` drops them again.
         use_seedable_sampler: shuffle by f(seed, epoch), the same order at any world size. False keeps the loader's own
             random sampler, drawn on rank 0.
         data_seed: seed of the data order; None takes the run's.
-        non_blocking: copies to the device do not wait (with pinned memory; the identity on CPU).
-        use_stateful_dataloader: honoured always: every prepared loader has a position that can be saved and resumed.
+        non_blocking: copies to the device do not wait (with pinned memory; no difference on a CPU).
+        use_stateful_dataloader: makes no difference: the position of every prepared loader can be saved and resumed.
+
+    Raises:
+        SettingError: a value of another type.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, data_seed=1))
     """
 
     split_batches: bool = False
@@ -94,11 +100,18 @@ class ProjectConfiguration:
     Attributes:
         project_dir: a folder, or a URL of fsspec; checkpoints without a path go to ``project_dir/checkpoints``, or to ``./checkpoints``.
         logging_dir: for the script's own logs; None takes `project_dir`. Several runs may share it, and `project_dir` belongs to one run.
-        automatic_checkpoint_naming: accepted; ``save_state()`` without a path names by optimizer updates in any case: ``step-00000100``.
+        automatic_checkpoint_naming: makes no difference: ``save_state()`` without a path always names by updates: ``step-00000100``.
         total_limit: how many of the checkpoints that ``save_state()`` names by itself are left, the last ones; None leaves all. Checkpoints
             that the run did not continue are not counted, and stay: `easymp checkpoint prune` removes them.
         iteration: saves so far; kept in checkpoints.
-        save_on_each_node: accepted as False only: the ranks write one checkpoint together, in one place that all of them reach.
+        save_on_each_node: only False: the ranks write one checkpoint together, in one place that all of them reach.
+
+    Raises:
+        SettingError: a value of another type, or ``save_on_each_node=True``.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, project_config=ProjectConfiguration("runs/one", total_limit=3))
+        >>> acc.project_configuration.set_directories("runs/two")
     """
 
     project_dir: str | None = None
@@ -118,7 +131,11 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Any = None) -> None:
-        """Use `project_dir`, and for logs the same where none is set apart."""
+        """Change `project_dir`, and `logging_dir` too where it was the same.
+
+        Args:
+            project_dir: a folder or URL.
+        """
         apart = None if self.logging_dir in (None, self.project_dir) else os.fspath(self.logging_dir)
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         self.logging_dir = self.project_dir if apart is None else apart
@@ -129,11 +146,18 @@ class GradientAccumulationPlugin:
     """When gradients are reduced and optimizers step.
 
     Attributes:
-        num_steps: micro-steps in a window.
-        adjust_scheduler: accepted, and without a difference: prepared schedulers count optimizer updates, not micro-steps, and so do
-            Accelerate's with either value.
-        sync_with_dataloader: the last batch of a loader ends the window early.
-        sync_each_batch: reduce gradients at every micro-step: more communication, less memory under sharding.
+        num_steps: micro-batches in one update.
+        adjust_scheduler: makes no difference: prepared schedulers count updates, not micro-batches.
+        sync_with_dataloader: the last batch of a loader ends the update early.
+        sync_each_batch: reduce gradients at every micro-batch: more communication, less memory under sharding.
+
+    Raises:
+        SettingError: a value of another type, or `num_steps` below 1.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4))
+        >>> acc.gradient_accumulation_steps
+        4
     """
 
     num_steps: int = field(default=1, metadata={"least": 1})
@@ -150,9 +174,17 @@ class AutocastKwargs:
     """Options of autocast.
 
     Attributes:
-        enabled: False runs everything in the parameters' own type.
-        cache_enabled: keep cast weights for the length of the region.
-        output_dtype: type of a prepared model's floating-point outputs; None leaves them as computed.
+        enabled: False computes in the parameters' own dtype.
+        cache_enabled: keep cast weights until the region ends.
+        output_dtype: dtype of a prepared model's floating-point outputs; None leaves them as computed.
+
+    Raises:
+        SettingError: a value of another type.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(output_dtype=None)])
+        >>> acc.prepare(nn.Linear(2, 1))(torch.ones(1, 2)).dtype
+        torch.bfloat16
     """
 
     enabled: bool = True
@@ -168,20 +200,29 @@ class AutocastKwargs:
 
 @dataclass(frozen=True)
 class GradScalerKwargs:
-    """Options of the loss scale under fp16.
+    """Options of the loss scale under fp16: the rule of torch.amp.GradScaler, and of Apex's and DeepSpeed's scalers.
 
     Attributes:
-        init_scale, growth_factor, backoff_factor, growth_interval: as in torch.amp.GradScaler.
+        init_scale: the first scale.
+        growth_factor: the scale is multiplied by it after `growth_interval` good steps.
+        backoff_factor: the scale is multiplied by it after an overflow.
+        growth_interval: good steps, one after the other, before the scale grows.
         enabled: False trains fp16 without a loss scale.
-        hysteresis: overflows, one after the other, before the scale falls.
-        min_scale, max_scale: bounds.
+        hysteresis: overflows before the scale falls.
+        min_scale: the scale never falls below it.
+        max_scale: the scale never grows above it.
         dynamic: False keeps the scale at `init_scale`.
         growth_delay: further good steps before the first growth after an overflow; DeepSpeed has 1.
-        refill_each_step: a good step takes back what `hysteresis` has counted; else growth does.
+        refill_each_step: a good step resets the count of `hysteresis`; else growth does.
         raise_at_minimum: an overflow at `min_scale` is a StepError. It costs a wait for the device at each step.
 
     Raises:
         SettingError: a number is out of its range.
+
+    Example:
+        >>> rule = GradScalerKwargs(init_scale=1024.0, growth_interval=100)
+        >>> Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[rule]).scaler.get_scale()
+        1024.0
     """
 
     init_scale: float = 65536.0
@@ -210,7 +251,11 @@ class GradScalerKwargs:
 
 
 class LoggerType(StrEnum):
-    """Names of trackers that `log_with` takes. Other trackers of Accelerate are refused with a sentence."""
+    """Names of trackers for `log_with`. Those of Accelerate that easymp does not have are refused with the reason.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, log_with=LoggerType.JSONL)
+    """
 
     ALL = "all"
     JSONL = "jsonl"
@@ -226,7 +271,12 @@ class LoggerType(StrEnum):
 
 
 class DDPCommunicationHookType(StrEnum):
-    """The words that `comm_hook` takes: how gradients are communicated under strategy "ddp"."""
+    """Values of `DistributedDataParallelKwargs.comm_hook`.
+
+    Example:
+        >>> DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16).comm_hook
+        'bf16'
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -252,20 +302,31 @@ POWER_SGD: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs:
-    """Options of DistributedDataParallel, by torch's names and with torch's defaults, and how gradients travel.
+    """Options of DistributedDataParallel, with torch's names and defaults, and how gradients are communicated.
 
     Attributes:
-        dim, broadcast_buffers, find_unused_parameters, static_graph: as in torch.
+        dim: as in torch.
+        broadcast_buffers: rank 0's buffers go to all ranks at each forward.
         bucket_cap_mb: MB of gradients that are reduced at a time.
+        find_unused_parameters: look for parameters that a forward did not use.
         gradient_as_bucket_view: gradients live in the buckets, which saves one copy of them; True here, unlike in torch.
-        comm_hook: "no": in the gradients' own type; "fp16", "bf16": cast for the journey; "fp32": low-precision gradients are
-            summed in fp32 (Apex's allreduce_always_fp32); "power_sgd": as products of two thin matrices, one pair a parameter;
-            "batched_power_sgd": one pair a bucket, faster and less accurate. Or a `DDPCommunicationHookType`.
-        comm_wrapper: "fp16" or "bf16": type of PowerSGD's matrices.
+        static_graph: each step uses the same parameters.
+        comm_hook: "no": in the gradients' own dtype; "fp16", "bf16": cast to be sent; "fp32": low-precision gradients are
+            summed in fp32 (Apex's allreduce_always_fp32); "power_sgd": as products of two thin matrices, one pair a parameter
+            (Vogels et al., arXiv:1905.13727); "batched_power_sgd": one pair a bucket, faster and less accurate.
+        comm_wrapper: "fp16" or "bf16": dtype of PowerSGD's matrices.
         comm_state_option: options of torch's PowerSGDState, above all ``matrix_approximation_rank`` (1) and
-            ``start_powerSGD_iter`` (1000: until then gradients travel whole).
+            ``start_powerSGD_iter`` (1000; whole gradients are sent until then).
         gradient_predivide_factor: f divides gradients before they are summed over n ranks, n/f afterwards. None divides by n
             before, which cannot overflow; 1.0 (Apex's default) by n afterwards, which loses no small ones.
+
+    Raises:
+        SettingError: a value of another type, or options that exclude each other.
+
+    Example:
+        >>> ddp = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option={"start_powerSGD_iter": 10})
+        >>> ddp.low_rank, ddp.remembers
+        (True, True)
     """
 
     dim: int = 0
@@ -281,12 +342,12 @@ class DistributedDataParallelKwargs:
 
     @property
     def low_rank(self) -> bool:
-        """Whether gradients travel as products of thin matrices."""
+        """Whether gradients are sent as products of thin matrices."""
         return self.comm_hook in ("power_sgd", "batched_power_sgd")
 
     @property
     def remembers(self) -> bool:
-        """Whether PowerSGD carries something over from one step to the next."""
+        """Whether PowerSGD keeps a state from one step to the next."""
         state = self.comm_state_option
         return self.low_rank and (state.get("use_error_feedback", True) or state.get("warm_start", True))
 
@@ -332,9 +393,16 @@ class InitProcessGroupKwargs:
     """Options of the process group.
 
     Attributes:
-        backend: accepted only as the usual one of the device: "gloo" on CPUs, "nccl" on NVIDIA and AMD, "xccl" on Intel.
-        init_method: accepted as "env://" only: where ranks meet is the launcher's.
-        timeout: how long a collective may wait for the other ranks (a timedelta or seconds); 2 minutes.
+        backend: only the usual one of the device: "gloo" on CPUs, "nccl" on NVIDIA and AMD, "xccl" on Intel.
+        init_method: only "env://": the launcher decides where ranks meet.
+        timeout: how long a collective may wait for the other ranks: a timedelta, or seconds.
+
+    Raises:
+        SettingError: another `init_method`, or a `timeout` that is not above 0.
+
+    Example:
+        >>> InitProcessGroupKwargs(timeout=600).seconds
+        600.0
     """
 
     backend: str | None = None
@@ -355,6 +423,7 @@ class InitProcessGroupKwargs:
 
     @property
     def seconds(self) -> float:
+        """The timeout in seconds."""
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else float(self.timeout)
 
 
@@ -365,16 +434,26 @@ SCHEDULE["active"] = (lambda v: _whole(v, 1), "a whole number of steps of at lea
 
 @dataclass(frozen=True)
 class ProfileKwargs:
-    """Options of `Accelerator.profile`, by Accelerate's names; those that torch.profiler.profile has, with its defaults.
+    """Options of `Accelerator.profile`, by Accelerate's names. Those that torch.profiler.profile has keep its defaults.
 
     Attributes:
         activities: names of "cpu", "cuda", "xpu", "mtia", "hpu", or torch's ProfilerActivity; None: all that the machine has.
         schedule_option: of torch.profiler.schedule: ``active`` steps are recorded after ``wait`` and ``warmup`` ones (0), again and again
-            or ``repeat`` times, the first ``skip_first`` apart. None records the whole block.
+            or ``repeat`` times, after the first ``skip_first``. None records the whole block.
         on_trace_ready: called with the profile whenever a cycle of the schedule has been recorded.
-        record_shapes, profile_memory, with_stack, with_flops, with_modules: as in torch.
+        record_shapes: as in torch.
+        profile_memory: as in torch.
+        with_stack: as in torch.
+        with_flops: as in torch.
+        with_modules: as in torch.
         output_trace_dir: a local folder for the traces, one file a rank and cycle; None: ``profile`` in the project's folder, or in the
             working directory.
+
+    Raises:
+        SettingError: a value of another type, or a schedule without ``active``.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(schedule_option={"wait": 1, "active": 2})])
     """
 
     activities: Sequence[str | torch.profiler.ProfilerActivity] | None = None

@@ -29,17 +29,27 @@ AUTOMATIC = ("single", "ddp", "fsdp")
 
 @dataclass(frozen=True)
 class Plan:
-    """One `Choice` a decision, and the facts they were made from.
+    """What runs, each decision with its reason, and the facts behind it.
 
     Attributes:
         device: torch's device of this rank, as text (``"cuda:0"``).
         precision: a key of `PRECISIONS`, or ``"auto"`` until the first training step has been timed.
-        weights: what trainable parameters are stored in, and how low-precision ones are stepped.
+        weights: dtype of trainable parameters, and how low-precision ones are stepped.
         strategy: a key of `STRATEGIES`.
-        accumulation: micro-batches an update.
+        accumulation: micro-batches in an update.
         optimizer: which optimizer step runs.
+        settings: what was asked for.
+        hardware: this machine.
+        ranks: this process among the others.
         memory: bytes that a rank has: as set, its device's, or on a CPU its share of the machine's.
         data: on several ranks, how the data is split, where no prepared loader is read.
+
+    Example:
+        >>> plan = Accelerator(cpu=True, mixed_precision="bf16").plan
+        >>> plan.choices["precision"].value, plan.as_dict()["processes"]
+        ('bf16', 1)
+        >>> print(plan.explain().splitlines()[1])
+        device        cpu     cpu=True
     """
 
     device: Choice[str]
@@ -64,14 +74,22 @@ class Plan:
         }
 
     def explain(self) -> str:
-        """A few aligned lines: name, value, reason."""
+        """Show the plan to people.
+
+        Returns:
+            A few aligned lines: name, value, reason.
+        """
         nodes = f" on {self.ranks.nodes} nodes" if self.ranks.nodes > 1 else ""
         rows = [("processes", f"{self.ranks.size}{nodes}", self.ranks.announced or self.ranks.alone)]
         rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
         return "\n".join(columns(rows, 3))
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs: plain values only."""
+        """Show the plan to programs.
+
+        Returns:
+            Decision → value, reason and source, as plain values; and "processes".
+        """
         said = {
             n: {"value": c.value, "reason": c.reason, "source": c.source.value}
             for n, c in self.choices.items()
@@ -80,10 +98,23 @@ class Plan:
 
 
 def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
-    """Decide.
+    """Decide what runs, from facts alone: nothing is measured, allocated or started.
+
+    Args:
+        settings: from `resolve`.
+        hardware: from `detect`, or written by hand for another machine.
+        ranks: this process among the others.
+
+    Returns:
+        The plan.
 
     Raises:
         RefusedError: a request cannot run here; the message says why, and names an alternative.
+
+    Example:
+        >>> from easymp.distributed import Ranks
+        >>> make_plan(resolve(cpu=True), detect(), Ranks()).strategy.value
+        'single'
     """
     device = _device(settings, hardware, ranks)
     facts = _facts(hardware, ranks, device.value)

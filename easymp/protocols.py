@@ -19,7 +19,12 @@ T = TypeVar("T")
 
 
 class Source(Enum):
-    """Where a decision comes from, in the order of precedence."""
+    """Where a decision comes from, in the order of precedence.
+
+    Example:
+        >>> Accelerator(cpu=True).plan.device.source
+        <Source.ASKED: 'asked for'>
+    """
 
     ASKED = "asked for"
     ENVIRONMENT = "environment"
@@ -30,7 +35,17 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """A decision, its reason, and its source."""
+    """A decision of the plan.
+
+    Attributes:
+        value: what was decided.
+        reason: why, in words.
+        source: who decided it.
+
+    Example:
+        >>> Accelerator(cpu=True, mixed_precision="bf16").plan.precision.value
+        'bf16'
+    """
 
     value: T
     reason: str
@@ -296,20 +311,45 @@ class Precision(Protocol):
 
 
 class Tracker(Protocol):
-    """Where the values that a run logs are kept. Only the main process has one that writes."""
+    """The interface of trackers that a script brings. Only the main process calls one.
+
+    Attributes:
+        name: identifies it in `get_tracker` and `log_kwargs`.
+
+    Example:
+        >>> class Printer:
+        ...     name = "printer"
+        ...     def start(self, run, config): ...
+        ...     def log(self, values, step): print(step, values)
+        ...     def finish(self): ...
+        >>> acc = Accelerator(cpu=True, log_with=Printer())
+        >>> acc.log({"loss": 0.5}, step=1)
+        >>> acc.end_training()  # calls Printer.start, .log and .finish
+        1 {'loss': 0.5}
+    """
 
     name: str
 
     def start(self, run: str, config: Mapping[str, Any]) -> None:
-        """The run called `run` begins, or goes on after a resume, with these hyperparameters."""
+        """Begin a run, or continue it after a resume.
+
+        Args:
+            run: its name.
+            config: hyperparameters.
+        """
         ...
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Numbers and words by name; tensors have become numbers. `step` is the script's, or the number of optimizer updates."""
+        """Keep a row.
+
+        Args:
+            values: numbers and words by name; tensors have become numbers.
+            step: the script's, or the number of optimizer updates.
+        """
         ...
 
     def finish(self) -> None:
-        """The run is over: all that was logged is on disk, or with the service."""
+        """End the run. All rows must be on disk or with the service when it returns."""
         ...
 
 

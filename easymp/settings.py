@@ -169,7 +169,17 @@ NO_SETTINGS = {VARIABLE, env.PREFIX + "LOG_LEVEL", OVERRIDE, RECORD}
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a user can set from outside the script. Values that were not asked for keep their defaults."""
+    """Everything that a user can set from outside the script. Values that were not asked for keep their defaults.
+
+    Example:
+        >>> settings = Settings(mixed_precision="bf16")
+        >>> settings.source("mixed_precision"), settings.source("strategy")
+        ((<Source.ASKED: 'asked for'>, 'asked for'), (<Source.DEFAULT: 'default'>, 'default'))
+
+    Attributes:
+        strategy_options: options of the strategy: its record, or a dict of its fields.
+        sources: where values come from, by name; `resolve` fills it.
+    """
 
     mixed_precision: str = setting(
         "auto",
@@ -244,7 +254,14 @@ class Settings:
             object.__setattr__(self, f.name, checked(f, getattr(self, f.name), f"{f.name}="))
 
     def source(self, name: str) -> tuple[Source, str]:
-        """Where the value comes from, and the words for it, such as ``"EASYMP_SEED in the environment"``."""
+        """Tell where a value comes from.
+
+        Args:
+            name: of a setting.
+
+        Returns:
+            The source, and words for it such as ``"EASYMP_SEED in the environment"``.
+        """
         if name in self.sources:
             return self.sources[name]
         if name in self._asked or getattr(self, name) != NAMES[name].default:  # type: ignore[attr-defined]
@@ -255,6 +272,8 @@ class Settings:
 NAMES: dict[str, dataclasses.Field[Any]] = {
     f.name: f for f in dataclasses.fields(Settings) if f.name not in ("sources", OPTIONS)
 }
+_told = (f"    {f.name}: {f.metadata['help']}.\n    " for f in NAMES.values())
+Settings.__doc__ = (Settings.__doc__ or "") + "".join(_told)  # for help()
 
 
 @dataclass(frozen=True)
@@ -287,16 +306,23 @@ LAUNCHING: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.f
 
 
 def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
-    """The settings in force: arguments first, then `given`, the environment, the project file, and defaults.
+    """Collect the settings in force: arguments first, then `given`, the environment, the project file, and defaults.
 
-    ``EASYMP_OVERRIDE`` wins over them all: it makes a script that names its settings run with others.
+    ``EASYMP_OVERRIDE`` wins over all of them, so that a script that names its settings can run with others.
 
     Args:
-        given: a whole Settings object; arguments of its constructor, unless None, count as asked for.
+        given: settings; arguments of its constructor, unless None, count as asked for.
         arguments: single settings; None means not given.
+
+    Returns:
+        The settings, each with its source.
 
     Raises:
         SettingError: a wrong name or value, anywhere; the nearest right one is named.
+
+    Example:
+        >>> resolve(seed=3).source("seed")
+        (<Source.ASKED: 'asked for'>, 'seed=3')
     """
     values: dict[str, Any] = {}
     sources: dict[str, tuple[Source, str]] = {}

@@ -91,7 +91,6 @@ INCOMPLETE = set(  # to become empty
     AcceleratorState.deepspeed_plugin
     AcceleratorState.mixed_precision
     AcceleratorState.plan
-    AutocastKwargs
     Checkpoints.epochs
     Checkpoints.get_state_dict
     Checkpoints.load_state
@@ -106,14 +105,8 @@ INCOMPLETE = set(  # to become empty
     Checkpoints.save_iteration
     Checkpoints.save_model
     Checkpoints.save_state
-    Choice
     CompileOptions
-    DDPCommunicationHookType
-    DataLoaderConfiguration
     DataParallelOptions
-    DistributedDataParallelKwargs
-    DistributedDataParallelKwargs.low_rank
-    DistributedDataParallelKwargs.remembers
     DistributedType
     FSDPOptions
     FusedOptimizer.advance
@@ -132,13 +125,6 @@ INCOMPLETE = set(  # to become empty
     FusedOptimizer.step
     FusedOptimizer.use_plain_torch
     FusedOptimizer.zero_grad
-    GeneralTracker
-    GeneralTracker.finish
-    GeneralTracker.log
-    GeneralTracker.start
-    GeneralTracker.store_init_configuration
-    GradScalerKwargs
-    GradientAccumulationPlugin
     GradientState
     GradientState.active_dataloader
     GradientState.end_of_dataloader
@@ -148,10 +134,6 @@ INCOMPLETE = set(  # to become empty
     GradientState.sync_gradients
     GradientState.sync_with_dataloader
     HSDPOptions
-    Hardware
-    Hardware.kind
-    InitProcessGroupKwargs
-    InitProcessGroupKwargs.seconds
     LAMB.advance_lists
     LARC.add_param_group
     LARC.advance
@@ -167,35 +149,16 @@ INCOMPLETE = set(  # to become empty
     LocalSGD
     LocalSGD.step
     LocalSGDOptions
-    LoggerType
     Memory.lasting
     Memory.rows
     Memory.total
-    NormalizeImages
     NovoGrad.advance_lists
     PartialState
     PartialState.destroy_process_group
     PipelineOptions
     PipelineOptions.stages
     PipelineOptions.takes
-    Plan
-    Plan.as_dict
-    Plan.choices
-    Plan.explain
     PrecisionType
-    PreparedLoader
-    PreparedLoader.batch_line
-    PreparedLoader.dataset
-    PreparedLoader.even_batches
-    PreparedLoader.load_state_dict
-    PreparedLoader.read
-    PreparedLoader.replay
-    PreparedLoader.sampler
-    PreparedLoader.set_epoch
-    PreparedLoader.state_dict
-    PreparedLoader.surplus
-    PreparedLoader.total_batch_size
-    PreparedLoader.uneven
     PreparedOptimizer.add_param_group
     PreparedOptimizer.apply_clip
     PreparedOptimizer.defaults
@@ -244,12 +207,6 @@ INCOMPLETE = set(  # to become empty
     Processes.split_between_processes
     Processes.use_distributed
     Processes.wait_for_everyone
-    ProfileKwargs
-    ProjectConfiguration
-    ProjectConfiguration.set_directories
-    Settings
-    Settings.source
-    Source
     SyncBatchNorm
     SyncBatchNorm.convert_sync_batchnorm
     SyncBatchNorm.forward
@@ -257,22 +214,14 @@ INCOMPLETE = set(  # to become empty
     TorchOptimizer.advance_by_torch
     TorchOptimizer.step_by_reference
     Tracker
-    Tracker.finish
-    Tracker.log
-    Tracker.start
     broadcast
     broadcast_object_list
     convert_sync_batchnorm
-    debug_launcher
-    detect
     find_executable_batch_size
     forward_method
     gather
     gather_object
-    launch
-    load
     load_weights
-    make_plan
     memory
     memory.Memory
     memory.Table
@@ -280,7 +229,6 @@ INCOMPLETE = set(  # to become empty
     memory.estimate
     memory.fits
     memory.table
-    notebook_launcher
     optim.Adagrad
     optim.Adam
     optim.AdamW
@@ -295,8 +243,6 @@ INCOMPLETE = set(  # to become empty
     pad_across_processes
     reduce
     release_memory
-    resolve
-    skip_first_batches
     """.split()
 )
 

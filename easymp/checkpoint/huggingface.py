@@ -181,10 +181,21 @@ def save_tree(tree: Any, f: str | os.PathLike[str]) -> None:
 
 
 def load(f: str | os.PathLike[str]) -> Any:
-    """Read a file of `Accelerator.save`, with tensors on the CPU; or the tensors by name of any safetensors file.
+    """Read a file of `Accelerator.save`, or the tensors of any safetensors file. No code in the file can run.
+
+    Args:
+        f: a path or URL.
+
+    Returns:
+        The saved object with its tensors on the CPU; of another safetensors file, the tensors by name.
 
     Raises:
         CheckpointError: it is neither, or cannot be read.
+
+    Example:
+        >>> Accelerator(cpu=True).save({"step": 3, "mean": torch.zeros(2)}, "run.safetensors")
+        >>> load("run.safetensors")
+        {'step': 3, 'mean': tensor([0., 0.])}
     """
     place = os.fspath(f)
     try:

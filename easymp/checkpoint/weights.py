@@ -80,6 +80,12 @@ def load_weights(
         CheckpointError: no weights are there, or they do not fit; nothing has changed. Or reading failed half-way, and the message says
             that the model has to be loaded again.
         SettingError: a `dtype` or `device_map` of another kind.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> Accelerator(cpu=True).save(model.state_dict(), "model.safetensors")
+        >>> bool(load_weights(model, "model.safetensors"))
+        False
     """
     wanted, device = _read_dtype(dtype), _read_device(device_map)
     source = open_source(place, which)

@@ -20,12 +20,18 @@ class NormalizeImages:
     """``normalize(images)`` computes (x / 255 - mean) / std for a batch of uint8 images on its device.
 
     Args:
-        mean, std: one number per channel for values from 0 to 1, as in torchvision.
+        mean: one number per channel for values from 0 to 1, as in torchvision.
+        std: likewise.
         dtype: of the result: fp32, bf16 or fp16.
         layout: of the batches: "NCHW", as torchvision decodes images, or "NHWC", as most files store them.
 
     Raises:
         SettingError: `mean` and `std` do not match, or another dtype or layout.
+
+    Example:
+        >>> normalize = NormalizeImages(mean=[0.5], std=[0.5])
+        >>> normalize(torch.full((1, 1, 1, 2), 255, dtype=torch.uint8))
+        tensor([[[[1., 1.]]]])
     """
 
     def __init__(

@@ -35,6 +35,27 @@ class PreparedLoader:
         last: whether the current batch is the last one of this rank.
         local_size: samples in the current batch on this rank; None if unknown.
         finished: passes that began and ended since `replay`, outside of other loaders' passes.
+
+    Example:
+        >>> data = torch.utils.data.DataLoader(range(8), batch_size=4)
+        >>> loader = Accelerator(cpu=True).prepare(data)
+        >>> len(loader), loader.total_batch_size, loader.dataset, loader.even_batches, loader.uneven
+        (2, 4, range(0, 8), True, False)
+        >>> for batch in loader:
+        ...     print(batch, loader.position, loader.surplus)
+        ...     break
+        tensor([0, 1, 2, 3]) 4 0
+        >>> loader.load_state_dict({"epoch": 0, "position": 4, "seed": 0})  # from loader.state_dict()
+        >>> [batch.tolist() for batch in loader]
+        [[4, 5, 6, 7]]
+        >>> loader.set_epoch(3)
+        >>> loader.batch_line(accumulation=2)
+        '4 per device × 1 process × 2 accumulation = 8'
+        >>> type(loader.sampler).__name__, [len(batch) for batch in loader.read(skip=1)]
+        ('SequentialSampler', [4])
+        >>> loader.replay(finished=1)  # the next pass is empty
+        >>> list(loader)
+        []
     """
 
     epoch = position = finished = 0
@@ -73,6 +94,7 @@ class PreparedLoader:
 
     @property
     def dataset(self) -> Any:
+        """The user's data set."""
         return self._given.dataset
 
     @property
@@ -131,7 +153,14 @@ class PreparedLoader:
         return batches
 
     def batch_line(self, accumulation: int = 1) -> str:
-        """The arithmetic of the global batch: ``"4 per device × 2 processes × 3 accumulation = 24"``."""
+        """Write out the arithmetic of the global batch.
+
+        Args:
+            accumulation: micro-batches in an update.
+
+        Returns:
+            ``"4 per device × 2 processes × 3 accumulation = 24"``.
+        """
         ranks, size = self._source.cut.ranks, self.batch_size or 0
         words = f"{size} per device × {ranks} process{'es' if ranks > 1 else ''}"
         words += f" × {accumulation} accumulation" if accumulation > 1 else ""
@@ -171,7 +200,14 @@ class PreparedLoader:
                 self._end()
 
     def read(self, skip: int) -> Iterator[Any]:
-        """One pass without its first `skip` batches."""
+        """Begin a pass.
+
+        Args:
+            skip: batches at its start that are left out.
+
+        Returns:
+            An iterator over the other batches.
+        """
         if self._empty:
             self._empty -= 1
             return
@@ -276,7 +312,11 @@ class PreparedLoader:
     # -- epochs and positions -----------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Read `epoch` next. A position to resume at stays if it belongs to that epoch and is dropped otherwise."""
+        """Read another epoch next. A position to resume at stays if it belongs to that epoch and is dropped otherwise.
+
+        Args:
+            epoch: its number, from 0.
+        """
         if self._pass is not None:
             self._next_epoch = epoch
             return
@@ -286,7 +326,11 @@ class PreparedLoader:
         self._tell()
 
     def replay(self, finished: int) -> None:
-        """Begin an epoch of the run in which this loader has `finished` passes: they come again without batches."""
+        """Begin an epoch of the run in which some passes over this loader have been made: they come again without batches.
+
+        Args:
+            finished: how many.
+        """
         self.finished = self._empty = finished
         self._round += 1
 
@@ -303,10 +347,11 @@ class PreparedLoader:
         self._told = [getattr(part, "epoch", None) for part in self._parts()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, position, seed and the state of the source.
+        """Save epoch, position, seed and the state of the source.
 
-        Values are plain JSON types, except for what the `state_dict` of the data set holds and the state of a sampler's own generator
-        under ``use_seedable_sampler=False``.
+        Returns:
+            Plain JSON types, except for what the `state_dict` of the data set holds and the state of a sampler's own generator under
+            ``use_seedable_sampler=False``.
         """
         state = {"epoch": self.epoch, "position": self.position, "seed": self._source.seed}
         if (drawing := self._source.drawing()) is not None:
@@ -325,10 +370,13 @@ class PreparedLoader:
         return not isinstance(self.dataset, IterableDataset) and all(map(callable, methods))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at `state` in the next ``for``, at any number of ranks.
+        """Continue at a saved position in the next ``for``, at any number of ranks.
+
+        Args:
+            state: from `state_dict`.
 
         Raises:
-            BatchError: `state` is not the state of a prepared loader, or its data set has another length.
+            BatchError: it is not the state of a prepared loader, or its data set has another length.
         """
         if missing := [key for key in ("epoch", "position", "seed") if not isinstance(state.get(key), int)]:
             raise BatchError(
@@ -356,7 +404,7 @@ class PreparedLoader:
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """Return `loader` without its first `num_batches` batches in the next pass.
+    """Leave the first batches of a loader out of its next pass.
 
     Skipped samples of a map-style data set are not loaded. On a prepared loader the batches of this rank count.
 
@@ -364,8 +412,16 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         loader: a DataLoader, or a prepared one.
         num_batches: 0 or more.
 
+    Returns:
+        A view of the loader.
+
     Raises:
         BatchError: `loader` is not a DataLoader, or `num_batches` is not a count.
+
+    Example:
+        >>> loader = torch.utils.data.DataLoader(range(6), batch_size=2)
+        >>> list(skip_first_batches(loader, 2))
+        [tensor([4, 5])]
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
         raise BatchError(f"num_batches must be an integer of 0 or more, got {num_batches!r}")

@@ -127,10 +127,20 @@ PROBES = (nvidia.probe, probe_amd, probe_intel, probe_apple)  # the first that f
 
 
 def detect(use_accelerators: bool = True) -> Hardware:
-    """The facts about this machine, as this process may use it.
+    """Look at this machine, as this process may use it.
 
-    Asked once a process, and again where ``CUDA_VISIBLE_DEVICES`` has changed since. With ``use_accelerators=False`` only
-    the processor is looked at. A missing accelerator is not an error: `Hardware.looked_for` names it, with the reason.
+    The answer is kept for the process, and renewed where ``CUDA_VISIBLE_DEVICES`` has changed. A missing accelerator is not an error:
+    `Hardware.looked_for` gives the reason.
+
+    Args:
+        use_accelerators: False looks at the processor only.
+
+    Returns:
+        The facts.
+
+    Example:
+        >>> detect(use_accelerators=False).devices
+        ()
     """
     return _detect(bool(use_accelerators), env.read("CUDA_VISIBLE_DEVICES"))
 

@@ -118,6 +118,9 @@ def launch(processes: int | None = None) -> None:
 
     Raises:
         SettingError: there is no script to run again (a notebook, ``python -c``, an interactive session).
+
+    Example:
+        >>> launch(processes=1)  # launch(2) would run this script twice, and exit
     """
     found, why = ranks.read()
     if why == ranks.ONE or (found is not None and found.processes == 1 and found.most is None):
@@ -159,15 +162,17 @@ def notebook_launcher(
         num_processes: how many on this node; None takes one an accelerator, or 1 without any. With one process (on one
             node) the function is called directly.
         mixed_precision: setting for the Accelerators made in the function; None leaves it to them.
-        use_port: where the ranks meet; None finds a free port.
-        master_addr, node_rank, num_nodes: for several machines, each of which runs this call: node 0's address, this
-            node's number, and how many there are. They need `use_port`.
+        use_port: where the ranks meet; None finds a free port. Several machines need it.
+        master_addr: address of node 0; each of several machines runs this call.
+        node_rank: this node's number.
+        num_nodes: how many machines take part.
         rdzv_backend: "static" or "c10d", which here are the same.
         rdzv_endpoint: ``"host:port"`` of node 0, in place of `master_addr` and `use_port`.
         rdzv_conf: ``{"timeout": seconds}`` that the nodes wait for one another (or "join_timeout"), and nothing else.
-        rdzv_id, log_line_prefix_template: refused.
+        rdzv_id: refused.
         max_restarts: how often all processes are started again after one failed.
         monitor_interval: seconds between looks at the processes.
+        log_line_prefix_template: refused.
 
     Returns:
         What the function returned on this node's ranks, in rank order; None, with a warning, for a value that cannot be
@@ -178,6 +183,13 @@ def notebook_launcher(
         SettingError: an impossible number of processes or nodes, or no possible port or address.
         WorldError: the nodes did not meet, or a rank failed; the message ends with the first failing rank's own traceback.
         KeyboardInterrupt: the run was interrupted; the processes are gone. (SystemExit for SIGTERM.)
+
+    Example:
+        >>> def train(lr):
+        ...     acc = Accelerator(cpu=True)
+        ...     return acc.process_index, lr
+        >>> notebook_launcher(train, (0.1,), num_processes=2)
+        [(0, 0.1), (1, 0.1)]
     """
     processes, conf = _checked(num_processes, max_restarts), rdzv_conf or {}
     _refuse_options(rdzv_backend, conf, rdzv_id, log_line_prefix_template)
@@ -202,7 +214,20 @@ def debug_launcher(
 ) -> list[Any]:
     """Run ``function(*args)`` on a few CPU processes, to see whether it works on several ranks.
 
-    Returns and raises what `notebook_launcher` does; accelerators are not used.
+    Args:
+        function: as in `notebook_launcher`.
+        args: its arguments.
+        num_processes: how many.
+
+    Returns:
+        What the function returned on each rank.
+
+    Raises:
+        WorldError: a rank failed; the message ends with its traceback.
+
+    Example:
+        >>> debug_launcher(lambda x: x + Accelerator().process_index, (1,))
+        [1, 2]
     """
     return _fork(function, args, _checked(num_processes), RendezvousConfig(), 0, 0.05, {"EASYMP_CPU": "1"})
 

@@ -77,7 +77,21 @@ def check_own(given: Any) -> str:
 
 
 class GeneralTracker:
-    """Base class for trackers written for Accelerate; subclasses set `name` and define the methods that they need."""
+    """Base class for trackers written for Accelerate. Subclasses set `name` and define the methods that they need.
+
+    Args:
+        _blank: ignored, as in Accelerate.
+
+    Example:
+        >>> class Printer(GeneralTracker):
+        ...     name = "printer"
+        ...     def log(self, values, step=None, **options):
+        ...         print(step, values)
+        >>> acc = Accelerator(cpu=True, log_with=Printer())
+        >>> acc.log({"loss": 0.5}, step=1)
+        >>> acc.end_training()  # calls .start(), .store_init_configuration(...), .log(...) and .finish()
+        1 {'loss': 0.5}
+    """
 
     name = ""
     requires_logging_directory = False
@@ -90,10 +104,20 @@ class GeneralTracker:
         """Begin the run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the hyperparameters: numbers, words and None by name."""
+        """Keep the hyperparameters.
+
+        Args:
+            values: numbers, words and None by name.
+        """
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        """Keep one row."""
+        """Keep one row.
+
+        Args:
+            values: numbers and words by name.
+            step: the script's, or the number of optimizer updates.
+            options: this tracker's part of ``Accelerator.log(log_kwargs=...)``.
+        """
 
     def finish(self) -> None:
         """End the run."""
