@@ -8,7 +8,7 @@ WORKERS ?= 2
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-slow wheel-test bench clean
+.PHONY: setup demo test test-slow wheel-test docs bench clean
 
 setup: $(STAMP)
 
@@ -38,10 +38,15 @@ test-slow: setup
 wheel-test:
 	PYTHON=$(PYTHON) .ci/wheel-test
 
+# The documentation, into site/. A warning is an error.
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	set -e; for file in benchmarks/*.py; do echo "--- $$file"; $(BIN)/python $$file; done
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -58,13 +58,18 @@ def _main(words: list[str]) -> int:
         parser.error(
             f"there is no command {name!r}{nearest(name, COMMANDS) or '.'} Known: {', '.join(COMMANDS)}"
         )
+    return module_of(name).run(parser_of(name).parse_args(rest))
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a command."""
     command = module_of(name)
     form = argparse.RawDescriptionHelpFormatter
-    words_of = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         f"easymp {name}", description=command.__doc__, formatter_class=form, allow_abbrev=False
     )
-    command.arguments(words_of)
-    return command.run(words_of.parse_args(rest))
+    command.arguments(parser)
+    return parser
 
 
 def module_of(name: str) -> Command:
