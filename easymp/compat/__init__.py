@@ -7,6 +7,7 @@
 | ``from torch.cuda.amp import autocast, GradScaler`` | ``from easymp.compat.torch_cuda.amp import autocast, GradScaler`` |
 | ``import deepspeed`` | ``from easymp.compat import deepspeed`` |
 | ``import horovod.torch as hvd`` | ``import easymp.compat.horovod as hvd`` |
+| ``from lightning.fabric import Fabric`` | ``from easymp.compat.lightning_fabric import Fabric`` |
 
 Each layer is thin: the loss scale, strategies, optimizers and checkpoints are the library's own. A layer warns at most once, and `explain`
 prints the ignored options, and the lines of easymp that do the same as the layer.

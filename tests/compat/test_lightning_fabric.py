@@ -1,0 +1,254 @@
+"""Scripts written for Lightning Fabric: their set-up and loop, accumulation by hand, checkpoints, on one process and on two."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from easymp.compat.lightning_fabric.strategies import DDPStrategy, FSDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import easymp
+import easymp.compat.lightning_fabric as L
+from easymp import CheckpointError, NonfiniteError, RefusedError, SettingError
+from easymp.compat.lightning_fabric import Fabric
+
+from ..conftest import Ranks
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Any:
+    yield
+    easymp.compat.lightning_fabric.layer.native.clear()
+
+
+def trained(
+    folder: str, strategy: Any = "auto", stop: int = 8, accumulate: int = 1, **how: Any
+) -> list[float]:
+    """The loop of Fabric's examples; goes on from `folder` where a checkpoint is there. Returns the losses."""
+    L.seed_everything(3)
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=how.pop("devices", "auto"), **how)
+    fabric.launch()
+    with fabric.init_module():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optimizer = fabric.setup(model, optimizer)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    path = Path(folder, "last.ckpt")
+    if path.exists():
+        assert fabric.load(path, state) == {}
+    losses = []
+    while state["step"] < stop:
+        for i, (inputs, targets) in enumerate(loader):
+            with fabric.no_backward_sync(model, enabled=(i + 1) % accumulate != 0):
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                fabric.backward(loss / accumulate)
+            if (i + 1) % accumulate:
+                continue
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(fabric.all_reduce(loss.detach()).item())
+            state["step"] += 1
+            if state["step"] == stop:
+                fabric.save(path, state)
+                break
+    fabric.easymp.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp"), (2, FSDPStrategy(cpu_offload=False))]
+)
+def test_a_script_trains_and_goes_on_from_its_checkpoint(
+    ranks: Ranks, tmp_path: Path, processes: int, strategy: Any
+) -> None:
+    whole = ranks(trained, str(tmp_path / "whole"), strategy, 8, processes=processes)
+    first = ranks(trained, str(tmp_path / "halves"), strategy, 4, processes=processes)
+    second = ranks(trained, str(tmp_path / "halves"), strategy, 8, processes=processes)
+    for one, a, b in zip(whole, first, second):
+        assert one == a + b
+        assert one[-1] < one[0]
+
+
+def test_accumulation_by_hand_equals_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    (alone,) = ranks(trained, str(tmp_path / "one"), "auto", 4, 4, processes=1)
+    both = ranks(trained, str(tmp_path / "two"), "ddp", 4, 2, processes=2)
+    assert len(both[0]) == 4 and both[0][0] == pytest.approx(both[1][0])
+    assert len(alone) == 4
+
+
+def test_its_signatures_are_those_of_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which their import sets
+    theirs = pytest.importorskip("lightning_fabric").Fabric
+    public = {n for n in vars(theirs) if n[0] != "_"} - {"accelerator"}
+    assert public <= {*vars(Fabric), "loggers"}
+    for name in sorted(public):
+        if inspect.isfunction(vars(theirs)[name]):
+            there, here = (inspect.signature(vars(kind)[name]).parameters for kind in (theirs, Fabric))
+            assert [(p.name, p.kind) for p in there.values()] == [(p.name, p.kind) for p in here.values()], (
+                name
+            )
+
+
+def losses(kind: Any, precision: str) -> list[float]:
+    torch.manual_seed(0)
+    fabric = kind(accelerator="cpu", devices=1, precision=precision)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    found = []
+    for (batch,) in fabric.setup_dataloaders(DataLoader(TensorDataset(x), batch_size=4)):
+        loss = model(batch).float().square().mean()
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, clip_val=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_losses_are_those_of_fabric(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    theirs = pytest.importorskip("lightning_fabric").Fabric
+    assert losses(Fabric, precision) == pytest.approx(
+        losses(theirs, precision), rel=0.05 if "bf16" in precision else 1e-6
+    )
+
+
+def test_parts_are_one_file_and_filters_choose(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu")
+    model, optimizer = fabric.setup(
+        net := nn.Linear(2, 1), torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    )
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fabric.save(tmp_path / "model.safetensors", {"model": model, "epoch": 3})
+    fabric.save(
+        tmp_path / "part.safetensors",
+        {"model": model, "optimizer": optimizer},
+        filter={"model": lambda name, value: name == "bias"},
+    )
+    nn.init.zeros_(model.weight)
+    rest = fabric.load(tmp_path / "part.safetensors", {"model": model}, strict=False)
+    assert model.weight.sum() == 0 and set(rest) == {"optimizer"}
+    state = {"model": model, "epoch": 0}
+    assert fabric.load(tmp_path / "model.safetensors", state) == {} and state["epoch"] == 3
+    assert torch.equal(model.weight, before["weight"])
+    with pytest.raises(KeyError, match="has no 'steps'"):
+        fabric.load(tmp_path / "model.safetensors", {"steps": 0})
+    torch.save({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, tmp_path / "raw.pth")
+    fabric.load_raw(tmp_path / "raw.pth", model)
+    assert model.bias.item() == 1
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        fabric.load(tmp_path / "raw.pth", state)
+    with pytest.raises(CheckpointError, match="was not set up"):
+        fabric.save(tmp_path / "x", {"other": nn.Linear(1, 1)})
+    fabric.easymp.close()
+
+
+def test_models_of_a_whole_checkpoint_load_alone(tmp_path: Path) -> None:
+    trained(str(tmp_path), stop=2)
+    fabric = Fabric(accelerator="cpu")
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    state = {"model": model, "step": 0}
+    assert fabric.load(tmp_path / "last.ckpt", state) == {} and state["step"] == 2
+    saved = easymp.load_weights(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), tmp_path / "last.ckpt"
+    )
+    assert not saved
+    fabric.easymp.close()
+
+
+def collectives() -> None:
+    fabric = Fabric(accelerator="cpu", devices=2)
+    rank = fabric.global_rank
+    gathered = fabric.all_gather({"a": torch.tensor([rank]), "b": float(rank)})
+    assert gathered["a"].tolist() == [[0], [1]] and gathered["b"].tolist() == [0.0, 1.0]
+    assert fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum").item() == 1
+    assert fabric.broadcast({"of": rank}, src=1) == {"of": 1}
+    with fabric.rank_zero_first():
+        pass
+    fabric.barrier()
+    assert (fabric.world_size, fabric.is_global_zero, fabric.node_rank) == (2, rank == 0, 0)
+    with pytest.raises(RefusedError, match="sync_grads"):
+        fabric.all_gather(torch.ones(1), sync_grads=True)
+    fabric.easymp.close()
+
+
+def test_collectives(ranks: Ranks) -> None:
+    ranks(collectives, processes=2)
+
+
+def test_launch_starts_the_processes_and_run_launches(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "from easymp.compat.lightning_fabric import Fabric\n"
+        "class Mine(Fabric):\n"
+        "    def run(self, word):\n"
+        "        self.barrier()\n"
+        "        open(f'{word}{self.global_rank}of{self.world_size}', 'w').close()\n"
+        "Mine(accelerator='cpu', devices=2).run('ran')\n"
+    )
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=100)
+    assert {"ran0of2", "ran1of2"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_callbacks_and_loggers() -> None:
+    calls, rows = [], []
+
+    class Watch:
+        def on_end(self, loss: float) -> None:
+            calls.append(loss)
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            rows.append((metrics, step))
+
+    fabric = Fabric(accelerator="cpu", callbacks=[Watch(), object()], loggers=Watch())
+    fabric.call("on_end", loss=2.0, other=1)
+    fabric.log("loss", torch.tensor(1.5), step=4)
+    assert calls == [2.0] and rows == [({"loss": 1.5}, 4)] and fabric.logger is fabric.loggers[0]
+
+
+def test_a_norm_that_is_not_finite_is_an_error() -> None:
+    fabric = Fabric(accelerator="cpu")
+    model, optimizer = fabric.setup(net := nn.Linear(1, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(torch.full((1, 1), float("inf"))).sum())
+    with pytest.raises(NonfiniteError, match="norm of the gradients"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(ValueError, match="one of clip_val"):
+        fabric.clip_gradients(model, optimizer)
+    fabric.easymp.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"precision": "64-true"}, RefusedError, "64-true"),
+        ({"strategy": "deepspeed_stage_3"}, RefusedError, "pass 'fsdp'"),
+        ({"strategy": "fspd"}, RefusedError, "fsdp"),
+        ({"accelerator": "tpu"}, SettingError, "tpu"),
+        ({"devices": [1]}, RefusedError, "CUDA_VISIBLE_DEVICES"),
+        ({"devices": 0}, SettingError, "number of processes"),
+        ({"num_nodes": 2}, RefusedError, "easymp launch --nodes 2"),
+        ({"plugins": object()}, RefusedError, "plugins"),
+    ],
+)
+def test_what_is_not_run_is_refused(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Fabric(**arguments)
+
+
+def test_names_that_are_absent_say_what_to_use() -> None:
+    with pytest.raises(ImportError, match="tensor_parallel"):
+        from easymp.compat.lightning_fabric.strategies import ModelParallelStrategy  # noqa: F401
+    assert DDPStrategy(static_graph=True).options == {"static_graph": True}
