@@ -28,6 +28,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 	$(PYTEST) -m 'not slow' -n $(WORKERS) --dist loadfile
 
 # 5 is pytest's word for "none selected".
@@ -48,5 +49,5 @@ bench: setup
 	set -e; for file in benchmarks/*.py; do echo "--- $$file"; $(BIN)/python $$file; done
 
 clean:
-	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -131,12 +131,13 @@ _ACCELERATES = (
     "extract_model_from_parallel is_torch_version patch_environment"
 )
 
-__all__, __getattr__, __dir__ = at_first_use(
-    __name__,
-    globals(),
-    {module: names.split() for module, names in _HOMES.items()},
-    elsewhere=dict.fromkeys(
-        _ACCELERATES.split(), "easymp.compat.accelerate has it, or says what replaces it"
-    ),
-)
-__all__ += ["__version__"]  # the list that __dir__ returns
+if not TYPE_CHECKING:  # type checkers would take a module's `__getattr__` for one that has every name
+    __all__, __getattr__, __dir__ = at_first_use(
+        __name__,
+        globals(),
+        {module: names.split() for module, names in _HOMES.items()},
+        elsewhere=dict.fromkeys(
+            _ACCELERATES.split(), "easymp.compat.accelerate has it, or says what replaces it"
+        ),
+    )
+    __all__ += ["__version__"]  # the list that __dir__ returns

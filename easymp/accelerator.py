@@ -9,12 +9,12 @@ import atexit
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -39,23 +39,55 @@ if TYPE_CHECKING:
     from . import options as records
     from . import plan as planning
     from . import settings as setting
+    from .distributed.processes import PrecisionType
     from .hardware import Hardware
     from .optim.optimizer import PreparedOptimizer, PreparedScheduler
     from .options import (
         AutocastKwargs,
         DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
         GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        LoggerType,
         ProfileKwargs,
         ProjectConfiguration,
     )
     from .plan import Plan
-    from .protocols import Choice
-    from .settings import Settings
+    from .protocols import Choice, Tracker
+    from .registry import PrecisionName, StrategyName
+    from .settings import Compiled, NonfiniteAnswer, Settings
     from .strategies import transforms
+    from .strategies.fsdp import FSDPOptions
+    from .strategies.local_sgd import LocalSGDOptions
+    from .strategies.pipeline import PipelineOptions
+    from .strategies.single import DataParallelOptions
+    from .strategies.tensor_parallel import TensorParallelOptions
     from .strategies.transforms import CompileOptions
+    from .trackers import TrackerName
+    from .trackers.own import GeneralTracker
     from .training import nonfinite as guards
     from .training import oom, prepare, state, tracking
     from .training.state import AcceleratorState, GradientState
+
+    OneTracker: TypeAlias = (
+        TrackerName | LoggerType | Tracker | GeneralTracker | type[Tracker] | type[GeneralTracker]
+    )
+    StrategyOptions: TypeAlias = (
+        DistributedDataParallelKwargs
+        | DataParallelOptions
+        | FSDPOptions
+        | LocalSGDOptions
+        | PipelineOptions
+        | TensorParallelOptions
+    )
+    Handler: TypeAlias = (
+        AutocastKwargs
+        | DistributedDataParallelKwargs
+        | GradScalerKwargs
+        | InitProcessGroupKwargs
+        | ProfileKwargs
+    )
 
 # What an Accelerator needs when it is made or runs, and the import of this class does not.
 modules_at_first_use(
@@ -72,6 +104,13 @@ modules_at_first_use(
     transforms="strategies.transforms",
 )
 logger = get_logger(__name__)
+Init = TypeVar("Init", bound=Callable[..., None])
+Model = TypeVar("Model", bound=nn.Module)
+Loader = TypeVar("Loader", bound=Iterable[Any])
+T = TypeVar("T")
+First = TypeVar("First")
+Second = TypeVar("Second")
+Others = TypeVarTuple("Others")
 
 WORDS = {True: "model", False: "no"}  # of the argument `compile`, in the setting
 # Keywords of the peer that have another place here, or none.
@@ -89,6 +128,23 @@ ELSEWHERE = {
     "megatron_lm_plugin": "pass strategy='tensor_parallel' or 'pipeline', and strategy_options",
     "parallelism_config": "pass strategy='hsdp' or 'tensor_parallel', and strategy_options",
 }
+
+
+def _explaining(init: Init) -> Init:
+    """Explain keywords that Accelerator() does not take. A decorator, so that signatures show only those that it takes."""
+    known = signature(init).parameters
+
+    @wraps(init)
+    def checked(self: Accelerator, *arguments: Any, **named: Any) -> None:
+        for name in [name for name in named if name not in known]:
+            value = named.pop(name)
+            if name not in ELSEWHERE:
+                raise SettingError(f"Accelerator() has no argument {name!r}{nearest(name, known)}")
+            if value is not None:  # a script of the peer may pass None
+                raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {ELSEWHERE[name]}")
+        init(self, *arguments, **named)
+
+    return checked  # type: ignore[return-value]
 
 
 class Accelerator(Processes, Checkpoints):
@@ -153,12 +209,13 @@ class Accelerator(Processes, Checkpoints):
         WorldError: announced processes did not arrive.
     """
 
+    @_explaining
     def __init__(
         self,
         *,
-        mixed_precision: str | None = None,
-        strategy: str | None = None,
-        strategy_options: Any = None,
+        mixed_precision: PrecisionName | PrecisionType | None = None,
+        strategy: StrategyName | None = None,
+        strategy_options: StrategyOptions | Mapping[str, Any] | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         device_placement: bool = True,
@@ -166,17 +223,17 @@ class Accelerator(Processes, Checkpoints):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         scheduler_steps_per_process: bool = False,
-        kwargs_handlers: Sequence[Any] = (),
+        kwargs_handlers: Sequence[Handler] = (),
         initialize: Callable[[nn.Module], None] | None = None,
         activation_checkpointing: bool | str | Sequence[str] | None = None,
-        compile: bool | str | CompileOptions | None = None,
+        compile: bool | Compiled | CompileOptions | None = None,
         dynamo_backend: str | None = None,
         seed: int | None = None,
         deterministic: bool | None = None,
         fused: bool | None = None,
         ema_decay: float | None = None,
         convert_sync_batchnorm: bool | None = None,
-        nonfinite: str | None = None,
+        nonfinite: NonfiniteAnswer | None = None,
         probe: bool | None = None,
         timeout: float | None = None,
         memory: int | str | None = None,
@@ -184,13 +241,11 @@ class Accelerator(Processes, Checkpoints):
         debug: bool | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
-        log_with: Any = None,
+        log_with: OneTracker | Sequence[OneTracker] | None = None,
         save_on_signal: bool | None = None,
         settings: Settings | None = None,
-        **others: Never,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in setting.NAMES}
-        _refuse_unknown(others)
         recompute = transforms.read_which(
             False if activation_checkpointing is None else activation_checkpointing
         )
@@ -351,7 +406,7 @@ class Accelerator(Processes, Checkpoints):
         return self.plan.hardware
 
     @property
-    def mixed_precision(self) -> str:
+    def mixed_precision(self) -> PrecisionName:
         """The precision's name: "no" for fp32, else as `mixed_precision` of the constructor; "auto" until the first step has been timed."""
         return reported(self._precision.name)
 
@@ -386,12 +441,35 @@ class Accelerator(Processes, Checkpoints):
     def state(self) -> AcceleratorState:
         return state.AcceleratorState()
 
-    split_batches = property(lambda self: self._loading.split_batches)
-    dispatch_batches = property(lambda self: self._loading.dispatch_batches)
-    even_batches = property(lambda self: self._loading.even_batches)
-    use_seedable_sampler = property(lambda self: self._loading.use_seedable_sampler)
-    non_blocking = property(lambda self: self._loading.non_blocking)
-    use_stateful_dataloader = property(lambda self: self._loading.use_stateful_dataloader)
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is the global one, which the ranks divide; of `DataLoaderConfiguration`."""
+        return self._loading.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads batches and sends them; of `DataLoaderConfiguration`."""
+        return self._loading.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round is completed, so that ranks have as many batches; of `DataLoaderConfiguration`."""
+        return self._loading.even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether loaders shuffle by seed and epoch alone; of `DataLoaderConfiguration`."""
+        return self._loading.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies of batches to the device do not wait; of `DataLoaderConfiguration`."""
+        return self._loading.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """As in `DataLoaderConfiguration`; every prepared loader can be resumed."""
+        return self._loading.use_stateful_dataloader
 
     @staticmethod
     def launch(processes: int | None = None) -> None:
@@ -399,6 +477,27 @@ class Accelerator(Processes, Checkpoints):
         launcher.launch(processes)
 
     # -- prepare
+
+    @overload
+    def prepare(
+        self,
+        given: T,
+        /,
+        *,
+        device_placement: Sequence[bool | None] | None = None,
+        forward_methods: str | Sequence[str] = (),
+    ) -> T: ...
+
+    @overload
+    def prepare(
+        self,
+        first: First,
+        second: Second,
+        /,
+        *others: *Others,
+        device_placement: Sequence[bool | None] | None = None,
+        forward_methods: str | Sequence[str] = (),
+    ) -> tuple[First, Second, *Others]: ...
 
     def prepare(
         self,
@@ -431,11 +530,11 @@ class Accelerator(Processes, Checkpoints):
 
     def prepare_model(
         self,
-        model: nn.Module,
+        model: Model,
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
         forward_methods: str | Sequence[str] = (),
-    ) -> nn.Module:
+    ) -> Model:
         """As `prepare`. A model without trainable parameters is not wrapped for gradients, so `evaluation_mode` asks for that."""
         if evaluation_mode and any(p.requires_grad for p in model.parameters()):
             raise RefusedError(
@@ -447,10 +546,12 @@ class Accelerator(Processes, Checkpoints):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        return self.prepare(optimizer, device_placement=[device_placement])
+        prepared: Any = self.prepare(optimizer, device_placement=[device_placement])
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        return self.prepare(scheduler)
+        prepared: Any = self.prepare(scheduler)
+        return prepared
 
     @staticmethod
     def _make_scheduler(
@@ -461,7 +562,8 @@ class Accelerator(Processes, Checkpoints):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None
     ) -> data.PreparedLoader:
-        return self.prepare(data_loader, device_placement=[device_placement])
+        prepared: Any = self.prepare(data_loader, device_placement=[device_placement])
+        return prepared
 
     # -- the step
 
@@ -474,14 +576,23 @@ class Accelerator(Processes, Checkpoints):
         else:
             self._run.plan = replace(self.plan, data=unprepared.begin())
 
-    def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        num_items: int | Tensor | None = None,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         """Gradients of `loss`, averaged over the ranks on the last micro-step of a window.
 
         Args:
             loss: a mean over this rank's micro-batch (divided by the accumulation steps here), 0-dim; or with `num_items` a sum.
             num_items: how many items (tokens) `loss` sums over on this rank. The gradients become those of the sum over the whole
                 window and all ranks, divided by their common count: equal to one big batch.
-            kwargs: for `Tensor.backward`.
+            gradient, retain_graph, create_graph, inputs: as in `torch.Tensor.backward`.
 
         Raises:
             StepError: a loss that is not a scalar, or has no graph; one that holds the gradient of a gradient, where that is refused;
@@ -491,7 +602,7 @@ class Accelerator(Processes, Checkpoints):
         window = self._window
         if self._unprepared is not None:
             self._look_at_data(self._unprepared)
-        scalar = isinstance(loss, Tensor) and (not loss.ndim or loss.numel() == 1 or "gradient" in kwargs)
+        scalar = isinstance(loss, Tensor) and (not loss.ndim or loss.numel() == 1 or gradient is not None)
         if not scalar or not loss.requires_grad:
             raise StepError(wrapper.loss_trouble(loss))
         self._nonfinite.loss(loss)
@@ -527,9 +638,9 @@ class Accelerator(Processes, Checkpoints):
             self._world.trains_here()
             if window.sync and not self._alone and not summed:
                 modules = [model.route.module for model in prepared.models]
-                check = prepared.strategy.after_backward(modules, bool(kwargs.get("create_graph")))
+                check = prepared.strategy.after_backward(modules, create_graph)
         try:
-            loss.backward(**kwargs)
+            loss.backward(gradient, retain_graph, create_graph, inputs)
         except RuntimeError as error:
             self._world.blame(error, "backward")
             wrapper.explain_second_backward(error)
@@ -690,7 +801,9 @@ class Accelerator(Processes, Checkpoints):
         """The run's autocast, for computations outside of a prepared model."""
         return self._precision.casting(self.device, autocast_handler or self._autocast)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
         """Divide gradients by the loss scale, to look at them or change them before the step; acts once a window."""
         if self._window.accumulation != 1 and not self._window.sync:
             return
@@ -801,9 +914,15 @@ class Accelerator(Processes, Checkpoints):
 
     # -- collectives
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """Every tensor of a nested batch joined over the ranks along dimension 0, on all ranks."""
         return collectives.gather(tensor, world=self._world)
+
+    @overload
+    def gather_for_metrics(self, input_data: T, use_gather_object: Literal[False] = False) -> T: ...
+
+    @overload
+    def gather_for_metrics(self, input_data: Iterable[T], use_gather_object: Literal[True]) -> list[T]: ...
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, for results of the current batch: samples that only complete the last round are dropped.
@@ -819,20 +938,18 @@ class Accelerator(Processes, Checkpoints):
         reading = self._window.reading
         return collectives.gather_for_metrics(input_data, use_gather_object, self._world, reading, neighbours)
 
-    def mean(self, value: Any, weight: Any = 1.0) -> Tensor:
+    def mean(self, value: Tensor | float, weight: Tensor | float = 1.0) -> Tensor:
         """Mean of a number over the ranks, weighted: sum(value × weight) / sum(weight), 0-dim, on all ranks.
 
         ``accelerator.mean(loss, len(batch))`` is the mean over samples, also where ranks have unlike batches.
         """
         return collectives.weighted_mean(value, weight, self._world)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
         """Every tensor of a nested batch summed ("sum") or averaged ("mean") over the ranks, times `scale`."""
         return collectives.reduce(tensor, reduction, scale, world=self._world)
 
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Every tensor of a nested batch as long along `dim` as the longest rank's."""
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, world=self._world)
 
@@ -907,19 +1024,19 @@ class Accelerator(Processes, Checkpoints):
 
     # -- loaders and models
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """The loader without its first `num_batches` batches, for one pass."""
         return data.skip_first_batches(dataloader, num_batches)
 
-    def total_updates(self, loader: Any, epochs: int = 1) -> int:
+    def total_updates(self, loader: Sized, epochs: int = 1) -> int:
         """Optimizer updates in `epochs` passes over a prepared loader: the horizon of a learning-rate schedule."""
         each = len(loader)
         steps = self._window.accumulation
         return epochs * math.ceil(each / steps) if self._window.end_with_loader else epochs * each // steps
 
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
-    ) -> nn.Module:
+        self, model: Model, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
+    ) -> Model:
         """The user's own module. It never carries a wrapper for fp32 outputs, so there is none to keep."""
         if keep_fp32_wrapper:
             raise RefusedError(
@@ -972,20 +1089,8 @@ class Accelerator(Processes, Checkpoints):
             state.unregister(self._run)
             self._world.close()
 
-    def __enter__(self) -> Accelerator:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _refuse_unknown(others: dict[str, Any]) -> None:
-    """Refuse keywords that Accelerator() does not take; keywords of the peer may be None."""
-    for name, value in others.items():
-        if name in ELSEWHERE:
-            if value is not None:
-                raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {ELSEWHERE[name]}")
-        else:
-            raise SettingError(
-                f"Accelerator() has no argument {name!r}{nearest(name, signature(Accelerator).parameters)}"
-            )

@@ -31,7 +31,7 @@ def _number(*names: str) -> int:
     return next((number for name in names if (number := env.integer(name)) is not None), 0)
 
 
-class RankLogger(logging.LoggerAdapter):
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that speaks on rank 0 only, unless told otherwise with ``main_process_only=False``.
 
     ``rank=True`` puts the rank in front of the message.

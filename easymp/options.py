@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -286,6 +286,10 @@ class DDPCommunicationHookType(StrEnum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
+CommHook = Literal["no", "fp16", "bf16", "fp32", "power_sgd", "batched_power_sgd"]  # the same words
+CommWrapper = Literal["no", "fp16", "bf16"]
+
+
 # What torch's PowerSGDState takes beside the process group, with what each may be.
 POWER_SGD: dict[str, tuple[Callable[[Any], bool], str]] = {
     "matrix_approximation_rank": (lambda v: _whole(v, 1), "a whole number of at least 1"),
@@ -335,8 +339,8 @@ class DistributedDataParallelKwargs:
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    comm_hook: str = "no"
-    comm_wrapper: str = "no"
+    comm_hook: DDPCommunicationHookType | CommHook = "no"
+    comm_wrapper: CommWrapper | DDPCommunicationHookType = "no"
     comm_state_option: Mapping[str, Any] = field(default_factory=dict)
     gradient_predivide_factor: float | None = None
 
@@ -355,8 +359,7 @@ class DistributedDataParallelKwargs:
         check_fields(self)
         good = _number(self.bucket_cap_mb) and self.bucket_cap_mb > 0
         _check(good, f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
-        wrappers = ("no", "fp16", "bf16")
-        for name, known in (("comm_hook", list(DDPCommunicationHookType)), ("comm_wrapper", wrappers)):
+        for name, known in (("comm_hook", get_args(CommHook)), ("comm_wrapper", get_args(CommWrapper))):
             given = getattr(self, name)
             word = given.value if isinstance(given, Enum) else given
             check_word(name, word, known)

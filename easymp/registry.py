@@ -7,7 +7,7 @@ Each class is imported when it is first asked for, so that a run pays for the on
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from .base.lazy import imported
 from .protocols import Precision, Strategy
@@ -92,7 +92,41 @@ PRECISIONS: Registry[type[Precision]] = Registry(
 )
 ALIASES = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
+# The words that settings take, for type checkers, which read no tables; tests/typing compares them with the tables.
+StrategyName = Literal[
+    "auto",
+    "single",
+    "data_parallel",
+    "ddp",
+    "zero1",
+    "fsdp",
+    "hsdp",
+    "tensor_parallel",
+    "pipeline",
+    "local_sgd",
+]
+PrecisionName = Literal[
+    "auto",
+    "fp32",
+    "tf32",
+    "bf16",
+    "fp16",
+    "fp8",
+    "bf16-true",
+    "fp16-true",
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "no",
+    "float32",
+    "bfloat16",
+    "float16",
+    "half",
+]
 
-def reported(precision: str) -> str:
+
+def reported(precision: Any) -> PrecisionName:
     """A precision by the name that Accelerate's scripts compare with: "no" for "fp32", any other by its own."""
-    return "no" if precision == "fp32" else precision
+    name: PrecisionName = "no" if precision == "fp32" else precision
+    return name

@@ -14,13 +14,13 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .base import env
 from .base.units import read_bytes
 from .errors import SettingError, nearest
 from .protocols import Source
-from .registry import ALIASES, PRECISIONS, STRATEGIES
+from .registry import ALIASES, PRECISIONS, STRATEGIES, PrecisionName, StrategyName
 
 # -- The project file
 
@@ -166,6 +166,9 @@ OVERRIDE = env.PREFIX + "OVERRIDE"  # settings that win over arguments, too: "mi
 RECORD = env.PREFIX + "RECORD"  # a folder in which the run records itself; see `easymp.trackers.recorder`
 NO_SETTINGS = {VARIABLE, env.PREFIX + "LOG_LEVEL", OVERRIDE, RECORD}
 
+NonfiniteAnswer = Literal["raise", "skip", "warn"]
+Compiled = Literal["no", "model", "blocks"]
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -181,12 +184,14 @@ class Settings:
         sources: where values come from, by name; `resolve` fills it.
     """
 
-    mixed_precision: str = setting(
+    mixed_precision: PrecisionName = setting(
         "auto",
         "type in which matrix products run; auto decides by the hardware",
         ("auto", *PRECISIONS, *ALIASES),
     )
-    strategy: str = setting("auto", "how the model is spread over the processes", ("auto", *STRATEGIES))
+    strategy: StrategyName = setting(
+        "auto", "how the model is spread over the processes", ("auto", *STRATEGIES)
+    )
     gradient_accumulation_steps: int = setting(1, "micro-batches in one optimizer update", least=1)
     cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
     fused: bool = setting(
@@ -202,13 +207,13 @@ class Settings:
         True, "time fp32 and bf16 in the first training step where no rule is certain; off: the rule alone"
     )
     convert_sync_batchnorm: bool = setting(False, "batch-norm in training by the samples of all processes")
-    nonfinite: str | None = setting(
+    nonfinite: NonfiniteAnswer | None = setting(
         None,
         "answer to a loss or gradient that is not finite: raise, skip the step, or warn once; default: skip under a loss scale, else warn",
-        ("raise", "skip", "warn"),
+        get_args(NonfiniteAnswer),
     )
-    compile: str | None = setting(
-        None, "torch.compile: of the whole model, or of each repeated block", ("no", "model", "blocks")
+    compile: Compiled | None = setting(
+        None, "torch.compile: of the whole model, or of each repeated block", get_args(Compiled)
     )
     activation_checkpointing: str | None = setting(
         None,

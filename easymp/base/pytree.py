@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import BatchError
 
+T = TypeVar("T")
 CYCLE = "a batch holds a list, dict or tuple that contains itself: return plain nested containers from the collate function"
 
 
@@ -179,8 +180,11 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def send_to_device(
-    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
-) -> Any:
+    tensor: T,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+) -> T:
     """Move a nested batch to a device.
 
     Args:
@@ -216,7 +220,7 @@ def slice_tensors(data: Any, part: slice) -> Any:
     return map_leaves(lambda leaf: leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf, data)
 
 
-def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+def concatenate(data: Sequence[T], dim: int = 0) -> T:
     """Join nested batches of the same structure.
 
     Args:

@@ -210,7 +210,7 @@ class Translated(Reading):
     """A folder of Accelerate's in the terms of our checkpoints, in memory, so that loading takes the same way.
 
     `models`, `parts` and `seed` are those of the run that loads. The folder tells parameters of an optimizer and objects of a run by their
-    order, so the live ones take them in theirs. `options` are those of `read_accelerate`, which explains their risk.
+    order, so the live ones take them in theirs. `read_accelerate` explains the risk of `allow_pickle`.
     """
 
     def __init__(
@@ -221,9 +221,9 @@ class Translated(Reading):
         seed: int,
         rank: int,
         strict: bool,
-        **options: Any,
+        allow_pickle: bool,
     ) -> None:
-        found = read_accelerate(folder, **options)
+        found = read_accelerate(folder, allow_pickle)
         optimizers = [part for part in parts if isinstance(part, OptimizerState)]
         trees, aliases = _translate(found, models, optimizers, seed)
         self._tensors: dict[str, Tensor] = {}

@@ -84,8 +84,8 @@ class Checkpoints:
         self._epochs = Epochs(self._prepared.loaders, self._run.window)
         self._objects: list[Any] = []
         # Handles need a class that takes weak references.
-        self._save_hooks: dict[int, Callable[..., None]] = OrderedDict()
-        self._load_hooks: dict[int, Callable[..., None]] = OrderedDict()
+        self._save_hooks: dict[int, Callable[..., object]] = OrderedDict()
+        self._load_hooks: dict[int, Callable[..., object]] = OrderedDict()
 
     def _listen(self, save_on_signal: bool | None) -> None:
         self._preemption = Preemption(self._run.world, self._run.window, self._leave)
@@ -164,7 +164,9 @@ class Checkpoints:
                 )
         self._objects += objects
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+    def register_save_state_pre_hook(
+        self, hook: Callable[[list[Any], list[dict[str, Any]], str], object]
+    ) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before each save.
 
         `models` are the prepared ones, `weights` their state dicts as they lie on this rank. Weights that a hook on rank 0 removes from
@@ -183,7 +185,7 @@ class Checkpoints:
         """
         return _add(self._save_hooks, hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+    def register_load_state_pre_hook(self, hook: Callable[[list[Any], str], object]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before each load; models that it removes from the list are not loaded.
 
         `input_dir` is a local folder with the files that hooks wrote, verified: the checkpoint's own folder, or, if that is at a URL, a
@@ -213,7 +215,6 @@ class Checkpoints:
         *,
         output_dir: Path | None = None,
         safe_serialization: bool = True,
-        **others: Any,
     ) -> str:
         """Write a checkpoint of everything prepared and registered, and of the rest that an exact resume needs.
 
@@ -240,10 +241,6 @@ class Checkpoints:
         """
         path = _one_of(path, output_dir, "output_dir")
         _refuse_code(safe_serialization, "save_state")
-        if others:
-            raise RefusedError(
-                f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out"
-            )
         self._check_settled()
         if self._prepared.replicas is not None:
             self._prepared.replicas.settle()
@@ -323,8 +320,7 @@ class Checkpoints:
         strict: bool = True,
         *,
         input_dir: Path | None = None,
-        load_kwargs: Any = None,
-        **others: Any,
+        allow_pickle: bool = False,
     ) -> Loaded:
         """Load a checkpoint into everything prepared and registered.
 
@@ -339,8 +335,8 @@ class Checkpoints:
             strict: whether missing, surplus or misshapen state is an error; False leaves it out and tells so in the log and in
                 `Loaded.skipped`.
             input_dir: another name for `path`.
-            others: for a local folder of Accelerate's `save_state`, the options of `easymp.checkpoint.read_accelerate`, which explains
-                the risk of such folders. State that they do not hold (where loaders stood) is in `Loaded.skipped`.
+            allow_pickle: for a local folder of Accelerate's `save_state` only: read its pickles. A crafted one runs code of its writer's
+                choice. State that such a folder does not hold (where loaders stood) is in `Loaded.skipped`.
 
         Raises:
             CheckpointError: it does not fit or cannot be read, on any rank; nothing has changed. Or a local file changed between its
@@ -348,18 +344,18 @@ class Checkpoints:
         """
         path = _one_of(path, input_dir, "input_dir")
         foreign = path is not None and snapshot.on_rank_0(self._run.world, lambda: _is_of_accelerate(path))
-        if load_kwargs or (others and not foreign):
-            names = ", ".join([*(["load_kwargs"] if load_kwargs else []), *others])
-            raise RefusedError(
-                f"load_state({names}=…) is not honoured: files are read in one way. Leave it out"
-            )
         if path is not None and foreign:
-            return self._load_accelerate(os.fspath(path), strict, others)
+            return self._load_accelerate(os.fspath(path), strict, allow_pickle)
+        if allow_pickle:
+            raise RefusedError(
+                "load_state(allow_pickle=True) is for a local folder of Accelerate's save_state: checkpoints of easymp hold no pickles. "
+                "Leave it out"
+            )
         self._settle_saves()  # the save being written may be the one that is asked for
         root, name = snapshot.on_rank_0(self._run.world, lambda: self._find(path))
         return self._load(root, name, strict)
 
-    def _load_accelerate(self, folder: str, strict: bool, options: dict[str, Any]) -> Loaded:
+    def _load_accelerate(self, folder: str, strict: bool, allow_pickle: bool) -> Loaded:
         prepared, world = self._prepared, self._run.world
         models = hooks.call_load_hooks(world, self._load_hooks, self._views(), folder)
         unknown = {f"loader_{i}" for i in range(len(prepared.loaders))} | {"steps", "run", "epochs"}
@@ -368,7 +364,7 @@ class Checkpoints:
 
         def opened() -> accelerate_import.Translated:
             found = accelerate_import.Translated(
-                folder, modules, parts, prepared.seed, world.rank, strict, **options
+                folder, modules, parts, prepared.seed, world.rank, strict, allow_pickle
             )
             found.skipped += [accelerate_import.LOADERS] if prepared.loaders else []
             return found
@@ -569,7 +565,7 @@ def _one_of(path: Path | None, other: Path | None, name: str) -> Path | None:
     return path if other is None else other
 
 
-def _add(registered: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+def _add(registered: dict[int, Callable[..., object]], hook: Callable[..., object]) -> RemovableHandle:
     handle = RemovableHandle(registered)
     registered[handle.id] = hook
     return handle

@@ -7,9 +7,9 @@ once. `skip_first_batches` counts from the start of the epoch. A state saved bet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,6 +22,7 @@ from .order import size_of
 from .source import Source, moved, rebuild
 
 logger = get_logger(__name__)
+Loader = TypeVar("Loader", bound=Iterable[Any])
 
 
 class PreparedLoader:
@@ -403,7 +404,7 @@ class PreparedLoader:
         self._tell()
 
 
-def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(loader: Loader, num_batches: int = 0) -> Loader:
     """Leave the first batches of a loader out of its next pass.
 
     Skipped samples of a map-style data set are not loaded. On a prepared loader the batches of this rank count.

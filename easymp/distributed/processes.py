@@ -6,17 +6,20 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, Subset
 
 from ..errors import BatchError, WorldError
 
 if TYPE_CHECKING:
     from ..distributed import World
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+Share = TypeVar("Share", bound="list[Any] | tuple[Any, ...] | str | Tensor | dict[Any, Any]")
 
 
 class DistributedType(StrEnum):
@@ -118,26 +121,46 @@ class Processes:
 
     # -- functions that run on some processes -------------------------------------------------------------------------
 
-    def on_main_process(self, function: F) -> F:
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """`function`, on process 0; elsewhere it does nothing and returns None."""
         return self._only(function, lambda: self.is_main_process)
 
-    def on_local_main_process(self, function: F) -> F:
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """`function`, on the first process of each node; elsewhere it does nothing and returns None."""
         return self._only(function, lambda: self.is_local_main_process)
 
-    def on_last_process(self, function: F) -> F:
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """`function`, on the last process; elsewhere it does nothing and returns None."""
         return self._only(function, lambda: self.is_last_process)
 
-    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+    @overload
+    def on_process(
+        self, function: Callable[P, R], process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+
+    @overload
+    def on_process(
+        self, function: None = None, process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """`function`, on one process; elsewhere it does nothing and returns None. Also as ``@on_process(process_index=1)``."""
         self._check_index("process_index", process_index, "the", self.num_processes)
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(function, lambda: self.process_index == process_index)
 
-    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+    @overload
+    def on_local_process(
+        self, function: Callable[P, R], local_process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+
+    @overload
+    def on_local_process(
+        self, function: None = None, local_process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """`function`, on one process of each node; elsewhere it does nothing and returns None."""
         self._check_index("local_process_index", local_process_index, "a node's", self._world.local_size)
         if function is None:
@@ -150,12 +173,12 @@ class Processes:
             raise WorldError(f"{name}={index!r} is not one of {whose} {size} processes, 0 … {size - 1}")
 
     @staticmethod
-    def _only(function: F, here: Callable[[], bool]) -> F:
+    def _only(function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
             return function(*args, **kwargs) if here() else None
 
-        return run  # type: ignore[return-value]
+        return run
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Process 0 runs the block before the others (to fill a cache that they then read), which wait as long as it is alive.
@@ -172,6 +195,16 @@ class Processes:
             WorldError: a process is gone, or has not answered for the run's timeout.
         """
         return self._world.in_turn("local_main_process_first", self.is_local_main_process)
+
+    @overload
+    def split_between_processes(
+        self, inputs: Share, apply_padding: bool = False
+    ) -> AbstractContextManager[Share]: ...
+
+    @overload
+    def split_between_processes(
+        self, inputs: Dataset[R], apply_padding: bool = False
+    ) -> AbstractContextManager[Dataset[R]]: ...
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -215,4 +248,4 @@ def share(inputs: Any, rank: int, size: int, pad: bool) -> Any:
         part = inputs[begin:end]
         return torch.cat([part, inputs[-1:].expand(short, *inputs.shape[1:])]) if short else part
     indices = list(range(begin, end)) + [length - 1] * short
-    return inputs.select(indices) if hasattr(inputs, "select") else torch.utils.data.Subset(inputs, indices)
+    return inputs.select(indices) if hasattr(inputs, "select") else Subset(inputs, indices)

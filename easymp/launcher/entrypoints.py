@@ -18,7 +18,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .. import hardware, settings
 from ..base import env
@@ -26,6 +26,7 @@ from ..base.lazy import modules_at_first_use
 from ..distributed import ranks
 from ..errors import EasympWarning, RefusedError, SettingError, WorldError
 from ..logging import get_logger
+from ..registry import PrecisionName
 from . import slurm, worker
 from .rendezvous import WAIT, RendezvousConfig, read_address
 from .worker import RESTART, signal_name
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 # These import torch, which a mistyped script need not wait for.
 modules_at_first_use(globals(), "agent", nodes=".hardware.numa")
 
+R = TypeVar("R")
 GRACE = 30.0  # seconds
 
 
@@ -136,10 +138,10 @@ def launch(processes: int | None = None) -> None:
 
 
 def notebook_launcher(
-    function: Callable[..., Any],
+    function: Callable[..., R],
     args: Sequence[Any] = (),
     num_processes: int | None = None,
-    mixed_precision: str | None = None,
+    mixed_precision: PrecisionName | None = None,
     use_port: int | str | None = None,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
@@ -151,7 +153,7 @@ def notebook_launcher(
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
-) -> list[Any]:
+) -> list[R | None]:
     """Run ``function(*args)`` on several processes of this machine, from a notebook or a script.
 
     Build the Accelerator and everything else that touches a device inside the function.
@@ -210,8 +212,8 @@ def notebook_launcher(
 
 
 def debug_launcher(
-    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
-) -> list[Any]:
+    function: Callable[..., R], args: Sequence[Any] = (), num_processes: int = 2
+) -> list[R | None]:
     """Run ``function(*args)`` on a few CPU processes, to see whether it works on several ranks.
 
     Args:
@@ -338,14 +340,14 @@ class _Unsendable(NamedTuple):
 
 
 def _fork(
-    function: Callable[..., Any],
+    function: Callable[..., R],
     args: Sequence[Any],
     processes: int,
     config: RendezvousConfig,
     max_restarts: int,
     monitor_interval: float,
     variables: dict[str, str | None],
-) -> list[Any]:
+) -> list[R | None]:
     _refuse_fork(cpu=variables.get("EASYMP_CPU") == "1")
     # torch.cuda.is_available(), which elastic calls, would initialise the driver in this process without it.
     variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables}
@@ -390,7 +392,7 @@ def _refuse_fork(cpu: bool) -> None:
         )
 
 
-def _in_child(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _in_child(function: Callable[..., R], args: Sequence[Any]) -> Any:
     import torch
 
     os.setsid()  # Ctrl-C in a terminal goes to its whole group: the launcher hands it on, once

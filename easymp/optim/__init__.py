@@ -43,4 +43,5 @@ _HOMES = {
     "torch_step": ("fuse", "indifferent"),
 }
 
-__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)
+if not TYPE_CHECKING:  # see easymp/__init__.py
+    __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -130,6 +130,10 @@ class Profile(torch.profiler.profile):
         self._workers = max((loader.num_workers for loader in self._prepared.loaders), default=None)
         self.ranks = [self.breakdown] if self._failed else self._exchange.end(self.breakdown)
         logger.info("%s", self.summary())
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         self._failed = exc_type is not None

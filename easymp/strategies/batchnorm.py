@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from ..errors import PrepareError
 
+Model = TypeVar("Model", bound=nn.Module)
 HALF = (torch.float16, torch.bfloat16)
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Attributes of a subclass that change nothing.
@@ -102,14 +103,12 @@ class SyncBatchNorm(_BatchNorm):
         return {**self.__dict__, "process_group": None}  # another process does not have it
 
     @classmethod
-    def convert_sync_batchnorm(
-        cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
-    ) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: Model, process_group: dist.ProcessGroup | None = None) -> Model:
         """As `easymp.convert_sync_batchnorm`."""
         return convert_sync_batchnorm(module, process_group)
 
 
-def convert_sync_batchnorm(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+def convert_sync_batchnorm(model: Model, process_group: dist.ProcessGroup | None = None) -> Model:
     """`model`, in which every BatchNorm1d, 2d and 3d, itself included, has become a `SyncBatchNorm`.
 
     In place, and only the class changes: parameters, buffers, names, hooks and the modules themselves stay. torch's own

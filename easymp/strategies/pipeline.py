@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 modules_at_first_use(globals(), "pipeline_run")  # options need no torch.distributed.pipelining
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+SCHEDULES = get_args(Schedule)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class PipelineOptions:
 
     splits: tuple[str, ...] | None = None
     microbatches: int | None = field(default=None, metadata={"least": 1})
-    schedule: str = "gpipe"
+    schedule: Schedule = "gpipe"
     stages_per_rank: int | None = field(default=None, metadata={"least": 1})
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from ..options import check_fields, check_word
 from ..precision.policies import upcast_again
 from .blocks import repeated_blocks
 
-WHAT = ("model", "blocks")
+Compiled = Literal["model", "blocks"]
+WHAT = get_args(Compiled)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class CompileOptions:
             break it around the model, so there it goes with "blocks".
     """
 
-    what: str = "model"
+    what: Compiled = "model"
     backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
     fullgraph: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..base.lazy import at_first_use, imported
 from ..errors import SettingError, nearest
@@ -30,6 +30,8 @@ TRACKERS = {
     "mlflow": Entry("MLflow", "mlflow"),
 }
 ALL, NONE = "all", "none"
+# The words that `log_with` takes, for type checkers; tests/typing compares them with the table.
+TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "all", "none"]
 __all__, __getattr__, __dir__ = at_first_use(
     __name__,
     globals(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from . import state
 
 modules_at_first_use(globals(), "state")
+T = TypeVar("T")
+Reduction = Literal["sum", "mean", "none"]
 
 LENGTHS = (
     f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current batch "
@@ -24,7 +26,7 @@ LENGTHS = (
 )
 
 
-def gather(tensor: Any, *, world: World | None = None) -> Any:
+def gather(tensor: T, *, world: World | None = None) -> T:
     """Every tensor of the tree joined over the ranks along dimension 0 (scalars become one element a rank).
 
     Raises:
@@ -35,7 +37,7 @@ def gather(tensor: Any, *, world: World | None = None) -> Any:
     return _together(there, "gather", tensor, there.gather, remedy=LENGTHS)
 
 
-def gather_object(object: list[Any], *, world: World | None = None, every: int = 1) -> list[Any]:
+def gather_object(object: list[T], *, world: World | None = None, every: int = 1) -> list[T]:
     """The ranks' lists of Python objects, one after the other; with `every`, of ranks 0, `every`, 2 × `every` … only.
 
     Raises:
@@ -48,7 +50,7 @@ def gather_object(object: list[Any], *, world: World | None = None, every: int =
     return [item for part in parts for item in part]
 
 
-def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None) -> Any:
+def broadcast(tensor: T, from_process: int = 0, *, world: World | None = None) -> T:
     """Rank `from_process`'s values in every tensor of the tree.
 
     Raises:
@@ -61,8 +63,8 @@ def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None)
 
 
 def broadcast_object_list(
-    object_list: list[Any], from_process: int = 0, *, world: World | None = None
-) -> list[Any]:
+    object_list: list[T], from_process: int = 0, *, world: World | None = None
+) -> list[T]:
     """Rank `from_process`'s list, filled into the given one, which is returned.
 
     Raises:
@@ -76,7 +78,7 @@ def broadcast_object_list(
     return there.broadcast_objects(object_list, from_process)
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: World | None = None) -> Any:
+def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, world: World | None = None) -> T:
     """Every tensor of the tree summed or averaged over the ranks, then multiplied by `scale`; ``"none"`` only scales.
 
     Raises:
@@ -84,7 +86,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: W
         WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
         BatchError: a leaf is not a tensor.
     """
-    if reduction not in ("sum", "mean", "none"):
+    if reduction not in get_args(Reduction):
         raise SettingError(f"reduction={reduction!r} is not one of sum, mean, none")
     there = world or state.current_world()
 
@@ -97,8 +99,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: W
 
 
 def pad_across_processes(
-    tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False, *, world: World | None = None
-) -> Any:
+    tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False, *, world: World | None = None
+) -> T:
     """Every tensor of the tree as long along `dim` as the longest rank's, filled with `pad_index` (in front: `pad_first`).
 
     Raises:

@@ -11,7 +11,7 @@ import gc
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,15 @@ from ..logging import get_logger
 from .state import accelerators, current_world
 
 logger = get_logger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # The last is of cuBLAS and cuDNN.
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
 AS_LONG_AS_IT_TAKES = timedelta(days=7)  # the others may have a whole training to finish
 
 
-def release_memory(*objects: Any, device: torch.device | None = None) -> list[None]:
+def release_memory(*objects: Any, device: torch.device | None = None) -> list[Any]:
     """Drop `objects` (assign the Nones returned), collect garbage, and give cached device memory back."""
     nothing: list[None] = [None] * len(objects)
     del objects
@@ -48,6 +50,44 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, P], R],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+    keep_global_batch: Literal[False] = False,
+) -> Callable[P, R]: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+    keep_global_batch: Literal[False] = False,
+) -> Callable[[Callable[Concatenate[int, P], R]], Callable[P, R]]: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, int, P], R],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: None = None,
+    *,
+    keep_global_batch: Literal[True],
+) -> Callable[P, R]: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: None = None,
+    *,
+    keep_global_batch: Literal[True],
+) -> Callable[[Callable[Concatenate[int, int, P], R]], Callable[P, R]]: ...
 
 
 def find_executable_batch_size(

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from .. import hardware
 from ..base.accumulation import UpdateWindow
+from ..data import PreparedLoader
 from ..distributed import World, locate, read_ranks
 from ..distributed.processes import Processes
 from ..errors import RefusedError, StepError
 from ..options import InitProcessGroupKwargs
 from ..plan import Plan, make_plan
-from ..registry import reported
+from ..registry import PrecisionName, reported
 from ..settings import resolve
 from ..strategies import STRATEGIES
 
@@ -76,14 +78,23 @@ class PartialState(Processes):
         RefusedError: a run is open that has decided otherwise.
     """
 
-    def __init__(self, cpu: bool | None = None, **options: Any) -> None:
-        group = InitProcessGroupKwargs(**options)
-        if _open and options:
+    def __init__(
+        self,
+        cpu: bool | None = None,
+        *,
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> None:
+        group = InitProcessGroupKwargs(backend, init_method, 120.0 if timeout is None else timeout)
+        options = {"backend": backend, "init_method": init_method, "timeout": timeout}
+        given = [name for name, value in options.items() if value is not None]
+        if _open and given:
             raise RefusedError(
-                f"PartialState({', '.join(options)}=…) in a run that is open: its process group is there. Make this PartialState before "
+                f"PartialState({', '.join(given)}=…) in a run that is open: its process group is there. Make this PartialState before "
                 "the Accelerator, or pass InitProcessGroupKwargs to that one"
             )
-        self._world = current_world(cpu, group.backend, group.seconds if "timeout" in options else None)
+        self._world = current_world(cpu, group.backend, None if timeout is None else group.seconds)
         if cpu and self.device.type != "cpu":
             raise RefusedError(
                 f"PartialState(cpu=True) in a run that is open on {self.device}: make it first, or pass cpu=True to the Accelerator"
@@ -116,7 +127,7 @@ class AcceleratorState(Processes):
         return STRATEGIES[self.plan.strategy.value].sharded
 
     @property
-    def mixed_precision(self) -> str:
+    def mixed_precision(self) -> PrecisionName:
         return reported(self.plan.precision.value)
 
     @property
@@ -132,17 +143,41 @@ class GradientState:
         StepError: no Accelerator is open.
     """
 
+    adjust_scheduler: bool = True  # prepared schedulers count optimizer updates
+
     def __init__(self, window: UpdateWindow | None = None) -> None:
         self._window = window if window is not None else _newest("GradientState").window
 
-    sync_gradients = property(lambda self: self._window.sync)
-    num_steps = property(lambda self: self._window.accumulation)
-    adjust_scheduler = True  # prepared schedulers count optimizer updates
-    sync_with_dataloader = property(lambda self: self._window.end_with_loader)
-    active_dataloader = property(lambda self: self._window.reading)
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends its window."""
+        return self._window.sync
 
-    in_dataloader = property(lambda self: self._window.reading is not None)
-    end_of_dataloader = property(lambda self: self.in_dataloader and self._window.reading.last)
+    @property
+    def num_steps(self) -> int:
+        """Micro-steps in a window."""
+        return self._window.accumulation
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a loader's last batch ends the window early."""
+        return self._window.end_with_loader
+
+    @property
+    def active_dataloader(self) -> PreparedLoader | None:
+        """The prepared loader that is being read, the innermost one; None outside of such loops."""
+        return self._window.reading
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being read."""
+        return self._window.reading is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch at hand is the loader's last one."""
+        loader = self._window.reading
+        return loader is not None and bool(loader.last)
 
     @property
     def remainder(self) -> int:

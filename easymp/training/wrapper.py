@@ -262,7 +262,7 @@ def _forwarded(original: nn.Module, name: str) -> property:
     )
 
 
-def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
+def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> Any:
     """The user's module behind a view, DataParallel or DistributedDataParallel; also behind torch.compile, if asked."""
     while True:
         route = getattr(type(model), "_easymp_route", None)

@@ -1,0 +1,20 @@
+"""Type checkers read literals and no tables: both have the same words."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from easymp import DDPCommunicationHookType
+from easymp.options import CommHook
+from easymp.registry import ALIASES, PRECISIONS, STRATEGIES, PrecisionName, StrategyName
+from easymp.settings import Compiled
+from easymp.strategies.transforms import WHAT
+from easymp.trackers import ALL, NONE, TRACKERS, TrackerName
+
+
+def test_the_literals_of_settings_are_the_words_that_the_registries_have() -> None:
+    assert get_args(StrategyName) == ("auto", *STRATEGIES)
+    assert get_args(PrecisionName) == ("auto", *PRECISIONS, *ALIASES)
+    assert get_args(TrackerName) == (*TRACKERS, ALL, NONE)
+    assert get_args(Compiled) == ("no", *WHAT)
+    assert get_args(CommHook) == tuple(DDPCommunicationHookType)
