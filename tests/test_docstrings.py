@@ -18,7 +18,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pytest
 import torch
@@ -29,6 +29,8 @@ from easymp import errors
 
 # Users make these or get them from `prepare`; the other names of easymp.optim are for easymp's packages.
 OPTIM = "Adagrad Adam AdamW FusedOptimizer LAMB LARC Lion NovoGrad PreparedOptimizer PreparedScheduler SGD".split()
+# What they have beside torch's methods; other names without an underscore are for easymp's packages.
+OPTIMIZERS_OWN = {"averaged", "clip_grad_norm_", "engine", "masters", "step", "step_was_skipped"}
 MADE_BY_PREPARE = {"PreparedLoader", "PreparedOptimizer", "PreparedScheduler"}  # users do not call them
 NOTHING = re.compile(r"'?(None|NoReturn|(Iterator|Generator|AbstractContextManager)\[None.*\])'?")
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example):")
@@ -105,26 +107,7 @@ INCOMPLETE = set(  # to become empty
     Checkpoints.save_iteration
     Checkpoints.save_model
     Checkpoints.save_state
-    CompileOptions
-    DataParallelOptions
     DistributedType
-    FSDPOptions
-    FusedOptimizer.advance
-    FusedOptimizer.advance_by_torch
-    FusedOptimizer.averaged
-    FusedOptimizer.begin_at
-    FusedOptimizer.borrowing
-    FusedOptimizer.clip_grad_norm_
-    FusedOptimizer.count_by
-    FusedOptimizer.do_without
-    FusedOptimizer.engine
-    FusedOptimizer.gradient_norm
-    FusedOptimizer.load_state_dict
-    FusedOptimizer.round_from
-    FusedOptimizer.rounding
-    FusedOptimizer.step
-    FusedOptimizer.use_plain_torch
-    FusedOptimizer.zero_grad
     GradientState
     GradientState.active_dataloader
     GradientState.end_of_dataloader
@@ -133,61 +116,12 @@ INCOMPLETE = set(  # to become empty
     GradientState.remainder
     GradientState.sync_gradients
     GradientState.sync_with_dataloader
-    HSDPOptions
-    LAMB.advance_lists
-    LARC.add_param_group
-    LARC.advance
-    LARC.defaults
-    LARC.load_state_dict
-    LARC.param_groups
-    LARC.round_from
-    LARC.state
-    LARC.state_dict
-    Lion.advance_lists
-    ListOptimizer.add_param_group
-    ListOptimizer.advance_by_torch
-    LocalSGD
-    LocalSGD.step
-    LocalSGDOptions
     Memory.lasting
     Memory.rows
     Memory.total
-    NovoGrad.advance_lists
     PartialState
     PartialState.destroy_process_group
-    PipelineOptions
-    PipelineOptions.stages
-    PipelineOptions.takes
     PrecisionType
-    PreparedOptimizer.add_param_group
-    PreparedOptimizer.apply_clip
-    PreparedOptimizer.defaults
-    PreparedOptimizer.follow_backward
-    PreparedOptimizer.gather
-    PreparedOptimizer.has_masters
-    PreparedOptimizer.laid_out
-    PreparedOptimizer.leave
-    PreparedOptimizer.listens
-    PreparedOptimizer.load_state_dict
-    PreparedOptimizer.masters
-    PreparedOptimizer.param_groups
-    PreparedOptimizer.parameters
-    PreparedOptimizer.release
-    PreparedOptimizer.remember
-    PreparedOptimizer.rest
-    PreparedOptimizer.state
-    PreparedOptimizer.state_dict
-    PreparedOptimizer.step
-    PreparedOptimizer.step_was_skipped
-    PreparedOptimizer.synchronizes
-    PreparedOptimizer.take_group
-    PreparedOptimizer.unused
-    PreparedOptimizer.zero_grad
-    PreparedScheduler.behind
-    PreparedScheduler.get_last_lr
-    PreparedScheduler.load_state_dict
-    PreparedScheduler.state_dict
-    PreparedScheduler.step
     Processes.device
     Processes.distributed_type
     Processes.is_last_process
@@ -207,21 +141,12 @@ INCOMPLETE = set(  # to become empty
     Processes.split_between_processes
     Processes.use_distributed
     Processes.wait_for_everyone
-    SyncBatchNorm
-    SyncBatchNorm.convert_sync_batchnorm
-    SyncBatchNorm.forward
-    TensorParallelOptions
-    TorchOptimizer.advance_by_torch
-    TorchOptimizer.step_by_reference
-    Tracker
     broadcast
     broadcast_object_list
-    convert_sync_batchnorm
     find_executable_batch_size
     forward_method
     gather
     gather_object
-    load_weights
     memory
     memory.Memory
     memory.Table
@@ -229,17 +154,6 @@ INCOMPLETE = set(  # to become empty
     memory.estimate
     memory.fits
     memory.table
-    optim.Adagrad
-    optim.Adam
-    optim.AdamW
-    optim.FusedOptimizer
-    optim.LAMB
-    optim.LARC
-    optim.Lion
-    optim.NovoGrad
-    optim.PreparedOptimizer
-    optim.PreparedScheduler
-    optim.SGD
     pad_across_processes
     reduce
     release_memory
@@ -261,7 +175,10 @@ def members(kind: type) -> Iterator[tuple[str, Any, type]]:
         for name, value in vars(base).items() if base.__module__.startswith("easymp") else ():
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             function = function.func if isinstance(function, functools.cached_property) else function
-            if not name.startswith("_") and name not in seen and inspect.isfunction(function):
+            shown = not name.startswith("_") and (
+                name in OPTIMIZERS_OWN or not base.__module__.startswith("easymp.optim")
+            )
+            if shown and name not in seen and inspect.isfunction(function):
                 yield name, value if isinstance(value, property) else function, base
             seen.add(name)
 
@@ -302,7 +219,7 @@ def sections(text: str) -> dict[str, str]:
 
 def parameters(value: Any) -> list[str]:
     if inspect.isclass(value):
-        if value.__name__ in MADE_BY_PREPARE or issubclass(value, (enum.Enum, BaseException)):
+        if value.__name__ in MADE_BY_PREPARE or issubclass(value, (enum.Enum, BaseException, Protocol)):
             return []
         if dataclasses.is_dataclass(value):
             return [f.name for f in dataclasses.fields(value)]
@@ -348,7 +265,11 @@ def gaps(item: Public) -> Iterator[str]:
     parts = sections(item.text)
     if not parts[""].strip():
         yield "a summary"
-    told = ENTRY.findall(parts.get("Args", "") + parts.get("Attributes", ""))
+    args = [parts.get("Args", ""), parts.get("Attributes", "")]
+    if inspect.isclass(item.value):  # torch's class says the rest
+        bases = [inspect.cleandoc(base.__doc__ or "") for base in item.value.__mro__ if base is not object]
+        args += [sections(text).get("Args", "") for text in bases if "__init__" in vars(item.value)]
+    told = re.findall(r"(?m)^    \*{0,2}(\w+)(?: \(|: )", "".join(args))
     yield from (f"Args: {name}" for name in parameters(item.value) if name not in told)
     if inspect.isfunction(item.value):
         returns = inspect.signature(item.value).return_annotation
@@ -357,7 +278,7 @@ def gaps(item: Public) -> Iterator[str]:
     for error in raised(item.value):
         if not explained(error, parts.get("Raises", "")):
             yield f"Raises: {error.__name__}"
-    whole = (item.owner.__doc__ or "") if item.owner else ""
+    whole = "\n".join(base.__doc__ or "" for base in (item.owner.__mro__ if item.owner else ()))
     shown = any(
         f".{item.name.split('.')[-1]}" in e.source for e in doctest.DocTestParser().get_examples(whole)
     )

@@ -63,6 +63,7 @@ def load_weights(
     wrappers (``module.``, ``_orig_mod.``). No hooks of `load_state_dict` run. Optimizers keep their state; fp32 masters follow the weights.
 
     Args:
+        model: changed in place.
         place: a ``.safetensors`` file, an ``.index.json``, a Hugging Face folder, or the folder of a checkpoint of easymp (its bytes are
             verified); a path or URL.
         strict: every tensor of the model must be found with its shape, and nothing else be there; False loads what fits.

@@ -84,11 +84,25 @@ class Options:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of our optimizers.
+    """Base of easymp's optimizers.
 
     Attributes:
         rule: the source of its kernels.
         options: given to the constructor.
+
+    Example:
+        >>> from easymp.optim import AdamW
+        >>> parameter = nn.Parameter(torch.ones(2))
+        >>> optimizer = AdamW([parameter], lr=0.1, weight_decay=0.0, ema_decay=0.5)
+        >>> optimizer.engine.name  # "CuPy" where our kernels run
+        'torch fused'
+        >>> parameter.sum().backward()
+        >>> optimizer.clip_grad_norm_(1.0)
+        tensor(1.4142)
+        >>> optimizer.step()
+        >>> with optimizer.averaged():
+        ...     parameter.data
+        tensor([0.9500, 0.9500])
     """
 
     rule: Rule
@@ -106,7 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def engine(self) -> StepChoice:
-        """What steps the parameters, where they are now."""
+        """The implementation that steps the parameters where they are now: its `name` and `reason`."""
         first = next(self._parameters(), None)
         wanted = not any(group.get("fused") is False for group in self.param_groups)
         # A copy of this optimizer chooses for itself.
@@ -173,7 +187,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have gradients; returns the result of `closure`.
+        """Update all parameters that have gradients.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as in torch.
+
+        Returns:
+            The result of `closure`, or None.
 
         Raises:
             StepError: gradients are not those that `clip_grad_norm_` has measured.
@@ -304,10 +324,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """The 2-norm of all gradients (float32, 0-dim, on the device); the next step takes them clipped to `max_norm`.
+        """Measure the gradients, and let the next step clip them as it reads them.
 
-        They are clipped as the step reads them, not here. With torch's GradScaler, call ``scaler.unscale_(optimizer)`` before. Of sharded
-        parameters it is the norm of the whole gradients; a collective. Under an Accelerator, use its `clip_grad_norm_`.
+        Gradients in memory stay as they are. With torch's GradScaler, call ``scaler.unscale_(optimizer)`` before. Sharded parameters
+        count with their whole gradients, by a collective. Under an Accelerator, use its `clip_grad_norm_`.
+
+        Args:
+            max_norm: the largest 2-norm over all gradients.
+
+        Returns:
+            The 2-norm before (float32, 0-dim, on the device).
         """
         self._meshes = meshes(self._parameters())
         found = [(p, p.grad) for p in self._parameters() if p.grad is not None]

@@ -62,15 +62,33 @@ updates += u * u;
 class LAMB(ListOptimizer):
     """AdamW's direction, and a length of lr × |p| for each tensor, with Apex FusedLAMB's options and defaults.
 
-    State: ``step``, ``exp_avg``, ``exp_avg_sq``. Of sharded parameters (DTensors) the norms are those of the whole tensors.
+    You et al., arXiv:1904.00962. State: ``step``, ``exp_avg``, ``exp_avg_sq``. Of sharded parameters (DTensors) the norms are those of the
+    whole tensors.
 
     Args:
+        params: as in torch.
+        lr: length of a step, relative to the norm of the tensor.
         bias_correction: of both averages.
+        betas: decay of the averages of gradients and of their squares.
+        eps: added to the root of the second average.
+        weight_decay: factor of the decay.
         adam_w_mode: decay beside the gradient; else as a part of it (L2).
         grad_averaging: False adds the gradient to the first average whole.
         max_grad_norm: gradients are clipped first, by the norm of those of all groups; None: not.
         use_nvlamb: let tensors without weight decay have a ratio, too.
         options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, see `ListOptimizer`.
+
+    Raises:
+        SettingError: a number is out of range, or a parameter is not a real float.
+
+    Example:
+        >>> from easymp.optim import LAMB
+        >>> parameter = nn.Parameter(torch.full((2,), 10.0))
+        >>> optimizer = LAMB([parameter], lr=0.1)
+        >>> parameter.sum().backward()
+        >>> optimizer.step()  # by 0.1 × |p|
+        >>> parameter.data
+        tensor([9., 9.])
     """
 
     rule = LAMB_RULE

@@ -24,9 +24,9 @@ _OWN = ("optim", "trust", "options", *HOOKS)
 class LARC(FusedOptimizer):
     """Another optimizer, with a learning rate for each parameter that its norm and its gradient's allow.
 
-    A gradient is multiplied, decay in it, by min(1, trust_coefficient × |p| / (|g| + weight_decay × |p| + eps) / lr). Param groups, state
-    and checkpoints are those of the optimizer inside. Of sharded parameters (DTensors) the norms are those of the whole tensors. The norms
-    are torch's; the optimizer inside steps by kernels where it can.
+    A gradient is multiplied, decay in it, by min(1, trust_coefficient × |p| / (|g| + weight_decay × |p| + eps) / lr) (You, Gitman and
+    Ginsburg, arXiv:1708.03888). Param groups, state and checkpoints are those of the optimizer inside. Of sharded parameters (DTensors) the
+    norms are those of the whole tensors. The norms are torch's; the optimizer inside steps by kernels where it can.
 
     Args:
         optimizer: one of torch's classes or of ours; its weight decay is left to LARC.
@@ -36,6 +36,15 @@ class LARC(FusedOptimizer):
 
     Raises:
         RefusedError: an optimizer that scales by norms of tensors itself.
+
+    Example:
+        >>> from easymp.optim import LARC
+        >>> parameter = nn.Parameter(torch.ones(1))
+        >>> optimizer = LARC(torch.optim.SGD([parameter], lr=1.0), trust_coefficient=0.02)
+        >>> parameter.sum().backward()
+        >>> optimizer.step()
+        >>> parameter.data
+        tensor([0.9800])
     """
 
     def __init__(

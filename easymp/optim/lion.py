@@ -34,12 +34,28 @@ exp_avg = keep2 * exp_avg + rest2 * d;
 
 
 class Lion(ListOptimizer):
-    """p -= lr × (sign(β1 m + (1 - β1) g) + weight_decay × p), then m = β2 m + (1 - β2) g.
+    """p -= lr × (sign(β1 m + (1 - β1) g) + weight_decay × p), then m = β2 m + (1 - β2) g (Chen et al., arXiv:2302.06675).
 
-    The paper's advice: a tenth to a third of AdamW's lr, and as much more weight decay. State: ``exp_avg``.
+    The paper's advice: a third to a tenth of AdamW's lr, and as much more weight decay. State: ``exp_avg``.
 
     Args:
+        params: as in torch.
+        lr: length of a step of each weight.
+        betas: β1 and β2.
+        weight_decay: factor of the decoupled decay.
         options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, see `ListOptimizer`.
+
+    Raises:
+        SettingError: a number is out of range, or a parameter is not a real float.
+
+    Example:
+        >>> from easymp.optim import Lion
+        >>> parameter = nn.Parameter(torch.ones(1))
+        >>> optimizer = Lion([parameter], lr=0.1)
+        >>> parameter.sum().backward()
+        >>> optimizer.step()
+        >>> parameter.data
+        tensor([0.9000])
     """
 
     rule = LION

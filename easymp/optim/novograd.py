@@ -80,16 +80,33 @@ p -= size * after * exp_avg + fade * p;
 class NovoGrad(ListOptimizer):
     """Momentum of gradients divided by an average of their norm, one a tensor, with Apex FusedNovoGrad's options and defaults.
 
-    State: ``step``, ``exp_avg``, and ``exp_avg_sq``, the average norm (0-dim). Of sharded parameters (DTensors) the norms are those of
-    the whole tensors.
+    Ginsburg et al., arXiv:1905.11286. State: ``step``, ``exp_avg``, and ``exp_avg_sq``, the average norm (0-dim). Of sharded parameters
+    (DTensors) the norms are those of the whole tensors.
 
     Args:
+        params: as in torch.
+        lr: factor of the momentum.
         bias_correction: of both averages.
+        betas: decay of the momentum and of the average norm.
+        eps: added to the average norm.
+        weight_decay: factor of the decay.
         reg_inside_moment: divide, and decay, before the momentum; else after it.
         grad_averaging: False adds the gradient to the momentum whole.
         norm_type: 2, or 0 or inf for the largest magnitude, which torch's operations compute.
         init_zero: start the average norm at 0; else at the first norm.
         options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, see `ListOptimizer`.
+
+    Raises:
+        SettingError: a number is out of range, or a parameter is not a real float.
+
+    Example:
+        >>> from easymp.optim import NovoGrad
+        >>> parameter = nn.Parameter(torch.ones(1))
+        >>> optimizer = NovoGrad([parameter], lr=0.1)
+        >>> parameter.sum().backward()
+        >>> optimizer.step()
+        >>> parameter.data
+        tensor([0.9968])
     """
 
     rule = NOVOGRAD

@@ -28,12 +28,15 @@ logger = get_logger(__name__)
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer behind `step` and `zero_grad` that act once a window.
+    """The user's optimizer behind `step` and `zero_grad` that act once an update, not at each micro-batch.
 
     State, param groups, hooks and everything else are the wrapped optimizer's own (`.optimizer`). A copy or pickle holds a copy of it,
     which steps by itself: without the run's window, loss scale and kernels.
 
     Args:
+        optimizer: the one that steps.
+        window: of the run.
+        scaler: of the run.
         given: the user's optimizer, where the strategy steps another one in its place.
         masters: fp32 parameters that `given` holds in place of low-precision ones.
         sums: of gradients over the window, forgotten with the gradients.
@@ -43,6 +46,18 @@ class PreparedOptimizer(torch.optim.Optimizer):
         turn: its part in the current update.
         away: whether the parameters hold their averages at the moment.
         updates: steps that ended a window, skipped ones included.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="no")
+        >>> model = nn.Linear(2, 1)
+        >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+        >>> for batch in torch.ones(4, 1, 2):
+        ...     with acc.accumulate(model):
+        ...         acc.backward(model(batch).sum())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> optimizer.updates, optimizer.step_was_skipped, optimizer.masters
+        (2, False, [])
     """
 
     away, updates = False, 0
@@ -78,7 +93,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
     # -- the step -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update at the end of a window, skipped if a gradient overflowed; nothing on other micro-steps.
+        """Make one update at the end of a window, unless a gradient overflowed; do nothing on other micro-steps.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as in torch.
+
+        Returns:
+            What the wrapped optimizer's step returns, or None.
 
         Raises:
             StepError: under accumulation, outside an `accumulate` block and before the window's number of backward passes; inside
@@ -448,6 +469,15 @@ class PreparedScheduler:
 
     Attributes:
         each_update: whether the script's last call followed the one before by one update, and had no arguments.
+
+    Example:
+        >>> acc = Accelerator(cpu=True)
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> model, optimizer, scheduler = acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        >>> scheduler.step()  # no update yet
+        >>> scheduler.get_last_lr()
+        [1.0]
     """
 
     def __init__(
@@ -465,7 +495,12 @@ class PreparedScheduler:
         self.each_update = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule, if there was an update since the last call: after each batch, or once an epoch."""
+        """Step the schedule, if there was an update since the last call: after each batch, or once an epoch.
+
+        Args:
+            args: for the wrapped scheduler's step.
+            kwargs: likewise.
+        """
         if self._with_optimizer:
             since = max(self.behind, default=0)
             if since:

@@ -244,8 +244,24 @@ def swapped(groups: Sequence[dict[str, Any]], option: str, value: Any) -> Iterat
 class Adam(TorchOptimizer, torch.optim.Adam):
     """torch.optim.Adam, without foreach, capturable and differentiable.
 
+    "Adam: A Method for Stochastic Optimization", Kingma and Ba, arXiv:1412.6980. Arguments that are not listed here are torch's.
+
     Args:
-        ema_decay, state_dtype, stochastic_rounding: see `Options`. The other arguments are torch's.
+        ema_decay: keep an average of the weights, ema += (p - ema) × (1 - ema_decay) after each step, in fp32.
+        state_dtype: of the states; torch.bfloat16 halves their memory and needs `stochastic_rounding`. None: the parameters'.
+        stochastic_rounding: round bf16 parameters and states up with the probability of the part that is cut off; True, or a seed.
+
+    Raises:
+        SettingError: one of these three is out of range.
+
+    Example:
+        >>> from easymp.optim import Adam
+        >>> parameter = nn.Parameter(torch.ones(2))
+        >>> optimizer = Adam([parameter], lr=0.1)
+        >>> parameter.sum().backward()
+        >>> optimizer.step()
+        >>> parameter.data
+        tensor([0.9000, 0.9000])
     """
 
     rule = ADAM
@@ -273,8 +289,20 @@ class Adam(TorchOptimizer, torch.optim.Adam):
 class AdamW(TorchOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW, without foreach, capturable and differentiable.
 
+    "Decoupled Weight Decay Regularization", Loshchilov and Hutter, arXiv:1711.05101. Arguments that are not listed here are torch's.
+
     Args:
-        ema_decay, state_dtype, stochastic_rounding: see `Options`. The other arguments are torch's.
+        ema_decay: as in `Adam`.
+        state_dtype: as in `Adam`.
+        stochastic_rounding: as in `Adam`.
+
+    Raises:
+        SettingError: one of these three is out of range.
+
+    Example:
+        >>> from easymp.optim import AdamW
+        >>> model = nn.Linear(2, 1, dtype=torch.bfloat16)
+        >>> optimizer = AdamW(model.parameters(), lr=1e-3, state_dtype=torch.bfloat16, stochastic_rounding=True)
     """
 
     rule = ADAM
@@ -302,8 +330,20 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
 class SGD(TorchOptimizer, torch.optim.SGD):
     """torch.optim.SGD, without foreach, capturable and differentiable.
 
+    Nesterov's momentum: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013. Arguments that are not
+    listed here are torch's.
+
     Args:
-        ema_decay, state_dtype, stochastic_rounding: see `Options`. The other arguments are torch's.
+        ema_decay: as in `Adam`.
+        state_dtype: as in `Adam`.
+        stochastic_rounding: as in `Adam`.
+
+    Raises:
+        SettingError: one of these three is out of range.
+
+    Example:
+        >>> from easymp.optim import SGD
+        >>> optimizer = SGD(nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.9, ema_decay=0.999)
     """
 
     rule = SGD_RULE
@@ -333,8 +373,20 @@ class SGD(TorchOptimizer, torch.optim.SGD):
 class Adagrad(TorchOptimizer, torch.optim.Adagrad):
     """torch.optim.Adagrad, without foreach, capturable and differentiable.
 
+    "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", Duchi, Hazan and Singer, JMLR 12, 2011. Arguments that
+    are not listed here are torch's.
+
     Args:
-        ema_decay, state_dtype, stochastic_rounding: see `Options`. The other arguments are torch's.
+        ema_decay: as in `Adam`.
+        state_dtype: as in `Adam`.
+        stochastic_rounding: as in `Adam`.
+
+    Raises:
+        SettingError: one of these three is out of range.
+
+    Example:
+        >>> from easymp.optim import Adagrad
+        >>> optimizer = Adagrad(nn.Linear(2, 1).parameters(), lr=0.01)
     """
 
     rule = ADAGRAD

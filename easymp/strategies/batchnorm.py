@@ -37,11 +37,16 @@ class SyncBatchNorm(_BatchNorm):
     ranks, nothing is sent.
 
     Args:
+        num_features: channels, dimension 1 of the input.
+        others: as torch.nn.BatchNorm2d's.
         process_group: the ranks that share statistics; None for all.
-        others: as torch.nn.BatchNorm2d's. Input and output have shape (samples, channels, ...).
+        named: as torch.nn.BatchNorm2d's.
 
-    Raises:
-        ValueError: an input of fewer than two dimensions, or one value a channel over all ranks.
+    Example:
+        >>> SyncBatchNorm(3).forward(torch.zeros(4, 3, 5)).shape
+        torch.Size([4, 3, 5])
+        >>> SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3))
+        SyncBatchNorm(3, eps=1e-05, ...)
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -53,6 +58,17 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
+        """Normalise a batch.
+
+        Args:
+            input: of shape (samples, channels, ...).
+
+        Returns:
+            A tensor of the same shape and dtype.
+
+        Raises:
+            ValueError: an input of fewer than two dimensions, or one value a channel over all ranks.
+        """
         several = (
             dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
         )
@@ -104,21 +120,37 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: Model, process_group: dist.ProcessGroup | None = None) -> Model:
-        """As `easymp.convert_sync_batchnorm`."""
+        """Convert a model as `easymp.convert_sync_batchnorm` does.
+
+        Args:
+            module: changed in place.
+            process_group: the ranks that share statistics; None for all.
+
+        Returns:
+            `module`.
+        """
         return convert_sync_batchnorm(module, process_group)
 
 
 def convert_sync_batchnorm(model: Model, process_group: dist.ProcessGroup | None = None) -> Model:
-    """`model`, in which every BatchNorm1d, 2d and 3d, itself included, has become a `SyncBatchNorm`.
+    """Make a `SyncBatchNorm` of every BatchNorm1d, 2d and 3d in a model, itself included.
 
     In place, and only the class changes: parameters, buffers, names, hooks and the modules themselves stay. torch's own
     nn.SyncBatchNorm becomes ours too, which runs on CPUs.
 
     Args:
+        model: changed in place.
         process_group: the ranks that share statistics; None for all.
+
+    Returns:
+        `model`.
 
     Raises:
         PrepareError: a batch-norm of a class of its own, which would lose what it adds, or a lazy one. Nothing has changed then.
+
+    Example:
+        >>> convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]
+        SyncBatchNorm(3, eps=1e-05, ...)
     """
     for module in batchnorms(model):
         module.__class__ = SyncBatchNorm

@@ -63,6 +63,12 @@ class FSDPOptions:
             plan says which, and why.
         ignore: names of parameters or modules, or patterns of them (``"*.router"``), that stay whole on each rank; their gradients
             are averaged after backward.
+
+    Raises:
+        SettingError: a value of another type.
+
+    Example:
+        >>> settings = Settings(strategy="fsdp", strategy_options=FSDPOptions(wrap=("Block",), cpu_offload=True))
     """
 
     reshard_after_forward: bool = True
@@ -210,8 +216,16 @@ class HSDPOptions(FSDPOptions):
     when the window ends.
 
     Attributes:
+        reshard_after_forward: as in `FSDPOptions`.
+        wrap: as in `FSDPOptions`.
+        cpu_offload: as in `FSDPOptions`.
+        reduce_every_micro_batch: see above.
+        ignore: as in `FSDPOptions`.
         shard_size: neighbouring ranks that hold one copy of the model among them; None: as many as a node has. It divides the
             number of ranks.
+
+    Example:
+        >>> settings = Settings(strategy="hsdp", strategy_options=HSDPOptions(shard_size=8))
     """
 
     shard_size: int | None = field(default=None, metadata={"least": 2})

@@ -30,6 +30,12 @@ class LocalSGDOptions:
 
     Attributes:
         every: updates of an optimizer from one averaging to the next.
+
+    Raises:
+        SettingError: `every` is not an integer of 1 or more.
+
+    Example:
+        >>> settings = Settings(strategy="local_sgd", strategy_options=LocalSGDOptions(every=16))
     """
 
     every: int = 8
@@ -139,7 +145,7 @@ class Turn:
 
 
 class LocalSGD:
-    """Inside, each rank trains `model` alone; it is averaged over the ranks every `local_sgd_steps` calls of `step`, and at the end.
+    """Inside, each rank trains a model alone. Models are averaged every `local_sgd_steps` calls of `step`, and at the end.
 
     It averages parameters and floating-point buffers. Leaving by an exception averages nothing. With
     ``DistributedDataParallelKwargs(static_graph=True)`` the very first backward of a model reduces its gradients. It has no effect
@@ -147,6 +153,7 @@ class LocalSGD:
 
     Args:
         accelerator: has prepared `model`, under strategy "ddp".
+        model: the prepared model.
         local_sgd_steps: calls of `step` from one averaging to the next.
         enabled: False does nothing.
 
@@ -155,7 +162,16 @@ class LocalSGD:
 
     Raises:
         RefusedError: a strategy under which ranks do not each hold the whole model and update it by themselves.
-        SettingError: `local_sgd_steps` is not a whole number of at least 1.
+        SettingError: `local_sgd_steps` is not an integer of 1 or more.
+
+    Example:
+        >>> acc = Accelerator(cpu=True)
+        >>> model = nn.Linear(2, 1)
+        >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+        >>> with LocalSGD(acc, model, local_sgd_steps=8) as local:
+        ...     acc.backward(model(torch.ones(1, 2)).sum())
+        ...     optimizer.step()
+        ...     local.step()
     """
 
     def __init__(

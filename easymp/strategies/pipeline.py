@@ -54,6 +54,14 @@ class PipelineOptions:
             the same with several stages a rank, which waits less and sends more. "zero_bubble": gradients of weights are computed while a
             rank would wait for others. All but "gpipe" need `Accelerator.forward_backward`.
         stages_per_rank: stages that each process has; None: 2 for "interleaved_1f1b", else 1. "gpipe" and "1f1b" take 1.
+
+    Raises:
+        SettingError: a value of another type, or `stages_per_rank` of a schedule with one stage a process.
+
+    Example:
+        >>> options = PipelineOptions(schedule="interleaved_1f1b", microbatches=8)
+        >>> options.stages(ranks=4), options.takes(count=8, ranks=4)
+        (8, True)
     """
 
     splits: tuple[str, ...] | None = None
@@ -81,11 +89,26 @@ class PipelineOptions:
             )
 
     def stages(self, ranks: int) -> int:
-        """The number of stages on `ranks` ranks."""
+        """Count the stages.
+
+        Args:
+            ranks: of the pipeline.
+
+        Returns:
+            The number of stages on all ranks.
+        """
         return ranks * (self.stages_per_rank or (2 if self.schedule == "interleaved_1f1b" else 1))
 
     def takes(self, count: int, ranks: int) -> bool:
-        """Whether torch's schedule runs `count` micro-batches on `ranks` ranks. Some run them in rounds of equal size."""
+        """Tell whether torch's schedule runs a number of micro-batches. Some schedules run them in rounds of equal size.
+
+        Args:
+            count: of micro-batches.
+            ranks: of the pipeline.
+
+        Returns:
+            True or False.
+        """
         rounds = self.schedule in ("interleaved_1f1b", "zero_bubble")
         return not rounds or count % max(1, count // ranks) == 0
 

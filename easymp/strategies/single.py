@@ -178,6 +178,12 @@ class DataParallelOptions:
 
     Attributes:
         devices: indices of the accelerators to use, the one that holds the model first; None takes all that are visible.
+
+    Raises:
+        SettingError: `devices` is not a list of different indices.
+
+    Example:
+        >>> settings = Settings(strategy="data_parallel", strategy_options=DataParallelOptions(devices=(0, 1)))
     """
 
     devices: tuple[int, ...] | None = None

@@ -69,6 +69,12 @@ class TensorParallelOptions:
             features), whose length `size` must divide: outputs of "rowwise" layers and embeddings are cut, inputs of "colwise" layers
             gathered. The plan names every layer with trainable parameters.
         fsdp: how several groups shard the parameters that a rank holds.
+
+    Raises:
+        SettingError: a value of another type.
+
+    Example:
+        >>> options = TensorParallelOptions(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, size=8)
     """
 
     plan: Mapping[str, Any] | None = None

@@ -36,8 +36,17 @@ class CompileOptions:
 
     Attributes:
         what: "model", the whole one in one call; "blocks", each repeated block found in it.
-        backend, mode, fullgraph, dynamic, options: torch.compile's own. `fullgraph` makes an error of what breaks a graph; DDP and FSDP
-            break it around the model, so there it goes with "blocks".
+        backend: as in torch.compile, like the other options.
+        mode: a preset of options.
+        fullgraph: make an error of what breaks a graph; DDP and FSDP break it around the model, so there it goes with "blocks".
+        dynamic: compile for changing shapes.
+        options: of the backend.
+
+    Raises:
+        SettingError: a value of another type, or both `mode` and `options`.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, compile=CompileOptions("blocks", fullgraph=True))
     """
 
     what: Compiled = "model"
