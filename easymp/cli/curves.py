@@ -23,13 +23,18 @@ NOISY = 60  # points from which on a curve has values of single batches, which s
 PARTS = 25  # of a noisy curve; a running mean goes over each
 WIDTH, HEIGHT = 4.7, 3.2  # inches of a panel
 LOG = 30  # ratio of the largest to the smallest value from which on the axis is logarithmic
+OUTLIER = 5  # ratio of the longest to the shortest curve from which on the axis across is logarithmic
+INK, GRID = "#1b1f24", "#c9ced6"  # and in an SVG, where its reader prefers a dark page:
+DARK = "<style>svg{--ink:%s;--grid:%s}@media(prefers-color-scheme:dark){svg{--ink:#e8ebf0;--grid:#363d47}}</style>"
 STYLE = {
     "text.parse_math": False,  # a name is not a formula
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": "#c9ced6",
+    "grid.color": GRID,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    "legend.framealpha": 0,
     "path.simplify_threshold": 0.5,
 }
 
@@ -110,7 +115,7 @@ def _curves(
     elif share and all(0 <= value <= 1 for value in values):
         axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
     elif min(values) > 0 and max(values) > LOG * min(values):  # equal steps would hide the small ones
-        axes.set_yscale("log")
+        logarithmic(axes, "y")
     for line in lines:
         pattern = tuple(float(length) for length in dashes(line.series).split())
         axes.plot(
@@ -122,13 +127,29 @@ def _curves(
             marker="o" if len(line.points) == 1 else None,
             label=names[line.series] if line.main else None,
         )
+    ends = [max(x for x, _ in line.points) for line in lines if line.main]
+    if ends and min(ends) > 0 and max(ends) > OUTLIER * min(ends):
+        logarithmic(axes, "x")
+        axes.set_xlim(left=min(ends) / 100)
+        across += ", logarithmic"
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.legend(fontsize="small")
 
 
+def logarithmic(axes: Axes, which: str, at: Sequence[float] = (1,)) -> None:
+    """Make the axis "x" or "y" of `axes` logarithmic, with plain numbers `at` these multiples of powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    getattr(axes, f"set_{which}scale")("log")
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=at))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def draw(made: Sequence[Panel], columns: int, form: str, head: str = "") -> bytes:
-    """All panels in one image, as ``"svg"`` or ``"png"``, under `head`."""
+    """All panels in one image, as ``"svg"`` (for light and dark pages) or ``"png"``, under `head`."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -142,8 +163,14 @@ def draw(made: Sequence[Panel], columns: int, form: str, head: str = "") -> byte
             axes = figure.add_subplot(lines, columns, place)
             axes.set_title(title, loc="left", fontsize=11)
             fill(axes)
-        figure.savefig(file, format=form, dpi=150, metadata={"Date" if form == "svg" else "Software": None})
-    return file.getvalue()
+        svg = form == "svg"
+        figure.savefig(
+            file, format=form, dpi=150, transparent=svg, metadata={"Date" if svg else "Software": None}
+        )
+    if not svg:
+        return file.getvalue()
+    text = file.getvalue().decode().replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
+    return text.replace("<defs>", DARK % (INK, GRID) + "<defs>", 1).encode()
 
 
 def colour(series: int) -> str:

@@ -72,6 +72,5 @@ def run(variant, seconds, number=1, *, values=None, others=0.0, samples=1000, pe
 
 
 def comparison(*runs, folder=Path("nowhere"), metrics=(), script="train.py"):
-    variants = list({id(run.variant): run.variant for run in runs}.values())
     repeats = max(run.number for run in runs)
-    return conclude(Task(script, ["--lr", "0.1"]), variants, runs, folder, repeats=repeats, metrics=metrics)
+    return conclude(Task(script, ["--lr", "0.1"]), runs, folder, repeats=repeats, metrics=metrics)

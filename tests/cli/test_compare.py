@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from easymp import resolve
 from easymp.cli import compare, main
 from easymp.cli.compare import report
 from easymp.cli.compare import runs as processes
-from easymp.cli.compare.runs import FAILURE, FINISHED, INTERRUPTED, LATE, End, Task, Variant
+from easymp.cli.compare.runs import FAILURE, FINISHED, INTERRUPTED, LATE, End, Task, Variant, variants
 
 from ..examples.run import ROOT
 from .runs import TINY, comparison, run
@@ -42,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The arguments of each run. fp32 finishes, bf16 fails."""
     calls: list[tuple[Any, ...]] = []
 
-    def fake(task: Task, variant: Variant, folder: Path, seed: int | None) -> End:
+    def fake(task: Task, variant: Variant, folder: Path, seed: int | None, tell: Any) -> End:
         folder.mkdir(parents=True)
         calls.append((task, variant.override(), folder, seed))
         return run(variant, None if variant.name == "bf16" else 10, why="RefusedError: no\x1b[2J").end
@@ -78,7 +79,15 @@ def test_options_stand_before_and_after_the_script(words, script, asked, tmp_pat
         ("", 2, "usage: easymp compare"),
         ("train.py --epochs 3", 2, "no option of easymp compare"),
         ("train.py --repeats 0", 2, "not a whole number"),
-        ("train.py --processes 1,x", 2, "not a whole number"),
+        ("train.py --processes 1,x", 1, "is not a whole number"),
+        ("train.py --vary seed", 2, "is not NAME=A,B"),
+        ("train.py --vary sead=1,2", 1, "did you mean 'seed'"),
+        ("train.py --vary seed=1,-2", 1, "below the smallest"),
+        ("train.py --vary precision=fp32 --precision bf16", 1, "mixed_precision is varied twice"),
+        ("train.py --vary project_dir=a,b", 1, "cannot be varied"),
+        ("train.py --vary batch=1,2 -- --batch 3", 1, "braces among the script's own arguments"),
+        (". --seed 1", 1, "leave out what would start new ones"),
+        (". nowhere", 1, "'.' is not a run"),
         ("train.py --prec fp32", 2, "usage"),
         ("nowhere.py", 1, "'nowhere.py' is not a file"),
         ("train.py --precision bf61", 1, "did you mean 'bf16'"),
@@ -97,12 +106,17 @@ def test_the_table_and_the_reason_of_a_failure(script, asked, capsys):
     main(["compare", script, "--precision", "fp32,bf16", "--output", "out"])
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0].split() == ["time", "ratio", "samples/s", "memory", "loss", "start-up"]
-    assert lines[1].split() == ["fp32", "10.0", "s", "1.00", "100", "1.0", "GiB", "1", "3", "s"]
-    assert lines[2].split() == ["bf16", "–", "–", "–", "–", "–", "–"]
-    assert lines[3] == "bf16 failed: RefusedError: no\\x1b[2J" and "\x1b" not in out
-    assert "Only fp32 finished" in out and lines[-1] == "wrote out/compare.json"
-    assert err.splitlines()[:2] == ["1/2 fp32 … finished after 14.0 s", "2/2 bf16 … failed after 3 s"]
+    assert lines[0] == "Only fp32 finished with at least two updates, so there is nothing to compare it with."
+    assert lines[2].split() == ["time", "memory", "loss", "start-up"]
+    assert lines[3].split() == ["fp32", "10.0", "s", "1.0", "GiB", "1", "3", "s"]
+    assert lines[4].split() == ["bf16", "–", "–", "–", "–"]
+    assert lines[5] == "bf16 failed: RefusedError: no\\x1b[2J" and "\x1b" not in out
+    assert lines[-1] == "wrote out/compare.json"
+    assert err.splitlines()[:3] == [
+        "1/2 fp32: starting",
+        "1/2 fp32: finished after 14.0 s, about 14.0 s left",
+        "2/2 bf16: starting",
+    ]
     said = " ".join(err.split())
     assert "no_such_package is not installed" in said and "pip install 'easymp[report]'" in said
 
@@ -110,7 +124,7 @@ def test_the_table_and_the_reason_of_a_failure(script, asked, capsys):
 def test_an_interruption_is_130_and_shows_what_is_done(script, asked, monkeypatch, capsys):
     ends = iter([run(FP32, 10).end, End(INTERRUPTED, "stopped by a signal", 1e9, 3.0, 0.0)])
 
-    def end(task: Any, variant: Variant, folder: Path, seed: int | None) -> End:
+    def end(task: Any, variant: Variant, folder: Path, seed: int | None, tell: Any) -> End:
         folder.mkdir(parents=True)
         return next(ends)
 
@@ -127,12 +141,33 @@ def test_an_interruption_is_130_and_shows_what_is_done(script, asked, monkeypatc
         ("--precision fp32,O1 --strategy ddp,fsdp", ["fp32-ddp", "fp32-fsdp", "O1-ddp", "O1-fsdp"]),
         ("--strategy ddp --processes 1,2", ["1-process", "2-processes"]),
         ("--strategy ddp", ["ddp"]),
+        ("--vary compile=,model --vary seed=3", ["compile-as-it-is", "compile-model"]),
+        (
+            "--vary precision=fp32,bf16 --vary gradient_accumulation_steps=1,4",
+            [f"{p}-gradient-accumulation-steps-{n}" for p in ("fp32", "bf16") for n in (1, 4)],
+        ),
+        (
+            "--strategy fsdp --vary strategy_options.cpu_offload=false,true",
+            ["cpu-offload-false", "cpu-offload-true"],
+        ),
         ("", ["as-it-is"]),
     ],
 )
 def test_plans_are_named_by_their_differences(words, names, script, asked):
     main(["compare", script, "--output", "out", *words.split()])
     assert [re.sub(r"^\d+-(.*)-1$", r"\1", folder.name) for _, _, folder, _ in asked] == names
+
+
+def test_what_varies_reaches_the_settings_and_the_script(script, asked):
+    words = "--vary batch=8,16 --vary compile=,model --vary 'log_with=\"jsonl,console\"' -- --batch-size={batch} x"
+    main(["compare", script, "--output", "out", *shlex.split(words)])
+    log = "log_with=jsonl,console"
+    assert [override for _, override, _, _ in asked] == [log, f"compile=model {log}"] * 2
+    task, chosen = asked[0][0], variants({"batch": ["8", "16"]}, asked[0][0].arguments)
+    assert [task.command(variant)[-2:] for variant in chosen] == [
+        ["--batch-size=8", "x"],
+        ["--batch-size=16", "x"],
+    ]
 
 
 def test_the_override_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +225,10 @@ def test_a_page_of_hostile_names_needs_nothing_else(fonts: None, tmp_path: Path)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert "url(" not in html and "@import" not in html
     text = re.sub(r"\s+", " ", page.text)
-    for words in ("11.5 s11.0 s … 12.0 s", "0.65", "2 × H100, 80.0 GiB", f"failed: {EVIL}"):
+    for words in ("11.5 s11.0 s … 12.0 s", "1.54", "2 × H100, 80.0 GiB", f"failed: {EVIL}"):
         assert words in text
-    assert "loss against update, loss against time" in dict(page.attributes)["alt"]
+    images = [value for name, value in page.attributes if name == "alt"]
+    assert images[:3] == ["Plot: Speed, samples a second", "Plot: loss by updates", "Plot: loss by seconds"]
 
 
 def test_json_has_no_nan_and_failed_runs_no_plots(fonts: None, tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
+import random
 from typing import Any
 
 import pytest
 
 from easymp.cli.compare.runs import Variant
 from easymp.cli.compare.summary import Run, choose, metric
-from easymp.cli.compare.verdict import Comparison
+from easymp.cli.compare.verdict import Comparison, interval
 from easymp.cli.curves import running_mean
 
 from .runs import comparison, run
@@ -61,31 +63,53 @@ def said(*groups: list[Run]) -> Comparison:
 
 
 SLOW, FAST = [10, 10.2, 9.9], [6.2, 6.1, 6.3]
-TIMES = "(median of 3: 6.2 s [6.1 s to 6.3 s] against 10.0 s [9.9 s to 10.2 s])"
-TAKES = f"bf16 takes 0.62 of fp32's time {TIMES}"
-ONE = "(one run each: 5 s against 10.0 s)"
 
 
 @pytest.mark.parametrize(
     ("one", "two", "words"),
     [
         # three runs that do not overlap are evidence, fewer a hint, less than a tenth nothing
-        (runs(A, SLOW, 0.989), runs(B, FAST, 0.987), f"{TAKES} and reaches accuracy 98.70%"),
-        (runs(A, [10], 0.989), runs(B, [5], 0.987), "98.90%: a hint to take bf16, no more. Compare again"),
-        (runs(A, [10]), runs(B, [9.5]), "No difference is shown: bf16 took 0.95 of fp32's time"),
-        (runs(A, [10, 12, 8]), runs(B, [7, 9, 6]), "and their runs overlap. Compare again with more"),
+        (
+            runs(A, SLOW, 0.989),
+            runs(B, FAST, 0.987),
+            "Use bf16: fastest of 2 (1.61 × fp32, 3 runs each).",
+        ),
+        (
+            runs(A, FAST, 0.989),
+            runs(B, SLOW, 0.987),
+            "Use fp32: fastest of 2 (1.61 × bf16, 3 runs each).",
+        ),
+        (
+            runs(A, [10], 0.989),
+            runs(B, [5], 0.987),
+            "Probably use bf16 if its results are good enough: fastest of 2 (2.00 × fp32, 1 run each, bf16 unproven).",
+        ),
+        (
+            runs(A, [10], 0.989),
+            runs(B, [9.5], 0.987),
+            "Use fp32: bf16 is not shown to be faster (0.95 × bf16, 1 run each, bf16 unproven).",
+        ),
+        (
+            runs(A, [10, 12, 8], 0.9),
+            runs(B, [7, 9, 6], 0.9),
+            "Use fp32: bf16 is not shown to be faster (0.70 ×",
+        ),
+        (runs(A, SLOW), runs(B, FAST), "Use bf16 if its results are good enough: fastest of 2"),
         # on a busy machine many runs are a hint, and few show only a factor that other work does not explain
-        (runs(A, [10], others=30.0), runs(B, [5]), f"0.50 of fp32's time {ONE}, on a busy machine."),
-        (runs(A, [10], others=30.0), runs(B, [95]), "bf16 seems to take 9.50 times as long as fp32"),
-        (runs(A, SLOW, others=30.0), runs(B, FAST), "a hint to take bf16, no more."),
-        (runs(A, SLOW), runs(B, [13, 13.1, 13.2]), "bf16 takes 1.31 times as long as fp32"),
-        # a metric that is worse by more than runs of one plan lie apart, or NaN
-        (runs(A, SLOW, 0.989), runs(B, FAST, 0.88), "88.00% where fp32 reaches 98.90%: stay with fp32."),
-        (runs(A, SLOW, 0.95, 0.97, 0.96), runs(B, FAST, 0.94, 0.945, 0.95), "of one plan are: take bf16."),
-        (runs(A, [10], 0.989), runs(B, [5], math.nan), "accuracy nan where fp32 reaches 98.90%: stay"),
-        (runs(A, SLOW), runs(B, FAST, peak=1 << 29), "with 0.50 of its memory (512.0 MiB): take bf16,"),
+        (runs(A, [10], others=30.0), runs(B, [5]), "Use fp32: bf16 is not shown to be faster (0.50 × bf16"),
+        (runs(A, [10], others=30.0), runs(B, [95]), "Probably use fp32: fastest of 2 (9.50 × bf16"),
+        (runs(A, SLOW, 0.9, others=30.0), runs(B, FAST, 0.9), "Probably use bf16: fastest of 2"),
+        # a metric that is worse by more than the tolerance, or NaN
+        (
+            runs(A, SLOW, 0.989),
+            runs(B, FAST, 0.88),
+            "(3 runs each); bf16 1.61 × faster, but worse: accuracy 88.00%, 98.90% for fp32.",
+        ),
+        (runs(A, SLOW, 0.95, 0.97, 0.96), runs(B, FAST, 0.94, 0.945, 0.95), "bf16 unproven)"),
+        (runs(A, [10], 0.989), runs(B, [5], math.nan), "but worse: accuracy nan, 98.90% for fp32."),
+        (runs(A, [10], math.nan), runs(B, [50], 0.9), "Use bf16: the only one of 2"),
         # runs of other lengths are compared by speed
-        (runs(A, [10]), runs(B, [10], samples=2000), "0.50 of fp32's time"),
+        (runs(A, SLOW, 0.9), runs(B, SLOW, 0.9, samples=2000), "Use bf16: fastest of 2 (2.00 × fp32"),
         (runs(A, [10]), [run(B, None, why="no")], "Only fp32 finished"),
         ([run(A, None)], [run(B, None)], "No plan finished with at least two updates"),
     ],
@@ -94,25 +118,52 @@ def test_the_sentence_is_as_strong_as_its_evidence(one: list[Run], two: list[Run
     assert words in said(one, two).verdict.sentence
 
 
-def test_the_best_of_several_is_named_and_the_others_have_a_line() -> None:
-    verdict = said(runs(A, [10], 0.9), runs(B, [7], 0.9), runs(C, [5], 0.5)).verdict
-    assert verdict.sentence.startswith("bf16 takes 0.70 of fp32's time")
-    assert verdict.evidence == ("O1: seems to take 0.50 of fp32's time (5 s); reaches accuracy 50.00%.",)
+def test_the_example_of_the_guide() -> None:
+    losses = ({"loss": [2.0, 1.0 + i / 1000]} for i in range(5))
+    fast = [run(A, 10 + i / 10, i, values=values) for i, values in enumerate(losses, 1)]
+    unproven = [run(B, 13 + i / 10, i, values={"loss": [2.0, 1.06]}) for i in range(1, 6)]
+    slow = [run(C, 300 + i, i, values={"loss": [2.0, 1.0]}) for i in range(1, 6)]
+    verdict = comparison(*fast, *unproven, *slow).verdict
+    assert verdict.take == "fp32"
+    assert verdict.sentence == "Use fp32: fastest of 3 (29 × O1, 5 runs each); bf16 1.29 × slower."
+    assert [standing.result for standing in verdict.standings] == ["reference", "worse", "follows"]
+
+
+def test_the_interval_excludes_no_difference_where_the_rank_test_does() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    assert interval([1, 2], [3, 4], operator.sub) is None
+    assert interval([1, 2, 3], [4, 6, 8], operator.sub) == (-7, -1)
+    draw = random.Random(0)
+    for _ in range(100):
+        one, two = ([draw.gauss(shift, 1) for _ in range(draw.randint(3, 7))] for shift in (0, 1.5))
+        low, high = interval(one, two, operator.sub) or (0, 0)
+        chance = stats.mannwhitneyu(one, two, method="exact").pvalue
+        assert (low > 0 or high < 0) == (chance <= 0.1)
+
+
+def test_plans_that_are_as_fast_leave_the_choice_to_the_reference_or_a_proven_one() -> None:
+    accuracy, tied = (
+        {"accuracy": [0.9]},
+        said(runs(A, [30, 31, 32], 0.9), runs(B, SLOW, 0.9), runs(C, SLOW, 0.89)),
+    )
+    assert accuracy
+    assert tied.verdict.take == "bf16" and "C" not in tied.verdict.sentence
 
 
 def test_a_loss_decides_where_there_is_no_accuracy() -> None:
     better = run(B, 5, values={"loss": [3.0, 1.02], "lr": [1.0]})
     worse = run(C, 4, values={"loss": [3.0, 1.2], "lr": [1.0]})
     found = comparison(run(A, 10, values={"loss": [3.0, 1.0], "lr": [1.0]}), better, worse)
-    assert found.verdict.sentence.startswith("bf16 takes 0.50 of fp32's time")
-    assert "reaches loss 1.02 where fp32 reaches 1:" in found.verdict.sentence
+    assert found.verdict.take == "bf16"
+    assert "O1 1.25 × faster, but worse: loss 1.2, 1 for fp32." in found.verdict.sentence
 
 
 def test_doubts() -> None:
     two, three = run(B, 10, others=12.0), run(C, 5, others=6.4, samples=None)
     found = comparison(run(A, None, why="no", others=2.0), two, three, metrics=("loss",))
-    first, busy, counts = found.verdict.doubts
+    surer, busy, counts = found.verdict.doubts
     assert found.missing == ("loss",)
-    assert first == "fp32 did not finish: others are compared with bf16."
+    assert found.verdict.sentence.endswith("; fp32 did not finish.")
+    assert surer == "To be surer, compare 3 runs or more of each plan (--repeats), on a quiet machine."
     assert "12.0 of its 64 processors during bf16 (run 1)" in busy and "1 of 3 runs" in busy
-    assert "by speed (bf16: 100 updates, 1,000 samples, O1: 100 updates)" in counts
+    assert "in updates a second (bf16: 100 updates, 1,000 samples, O1: 100 updates)" in counts

@@ -1,15 +1,18 @@
-"""Run a script under several plans, in turn, and show them side by side.
+"""Run a script under several plans, in turn, and say which one to take.
 
 Time, memory, loss and accuracy of each: as a table, and as a page with plots.
 SCRIPT needs an Accelerator, and acc.log({"loss": loss}) for curves; accuracy is
-logged alike. Plans win over its own settings; each combination of those given
-is one, and the others are compared with the first.
+logged alike. Plans win over its own settings. Each combination of the values
+given is one; the results of the others are compared with those of the first.
 
 examples:
   easymp compare train.py --precision fp32,bf16
-  easymp compare train.py --precision fp32,bf16,O1 --repeats 3 -- --epochs 2
+  easymp compare train.py --precision fp32,bf16,O1 --repeats 5 -- --epochs 2
   easymp compare train.py --strategy ddp,fsdp --processes 2
-  easymp compare train.py --strategy ddp --processes 1,2 --metric val/f1
+  easymp compare train.py --vary compile=no,blocks --vary seed=0,1
+  easymp compare train.py --vary batch=32,64 -- --batch-size {batch}
+  easymp compare train.py --strategy fsdp --vary strategy_options.cpu_offload=false,true
+  easymp compare fp32=runs/a fp32=runs/b bf16=runs/c     runs that exist
 
 Words after -- are the script's own. Three runs of each plan or more can show
 a difference of times; fewer are a hint. The folder --output gets the page
@@ -23,6 +26,7 @@ Exit codes: 0 all runs finished; 1 one did not, and the table says why;
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import signal
@@ -34,24 +38,26 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SettingError
-from ..terminal import BOLD, DIM, RED, YELLOW, paint, plain, table, wrap
+from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, plain, table, wrap
 from . import report
-from .runs import INTERRUPTED, Task, Variant, read, variants
+from .runs import FINISHED, INTERRUPTED, Position, Record, Task, Variant, position, read, variants
 from .runs import run as run_once
-from .summary import Run, heads, rows, seconds
+from .summary import Run, is_run, load
 from .verdict import Comparison, conclude
+
+EVERY = 10.0  # seconds between two lines about a run, where no terminal shows one that changes
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "easymp compare SCRIPT [OPTIONS] [-- ARGUMENTS]"
+    parser.usage = "easymp compare SCRIPT [OPTIONS] [-- ARGUMENTS]\n       easymp compare RUN RUN … [OPTIONS]"
     _options(parser)
     # PARSER is one word and all that follow it, as they are; SCRIPT and a REMAINDER would lose a "--" between them.
-    words = "its path, and the script's own after --"
+    words = "its path, and the script's own after --; or folders of runs that exist, each as NAME=FOLDER or FOLDER"
     parser.add_argument("script", nargs=argparse.PARSER, action=_Rest, metavar="SCRIPT", help=words)
 
 
 class _Rest(argparse.Action):
-    """The script, options of ours as far as ``--``, and the script's own arguments."""
+    """The script, options of ours as far as ``--``, and the script's own arguments; or runs, and options."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         script, *rest = values[1:] if values[0] == "--" and values[1:] else values
@@ -59,6 +65,9 @@ class _Rest(argparse.Action):
         again = argparse.ArgumentParser(parser.prog, usage=parser.usage, allow_abbrev=False, add_help=False)
         _options(again)
         _, unknown = again.parse_known_args(rest[:cut], namespace)
+        namespace.runs = []
+        if is_run(script) and not any(word.startswith("-") for word in unknown):
+            namespace.runs, unknown = [script, *unknown], []
         if unknown:
             again.error(
                 f"{' '.join(unknown)}: no option of easymp compare. The script's own arguments follow --"
@@ -72,7 +81,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--precision", **several, metavar="A,B", help=precisions)
     add("--strategy", **several, metavar="A,B", help="of single, ddp, zero1, fsdp … (the script's own)")
     processes = "how many (one an accelerator, 1 without any)"
-    add("--processes", type=_counts, default=[], metavar="N,M", help=processes)
+    add("--processes", **several, metavar="N,M", help=processes)
+    vary = (
+        "values of any setting, such as gradient_accumulation_steps=1,4 or strategy_options.OPTION=A,B; or of {NAME} among the "
+        "script's own arguments; may be repeated"
+    )
+    add("--vary", action="append", type=_varied, default=[], metavar="NAME=A,B", help=vary)
     repeats = "number of runs of each, in rounds; medians are compared (1)"
     add("--repeats", type=_count, default=1, metavar="N", help=repeats)
     seed = "of the first round, one more in each that follows (the script's own)"
@@ -88,21 +102,36 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    chosen = variants(args.precision, args.strategy, args.processes)
-    if not args.module and not Path(args.script).is_file():
-        raise SettingError(
-            f"{args.script!r} is not a file: pass the script's path, or -m and a module's name"
-        )
     folder = args.output or Path(time.strftime("easymp-compare-%Y%m%d-%H%M%S"))
+    flags = [("mixed_precision", args.precision), ("strategy", args.strategy), ("processes", args.processes)]
+    varied = [pair for pair in (*flags, *args.vary) if pair[1]]
+    if twice := [name for i, (name, _) in enumerate(varied) if name in dict(varied[:i])]:
+        raise SettingError(f"{twice[0]} is varied twice: give all its values at once, as in A,B,C")
+    if args.runs:
+        if varied or args.seed is not None or args.arguments or args.module or args.repeats > 1:
+            raise SettingError(
+                "runs that exist are compared as they are: leave out what would start new ones"
+            )
+        runs = load(args.runs)
+    else:
+        chosen = variants(dict(varied), args.arguments)
+        if not args.module and not Path(args.script).is_file():
+            raise SettingError(
+                f"{args.script!r} is not a file: pass the script's path, or -m and a module's name"
+            )
     if folder.exists() and any(folder.iterdir()):
         raise SettingError(f"{str(folder)!r} is there, and not empty: name a new folder with --output")
-    task = Task(args.script, args.arguments, args.module, args.timeout)
-    # SIGTERM ends the running ranks as Ctrl-C does, and the finished runs are shown.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        found = compare(task, chosen, folder.absolute(), args.repeats, args.seed, args.metric)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if args.runs:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = conclude(None, runs, folder.absolute(), metrics=args.metric)
+    else:
+        task = Task(args.script, args.arguments, args.module, args.timeout)
+        # SIGTERM ends the running ranks as Ctrl-C does, and the finished runs are shown.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            found = compare(task, chosen, folder.absolute(), args.repeats, args.seed, args.metric)
+        finally:
+            signal.signal(signal.SIGTERM, before)
     written, trouble = report.write(found)
     print(json.dumps(report.as_json(found), indent=2) if args.json else words(found))
     near = [os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path) for path in written]
@@ -130,52 +159,104 @@ def compare(
         metrics: names of logged values to compare; none: loss and accuracy, or all of a few.
     """
     runs: list[Run] = []
+    count = len(chosen) * repeats
     for number, (index, variant) in product(range(1, repeats + 1), enumerate(chosen, 1)):
         again = f", run {number} of {repeats}" if repeats > 1 else ""
-        head = f"{len(runs) + 1}/{len(chosen) * repeats} {plain(variant.name)}{again} …"
-        print(head, end=" ", file=sys.stderr, flush=True)
-        safe = "".join(x if x.isascii() and x.isalnum() else "-" for x in variant.name)
+        head = f"{len(runs) + 1}/{count} {plain(variant.name)}{again}"
+        safe = "".join(x if x.isascii() and x.isalnum() else "-" for x in variant.name)[:100]
         place = folder / "runs" / f"{index}-{safe}-{number}"
         its_seed = None if seed is None else seed + number - 1
-        end = run_once(task, variant, place, its_seed)
-        print(f"{end.status} after {seconds(end.wall)}", file=sys.stderr, flush=True)
+        done = [run for run in runs if run.end.status == FINISHED and run.record and run.record.updates]
+        alike = [run.record for run in done if run.variant is variant] or [run.record for run in done]
+        progress = Progress(head, place, alike[-1] if alike else None)
+        end = run_once(task, variant, place, its_seed, progress)
         runs.append(Run(variant, number, its_seed, end, read(place)))
+        left = (count - len(runs)) * sum(run.end.wall for run in runs) / len(runs)
+        more = f", about {report.seconds(left)} left" if left and end.status != INTERRUPTED else ""
+        progress.say(f"{end.status} after {report.seconds(end.wall)}{more}", last=True)
         if end.status == INTERRUPTED:
             break
     interrupted = runs[-1].end.status == INTERRUPTED
-    return conclude(task, chosen, runs, folder, repeats=repeats, metrics=metrics, interrupted=interrupted)
+    return conclude(task, runs, folder, repeats=repeats, metrics=metrics, interrupted=interrupted)
+
+
+class Progress:
+    """Prints how far a run is: its updates, their speed, and the time left, as far as an earlier run tells its length."""
+
+    def __init__(self, head: str, folder: Path, known: Record | None) -> None:
+        self._head, self._folder, self._known = head, folder, known
+        self._first: Position | None = None
+        self._said, self._live = time.perf_counter(), sys.stderr.isatty()
+        self.say("starting")
+
+    def __call__(self) -> None:
+        now = position(self._folder)
+        if now is None or (not self._live and time.perf_counter() - self._said < EVERY):
+            return
+        self._first = first = self._first or now
+        if now.at <= first.at or now.updates == first.updates:
+            return
+        speed = (now.updates - first.updates) / (now.at - first.at)
+        total, words = self._total(now), f"update {now.updates:,}"
+        if total:
+            left = report.seconds(max(0.0, total - now.updates) / speed)
+            self.say(f"{words} of {total:,}, {report.rate(speed)} updates/s, {left} left")
+        else:
+            self.say(f"{words}, {report.rate(speed)} updates/s")
+
+    def _total(self, now: Position) -> int:
+        """Updates of the whole run: those of the known one, for as many samples; 0 without one."""
+        known = self._known
+        if known is None:
+            return 0
+        if now.samples and known.samples:
+            whole = known.samples * (known.updates + 1) / known.updates
+            return round(whole / now.samples * now.updates)
+        return known.updates + 1
+
+    def say(self, words: str, last: bool = False) -> None:
+        self._said = time.perf_counter()
+        begin, end = ("\r\x1b[K", "\n" if last else "") if self._live else ("", "\n")
+        print(f"{begin}{self._head}: {words}", end=end, file=sys.stderr, flush=True)
 
 
 def words(found: Comparison) -> str:
-    """The table and the verdict, for a terminal."""
-    lines, colours = [["", *heads(found.summaries, found.metrics)]], [BOLD]
-    for summary, cells in zip(found.summaries, rows(found.summaries, found.metrics)):
-        lines.append([summary.name, *(text for text, _ in cells)])
-        colours.append("" if summary.finished else RED)
+    """The verdict and the table, for a terminal."""
+    verdict, (columns, same) = found.verdict, report.columns(found)
+    said = [paint(wrap(plain(verdict.sentence)), BOLD), ""]
+    lines, colours = [["", *(column.head for column in columns)]], [BOLD]
+    for i, summary in enumerate(found.summaries):
+        cells = [column.cells[i] for column in columns]
+        taken = summary.name == verdict.take
+        lines.append([f"{'→' if taken else ' '} {summary.name}", *(text for text, _ in cells)])
+        colours.append(GREEN if taken else "" if summary.speed else RED)
         if any(below for _, below in cells):
             lines.append(["", *(below for _, below in cells)])
             colours.append(DIM)
     printed = table(lines, right=set(range(1, len(lines[0])))).splitlines()
-    said = [paint(line, code) for line, code in zip(printed, colours)]
+    said += [paint(line, code) for line, code in zip(printed, colours)]
     for summary in found.summaries:
         said += [wrap(f"{plain(summary.name)} {plain(trouble)}", "  ") for trouble in summary.troubles]
+    said += [wrap(plain(line)) for line in (same, *report.results(found)) if line]
     if found.missing:
         records = [run.record for summary in found.summaries for run in summary.runs if run.record]
         logged = sorted({name for record in records for name in record.curves})
         names = ", ".join(map(plain, logged)) or "nothing, so the script calls no acc.log"
         said.append(wrap(f"No run logged {', '.join(map(plain, found.missing))}. Logged: {names}."))
-    said += ["", paint(wrap(plain(found.verdict.sentence)), BOLD)]
-    said += [wrap(plain(line)) for line in found.verdict.evidence]
-    said += [paint(wrap(plain(line)), YELLOW) for line in found.verdict.doubts]
+    said += [paint(wrap(plain(line)), YELLOW) for line in verdict.doubts]
     return "\n".join(said)
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    """Values with commas between them; one with commas in it stands in double quotes."""
+    return [word.strip() for word in next(csv.reader([text], skipinitialspace=True), [])]
 
 
-def _counts(text: str) -> list[int]:
-    return [_count(word) for word in _words(text)]
+def _varied(text: str) -> tuple[str, list[str]]:
+    name, equals, values = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=A,B")
+    return "mixed_precision" if name == "precision" else name, _words(values) or [""]
 
 
 def _count(text: str) -> int:

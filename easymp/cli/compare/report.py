@@ -1,6 +1,6 @@
-"""The files of a comparison: JSON for programs, and with matplotlib and jinja2 a page and a picture for people.
+"""A comparison for readers: its table, JSON for programs, and with matplotlib and jinja2 a page and a picture.
 
-The page is one HTML file without scripts or links; its plots are an image inside it.
+The page is one HTML file without scripts or links; its plots are images inside it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,104 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.units import size
 from ...base.units import unit as unit_of
-from ..curves import NOISY, Line, Panel, colour, curves, dashes, draw, missing, smoothed
+from ...settings import OVERRIDE
+from ..curves import NOISY, OUTLIER, Line, Panel, colour, curves, dashes, draw, logarithmic, missing, smoothed
 from .runs import Record
-from .summary import heads, rate, rows, seconds, unit
-from .verdict import Comparison, is_busy
+from .summary import Spread, Summary, spread
+from .verdict import Comparison, Standing, is_busy, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NEEDED = ("matplotlib", "jinja2")
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
-LONG = 60  # letters of plans' names, above which a title counts them
+ALIAS = (
+    "mixed_precision",
+    "strategy",
+    "gradient_accumulation_steps",
+)  # settings that a decision of the plan shows
+ALIKE = 1.05  # the largest median as a multiple of the smallest, up to which a column has nothing to tell
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """A head, and for each plan a text and the range of its runs, or ""."""
+
+    head: str
+    cells: list[tuple[str, str]]
+
+
+def columns(found: Comparison) -> tuple[list[Column], str]:
+    """The columns in which the plans differ, and a sentence about those in which they do not."""
+    plans, standings = found.summaries, found.verdict.standings
+    times = Column("time", [_cell(plan.seconds, seconds) for plan in plans])
+    speeds = Column(f"{plans[0].unit}/s", [_cell(plan.speed, rate) for plan in plans])
+    long = len({count for plan in plans for count in plan.counts}) > 1
+    memory = Column("memory", [(_cell(plan.peak, size)[0], "") for plan in plans])
+    before = Column("start-up", [(_cell(plan.before, seconds)[0], "") for plan in plans])
+    shown = [speeds if long else times]
+    if found.verdict.take:
+        shown.append(Column("ratio", [_ratio(standing) for standing in standings]))
+    results = [Column(m.name, [_cell(spread(p.finals(m)), m.text) for p in plans]) for m in found.metrics]
+    if any(standing.result for standing in standings):
+        results.append(Column("result", [(standing.result or "–", "") for standing in standings]))
+    same = []
+    for column, values in (
+        (memory, [plan.peak for plan in plans]),
+        *((column, []) for column in results),
+        (before, [plan.before for plan in plans]),
+    ):
+        known = [value.median for value in values if value]
+        texts = [text for text, _ in column.cells if text != "–"]
+        alike = len(set(column.cells)) == 1 or (known and max(known) <= ALIKE * min(known))
+        if alike and len(texts) > 1:
+            same.append(f"{column.head} {'about ' * (len(set(texts)) > 1)}{texts[0]}")
+        elif texts:
+            shown.append(column)
+    return shown, f"The same for all that finished: {', '.join(same)}." if same else ""
+
+
+def results(found: Comparison) -> list[str]:
+    """A sentence a plan about its result, with the numbers behind it."""
+    return [f"{s.name} {s.result}: {s.why}." for s in found.verdict.standings if s.why]
+
+
+def _ratio(standing: Standing) -> tuple[str, str]:
+    if standing.ratio is None:
+        return "–", ""
+    between = standing.interval and " … ".join(map(ratio, standing.interval))
+    return ratio(standing.ratio), between or ""
+
+
+def _cell(number: Spread | None, say: Callable[[float], str]) -> tuple[str, str]:
+    if number is None:
+        return "–", ""
+    least, most = say(number.least), say(number.most)
+    return say(number.median), f"{least} … {most}" if least != most else ""
+
+
+def seconds(value: float | None) -> str:
+    """``"0.123 s"``, ``"12.3 s"``, ``"2 min 05 s"``, ``"3 h 20 min"``."""
+    if value is None:
+        return "–"
+    if value < 99.95:
+        return f"{value:.3g} s" if value < 9.995 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def rate(value: float) -> str:
+    """``"5,120"``, ``"51.2"``."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
@@ -39,7 +122,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
             {
                 "number": run.number,
                 "seed": run.seed,
-                "command": found.task.command(run.variant),
+                "command": found.task.command(run.variant) if found.task else [],
                 **dataclasses.asdict(run.end),
                 "record": run.record,
             }
@@ -54,13 +137,13 @@ def as_json(found: Comparison) -> dict[str, Any]:
                 "speed": summary.speed,
                 "peak_bytes": summary.peak,
                 "seconds_before": summary.before,
-                "metrics": {metric.name: summary.final(metric) for metric in found.metrics},
+                "metrics": {metric.name: spread(summary.finals(metric)) for metric in found.metrics},
                 "runs": runs,
             }
         )
     facts = {
-        "script": found.task.script,
-        "arguments": found.task.arguments,
+        "script": found.task.script if found.task else None,
+        "arguments": found.task.arguments if found.task else [],
         "verdict": found.verdict,
         "metrics": found.metrics,
         "machine": found.machine,
@@ -103,44 +186,56 @@ def write(found: Comparison) -> tuple[list[Path], str]:
 
 def panels(found: Comparison) -> Iterator[Panel]:
     """The plots that have something to show, in their order."""
-    names = [summary.name for summary in found.summaries]
+    names, plans = [plan.name for plan in found.summaries], found.summaries
+    if any(plan.speeds for plan in plans):
+        yield f"Speed, {plans[0].unit} a second", partial(_speeds, plans)
     for metric in found.metrics[:2]:
-        for key, where, axis in ((0, "update", "optimizer updates"), (1, "time", "seconds")):
-            lines = _lines(
-                found, lambda r, m=metric, k=key: [(p[k], p.value) for p in r.curves.get(m.name, ())]
-            )
-            if lines:
-                yield f"{metric.name} against {where}", curves(lines, names, axis, share=metric.share)
-    records = [record for summary in found.summaries for record in summary.records]
-    name, bytes_ = unit_of(max((record.peak for record in records), default=1))
-    if lines := _lines(found, lambda record: [(at, count / bytes_) for at, count in record.memory]):
-        device = any(record.device_memory for record in records)
-        title = "memory allocated over time" if device else "memory of the process over time"
-        yield f"{title}, {name}", curves(lines, names, "seconds from the first update", from_zero=True)
-    if any(summary.speed for summary in found.summaries):
-        yield f"throughput, {unit(found.summaries)} a second", partial(_bars, found)
+        for key, across in ((0, "optimizer updates"), (1, "seconds from the first update")):
+            if lines := _lines(
+                plans, lambda r, m=metric, k=key: [(p[k], p.value) for p in r.curves.get(m.name, ())]
+            ):
+                title = f"{metric.name} by {across.split()[-1 if not key else 0]}"
+                yield title, curves(lines, names, across, metric.name, share=metric.share)
+    name, bytes_ = unit_of(max((plan.peak.most for plan in plans if plan.peak), default=1))
+    if lines := _lines(plans, lambda record: [(at, count / bytes_) for at, count in record.memory]):
+        device = any(record.device_memory for plan in plans for record in plan.records)
+        title = "Memory allocated on the device" if device else "Memory of the process"
+        yield title, curves(lines, names, "seconds from the first update", f"memory, {name}", from_zero=True)
 
 
-def _lines(found: Comparison, read: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
+def _lines(plans: Sequence[Summary], read: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
     """The lines of each run, that of the typical one of a plan last, on top."""
     lines: list[Line] = []
-    for index, summary in enumerate(found.summaries):
-        for run in sorted(summary.runs, key=lambda run: run is summary.typical):
+    for index, plan in enumerate(plans):
+        typical = plan.typical
+        for run in sorted(plan.runs, key=lambda run: run is typical):
             points = [
                 pair for pair in (read(run.record) if run.record else []) if all(map(math.isfinite, pair))
             ]
-            lines += smoothed(index, points, run is summary.typical)
+            lines += smoothed(index, points, run is typical)
     return lines
 
 
-def _bars(found: Comparison, axes: Axes) -> None:
-    speeds = [(plan, s.name, s.speed) for plan, s in enumerate(found.summaries) if s.speed is not None]
-    for place, (plan, name, speed) in enumerate(speeds):
+def _speeds(plans: Sequence[Summary], axes: Axes) -> None:
+    """A dot for each plan's median, a bar from its slowest to its fastest run."""
+    known = [(i, plan.name, plan.speed) for i, plan in enumerate(plans) if plan.speed]
+    medians = [speed.median for _, _, speed in known]
+    outlier = max(medians) > OUTLIER * min(medians)
+    if outlier:
+        logarithmic(axes, "x", (1, 2, 5))
+    else:
+        axes.set_xlim(0, 1.05 * max(speed.most for _, _, speed in known))
+    for row, (index, name, speed) in enumerate(known):
         spread = [[speed.median - speed.least], [speed.most - speed.median]]
-        axes.barh(place, speed.median, height=0.42, color=colour(plan), xerr=spread)
-        axes.text(0, place - 0.25, f"{name}: {rate(speed.median)}", va="bottom", ha="left")
-    axes.set_ylim(len(speeds) - 0.6, -0.85)
+        axes.errorbar(speed.median, row, xerr=spread, fmt="o", color=colour(index), capsize=4, markersize=8)
+        words = f"{name}: {rate(speed.median)}"
+        axes.text(0.02, row - 0.2, words, transform=axes.get_yaxis_transform(), va="bottom")
+    axes.set_xlabel(f"{plans[0].unit} a second{', logarithmic' * outlier}")
+    axes.set_ylim(len(known) - 0.5, -0.7)
     axes.set_yticks([])
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
 def _page(found: Comparison, made: Sequence[Panel]) -> str:
@@ -149,27 +244,56 @@ def _page(found: Comparison, made: Sequence[Panel]) -> str:
 
     task, threads = found.task, found.machine.get("threads")
     runs = [run for summary in found.summaries for run in summary.runs]
-    names = ", ".join(summary.name for summary in found.summaries)
+    shown, same = columns(found)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
         "seconds": seconds,
-        "size": size,
+        "size": lambda n: "–" if n is None else size(n),
         "count": lambda n: "–" if n is None else f"{n:,}",
     }
+    images = [(title, base64.b64encode(draw([(title, fill)], 1, "svg")).decode()) for title, fill in made]
+    choices, alike = _choices(found)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         found=found,
-        title=f"{Path(task.script).name}: {names if len(names) <= LONG else f'{len(found.summaries)} plans'}",
-        command=shlex.join(["python", *["-m"] * task.module, task.script, *task.arguments]),
+        command=shlex.join(["python", *["-m"] * task.module, task.script, *task.arguments]) if task else "",
         when=time.strftime("%-d %B %Y, %H:%M", time.localtime(min(run.end.started for run in runs))),
-        heads=heads(found.summaries, found.metrics),
-        rows=list(zip(found.summaries, rows(found.summaries, found.metrics))),
-        unit=unit(found.summaries),
-        plots=", ".join(title for title, _ in made),
-        images=[base64.b64encode(draw(made, columns, "svg")).decode() for columns in (1, 2)] if made else [],
+        columns=shown,
+        same=same,
+        results=results(found),
+        images=images,
+        choices=choices,
+        alike=alike,
         noisy=any(len(points) > NOISY for run in runs if run.record for points in run.record.curves.values()),
         busy=lambda run: is_busy(run.end.others, threads),
         colour=colour,
         dashes=dashes,
     )
+
+
+def _choices(found: Comparison) -> tuple[list[tuple[str, list[Any]]], list[tuple[str, Any]]]:
+    """The decisions of the plans by name: those that differ, with one for each plan, and those that do not."""
+    typical = [summary.typical for summary in found.summaries]
+    plans = [run.record.plan if run and run.record else {} for run in typical]
+    for summary, plan in zip(found.summaries, plans):
+        asked = {**summary.variant.settings, **summary.variant.words}
+        plan |= {
+            name: {"value": value, "reason": "set from outside"}
+            for name, value in asked.items()
+            if name not in ALIAS
+        }
+        for one in plan.values():
+            if isinstance(one, dict) and OVERRIDE in one["reason"]:
+                one["reason"] = "set from outside"
+    names = list(dict.fromkeys(name for plan in plans for name in plan))
+    differ, alike = [], []
+    for name in names:
+        said = [plan.get(name) for plan in plans]
+        said = [one if isinstance(one, dict) or one is None else {"value": one, "reason": ""} for one in said]
+        known = [one for one in said if one is not None]
+        if len({str(one["value"]) for one in known}) > 1 or len(known) < len([p for p in plans if p]):
+            differ.append((name, said))
+        else:
+            alike.append((name, known[0]))
+    return differ, alike

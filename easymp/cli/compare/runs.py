@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import psutil
 
 from ...base import env
-from ...errors import SettingError
-from ...settings import NAMES, OVERRIDE, RECORD, checked
+from ...errors import SettingError, nearest
+from ...settings import LAUNCHING, NAMES, OVERRIDE, RECORD, checked
 
 GRACE = 40.0  # seconds to end in after SIGTERM: more than the launcher gives its ranks
 FAILED = re.compile(r"^rank \d+ of \d+ failed first: (.*)$", re.MULTILINE)
+POLL = 0.2  # seconds between two looks at a running script
 TAIL = 1 << 16  # bytes of output in which the reason of a failure is looked for
+PROCESSES, OPTIONS = "processes", "strategy_options"
 FINISHED, FAILURE, LATE, INTERRUPTED = "finished", "failed", "timed out", "interrupted"
 BUSY_TIMES = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.cpu_times
 
@@ -37,44 +39,67 @@ class Variant:
         name: its differences from the other plans.
         settings: by setting's name, as text; they win over the script's own.
         processes: None: one an accelerator, or one without any.
+        words: texts by name, for ``{name}`` among the script's arguments.
     """
 
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)
     processes: int | None = None
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def override(self, **more: str) -> str:
         """The settings, and `more`, as EASYMP_OVERRIDE takes them."""
         return " ".join(f"{name}={shlex.quote(value)}" for name, value in {**self.settings, **more}.items())
 
 
-def variants(
-    precisions: Sequence[str] = (), strategies: Sequence[str] = (), processes: Sequence[int] = ()
-) -> list[Variant]:
-    """Every combination, in order; an empty list leaves that choice to the script.
+def variants(varied: Mapping[str, Sequence[str]], arguments: Sequence[str] = ()) -> list[Variant]:
+    """Every combination of the values, in order; an empty value leaves that choice to the script.
+
+    Args:
+        varied: values by name: a setting, ``strategy_options.FIELD``, "processes", or a name in braces among `arguments`.
 
     Raises:
-        SettingError: a wrong name, or one given twice.
+        SettingError: a wrong name or value, or a value given twice.
     """
-    for word, given in (("mixed_precision", precisions), ("strategy", strategies), ("processes", processes)):
-        for value in given if word in NAMES else ():
-            checked(NAMES[word], value, f"{word}=")
-        if len(set(given)) < len(given):
-            values = ", ".join(map(str, given))
-            raise SettingError(f"{values}: one is there twice; --repeats runs each several times")
+    in_words = {name for name in varied if any(f"{{{name}}}" in word for word in arguments)}
+    known = {**NAMES, PROCESSES: LAUNCHING[PROCESSES]}
+    del known["project_dir"]  # each run has its own
+    for name, values in varied.items():
+        if len(set(values)) < len(values):
+            raise SettingError(
+                f"{name}={','.join(values)}: one is there twice; --repeats runs each several times"
+            )
+        table, dot, _ = name.partition(".")
+        if name in in_words or (dot and table in {*NAMES, OPTIONS}):
+            continue  # the script's, or the strategy's, to check
+        if name not in known:
+            near = nearest(name, known) or "."
+            raise SettingError(
+                f"{name!r} cannot be varied{near} Known: {', '.join(known)}, {OPTIONS}.OPTION, and any name in braces among the "
+                f"script's own arguments, as in: --vary {name}=1,2 -- --some-flag {{{name}}}"
+            )
+        for value in filter(None, values):
+            checked(known[name], value, f"{name}=")
+    apart = [name for name, values in varied.items() if len(values) > 1] or list(varied)[:1]
     found = []
-    for precision, strategy, count in itertools.product(
-        precisions or [""], strategies or [""], processes or [0]
-    ):
-        parts = [
-            precision if len(precisions) > 1 or not (strategies[1:] or processes[1:]) else "",
-            strategy if len(strategies) > 1 else "",
-            f"{count} process{'es' * (count > 1)}" if len(processes) > 1 else "",
-        ]
-        settings = {"mixed_precision": precision, "strategy": strategy}
-        name = " ".join(filter(None, parts)) or strategy or "as it is"
-        found.append(Variant(name, {word: value for word, value in settings.items() if value}, count or None))
+    for values in itertools.product(*varied.values()):
+        chosen = dict(zip(varied, values))
+        settings = {n: v for n, v in chosen.items() if v and n != PROCESSES and n not in in_words}
+        count, words = chosen.get(PROCESSES), {name: chosen[name] for name in sorted(in_words)}
+        name = " ".join(_said(name, chosen[name]) for name in apart) or "as it is"
+        found.append(Variant(name, settings, int(count) if count else None, words))
     return found
+
+
+def _said(name: str, value: str) -> str:
+    if name == PROCESSES and value:
+        return f"{value} process{'es' * (value != '1')}"
+    short = name.rpartition(".")[2]
+    return (
+        (value if name in ("mixed_precision", "strategy") else f"{short}={value}")
+        if value
+        else f"{short} as it is"
+    )
 
 
 class Task(NamedTuple):
@@ -89,7 +114,10 @@ class Task(NamedTuple):
         """The words that start a run."""
         processes = [] if variant.processes is None else ["--processes", str(variant.processes)]
         launch = [sys.executable, "-m", "easymp", "launch", *processes]
-        return [*launch, *["-m"] * self.module, self.script, *self.arguments]
+        own = list(self.arguments)
+        for name, value in variant.words.items():
+            own = [word.replace(f"{{{name}}}", value) for word in own]
+        return [*launch, *["-m"] * self.module, self.script, *own]
 
 
 @dataclass(frozen=True)
@@ -111,10 +139,16 @@ class End:
     others: float
 
 
-def run(task: Task, variant: Variant, folder: Path, seed: int | None = None) -> End:
+def run(
+    task: Task,
+    variant: Variant,
+    folder: Path,
+    seed: int | None = None,
+    tell: Callable[[], None] = lambda: None,
+) -> End:
     """Run the script to its end, and put its record and ``output.txt`` into `folder`, which is made.
 
-    An interruption (KeyboardInterrupt) stops the run and is an end like others.
+    `tell` is called several times a second. An interruption (KeyboardInterrupt) stops the run and is an end like others.
     """
     own = {"project_dir": str(folder / "project")} | ({} if seed is None else {"seed": str(seed)})
     override = " ".join(filter(None, [env.read(OVERRIDE), variant.override(**own)]))
@@ -130,9 +164,7 @@ def run(task: Task, variant: Variant, folder: Path, seed: int | None = None) -> 
             start_new_session=True,  # Ctrl-C comes to this process only, and a stopped run gets one signal
         )
         try:
-            status = FINISHED if process.wait(task.timeout) == 0 else FAILURE
-        except subprocess.TimeoutExpired:
-            status = LATE
+            status = _wait(process, task.timeout, tell)
         except KeyboardInterrupt:
             status = INTERRUPTED
         if status in (LATE, INTERRUPTED):
@@ -145,6 +177,16 @@ def run(task: Task, variant: Variant, folder: Path, seed: int | None = None) -> 
     }
     said = why[status] if status in why else _reason(folder / "output.txt", process.returncode)
     return End(status, said, started, wall, max(0.0, _others() - before) / wall)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float | None, tell: Callable[[], None]) -> str:
+    begun = time.perf_counter()
+    while timeout is None or time.perf_counter() - begun < timeout:
+        try:
+            return FINISHED if process.wait(POLL) == 0 else FAILURE
+        except subprocess.TimeoutExpired:
+            tell()
+    return LATE
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -223,6 +265,31 @@ class Record:
     plan: dict[str, Any]
     machine: dict[str, Any]
     trainings: int = 1
+
+
+class Position(NamedTuple):
+    """How far a running script is: its updates and samples (None: unknown), and seconds since its Accelerator was made."""
+
+    updates: int
+    samples: int | None
+    at: float
+
+
+def position(folder: Path) -> Position | None:
+    """The newest position of the main process in `folder`; None before its first update."""
+    try:
+        with open(folder / "rank-0.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for text in reversed(lines):
+        try:
+            line = json.loads(text)
+            return Position(line["updates"], line["samples"], line["at"]) if line["updates"] else None
+        except (ValueError, KeyError):  # it is being written, or tells something else
+            continue
+    return None
 
 
 class _Training(dict[str, list[dict[str, Any]]]):

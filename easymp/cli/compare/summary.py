@@ -1,15 +1,16 @@
-"""The runs of each plan taken together: medians and spreads of time, memory and logged metrics, and the table of all plans."""
+"""The runs of each plan taken together: medians and spreads of time, memory and logged metrics."""
 
 from __future__ import annotations
 
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from ...base.units import size
-from .runs import FINISHED, End, Record, Variant
+from ...errors import SettingError
+from .runs import FINISHED, End, Record, Variant, read
 
 FEW = 4  # scalars, up to which all of them are columns
 # Last words of names such as "eval/accuracy", "val_acc" and "top5", and whether more or less is better.
@@ -17,9 +18,7 @@ HIGHER = set("accuracy acc f1 auc auroc bleu rouge iou miou dice recall top psnr
 LOWER = set("loss perplexity ppl error err wer cer mse rmse mae nll fid".split())
 SHARES = {"accuracy", "acc", "top", "recall", "error", "wer", "cer", "f1"}  # from 0 to 1, shares of samples
 HELD_OUT = {"eval", "val", "valid", "validation", "test", "dev"}
-SCATTER = (
-    40  # logged values from which on a curve is of single batches: its end is the mean of the last twentieth
-)
+SCATTER = 40  # logged values from which on a curve is of single batches: its end is the mean of the last 5 %
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
@@ -101,18 +100,6 @@ class Run:
             return None
         return self.record.begun - self.end.started + self.record.first
 
-    @property
-    def speed(self) -> float | None:
-        """Samples a second where they are known, else updates a second."""
-        record = self.record
-        if record is None or not record.seconds:
-            return None
-        return (record.updates if record.samples is None else record.samples) / record.seconds
-
-    def final(self, metric: Metric) -> float | None:
-        points = self.record.curves.get(metric.name) if self.record is not None else None
-        return metric.final([point.value for point in points]) if points else None
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -136,53 +123,64 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """A plan and its runs. Numbers are those of the runs that finished; None where there are none."""
+    """A plan and its runs. Numbers are those of the runs that finished; None where there are none.
+
+    Attributes:
+        unit: in which speeds are counted: "samples", or "updates" where a run of some plan does not know its samples.
+    """
 
     variant: Variant
     runs: tuple[Run, ...]
+    unit: str = "samples"
 
     @property
     def name(self) -> str:
         return self.variant.name
 
     @property
-    def finished(self) -> list[Run]:
-        return [run for run in self.runs if run.end.status == FINISHED]
+    def records(self) -> list[Record]:
+        """Of the runs that finished."""
+        return [run.record for run in self.runs if run.end.status == FINISHED and run.record is not None]
 
     @property
-    def records(self) -> list[Record]:
-        return [run.record for run in self.finished if run.record is not None]
+    def speeds(self) -> list[float]:
+        """Samples or updates a second, of each run that was timed."""
+        counted = [(r.samples if self.unit == "samples" else r.updates, r.seconds) for r in self.records]
+        return [count / seconds for count, seconds in counted if count and seconds]
+
+    @property
+    def speed(self) -> Spread | None:
+        return spread(self.speeds)
 
     @property
     def seconds(self) -> Spread | None:
         return spread(record.seconds for record in self.records)
 
     @property
-    def speed(self) -> Spread | None:
-        return spread(run.speed for run in self.finished)
-
-    @property
     def before(self) -> Spread | None:
-        return spread(run.before for run in self.finished)
+        return spread(run.before for run in self.runs if run.end.status == FINISHED)
 
     @property
     def peak(self) -> Spread | None:
-        return spread(float(record.peak) for record in self.records)
+        return spread(record.peak for record in self.records)
 
     @property
     def counts(self) -> set[tuple[int, int | None]]:
         """Updates and samples that were timed, of each run."""
         return {(record.updates, record.samples) for record in self.records}
 
-    def final(self, metric: Metric) -> Spread | None:
-        return spread(run.final(metric) for run in self.finished)
+    def finals(self, metric: Metric) -> list[float]:
+        """The end of the metric's curve, of each run that logged it."""
+        curves = [record.curves.get(metric.name, ()) for record in self.records]
+        return [metric.final([point.value for point in curve]) for curve in curves if curve]
 
     @property
     def typical(self) -> Run | None:
         """The finished run with the median time, drawn for all in a plot; else any run that has a record."""
-        timed = sorted((run for run in self.finished if run.speed), key=lambda run: run.speed or 0.0)
-        rest = [run for run in self.runs if run.record is not None]
-        return timed[(len(timed) - 1) // 2] if timed else rest[0] if rest else None
+        known = [run for run in self.runs if run.record is not None]
+        timed = [run for run in known if run.end.status == FINISHED and run.record and run.record.seconds]
+        timed.sort(key=lambda run: (run.record and run.record.seconds) or 0.0)
+        return timed[(len(timed) - 1) // 2] if timed else known[0] if known else None
 
     @property
     def troubles(self) -> list[str]:
@@ -195,58 +193,44 @@ class Summary:
         return found
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+def summarize(runs: Sequence[Run]) -> tuple[Summary, ...]:
+    """The plans of `runs`, in the order of their first runs."""
+    records = [run.record for run in runs if run.end.status == FINISHED and run.record is not None]
+    unit = "samples" if all(record.samples for record in records if record.updates) else "updates"
+    variants = list({id(run.variant): run.variant for run in runs}.values())
+    return tuple(Summary(v, tuple(run for run in runs if run.variant is v), unit) for v in variants)
 
 
-def heads(summaries: Sequence[Summary], metrics: Sequence[Metric]) -> list[str]:
-    """The heads of the columns after the plan's name."""
-    names = [metric.name for metric in metrics]
-    return ["time", "ratio", f"{unit(summaries)}/s", "memory", *names, "start-up"]
+# -- runs that exist ---------------------------------------------------------------------------------------------------
 
 
-def unit(summaries: Sequence[Summary]) -> str:
-    """The unit of speeds: "samples" where they are known in every run that finished, else "updates"."""
-    counts = set().union(*(summary.counts for summary in summaries))
-    return "samples" if counts and all(samples is not None for _, samples in counts) else "updates"
+def is_run(word: str) -> bool:
+    """Whether `word` is a run that exists, as FOLDER or NAME=FOLDER."""
+    return _place(word)[1].is_dir()
 
 
-def rows(summaries: Sequence[Summary], metrics: Sequence[Metric]) -> Iterator[list[tuple[str, str]]]:
-    """A row a plan of cells for `heads`: a text, and the range of the runs, or ""."""
-    base = next((summary.speed for summary in summaries if summary.speed), None)
-    for summary in summaries:
-        speed = summary.speed
-        yield [
-            _cell(summary.seconds, seconds),
-            (ratio(base.median / speed.median) if speed and base else "–", ""),
-            (_cell(speed, rate)[0], ""),  # its range is that of the time
-            (_cell(summary.peak, size)[0], ""),
-            *(_cell(summary.final(metric), metric.text) for metric in metrics),
-            (_cell(summary.before, seconds)[0], ""),
-        ]
+def load(words: Sequence[str]) -> list[Run]:
+    """The runs named by `words`; those of one NAME are runs of one plan.
+
+    Raises:
+        SettingError: no run is there.
+    """
+    named: dict[str, Variant] = {}
+    runs: list[Run] = []
+    for word in words:
+        name, place = _place(word)
+        record = read(place) if place.is_dir() else None
+        if record is None:
+            raise SettingError(
+                f"{word!r} is not a run: pass a folder with rank-0.jsonl, as easymp compare and EASYMP_RECORD write it"
+            )
+        variant = named.setdefault(name, Variant(name))
+        number = 1 + sum(run.variant is variant for run in runs)
+        whole = (record.first or 0.0) + (record.seconds or 0.0)
+        runs.append(Run(variant, number, None, End(FINISHED, "", record.begun, whole, 0.0), record))
+    return runs
 
 
-def _cell(number: Spread | None, say: Callable[[float], str]) -> tuple[str, str]:
-    if number is None:
-        return "–", ""
-    apart = say(number.least) != say(number.most)
-    return say(number.median), f"{say(number.least)} … {say(number.most)}" if apart else ""
-
-
-def seconds(value: float | None) -> str:
-    """``"0.123 s"``, ``"12.3 s"``, ``"2 min 05 s"``, ``"3 h 20 min"``."""
-    if value is None:
-        return "–"
-    if value < 99.95:
-        return f"{value:.3g} s" if value < 9.995 else f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def ratio(value: float) -> str:
-    """``"0.62"``, ``"1.31"``, ``"12"``."""
-    return f"{value:.2f}" if value < 9.95 else f"{value:.0f}"
-
-
-def rate(value: float) -> str:
-    """``"5,120"``, ``"51.2"``."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _place(word: str) -> tuple[str, Path]:
+    name, equals, path = word.partition("=")
+    return (name, Path(path)) if equals and not Path(word).exists() else (Path(word).name or word, Path(word))

@@ -1,43 +1,64 @@
-"""The verdict on all runs: a sentence that is as strong as its evidence.
+"""The verdict on all runs: which plan to take, and how sure that is. Terminal, page, picture and JSON show this one.
 
-Times of two plans differ where, of three runs of each or more, all of one lie beyond all of the other; with equal plans that happens
-by chance in 1 of 10 cases at three runs, and in 1 of 35 at four. Fewer runs give a hint where times differ by a tenth or more. On a
-busy machine many runs give a hint at most, and few give none.
+The speeds of two plans differ where the 90 % interval of their ratio excludes 1. It is the interval of the exact rank test (Mann,
+Whitney: On a test of whether one of two random variables is stochastically larger than the other, 1947; Bauer: Constructing confidence
+sets using rank statistics, 1972): no distribution is assumed, and both plans need three runs. Fewer runs give a hint where they do not
+overlap and differ by a tenth or more. On a busy machine many runs give a hint at most, and few only for a factor of three.
 
-A metric is worse where its median is, by more than runs of one plan lie apart. Where that is not known (one run, or runs of one seed
-that all ended alike), half a point of a share and a twentieth of other numbers count as chance.
+The reference is the first plan with a finite result. Another plan follows it where the interval of the difference of each compared
+loss and accuracy ends within a tolerance: half a point of a share, a twentieth of other numbers. A plan is worse where the accuracy
+(without one, the loss) is worse by more than that, and unproven in all other cases.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import truediv
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
-from ...base.units import size
-from .runs import Task, Variant
-from .summary import Metric, Run, Spread, Summary, choose, ratio, seconds
+from .runs import Task
+from .summary import Metric, Run, Summary, choose, summarize
 
-ENOUGH = 3  # runs of each plan, from which on their times can show a difference
-TENTH = 0.1  # part by which times must differ to be a hint
-BEYOND = 3.0  # times as long: more than other work on the machine does to one run
+ENOUGH = 3  # runs of both plans, from which on there is an interval
+CHANCE = 20  # the rank test allows an error in 1 of 20 cases on each side
+TENTH = 0.1  # part by which speeds must differ to be a hint
+BEYOND = 3.0  # times as fast: more than other work on the machine does to one run
 POINT, TWENTIETH = 0.005, 0.05
 BUSY = 0.1  # part of the machine's processors that others may use before times are doubted
-NOT, HINT, YES = (
-    "no difference is shown: it took",
-    "seems to take",
-    "takes",
-)  # how certain a difference of times is
+NAMED = 3  # plans that the sentence names after the two fastest
+NO, HINT, YES = range(3)  # how sure a difference of speeds is
+REFERENCE, FOLLOWS, UNPROVEN, WORSE = "reference", "follows", "unproven", "worse"
+
+
+class Standing(NamedTuple):
+    """One plan in the verdict.
+
+    Attributes:
+        ratio: its time for as much work, as a multiple of that of the plan to take; None where it did not finish.
+        interval: the 90 % interval of `ratio`; None for fewer than three runs.
+        result: "reference", "follows", "unproven" or "worse"; "" where it did not finish.
+        why: the numbers behind `result`, or "".
+    """
+
+    name: str
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    result: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The sentence, its evidence (a line for each plan that it does not name), and the doubts that weaken it."""
+    """The sentence, the plan to take ("" for none), a standing a plan, and what weakens the sentence."""
 
     sentence: str
-    evidence: tuple[str, ...] = ()
+    take: str = ""
+    standings: tuple[Standing, ...] = ()
     doubts: tuple[str, ...] = ()
 
 
@@ -46,15 +67,16 @@ class Comparison:
     """All runs, and the verdict on them.
 
     Attributes:
+        task: what ran; None where the runs existed before.
         repeats: how often each plan was to run.
         summaries: by plan, in the order given.
         metrics: the compared metrics.
         missing: names that were asked for and that no run logged.
-        folder: where records, output and reports are.
+        folder: for reports.
         interrupted: whether Ctrl-C came before all had run.
     """
 
-    task: Task
+    task: Task | None
     repeats: int
     summaries: tuple[Summary, ...]
     metrics: tuple[Metric, ...]
@@ -79,8 +101,7 @@ def _machine(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def conclude(
-    task: Task,
-    variants: Sequence[Variant],
+    task: Task | None,
     runs: Sequence[Run],
     folder: Path,
     *,
@@ -88,143 +109,171 @@ def conclude(
     metrics: Sequence[str] = (),
     interrupted: bool = False,
 ) -> Comparison:
-    """Compare `runs` of `variants`; plans without a run are left out."""
-    by_plan = [Summary(variant, tuple(run for run in runs if run.variant is variant)) for variant in variants]
-    summaries = tuple(summary for summary in by_plan if summary.runs)
+    """Compare the plans of `runs`."""
+    summaries = summarize(runs)
     logged = [name for run in runs if run.record is not None for name in run.record.curves]
     chosen = choose(logged, metrics)
     missing = tuple(name for name in metrics if name not in logged)
-    known = [metric for metric in chosen if metric.name in logged]
-    verdict = judge(summaries, known, _machine(runs).get("threads"))
+    verdict = judge(summaries, chosen, _machine(runs).get("threads"))
     return Comparison(task, repeats, summaries, tuple(chosen), missing, verdict, folder, interrupted)
 
 
+# -- how sure ----------------------------------------------------------------------------------------------------------
+
+
+def interval(
+    one: Sequence[float], two: Sequence[float], apart: Callable[[float, float], float]
+) -> tuple[float, float] | None:
+    """The 90 % interval of how far apart two samples are, by pairs of their values; None for too few values."""
+    m, n = len(one), len(two)
+    pairs = sorted(apart(a, b) for a in one for b in two)
+    dropped, chance = 0, _orders(m, n, 0)
+    while chance * CHANCE <= math.comb(m + n, n):
+        dropped += 1
+        chance += _orders(m, n, dropped)
+    return (pairs[dropped - 1], pairs[-dropped]) if dropped else None
+
+
+@cache
+def _orders(m: int, n: int, u: int) -> int:
+    """The orders of `m` and `n` values in which `u` pairs are inverted (the recurrence of Mann and Whitney)."""
+    if u < 0 or not m or not n:
+        return int(u == 0)
+    return _orders(m - 1, n, u - n) + _orders(m, n - 1, u)
+
+
+def _faster(one: Summary, two: Summary, busy: bool) -> int:
+    """How sure it is that `one` is faster than `two`."""
+    times = _speed(one) / _speed(two)
+    between = interval(one.speeds, two.speeds, truediv)
+    if between is not None:
+        return NO if between[0] <= 1 else HINT if busy else YES
+    overlap = min(one.speeds) <= max(two.speeds)
+    return NO if overlap or times < (BEYOND if busy else 1 / (1 - TENTH)) else HINT
+
+
+def _speed(plan: Summary) -> float:
+    return median(plan.speeds)
+
+
+def _result(reference: Summary, plan: Summary, metrics: Sequence[Metric]) -> tuple[str, str]:
+    """Whether the plan's metrics follow those of `reference`, and the numbers; the first metric decides whether it is worse."""
+    if plan is reference:
+        return REFERENCE, ""
+    found = [_compared(reference, plan, metric) for metric in metrics]
+    if not found:
+        return UNPROVEN, "no loss and no accuracy was logged"
+    if found[0][0] == WORSE:
+        return found[0]
+    return next(((UNPROVEN, why) for result, why in found if result != FOLLOWS), found[0])
+
+
+def _compared(reference: Summary, plan: Summary, metric: Metric) -> tuple[str, str]:
+    one, two = reference.finals(metric), plan.finals(metric)
+    if not one or not two:
+        name = (reference if two else plan).name
+        return WORSE if one else UNPROVEN, f"{name} did not log {metric.name}"
+    usual, reached = median(one), median(two)
+    words = f"{metric.name} {metric.text(reached)}, {metric.text(usual)} for {reference.name}"
+    if not all(map(math.isfinite, (*one, *two))):
+        return WORSE if math.isfinite(usual) else UNPROVEN, words
+    tolerance = POINT if metric.share else TWENTIETH * abs(usual)
+    margin = "half a point" if metric.share else "5 %"
+    lost, between = (
+        (usual - reached) * metric.better,
+        interval(one, two, lambda a, b: (a - b) * metric.better),
+    )
+    if between is None:
+        few = f"{words}; fewer than {ENOUGH} runs of each prove nothing"
+        return (WORSE, words) if lost > tolerance else (UNPROVEN, few)
+    if between[1] <= tolerance:
+        return FOLLOWS, f"{words}; within {margin}"
+    surely = lost > tolerance and between[0] > 0
+    return WORSE if surely else UNPROVEN, words if surely else f"{words}; it may be more than {margin} worse"
+
+
+# -- the sentence ------------------------------------------------------------------------------------------------------
+
+
 def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | None = None) -> Verdict:
-    """Compare each plan with the first that finished.
+    """Choose the fastest plan with a result that is not worse; of those as fast the reference, else one that follows it.
 
     Args:
         metrics: the first for which more is better decides, else the first for which less is: an accuracy, else the loss.
         cores: processors of the machine, to tell whether it was busy.
     """
-    done = [summary for summary in summaries if summary.speed is not None]
-    doubts = _doubts(summaries, cores)
-    if not done:
-        said = "No plan finished with at least two updates, so there is nothing to compare."
-        return Verdict(said, (), tuple(doubts))
-    base, others = done[0], done[1:]
-    if base is not summaries[0]:
-        doubts.insert(0, f"{summaries[0].name} did not finish: others are compared with {base.name}.")
-    if not others:
-        return Verdict(f"Only {base.name} finished: there is nothing to compare it with.", (), tuple(doubts))
+    done = [summary for summary in summaries if summary.speeds]
+    doubts = _doubts(summaries, done, cores)
+    names = tuple(Standing(summary.name) for summary in summaries)
+    if len(done) < 2:
+        some = "with at least two updates, so there is nothing to compare"
+        said = f"Only {done[0].name} finished {some} it with." if done else f"No plan finished {some}."
+        return Verdict(said, "", names, doubts)
     known = sorted((metric for metric in metrics if metric.better), key=lambda metric: -metric.better)
-    busy = any(is_busy(run.end.others, cores) for summary in done for run in summary.runs)
-    pairs = [Pair(base, other, known[0] if known else None, busy) for other in others]
-    told, sentence = _sentence(pairs)
-    if len(set().union(*(summary.counts for summary in done))) > 1:
-        said = ", ".join(f"{summary.name}: {_counted(summary)}" for summary in done)
-        doubts.append(
-            f"The runs trained on different numbers of samples: times are compared by speed ({said})."
+    finite = [p for p in done if not known or all(map(math.isfinite, p.finals(known[0]) or [math.nan]))]
+    reference = (finite or done)[0]
+    results = {plan.name: _result(reference, plan, known) for plan in done}
+    good = [plan for plan in done if results[plan.name][0] != WORSE]
+    busy = any(is_busy(run.end.others, cores) for plan in done for run in plan.runs)
+    fastest = max(good, key=_speed)
+    tied = [plan for plan in good if plan is fastest or not _faster(fastest, plan, busy)]
+    follows = [plan for plan in tied if results[plan.name][0] == FOLLOWS]
+    take = reference if reference in tied else (follows or [fastest])[0]
+    standings = tuple(
+        Standing(
+            plan.name,
+            _speed(take) / _speed(plan),
+            interval(take.speeds, plan.speeds, truediv) if plan is not take else None,
+            *results[plan.name],
         )
-    return Verdict(sentence, tuple(pair.evidence() for pair in pairs if pair is not told), tuple(doubts))
+        if plan in done
+        else Standing(plan.name)
+        for plan in summaries
+    )
+    sure = min((_faster(take, plan, busy) for plan in good if plan is not take), default=YES)
+    if sure != YES:
+        few = min(len(plan.speeds) for plan in good) < ENOUGH
+        more = f"{ENOUGH} runs or more of each plan" if few else "more runs of each plan"
+        doubts = (f"To be surer, compare {more} (--repeats){', on a quiet machine' * busy}.", *doubts)
+    return Verdict(_sentence(take, good, tied, sure, standings), take.name, standings, doubts)
 
 
-class Pair:
-    """A plan beside the base, which all are compared with; `quality` is the metric that decides."""
-
-    def __init__(self, base: Summary, plan: Summary, quality: Metric | None, busy: bool) -> None:
-        self.base, self.plan, self.quality = base, plan, quality
-        one, two = base.speed, plan.speed
-        assert one is not None
-        assert two is not None
-        self.counts = one.count, two.count
-        self.ratio = one.median / two.median  # the plan's time, as a part of the base's
-        self.few = min(self.counts) < ENOUGH
-        self.doubt = self._doubt(one, two, busy)  # why no difference of times is shown, or ""
-        self.shown = NOT if self.doubt else HINT if self.few or busy else YES
-        self.faster = self.ratio < 1 and not self.doubt
-        self.worse, self.result = self._result() if quality is not None else (False, "")
-
-    def _doubt(self, one: Spread, two: Spread, busy: bool) -> str:
-        if not (two.least > one.most or two.most < one.least):
-            return "and their runs overlap" if sum(self.counts) > 2 else "in equal time"
-        if self.few and busy and 1 / BEYOND < self.ratio < BEYOND:
-            return "on a busy machine"
-        return "less than a tenth apart" if self.few and abs(1 - self.ratio) < TENTH else ""
-
-    def _result(self) -> tuple[bool, str]:
-        """Whether the plan's metric is worse, and words for both."""
-        metric = self.quality
-        assert metric is not None
-        one, two = self.base.final(metric), self.plan.final(metric)
-        if one is None or two is None:
-            name = (self.plan if two is None else self.base).name
-            return one is not None, f"{name} did not log {metric.name}"
-        reached = f"reaches {metric.name} {metric.text(two.median)}"
-        words = f"{reached} where {self.base.name} reaches {metric.text(one.median)}"
-        if not (math.isfinite(two.median) and math.isfinite(one.median)):
-            return not math.isfinite(two.median), words
-        lost = (one.median - two.median) * metric.better
-        wide = max(one.most - one.least, two.most - two.least) if min(one.count, two.count) > 1 else 0.0
-        if wide and abs(lost) <= wide:
-            words += ", no more apart than runs of one plan are"
-        return lost > (wide or (POINT if metric.share else TWENTIETH * abs(one.median))), words
-
-    def time(self, plan: Summary) -> str:
-        """``"12.1 s [11.9 s to 12.4 s]"``; a speed where runs differ in length."""
-        counts = self.base.counts | self.plan.counts
-        number = plan.seconds if len(counts) == 1 else plan.speed
-        assert number is not None
-        if len(counts) == 1:
-            median, least, most = map(seconds, (number.median, number.least, number.most))
-        else:
-            unit = "updates" if any(samples is None for _, samples in counts) else "samples"
-            median, least, most = (f"{n:,.4g}" for n in (number.median, number.least, number.most))
-            median += f" {unit}/s"
-        return f"{median} [{least} to {most}]" if number.count > 1 else median
-
-    def basis(self) -> str:
-        """``"median of 3: 12.1 s [11.9 s to 12.4 s] against 19.5 s [19.2 s to 20.1 s]"``."""
-        kind = "one run each" if max(self.counts) == 1 else f"median of {min(self.counts)}"
-        return f"{kind}: {self.time(self.plan)} against {self.time(self.base)}"
-
-    def memory(self) -> str:
-        one, two = self.base.peak, self.plan.peak
-        if one is None or two is None or not one.median or abs(1 - two.median / one.median) < TENTH:
-            return ""
-        return f", with {ratio(two.median / one.median)} of its memory ({size(two.median)})"
-
-    def evidence(self) -> str:
-        """A short line about a plan that the sentence does not name."""
-        reached = self.plan.final(self.quality) if self.quality is not None else None
-        result = (
-            f"; reaches {self.quality.name} {self.quality.text(reached.median)}"
-            if self.quality and reached
-            else ""
-        )
-        part = f"{ratio(self.ratio)} of {self.base.name}'s time ({self.time(self.plan)})"
-        return f"{self.plan.name}: {self.shown} {part}{result}{self.memory()}."
+def _sentence(
+    take: Summary, good: Sequence[Summary], tied: Sequence[Summary], sure: int, standings: Sequence[Standing]
+) -> str:
+    """``"Use fp32: fastest of 3 (1.30 × bf16, 5 runs each, bf16 unproven); O1 30 × slower."``"""
+    done = sorted((s for s in standings if s.ratio), key=lambda s: s.ratio or 0.0)
+    own = next(s for s in done if s.name == take.name)
+    worse = [s for s in done if s.result == WORSE]
+    rivals = [s for s in done if s not in worse and s is not own]
+    lost = [s for s in worse if (s.ratio or 0.0) < 1]  # faster than the plan to take
+    good_too = " with results as good" * bool(lost)
+    among = f"{len(rivals) + 1 if lost else len(done)}{good_too}"
+    counts = sorted({len(plan.speeds) for plan in good})
+    basis = [f"{ratio(s.ratio)} × {s.name}" for s in rivals[:1]]
+    basis.append(
+        f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} run{'s' * (counts[-1] > 1)} each"
+    )
+    basis += [f"{s.name} unproven" for s in (own, *rivals[:1]) if s.result == UNPROVEN]
+    reason = f"fastest of {among}"
+    if not rivals:
+        reason = f"the only one of {len(done)} whose results are not worse"
+    elif len(tied) > 1:
+        other = f"no other of {among}" if len(done) > 2 else rivals[0].name
+        reason = f"{other} is {'not ' * (len(done) == 2)}shown to be faster"
+    said = f"{'Probably use' if sure == HINT else 'Use'} {own.name}"
+    said += " if its results are good enough" * (own.result == UNPROVEN)
+    as_fast = {plan.name for plan in tied}
+    rest = [f"{s.name} {'as fast' if s.name in as_fast else _slower(s.ratio)}" for s in rivals[1:]]
+    if len(rest) > NAMED:
+        rest = [f"{len(rest)} others up to {_slower(rivals[-1].ratio)}"]
+    rest += [f"{s.name} {_slower(s.ratio)}{f', but worse: {s.why}' * (s in lost)}" for s in worse]
+    rest += [f"{s.name} did not finish" for s in standings if not s.ratio]
+    return "; ".join([f"{said}: {reason} ({', '.join(basis)})", *rest]) + "."
 
 
-def _sentence(pairs: Sequence[Pair]) -> tuple[Pair, str]:
-    """The plan to speak of, and the sentence: the fastest that is no worse, else the fastest."""
-    pair = min(pairs, key=lambda pair: (not pair.faster, pair.worse and pair.faster, pair.ratio))
-    name, base, basis = pair.plan.name, pair.base.name, pair.basis()
-    part = f"{ratio(pair.ratio)} of {base}'s time ({basis})"
-    how = f"--repeats {ENOUGH} or more" if pair.few else "more --repeats, on a quiet machine,"
-    more = f"Compare again with {how} to know."
-    if pair.doubt:
-        return pair, f"No difference is shown: {name} took {part}, {pair.doubt}. {more}"
-    if not pair.faster:
-        rest = ", and the others more" if len(pairs) > 1 else ""
-        slower = f"{name} {pair.shown} {ratio(pair.ratio)} times as long as {base} ({basis}){rest}"
-        return pair, f"{slower}: stay with {base}."
-    if pair.worse:
-        return pair, f"{name} takes {part}, but {pair.result}: stay with {base}."
-    claim = f"{name} takes {part}{f' and {pair.result}' if pair.result else ''}{pair.memory()}"
-    if pair.shown is HINT:
-        return pair, f"{claim}: a hint to take {name}, no more. {more}"
-    unknown = "" if pair.quality else ", if its results are as good: no metric was logged to say so"
-    return pair, f"{claim}: take {name}{unknown}."
+def _slower(times: float) -> str:
+    return f"{ratio(times)} × slower" if times >= 1 else f"{ratio(1 / times)} × faster"
 
 
 def is_busy(others: float, cores: int | None) -> bool:
@@ -232,7 +281,7 @@ def is_busy(others: float, cores: int | None) -> bool:
     return cores is not None and others > BUSY * cores
 
 
-def _doubts(summaries: Sequence[Summary], cores: int | None) -> list[str]:
+def _doubts(summaries: Sequence[Summary], done: Sequence[Summary], cores: int | None) -> tuple[str, ...]:
     runs = [(summary, run) for summary in summaries for run in summary.runs]
     busy = [(run.end.others, s.name, run.number) for s, run in runs if is_busy(run.end.others, cores)]
     doubts = []
@@ -240,16 +289,26 @@ def _doubts(summaries: Sequence[Summary], cores: int | None) -> list[str]:
         most, name, number = max(busy)
         doubts.append(
             f"The machine was busy: other work used {most:.1f} of its {cores} processors during {name} (run {number}), and more than a "
-            f"tenth of them in {len(busy)} of {len(runs)} runs. Times are the worse for it."
+            f"tenth of them in {len(busy)} of {len(runs)} runs."
+        )
+    if len({count for summary in done for count in summary.counts}) > 1:
+        said = ", ".join(f"{summary.name}: {_counted(summary)}" for summary in done)
+        doubts.append(
+            f"The runs differ in length, so speeds are compared, in {done[0].unit} a second ({said})."
         )
     several = [summary.name for summary, run in runs if run.record and run.record.trainings > 1]
     if several:
         doubts.append(
             f"The script made several Accelerators under {several[0]}: the one with most updates counts."
         )
-    return doubts
+    return tuple(doubts)
 
 
 def _counted(summary: Summary) -> str:
     updates, samples = max(summary.counts, key=lambda pair: pair[0])
     return f"{updates:,} updates" + (f", {samples:,} samples" if samples is not None else "")
+
+
+def ratio(value: float) -> str:
+    """``"0.62"``, ``"1.31"``, ``"12"``."""
+    return f"{value:.2f}" if value < 9.95 else f"{value:.0f}"
