@@ -80,6 +80,8 @@ class Commit(ABC):
 
 
 class Renamed(Commit):
+    """Commit by renaming the folder."""
+
     def _settle(self, by: Saved | None) -> None:
         storage, checkpoint = self._storage, self._checkpoint
         refuse_foreign(storage, checkpoint)
@@ -146,6 +148,8 @@ class Renamed(Commit):
 
 
 class InPlace(Commit):
+    """Commit by a file that is written last."""
+
     def _settle(self, by: Saved | None) -> None:
         storage, checkpoint = self._storage, self._checkpoint
         _remove_uncommitted(storage, checkpoint, self._claim.left)

@@ -65,7 +65,7 @@ def checkpoint_of(folder: str) -> str:
 
 
 def save_of(folder: str) -> int:
-    """Which save of its checkpoint a folder is: 1, 2 …"""
+    """Which save of its checkpoint a folder is, from 1."""
     found = _AGAIN.fullmatch(folder)
     return int(found[2]) if found else 1
 

@@ -83,7 +83,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """
+    """The run at the time of a save.
+
     Attributes:
         step: optimizer updates until then.
         world_size: ranks that wrote it.

@@ -39,7 +39,7 @@ RANDOM = "state/random"
 
 
 def numbered(word: str, number: int) -> str:
-    """``"model"``, ``"model_1"`` …"""
+    """``"model"``, ``"model_1"`` and so on."""
     return f"{word}_{number}" if number else word
 
 

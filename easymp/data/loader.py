@@ -185,8 +185,10 @@ class PreparedLoader:
         return rest
 
     def _rest(self, loads: int) -> Iterator[Any]:
-        """The rest of a resumed pass. If it is dropped unread, as by ``zip`` with an exhausted loader, the pass counts as left early,
-        unless no other loader has continued yet.
+        """The rest of a resumed pass.
+
+        If it is dropped unread, as by ``zip`` with an exhausted loader, the pass counts as left early, unless no other loader has
+        continued yet.
         """
         begun, window = False, self._window
         try:

@@ -95,8 +95,9 @@ def every(
     at: int,
     weigh: Callable[[Any], int | None],
 ) -> Iterator[Any]:
-    """Yield `items`, the first at place `at`, and seed the random streams with `seed(place)` at each multiple of `count`; `weigh` gives an
-    item's places, 1 if unknown.
+    """Yield `items`, the first at place `at`, and seed the random streams with `seed(place)` at each multiple of `count`.
+
+    `weigh` gives an item's places, 1 if unknown.
     """
     seed_host(seed(at))
     for item in items:

@@ -52,9 +52,9 @@ P2P_READ, P2P_NVLINK, P2P_OK, MIG_ENABLED = 0, 2, 0, 1
 def facts_for(
     name: str, capability: tuple[int, int], memory: int, index: int = 0, arch_list: Sequence[str] = ()
 ) -> Device:
-    """The abilities of a card of this `capability`, with a torch built for `arch_list` (torch.cuda.get_arch_list(); empty:
-    unknown, taken as right). `memory` in bytes.
+    """The abilities of a card.
 
+    `arch_list` is torch.cuda.get_arch_list() (empty: unknown, taken as right), `memory` in bytes.
     bf16 is True for units that compute in it, not for the emulation that torch.cuda.is_bf16_supported() counts by default.
     fp16 is True with Tensor Cores: without them autocast casts for no gain (also on compute capability 6.0, whose plain fp16
     rate is double), and the GTX 16 cards give NaN in convolutions.

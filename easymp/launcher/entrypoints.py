@@ -62,6 +62,7 @@ def launch_script(
         script: path, or with `module` the name after ``python -m``.
         arguments: the script's own, as they are.
         processes: how many on this machine; None takes one an accelerator, or 1 without any.
+        module: whether `script` is a module's name.
         max_restarts: how often all workers are started again after one failed.
         rendezvous: where the nodes meet; None for this machine alone.
         grace: seconds that the ranks have to save themselves when a signal comes. A second signal, 2 seconds later or more, kills them.

@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """ "CuPy", "torch fused" or "torch"."""
+        """Name of the engine: "CuPy", "torch fused" or "torch"."""
         return "CuPy" if self.kernels else "torch fused" if takes_found_inf(self.optimizer) else "torch"
 
     @property

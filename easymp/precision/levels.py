@@ -133,9 +133,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> nn.Module:
-    """Cast floating-point parameters and buffers of `model` to `dtype` in place; `keep_batch_norm` leaves out batch-norm layers with
-    parameters.
-    """
+    """Cast floating-point parameters and buffers of `model` to `dtype` in place, or all but batch-norm layers with parameters."""
     for module in model.modules():
         if not (keep_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine):
             module._apply(lambda t: cast(t, dtype), recurse=False)

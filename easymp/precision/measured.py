@@ -172,8 +172,9 @@ def by_width(model: nn.Module) -> tuple[str, str]:
 def time_pairs(
     plain: nn.Module, cast: nn.Module, args: Any, kwargs: Any, agree: Callable[[bool], bool | None]
 ) -> tuple[float, int] | str:
-    """Median of bf16 time / fp32 time and the number of pairs, or the reason why bf16 does not run. `agree` turns "this rank has enough
-    pairs" into the decision of rank 0.
+    """Median of bf16 time / fp32 time and the number of pairs, or the reason why bf16 does not run.
+
+    `agree` turns "this rank has enough pairs" into the decision of rank 0.
     """
     parameters = [p for p in plain.parameters() if p.requires_grad]
     ratios: list[float] = []

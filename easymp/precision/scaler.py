@@ -157,8 +157,9 @@ class Scaler:
             )
 
     def divide(self, gradients: Sequence[Tensor], home: torch.device) -> Tensor:
-        """Divide `gradients`, in memory, by the scale, which is made on `home` if there is none; enters no phase. Values of fp16 gradients
-        below 6e-8 are lost. Returns a number above 0 (fp32, 0-dim) if one of this rank is not finite.
+        """Divide `gradients`, in memory, by the scale, which is made on `home` if there is none; enters no phase.
+
+        Values of fp16 gradients below 6e-8 are lost. Returns a number above 0 (fp32, 0-dim) if one of this rank is not finite.
         """
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in gradients:
@@ -444,8 +445,9 @@ def step_told(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A step by torch's protocol for fused optimizers: gradients are divided by `grad_scale` as they are read, and
-    nothing changes where `found` is above 0.
+    """Step by torch's protocol for fused optimizers.
+
+    Gradients are divided by `grad_scale` as they are read, and nothing changes where `found` is above 0.
     """
     it: Any = optimizer
     it.found_inf, it.grad_scale = found, grad_scale

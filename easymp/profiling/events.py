@@ -257,8 +257,9 @@ def _is_on(event: Any, device: int) -> bool:
 
 
 def _work(events: list[Any]) -> Iterable[Interval]:
-    """Operations that compute. Annotations, nodes of backward and operations around a collective do not count; the operations
-    inside them do.
+    """Operations that compute.
+
+    Annotations, nodes of backward and operations around a collective do not count; the operations inside them do.
     """
     around = set()
     stacks: dict[int, list[int]] = {}

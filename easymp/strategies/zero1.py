@@ -24,9 +24,9 @@ from .single import Single
 
 
 class ZeRO1(DDP):
-    """DistributedDataParallel, and optimizers that keep a part of their state; options are ddp's, `bucket_cap_mb` also the most
-    that is packed into one gathering of small parameters.
+    """DistributedDataParallel, and optimizers that keep a part of their state.
 
+    Options are ddp's; `bucket_cap_mb` is also the most that is packed into one gathering of small parameters.
     In place, beside what ddp does: the state of the user's optimizer moves into shards, and the optimizer takes a hook that
     refuses to step by itself. `step` and `state_dict` of the prepared optimizer are collectives: all ranks call them. Optimizers
     that keep parameters beside their param groups (LBFGS) are refused. Optimizers that are not torch's, Muon and Adafactor run on

@@ -76,5 +76,5 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Every other name is torch.distributed's: all_reduce, broadcast, barrier, ReduceOp …"""
+    """Every other name is torch.distributed's: all_reduce, broadcast, barrier, ReduceOp and so on."""
     return getattr(dist, name)

@@ -226,7 +226,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """``with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
+    """Give a ``with`` block the scaled loss, whose ``backward()`` it calls.
 
     Afterwards gradients (of `master_params`) are divided by the scale, and added to those of the blocks since the last step. An
     overflow skips the next step of every optimizer given, once, and the step says so.
