@@ -336,9 +336,7 @@ class Accelerator(Processes, Checkpoints):
             self._unprepared: data.UnpreparedCheck | None = None
             self._closed = self._trigger = False
             self._begin_checkpoints(project)
-            self._tracking = tracking.Tracking(
-                self._run, self._project, asked, own_trackers, prepared.optimizers
-            )
+            self._tracking = tracking.Tracking(self._run, self._project, asked, own_trackers, prepared)
             self._logbook = self._tracking.logbook
             self._listen(save_on_signal)
             self._undo.callback(self._preemption.close)
@@ -606,6 +604,8 @@ class Accelerator(Processes, Checkpoints):
         if not scalar or not loss.requires_grad:
             raise StepError(wrapper.loss_trouble(loss))
         self._nonfinite.loss(loss)
+        if self._logbook.waiting:
+            self._logbook.poll(loss, num_items)
         if num_items is not None:
             if not self._scaler.agree and self._world.size > 1:
                 raise StepError(
@@ -624,8 +624,6 @@ class Accelerator(Processes, Checkpoints):
             if optimizer.turn.phase is not Phase.ACCUMULATING:
                 optimizer.follow_backward()
         window.backwards += 1
-        if self._logbook.waiting:
-            self._logbook.poll()
         scaler = self._scaler
         if scaler.enabled:
             scaler.settle()

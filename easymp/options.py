@@ -262,6 +262,7 @@ class LoggerType(StrEnum):
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
     MLFLOW = "mlflow"
+    CONSOLE = "console"
     AIM = "aim"
     CLEARML = "clearml"
     COMETML = "comet_ml"

@@ -104,11 +104,12 @@ class UpdateWindow:
         inside: whether an `accumulate` block is open.
         turns: optimizer → its part in this update.
         counts_items: whether a window of several micro-steps is being counted in items.
+        items: of the last window that was counted, over all ranks, until a tracker takes it.
         end_with_loader: whether the last batch of the loader being read ends the window early.
         between: called where the body of a training loop has come to its end.
         stepped: called with a prepared optimizer after each of its updates.
         timing: while a profile is open, its `asks`, `has` and `over` hear when a loader is asked for a batch, has one, and ends.
-        rounds: rounds of an outermost loop so far, as `hold` counts them.
+        epochs: the running epoch of an ``accelerator.epochs(n)`` loop, and n; None before the first one.
         resuming: ids of loaders that a checkpoint left inside a pass: their next pass is the rest of it.
         went_on: whether one of them has gone on since.
         enclosing: the loader of the innermost running loop.
@@ -123,7 +124,7 @@ class UpdateWindow:
         self.between: Callable[[], None] | None = None
         self.stepped: list[Callable[[Any], None]] = []
         self.timing: Any = None
-        self.rounds = 0
+        self.epochs: tuple[int, int] | None = None
         self.resuming: set[int] = set()
         self.went_on = False
         self.reset()
@@ -135,6 +136,7 @@ class UpdateWindow:
         self.sync = True
         self.inside = False
         self.counts_items = False
+        self.items: Tensor | None = None
         self.begin()
         self._reading: list[Any] = []  # loops inside of loops
         self._beside: list[Any] = []  # iterators that the script holds, and asks when it likes
@@ -252,6 +254,7 @@ class UpdateWindow:
         if not self.counts_items:
             total = world.reduce(here).clamp(min=1.0)
             if self.sync and self.micro <= 1:
+                self.items = total
                 return loss * (world.size / total)
             self._stand_in = total * self.accumulation
             self._count = torch.zeros_like(here)
@@ -261,7 +264,8 @@ class UpdateWindow:
 
     def finish_items(self, gradients: Iterable[Tensor], world: Any) -> None:
         """Correct the gradients of a window that has ended, after the last backward."""
-        factor = self._stand_in / world.reduce(self._count).clamp(min=1.0)
+        self.items = world.reduce(self._count).clamp(min=1.0)
+        factor = self._stand_in / self.items
         grads = [local(g) for g in gradients]
         if grads:
             torch._foreach_mul_(grads, factor)
@@ -290,9 +294,9 @@ class UpdateWindow:
                 self._beside.append(nest.pop())
             self._look()
 
-    def hold(self) -> None:
-        """A round of the outermost loop begins: no loop is open, so the script itself holds the open iterators."""
-        self.rounds += 1
+    def hold(self, epoch: int, count: int) -> None:
+        """`epoch` of ``epochs(count)`` begins: no loop is open, so the script itself holds the open iterators."""
+        self.epochs = epoch, count
         self._beside[:0] = self._reading
         self._reading.clear()
         self._look()

@@ -60,7 +60,7 @@ class Epochs:
                     return
                 for loader, passes in zip(self._loaders, finished or [0] * len(self._loaders)):
                     loader.replay(passes)
-                self._window.hold()
+                self._window.hold(self._epoch, count)
                 yield self._epoch
                 self._epoch += 1
                 for loader in self._loaders:

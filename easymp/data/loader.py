@@ -256,7 +256,7 @@ class PreparedLoader:
         """Batches and notes of the pass that begins."""
         over, self._over = self._over, False
         if over:
-            if not self._window.rounds:
+            if self._window.epochs is None:
                 logger.warning(
                     "the checkpoint was taken at a loader's last batch, so nothing is left of that pass, and the loop over it has no "
                     "batch: a script that counts epochs by itself, and begins with the next one, says so by loader.set_epoch(number)"

@@ -1,4 +1,4 @@
-"""Trackers of logged values: a file of JSON lines, TensorBoard, Weights & Biases, MLflow, or the script's own.
+"""Trackers of logged values: a file of JSON lines, TensorBoard, Weights & Biases, MLflow, the console, or the script's own.
 
 Adding a tracker: a module here with a class of `start(run, config, position)`, `write(rows)`, `position()` and `finish()`,
 a line in `TRACKERS`, and an extra for the package that it needs. Modules are imported when a run logs to them.
@@ -16,11 +16,18 @@ from ..errors import SettingError, nearest
 
 
 class Entry(NamedTuple):
-    """The class of a tracker, in the module of its name; the package that it needs, and whether its `log` takes options."""
+    """The class of a tracker, in the module of its name.
+
+    Attributes:
+        package: that it needs.
+        takes_options: whether its `log` does.
+        watches: it is made as ``Kind(run, prepared)``, looks at each update, and shows rows instead of keeping them.
+    """
 
     kind: str
     package: str | None = None
     takes_options: bool = False
+    watches: bool = False
 
 
 TRACKERS = {
@@ -28,6 +35,7 @@ TRACKERS = {
     "tensorboard": Entry("TensorBoard", "tensorboard", takes_options=True),
     "wandb": Entry("WandB", "wandb", takes_options=True),
     "mlflow": Entry("MLflow", "mlflow"),
+    "console": Entry("Console", "tqdm", watches=True),
 }
 ALL, NONE = "all", "none"
 # The words that `log_with` takes, for type checkers; tests/typing compares them with the table.
@@ -39,6 +47,7 @@ __all__, __getattr__, __dir__ = at_first_use(
     {
         "logbook": ("Logbook",),
         "own": ("SILENT",),
+        "console": ("Console",),
         "recorder": ("Recorder",),
         "rows": ("Row", "checked_step", "checked_values"),
     },
@@ -68,7 +77,7 @@ def choose(words: str, where: str, own: Mapping[str, Any]) -> list[str]:
     names: list[str] = []
     for name in (word.strip().lower() for word in words.split(",") if word.strip()):
         if name == ALL:
-            names += [known for known in TRACKERS if _missing(known) is None]
+            names += [k for k, entry in TRACKERS.items() if not entry.watches and _missing(k) is None]
         elif name != NONE:
             names.append(name)
     said = where if where.startswith("log_with=") else f"log_with={words!r} ({where})"

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..base.rng import isolated
 from ..errors import EasympError, TrackerError, failing
 from ..logging import get_logger
@@ -36,7 +38,8 @@ class Logbook:
 
     Attributes:
         attached: further trackers by name, started already; they get rows and are left out of checkpoints.
-        waiting: whether rows, or the error of a tracker, wait to be handed over.
+        hear: called with each loss before its backward, and its number of items or None.
+        waiting: whether `poll` is to be called: rows or the error of a tracker wait, or `hear` is set.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Logbook:
         self._said: set[str] = set()
         self._lost: dict[str, int] = {}
         self._over = False
+        self.hear: Callable[[Tensor, Any], None] | None = None
         self.waiting = False
 
     def describe(self, run: str, config: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
@@ -78,8 +82,16 @@ class Logbook:
         self.waiting = True
         self.poll()
 
-    def poll(self) -> None:
-        """Hand over the rows that are due and have arrived. Waits for no device."""
+    def poll(self, loss: Tensor | None = None, items: Any = None) -> None:
+        """Hand over the rows that are due and have arrived. Waits for no device.
+
+        Args:
+            loss, items: of the backward that begins, where one does.
+        """
+        if self.hear is not None and loss is not None:
+            self.hear(loss, items)
+            if not self._pending and self._failure is None:
+                return
         now = time.monotonic()
         if now - self._since >= EVERY or len(self._pending) >= MOST:
             self._since = now
@@ -93,7 +105,7 @@ class Logbook:
         self._hand_over(self._pending.arrived(wait=True))
 
     def _hand_over(self, rows: list[Row]) -> None:
-        self.waiting = bool(self._pending) or self._failure is not None
+        self.waiting = bool(self._pending) or self._failure is not None or self.hear is not None
         if rows:
             for name, tracker in (*self._started().items(), *self.attached.items()):
                 self._try(name, partial(tracker.write, rows), len(rows))

@@ -55,8 +55,7 @@ class Recorder:
         # Unbuffered: a killed rank's lines are on disk, and a forked child has no copy of them to write again.
         self._file = open(Path(folder) / f"rank-{run.world.rank}.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._begun, self._time = time.perf_counter(), time.time()
-        self._updates, self._samples, self._known = 0, 0, True
-        self._place: tuple[int, int, int] = (0, 0, 0)  # loader, epoch and position at the last update
+        self._progress = Progress(run.window)
         self._first = self._last = 0.0
         self._marks: list[Any] = []
         if device.type != "cpu":
@@ -93,7 +92,7 @@ class Recorder:
         self._window.stepped.remove(self._stepped)
         self._memory.stop()
         seconds = self._last - self._first
-        if self._marks and self._updates > 1:
+        if self._marks and self._progress.updates > 1:
             try:
                 self._marks[1].synchronize()
                 seconds = self._marks[0].elapsed_time(self._marks[1]) / 1000
@@ -105,30 +104,52 @@ class Recorder:
         self._file.close()
 
     def _stepped(self, optimizer: Any) -> None:
-        """Count an optimizer's update; of several optimizers the first to reach a number counts."""
-        updates = optimizer.updates
-        if updates <= self._updates:
+        if not self._progress.count(optimizer):
             return
-        self._updates, self._last = updates, time.perf_counter() - self._begun
-        loader = self._window.reading
-        if loader is None:
-            self._known = False
-        else:
-            before, self._place = self._place, (id(loader), loader.epoch, loader.position)
-            self._samples += loader.position - (before[2] if before[:2] == self._place[:2] else 0)
+        self._last, first = time.perf_counter() - self._begun, self._progress.updates == 1
         if self._marks:
-            self._marks[updates > 1].record()
-        if updates == 1:
+            self._marks[not first].record()
+        if first:
             self._first = self._last
             self._write("first", **self._counted())
 
     def _counted(self) -> dict[str, int | None]:
-        return {"updates": self._updates, "samples": self._samples if self._known else None}
+        return {"updates": self._progress.updates, "samples": self._progress.samples}
 
     def _write(self, event: str, at: float | None = None, **rest: Any) -> None:
         at = round(time.perf_counter() - self._begun, 4) if at is None else at
         line = json.dumps({"event": event, "at": at, **rest}, allow_nan=False)
         os.write(self._file.fileno(), line.encode() + b"\n")  # one call: lines of two threads do not mix
+
+
+class Progress:
+    """Counts updates, and samples of all ranks; `samples` is None once an update read no prepared loader.
+
+    Attributes:
+        began: updates before the running pass of the loader, as far as this process has made them.
+    """
+
+    def __init__(self, window: Any) -> None:
+        self._window = window
+        self.updates, self.samples = 0, 0
+        self.began = 0
+        self._place: tuple[int, int, int] = (0, 0, 0)  # loader, epoch and position at the last update
+
+    def count(self, optimizer: Any) -> bool:
+        """Count an optimizer's update. False: of several optimizers, another one has reached this number before."""
+        updates = optimizer.updates
+        if updates <= self.updates:
+            return False
+        self.updates, loader = updates, self._window.reading
+        if loader is None:
+            self.samples: int | None = None
+        elif self.samples is not None:
+            before, self._place = self._place, (id(loader), loader.epoch, loader.position)
+            if before[:2] == self._place[:2]:
+                self.samples += loader.position - before[2]
+            else:
+                self.samples, self.began = self.samples + loader.position, updates - 1
+        return True
 
 
 class Sampler(threading.Thread):

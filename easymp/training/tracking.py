@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,9 @@ from ..errors import SettingError, StepError, TrackerError, nearest
 from ..version import __version__
 
 if TYPE_CHECKING:
-    from ..optim.optimizer import PreparedOptimizer
     from ..options import ProjectConfiguration
     from ..settings import Settings
+    from .prepare import Preparation
     from .state import Run
 
 Options = Mapping[str, Mapping[str, Any]] | None  # a tracker's name → further arguments
@@ -27,7 +27,7 @@ class Tracking:
 
     Args:
         own: the script's trackers by lower-case name.
-        optimizers: the prepared ones by now; their updates count the steps.
+        prepared: its optimizers' updates count the steps.
 
     Attributes:
         logbook: starts the trackers and hands rows to them; on other ranks than the main one it has none.
@@ -39,13 +39,18 @@ class Tracking:
         project: ProjectConfiguration,
         asked: Settings,
         own: Mapping[str, Any],
-        optimizers: Sequence[PreparedOptimizer],
+        prepared: Preparation,
     ) -> None:
-        self._run, self._project, self._optimizers = run, project, optimizers
+        self._run, self._project, self._optimizers = run, project, prepared.optimizers
         self.names = trackers.choose(asked.log_with or "jsonl", asked.source("log_with")[1], own)
         self._main = run.world.rank == 0
         folder = Path(project.logging_dir or os.curdir)
-        self.logbook = trackers.Logbook(self.names if self._main else [], own, folder, self._facts)
+        keep = [name for name in self.names if name in own or not trackers.TRACKERS[name].watches]
+        self.logbook = trackers.Logbook(keep if self._main else [], own, folder, self._facts)
+        self._console: Any = None
+        if self._main and len(keep) < len(self.names):
+            self._console = self.logbook.attached["console"] = trackers.Console(run, prepared)
+            self.logbook.hear, self.logbook.waiting = self._console.hear, True
         self._calls = 0
 
     def _facts(self) -> dict[str, Any]:
@@ -62,6 +67,8 @@ class Tracking:
             raise StepError(
                 "init_trackers() after log(): rows have been logged to another name. Call it first"
             )
+        if self._console is not None:
+            self._console.configure(options.get("console", {}))
         self.logbook.describe(project_name, {} if config is None else config, options)
 
     def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Options) -> None:
@@ -80,14 +87,14 @@ class Tracking:
 
     def all(self) -> list[Any]:
         self._check_place()
-        return list(self.logbook.trackers.values())
+        return [*self.logbook.trackers.values(), *([] if self._console is None else [self._console])]
 
     def get(self, name: str, unwrap: bool) -> Any:
         self._check_name(name, "get_tracker")
         self._check_place()
         if not self._main:
             return trackers.SILENT
-        tracker = self.logbook.trackers.get(name.lower())
+        tracker = {**self.logbook.attached, **self.logbook.trackers}.get(name.lower())
         if tracker is None:
             raise TrackerError(
                 f"get_tracker: {name!r} could not start, as an earlier error said: correct that, or leave it out"
@@ -98,7 +105,8 @@ class Tracking:
 
     def _check_place(self) -> None:
         place = self._project.logging_dir or ""
-        in_files = [name for name in self.names if name in trackers.TRACKERS]
+        known = trackers.TRACKERS
+        in_files = [name for name in self.names if name in known and not known[name].watches]
         if "://" in place and in_files:
             raise SettingError(
                 f"{in_files[0]} writes to a local folder, and the project is at {place}: pass "
