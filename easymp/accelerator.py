@@ -196,8 +196,8 @@ class Accelerator(Processes, Checkpoints):
             shapes of the arguments. False: they do not. True: zero1 also compares the number of gradients in each step.
         project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); default: the working directory.
         project_config: more about it: `ProjectConfiguration`.
-        log_with: where `log` writes: "jsonl" (a file of JSON lines; the default), another tracker by name, several, "all" that are
-            installed, "none", or a tracker of your own (`Tracker`).
+        log_with: where `log` writes: "jsonl" (a file of JSON lines; the default), "console" (a line that shows how far the training is),
+            another tracker by name, several, "all" that are installed and keep rows, "none", or a tracker of your own (`Tracker`).
         save_on_signal: SIGTERM and SIGUSR1 end the run at the next batch of a prepared loader, or the next of `epochs`, with a checkpoint
             in the project's folder and exit code 75, all ranks together; one more signal, 5 seconds later or more, ends it at once.
             None: from `resume` on; True: from the beginning; False: never.

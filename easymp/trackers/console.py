@@ -181,7 +181,7 @@ class Console:
         if self._line is None:
             return
         try:
-            if not failing():
+            if not failing() and self._due < math.inf:
                 if self._progress.updates > self._marks[-1].updates:
                     self._look(time.monotonic(), wait=True)
                 assert self._first is not None

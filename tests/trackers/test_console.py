@@ -1,0 +1,297 @@
+"""The console tracker: a line that updates on a terminal, whole lines elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from easymp import Accelerator, SettingError
+from easymp.trackers import console
+
+from .runs import rows
+
+pytest.importorskip("tqdm", reason="an optional package is not installed: tqdm (of the extra 'console')")
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.ones(12, 2))
+
+
+def train(
+    folder: Any,
+    log_with: Any = "console",
+    data: Any = None,
+    logs: Any = lambda acc, update, loss: None,
+    items: int | None = None,
+    options: Any = None,
+    accumulation: int = 1,
+    until: int = 0,
+) -> torch.Tensor:
+    """Two epochs of three updates of two samples, or as far as `until`; returns the weights."""
+    torch.manual_seed(0)
+    how: dict[str, Any] = {"mixed_precision": "no", "gradient_accumulation_steps": accumulation}
+    with Accelerator(cpu=True, project_dir=folder, log_with=log_with, seed=0, **how) as acc:
+        if options is not None:
+            acc.init_trackers("run", init_kwargs=options)
+        model = torch.nn.Linear(2, 1)
+        data = TensorDataset(torch.ones(6 * accumulation * acc.num_processes, 2)) if data is None else data
+        optimizer = torch.optim.SGD(model.parameters(), 0.125)
+        model, optimizer, loader = acc.prepare(model, optimizer, DataLoader(data, 2))
+        acc.resume()
+        for _ in acc.epochs(2):
+            for batch in loader:
+                x = batch if isinstance(batch, torch.Tensor) else batch[0]
+                with acc.accumulate(model):
+                    loss = model(x).sum() if items else model(x).mean()
+                    acc.backward(loss, num_items=items)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                logs(acc, optimizer.updates, loss)
+                if until and optimizer.updates == until:
+                    acc.save_state()
+                    return model.weight.detach()
+        return model.weight.detach()
+
+
+def lines(said: str) -> list[str]:
+    """The console's lines, each after the time of the day."""
+    return [line[10:] for line in said.splitlines() if re.match(r"\d\d:\d\d:\d\d  ", line)]
+
+
+# -- lines in a log file -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_update_and_the_end_are_lines_of_their_own(tmp_path: Path, capsys: Any) -> None:
+    train(tmp_path)
+    first, last = lines(capsys.readouterr().err)
+    assert re.match(r"epoch 1/2  step 1/6  loss -?[\d.]+  lr 0.125  memory [\d.]+ [MG]iB$", first)
+    assert re.match(r"epoch 2/2  step 6/6  loss -?[\d.]+  lr 0.125  \S+ updates/s  \S+ samples/s", last)
+    assert last.endswith("00:00 in all")
+
+
+def test_an_interval_of_log_lines_can_be_chosen(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(console, "SOON", 1e-6)
+    train(tmp_path, options={"console": {"every": 1e-6}})
+    said = lines(capsys.readouterr().err)
+    assert [re.search(r"step (\d)/6", line)[1] for line in said] == list("1234566")  # type: ignore[index]
+    assert "left" in said[2]
+    assert "left" not in said[-1]
+
+
+def test_logged_values_take_the_place_of_what_is_read_from_the_run(tmp_path: Path, capsys: Any) -> None:
+    def logs(acc: Accelerator, update: int, loss: torch.Tensor) -> None:
+        acc.log({"train/loss": update / 8, "lr": 0.5, "phase": "warm", "count": update})
+
+    train(tmp_path, ["jsonl", "console"], logs=logs)
+    last = lines(capsys.readouterr().err)[-1]
+    assert "step 6/6  train/loss 0.75  lr 0.5  phase warm  count 6  " in last
+    assert len(rows(tmp_path)) == 6  # beside it, every row is kept
+
+
+def test_tokens_are_counted_where_backward_gets_their_number(tmp_path: Path, capsys: Any) -> None:
+    train(tmp_path, items=50, accumulation=2)
+    last = lines(capsys.readouterr().err)[-1]
+    found = re.search(r"([\d.,e+]+) updates/s  ([\d.,e+]+) tokens/s", last)
+    assert found is not None, last
+    updates, tokens = (float(text.replace(",", "")) for text in found.groups())
+    assert tokens == pytest.approx(100 * updates, rel=0.02)  # two micro-batches of 50
+
+
+def test_a_loader_without_length_and_a_loop_of_the_script_show_what_is_known(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    train(tmp_path, data=Endless())
+    said = lines(capsys.readouterr().err)
+    assert said[0].startswith("epoch 1/2  step 1  ")
+    assert said[-1].startswith("epoch 2/2  step 12  ")
+    monkeypatch.setattr(console, "SOON", 1e-6)
+    with Accelerator(cpu=True, log_with="console", project_dir=tmp_path) as acc:
+        acc.init_trackers("run", init_kwargs={"console": {"every": 1e-6}})
+        model = torch.nn.Linear(2, 1)
+        model, optimizer, loader = acc.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(6, 2), 2)
+        )
+        for _ in range(2):
+            for x in loader:
+                acc.backward(model(x).mean())
+                optimizer.step()
+    said = lines(capsys.readouterr().err)
+    assert said[4].startswith("epoch 2  step 5  ")
+    assert said[4].endswith("left of this epoch")
+
+
+def test_a_resumed_run_continues_at_its_step(tmp_path: Path, capsys: Any) -> None:
+    train(tmp_path, until=4)
+    capsys.readouterr()
+    train(tmp_path)
+    said = lines(capsys.readouterr().err)
+    assert said[0].startswith("epoch 2/2  step 5/6")
+    assert said[-1].startswith("epoch 2/2  step 6/6")
+
+
+def test_utilization_is_shown_where_the_peak_is_known(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    alone = train(tmp_path / "a", "none")
+    monkeypatch.setattr(console, "peak_flops", lambda name, precision: 1e4 if precision == "fp32" else None)
+    watched = train(tmp_path / "b")
+    assert torch.equal(alone, watched)
+    found = re.search(r"([\d.,]+) updates/s .* MFU ([\d.]+)%", lines(capsys.readouterr().err)[-1])
+    assert found is not None
+    updates, utilization = (float(text.replace(",", "")) for text in found.groups())
+    # Forward and the gradient of the weight, each 2 * 2 samples * 2 * 1 FLOPs; the input needs no gradient.
+    assert utilization / 100 * 1e4 == pytest.approx(16 * updates, rel=0.01)
+
+
+def test_the_end_by_an_error_adds_no_line(tmp_path: Path, capsys: Any) -> None:
+    def fail(acc: Accelerator, update: int, loss: torch.Tensor) -> None:
+        if update == 2:
+            raise ValueError("of the script")
+
+    with pytest.raises(ValueError, match="of the script"):
+        train(tmp_path, logs=fail)
+    assert len(lines(capsys.readouterr().err)) == 1
+
+
+def test_a_closed_stream_does_not_end_the_training(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    stream = io.StringIO()
+    stream.close()
+    stream.isatty = lambda: False  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", stream)
+    train(tmp_path)
+    assert [r.message for r in caplog.records if "console" in r.message] == [
+        "tracker console: ValueError: I/O operation on closed file; the training goes on"
+    ]
+
+
+def watched(folder: str) -> str:
+    with redirect_stderr(io.StringIO()) as said:
+        train(folder)
+    return said.getvalue()
+
+
+def test_of_several_processes_the_main_one_shows_the_line(tmp_path: Path, ranks: Any) -> None:
+    main, other = ranks(watched, str(tmp_path))
+    assert lines(main)[-1].startswith("epoch 2/2  step 6/6")
+    assert not lines(other)
+
+
+# -- the setting -------------------------------------------------------------------------------------------------------
+
+
+def test_its_options_are_checked_and_its_package_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    for options in ({"every": 0}, {"every": True}, {"eevry": 5}):
+        with pytest.raises(SettingError, match="it takes `every`, seconds above 0"):
+            train(tmp_path, options={"console": options})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        SettingError, match=r"console needs the package tqdm, .*pip install 'easymp\[console\]'"
+    ):
+        Accelerator(cpu=True, log_with="console")
+
+
+def test_it_is_among_the_trackers_of_the_run(tmp_path: Path) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path, log_with=["console", "jsonl"]) as acc:
+        assert [tracker.name for tracker in acc.trackers] == ["jsonl", "console"]
+        assert acc.get_tracker("console").name == "console"
+
+
+# -- the line on a terminal --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import logging, sys, time
+import torch
+from torch.utils.data import DataLoader
+from easymp import Accelerator
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+acc = Accelerator(cpu=True, log_with="console", project_dir=sys.argv[1])
+model = torch.nn.Linear(2, 1)
+model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(8, 2), 2))
+for epoch in acc.epochs(2):
+    for x in loader:
+        loss = model(x).mean()
+        acc.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.3)
+    print("printed", epoch)
+    logging.warning("logged %d", epoch)
+    if sys.argv[2] == "fail" and epoch == 1:
+        raise ValueError("of the script")
+"""
+
+
+def screen(text: str, columns: int = 200) -> list[str]:
+    """The lines that a terminal shows after `text`."""
+    found, column = [""], 0
+    for letter in re.sub(r"\x1b\[\?25[lh]", "", text):
+        if letter == "\n":
+            found.append("")
+        elif letter == "\r":
+            column = 0
+        else:
+            line = found[-1].ljust(column)
+            found[-1] = line[:column] + letter + line[column + 1 :]
+            column += 1
+    return [line.rstrip() for line in found if line.strip()]
+
+
+@pytest.mark.parametrize("end", [pytest.param("well", marks=pytest.mark.slow), "fail"])
+def test_on_a_terminal_one_line_is_updated_below_what_the_script_prints(tmp_path: Path, end: str) -> None:
+    pexpect = pytest.importorskip(
+        "pexpect", reason="an optional package is not installed: pexpect (of the extra 'test')"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    process = pexpect.spawn(
+        sys.executable, [str(script), str(tmp_path), end], dimensions=(24, 200), timeout=90, encoding="utf-8"
+    )
+    process.expect(pexpect.EOF)
+    process.close()
+    assert process.exitstatus == (end == "fail")
+    assert process.before.count("step ") > 4
+    shown = screen(process.before)
+    assert shown[:4] == ["printed 0", "logged 0", "printed 1", "logged 1"]
+    if end == "well":
+        assert len(shown) == 5
+        assert re.match(r"100%\|.*\| epoch 2/2  step 8/8  loss .* in all$", shown[4])
+    else:
+        assert shown[4].startswith("Traceback") and shown[-1] == "ValueError: of the script"
+
+
+def test_the_streams_are_as_before_when_the_run_is_over(tmp_path: Path, monkeypatch: Any) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    handler = logging.StreamHandler(err)
+    log = logging.getLogger("of the script")
+    log.addHandler(handler)
+    try:
+        train(tmp_path, logs=lambda acc, update, loss: print(update) or log.error("said"))
+        assert (sys.stdout, sys.stderr, handler.stream) == (out, err, err)
+    finally:
+        log.removeHandler(handler)
+    assert out.getvalue() == "1\n2\n3\n4\n5\n6\n"
+    assert err.getvalue().count("said\n") == 6
+
+
+def test_a_narrow_terminal_keeps_the_parts_that_matter() -> None:
+    parts = [(1, "epoch 1/2"), (0, "step 7"), (2, "loss 0.5"), (6, "memory 1 GiB"), (1, "00:10 left")]
+    assert console.fitted(parts) == "epoch 1/2  step 7  loss 0.5  memory 1 GiB  00:10 left"
+    assert console.fitted(parts, 45) == "epoch 1/2  step 7  loss 0.5  00:10 left"
+    assert console.fitted(parts, 3) == "step 7"
