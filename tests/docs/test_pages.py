@@ -39,7 +39,7 @@ TEXTS = {
 }
 BLOCKS = {page: blocks(page, text) for page, text in TEXTS.items()}
 LANGUAGES = {"python", "bash", "text", "toml", "yaml", "json", "diff"}
-OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums"}
+OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
 SLURM = {"sbatch", "srun"}
 OLD = {  # pages whose blocks do not run yet
     "README.md",
@@ -49,11 +49,6 @@ OLD = {  # pages whose blocks do not run yet
     ),
     "docs/guides/launching/index.md",
 }
-
-
-def own_program(block: Block) -> bool:
-    """A program of a guide for moving in, which tests/examples/test_guides.py runs."""
-    return block.page.startswith("docs/moving-in/") and not block.options.keys() <= OPTIONS
 
 
 def can_run(block: Block) -> bool:
@@ -72,7 +67,7 @@ def can_run(block: Block) -> bool:
 
 def runs(block: Block) -> bool:
     """Is executed, or written for one that is."""
-    return (block.language in ("python", "bash") or bool(block.title)) and not own_program(block)
+    return block.language in ("python", "bash") or bool(block.title)
 
 
 def page_of(page: str) -> object:
@@ -121,8 +116,7 @@ def test_its_blocks_run(page: str, tmp_path: Path) -> None:
 def test_its_blocks_are_of_languages_that_are_checked(page: str) -> None:
     listed = [block for block in BLOCKS[page] if page not in OLD]
     assert [str(block) for block in listed if block.language not in LANGUAGES] == []
-    unknown = [block for block in listed if not block.options.keys() <= OPTIONS and not own_program(block)]
-    assert [str(block) for block in unknown if block.language != "text"] == []
+    assert [str(block) for block in listed if not block.options.keys() <= OPTIONS] == []
     for number, block in enumerate(listed):
         if block.language == "python" and block.title:
             compile(block.code, str(block), "exec")

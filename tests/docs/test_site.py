@@ -1,0 +1,79 @@
+"""The built site in a browser: no error, no request that fails or leaves the site, no sideways scrolling, in both schemes."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..examples.run import ROOT
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="optional package is not installed: chromium"),
+]
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocstrings", reason="optional packages are not installed: easymp[docs]")
+    folder = tmp_path_factory.mktemp("site")
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        check=True,
+        timeout=250,
+    )
+    return folder
+
+
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=str(site))
+    )
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_every_page_is_whole_in_a_browser(site: Path, address: str, width: int, scheme: str) -> None:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="optional packages are not installed: easymp[docs]"
+    )
+    wrong: list[str] = []
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page = context.new_page()
+        say = lambda text: wrong.append(f"{page.url}: {text}")  # noqa: E731
+        own = (address, "data:", "blob:")
+        page.on("console", lambda said: said.type == "error" and say(said.text))
+        page.on("pageerror", say)
+        page.on("response", lambda answer: answer.status < 400 or say(f"{answer.url} is {answer.status}"))
+        page.on("request", lambda asked: asked.url.startswith(own) or say(f"asks for {asked.url}"))
+        for file in sorted(site.rglob("index.html")):
+            page.goto(address + file.relative_to(site).as_posix())
+            if page.evaluate("document.documentElement.scrollWidth") > width:
+                say(f"wider than {width} px")
+        browser.close()
+    assert wrong == []
