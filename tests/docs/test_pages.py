@@ -47,7 +47,6 @@ OLD = {  # pages whose blocks do not run yet
         f"docs/guides/{name}.md"
         for name in "checkpoints comparing configuration memory profiling tracking".split()
     ),
-    "docs/guides/launching/index.md",
 }
 
 
