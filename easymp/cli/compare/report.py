@@ -69,7 +69,7 @@ def columns(found: Comparison) -> tuple[list[Column], str]:
     ):
         known = [value.median for value in values if value]
         texts = [text for text, _ in column.cells if text != "–"]
-        alike = len(set(column.cells)) == 1 or (known and max(known) <= ALIKE * min(known))
+        alike = len({cell for cell in column.cells if cell[0] in texts}) == 1 or (known and max(known) <= ALIKE * min(known))
         if alike and len(texts) > 1:
             same.append(f"{column.head} {'about ' * (len(set(texts)) > 1)}{texts[0]}")
         elif texts:
