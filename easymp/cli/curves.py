@@ -1,4 +1,4 @@
-"""Curves in panels, drawn by matplotlib as one image: for `easymp plot` and `easymp compare`.
+"""Curves in panels, drawn by matplotlib, and HTML pages with them: for `easymp plot` and `easymp compare`.
 
 Colours are Okabe and Ito's, which any kind of colour vision can tell apart (Okabe, Ito: Color Universal Design, 2008). Each series
 has its own dashes, too.
@@ -6,13 +6,15 @@ has its own dashes, too.
 
 from __future__ import annotations
 
+import base64
 import io
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -180,3 +182,25 @@ def colour(series: int) -> str:
 def dashes(series: int) -> str:
     """Dashes of a series: each pair of them and a colour occurs once, for as many series as there are pairs."""
     return DASHES[(series + series // len(COLOURS)) % len(DASHES)]
+
+
+def page(template: str, made: Sequence[Panel], **values: Any) -> str:
+    """One HTML file without scripts and links, of a jinja2 template in this folder; words from outside are escaped.
+
+    Args:
+        made: its plots, which the template gets as `images`: titles with the addresses of images.
+        values: what else it names.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {"colour": colour, "dashes": dashes}
+    coded = ((one[0], base64.b64encode(draw([one], 1, "svg")).decode()) for one in made)
+    images = [(title, f"data:image/svg+xml;base64,{code}") for title, code in coded]
+    return environment.get_template(template).render(images=images, **values)

@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     print("\nwrote " + "\n      ".join(near), file=sys.stderr if args.json else sys.stdout)
     if trouble:
         print(wrap(trouble), file=sys.stderr)
-    return 130 if found.interrupted else int(found.failed)
+    return 130 if found.interrupted else int(any(plan.troubles for plan in found.summaries))
 
 
 def compare(
@@ -237,7 +237,7 @@ def words(found: Comparison) -> str:
     said += [paint(line, code) for line, code in zip(printed, colours)]
     for summary in found.summaries:
         said += [wrap(f"{plain(summary.name)} {plain(trouble)}", "  ") for trouble in summary.troubles]
-    said += [wrap(plain(line)) for line in (same, *report.results(found)) if line]
+    said += [wrap(plain(line)) for line in (same, *verdict.evidence) if line]
     if found.missing:
         records = [run.record for summary in found.summaries for run in summary.runs if run.record]
         logged = sorted({name for record in records for name in record.curves})

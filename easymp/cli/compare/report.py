@@ -5,7 +5,6 @@ The page is one HTML file without scripts or links; its plots are images inside 
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import math
@@ -19,7 +18,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...base.units import size
 from ...base.units import unit as unit_of
 from ...settings import OVERRIDE
-from ..curves import NOISY, OUTLIER, Line, Panel, colour, curves, dashes, draw, logarithmic, missing, smoothed
+from ..curves import (
+    NOISY,
+    OUTLIER,
+    Line,
+    Panel,
+    colour,
+    curves,
+    draw,
+    logarithmic,
+    missing,
+    page,
+    smoothed,
+)
 from .runs import Record
 from .summary import Spread, Summary, spread
 from .verdict import Comparison, Standing, is_busy, ratio
@@ -28,12 +39,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NEEDED = ("matplotlib", "jinja2")
-TEMPLATE = Path(__file__).with_name("page.html.jinja")
-ALIAS = (
-    "mixed_precision",
-    "strategy",
-    "gradient_accumulation_steps",
-)  # settings that a decision of the plan shows
+SHOWN = ("mixed_precision", "strategy", "gradient_accumulation_steps")  # a decision of the plan shows them
+OUTSIDE = "set from outside"
 ALIKE = 1.05  # the largest median as a multiple of the smallest, up to which a column has nothing to tell
 
 
@@ -69,7 +76,7 @@ def columns(found: Comparison) -> tuple[list[Column], str]:
     ):
         known = [value.median for value in values if value]
         texts = [text for text, _ in column.cells if text != "–"]
-        alike = len({cell for cell in column.cells if cell[0] in texts}) == 1 or (known and max(known) <= ALIKE * min(known))
+        alike = _alike(known) or len({cell for cell in column.cells if cell[0] in texts}) == 1
         if alike and len(texts) > 1:
             same.append(f"{column.head} {'about ' * (len(set(texts)) > 1)}{texts[0]}")
         elif texts:
@@ -77,9 +84,8 @@ def columns(found: Comparison) -> tuple[list[Column], str]:
     return shown, f"The same for all that finished: {', '.join(same)}." if same else ""
 
 
-def results(found: Comparison) -> list[str]:
-    """A sentence a plan about its result, with the numbers behind it."""
-    return [f"{s.name} {s.result}: {s.why}." for s in found.verdict.standings if s.why]
+def _alike(values: Sequence[float]) -> bool:
+    return len(values) > 1 and max(values) <= ALIKE * min(values)
 
 
 def _ratio(standing: Standing) -> tuple[str, str]:
@@ -116,46 +122,38 @@ def rate(value: float) -> str:
 
 def as_json(found: Comparison) -> dict[str, Any]:
     """Everything, in JSON's own types; numbers that are not finite are None."""
-    plans = []
-    for summary in found.summaries:
-        runs = [
-            {
-                "number": run.number,
-                "seed": run.seed,
-                "command": found.task.command(run.variant) if found.task else [],
-                **dataclasses.asdict(run.end),
-                "record": run.record,
-            }
-            for run in summary.runs
-        ]
-        plans.append(
-            {
-                "name": summary.name,
-                "settings": summary.variant.settings,
-                "processes": summary.variant.processes,
-                "seconds": summary.seconds,
-                "speed": summary.speed,
-                "peak_bytes": summary.peak,
-                "seconds_before": summary.before,
-                "metrics": {metric.name: spread(summary.finals(metric)) for metric in found.metrics},
-                "runs": runs,
-            }
-        )
-    facts = {
-        "script": found.task.script if found.task else None,
-        "arguments": found.task.arguments if found.task else [],
-        "verdict": found.verdict,
-        "metrics": found.metrics,
-        "machine": found.machine,
-        "plans": plans,
-        "interrupted": found.interrupted,
-    }
-    return _plain(facts)
+    task = found.task
+    plans = [
+        {
+            "name": plan.name,
+            "settings": {**plan.variant.settings, **plan.variant.words},
+            "processes": plan.variant.processes,
+            "seconds": plan.seconds,
+            "speed": plan.speed,
+            "peak_bytes": plan.peak,
+            "seconds_before": plan.before,
+            "metrics": {metric.name: spread(plan.finals(metric)) for metric in found.metrics},
+            "runs": [
+                {
+                    "number": run.number,
+                    "seed": run.seed,
+                    "command": task.command(run.variant) if task else [],
+                    **vars(run.end),
+                    "record": run.record,
+                }
+                for run in plan.runs
+            ],
+        }
+        for plan in found.summaries
+    ]
+    about = {"script": task.script if task else None, "arguments": task.arguments if task else []}
+    kept = ("verdict", "metrics", "machine", "interrupted")
+    return _plain({**about, **{name: getattr(found, name) for name in kept}, "plans": plans})
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = vars(value)
     if isinstance(value, dict):
         return {str(name): _plain(held) for name, held in value.items()}
     if isinstance(value, (list, tuple)):
@@ -173,12 +171,12 @@ def write(found: Comparison) -> tuple[list[Path], str]:
     path.write_text(json.dumps(as_json(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if absent := missing(*NEEDED):
         return [path], f"No page and no picture: {absent}"
-    page, picture = found.folder / "compare.html", found.folder / "compare.png"
+    html, picture = found.folder / "compare.html", found.folder / "compare.png"
     made = list(panels(found))
-    page.write_text(_page(found, made), encoding="utf-8")
+    html.write_text(_page(found, made), encoding="utf-8")
     if made:
         picture.write_bytes(draw(made, 2, "png", found.verdict.sentence))
-    return [path, page, *[picture] * bool(made)], ""
+    return [path, html, *[picture] * bool(made)], ""
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------
@@ -196,8 +194,10 @@ def panels(found: Comparison) -> Iterator[Panel]:
             ):
                 title = f"{metric.name} by {across.split()[-1 if not key else 0]}"
                 yield title, curves(lines, names, across, metric.name, share=metric.share)
-    name, bytes_ = unit_of(max((plan.peak.most for plan in plans if plan.peak), default=1))
-    if lines := _lines(plans, lambda record: [(at, count / bytes_) for at, count in record.memory]):
+    peaks = [plan.peak.most for plan in plans if plan.peak]
+    name, bytes_ = unit_of(max(peaks, default=1))
+    lines = _lines(plans, lambda record: [(at, count / bytes_) for at, count in record.memory])
+    if lines and not _alike(peaks):
         device = any(record.device_memory for plan in plans for record in plan.records)
         title = "Memory allocated on the device" if device else "Memory of the process"
         yield title, curves(lines, names, "seconds from the first update", f"memory, {name}", from_zero=True)
@@ -239,61 +239,45 @@ def _speeds(plans: Sequence[Summary], axes: Axes) -> None:
 
 
 def _page(found: Comparison, made: Sequence[Panel]) -> str:
-    """HTML. Words from outside (names, messages, arguments) are escaped."""
-    from jinja2 import Environment, StrictUndefined
-
     task, threads = found.task, found.machine.get("threads")
     runs = [run for summary in found.summaries for run in summary.runs]
     shown, same = columns(found)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {
-        "seconds": seconds,
-        "size": lambda n: "–" if n is None else size(n),
-        "count": lambda n: "–" if n is None else f"{n:,}",
-    }
-    images = [(title, base64.b64encode(draw([(title, fill)], 1, "svg")).decode()) for title, fill in made]
-    choices, alike = _choices(found)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    choices, alike = _choices(found.summaries)
+    return page(
+        "compare/page.html.jinja",
+        made,
+        title=found.verdict.sentence,
         found=found,
         command=shlex.join(["python", *["-m"] * task.module, task.script, *task.arguments]) if task else "",
         when=time.strftime("%-d %B %Y, %H:%M", time.localtime(min(run.end.started for run in runs))),
         columns=shown,
         same=same,
-        results=results(found),
-        images=images,
         choices=choices,
         alike=alike,
         noisy=any(len(points) > NOISY for run in runs if run.record for points in run.record.curves.values()),
         busy=lambda run: is_busy(run.end.others, threads),
-        colour=colour,
-        dashes=dashes,
+        seconds=seconds,
+        size=lambda number: "–" if number is None else size(number),
+        count=lambda number: "–" if number is None else f"{number:,}",
     )
 
 
-def _choices(found: Comparison) -> tuple[list[tuple[str, list[Any]]], list[tuple[str, Any]]]:
-    """The decisions of the plans by name: those that differ, with one for each plan, and those that do not."""
-    typical = [summary.typical for summary in found.summaries]
-    plans = [run.record.plan if run and run.record else {} for run in typical]
-    for summary, plan in zip(found.summaries, plans):
-        asked = {**summary.variant.settings, **summary.variant.words}
-        plan |= {
-            name: {"value": value, "reason": "set from outside"}
-            for name, value in asked.items()
-            if name not in ALIAS
-        }
-        for one in plan.values():
-            if isinstance(one, dict) and OVERRIDE in one["reason"]:
-                one["reason"] = "set from outside"
-    names = list(dict.fromkeys(name for plan in plans for name in plan))
+def _choices(plans: Sequence[Summary]) -> tuple[list[tuple[str, list[Any]]], list[tuple[str, Any]]]:
+    """Decisions by name, as value and reason: those in which plans differ, with one for each plan, and the others."""
+    made: list[dict[str, tuple[Any, str]]] = []
+    for plan in plans:
+        said = plan.typical.record.plan if plan.typical and plan.typical.record else {}
+        words = {n: one if isinstance(one, dict) else {"value": one, "reason": ""} for n, one in said.items()}
+        made.append(
+            {n: (w["value"], OUTSIDE if OVERRIDE in w["reason"] else w["reason"]) for n, w in words.items()}
+        )
+        outside = {**plan.variant.settings, **plan.variant.words}
+        made[-1] |= {name: (value, OUTSIDE) for name, value in outside.items() if name not in SHOWN}
     differ, alike = [], []
-    for name in names:
-        said = [plan.get(name) for plan in plans]
-        said = [one if isinstance(one, dict) or one is None else {"value": one, "reason": ""} for one in said]
-        known = [one for one in said if one is not None]
-        if len({str(one["value"]) for one in known}) > 1 or len(known) < len([p for p in plans if p]):
-            differ.append((name, said))
+    for name in dict.fromkeys(name for said in made for name in said):
+        row = [said.get(name) for said in made]
+        if len({str(one and one[0]) for one, said in zip(row, made) if said}) > 1:
+            differ.append((name, row))
         else:
-            alike.append((name, known[0]))
+            alike.append((name, next(filter(None, row))))
     return differ, alike

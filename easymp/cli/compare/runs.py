@@ -129,14 +129,14 @@ class End:
         why: a sentence where it did not finish; else "".
         started: seconds since the epoch.
         wall: seconds in all.
-        others: processors that other work on the machine used meanwhile, on average.
+        others: processors that other work on the machine used meanwhile, on average; None where that is not known.
     """
 
     status: str
     why: str
     started: float
     wall: float
-    others: float
+    others: float | None
 
 
 def run(

@@ -227,7 +227,7 @@ def load(words: Sequence[str]) -> list[Run]:
         variant = named.setdefault(name, Variant(name))
         number = 1 + sum(run.variant is variant for run in runs)
         whole = (record.first or 0.0) + (record.seconds or 0.0)
-        runs.append(Run(variant, number, None, End(FINISHED, "", record.begun, whole, 0.0), record))
+        runs.append(Run(variant, number, None, End(FINISHED, "", record.begun, whole, None), record))
     return runs
 
 

@@ -19,7 +19,7 @@ from functools import cache
 from operator import truediv
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from .runs import Task
 from .summary import Metric, Run, Summary, choose, summarize
@@ -35,7 +35,8 @@ NO, HINT, YES = range(3)  # how sure a difference of speeds is
 REFERENCE, FOLLOWS, UNPROVEN, WORSE = "reference", "follows", "unproven", "worse"
 
 
-class Standing(NamedTuple):
+@dataclass(frozen=True)
+class Standing:
     """One plan in the verdict.
 
     Attributes:
@@ -57,9 +58,14 @@ class Verdict:
     """The sentence, the plan to take ("" for none), a standing a plan, and what weakens the sentence."""
 
     sentence: str
-    take: str = ""
-    standings: tuple[Standing, ...] = ()
-    doubts: tuple[str, ...] = ()
+    take: str
+    standings: tuple[Standing, ...]
+    doubts: tuple[str, ...]
+
+    @property
+    def evidence(self) -> list[str]:
+        """A sentence a plan about its result, with the numbers behind it."""
+        return [f"{s.name} {s.result}: {s.why}." for s in self.standings if s.why]
 
 
 @dataclass(frozen=True)
@@ -74,30 +80,18 @@ class Comparison:
         missing: names that were asked for and that no run logged.
         folder: for reports.
         interrupted: whether Ctrl-C came before all had run.
+        machine: its facts, from the first run with a record.
     """
 
     task: Task | None
     repeats: int
     summaries: tuple[Summary, ...]
-    metrics: tuple[Metric, ...]
+    metrics: Sequence[Metric]
     missing: tuple[str, ...]
     verdict: Verdict
     folder: Path
     interrupted: bool
-
-    @property
-    def failed(self) -> bool:
-        """Whether any run did not finish."""
-        return any(summary.troubles for summary in self.summaries)
-
-    @property
-    def machine(self) -> dict[str, Any]:
-        """Facts of the machine, from the first run with a record."""
-        return _machine([run for summary in self.summaries for run in summary.runs])
-
-
-def _machine(runs: Sequence[Run]) -> dict[str, Any]:
-    return next((run.record.machine for run in runs if run.record is not None), {})
+    machine: dict[str, Any]
 
 
 def conclude(
@@ -114,8 +108,9 @@ def conclude(
     logged = [name for run in runs if run.record is not None for name in run.record.curves]
     chosen = choose(logged, metrics)
     missing = tuple(name for name in metrics if name not in logged)
-    verdict = judge(summaries, chosen, _machine(runs).get("threads"))
-    return Comparison(task, repeats, summaries, tuple(chosen), missing, verdict, folder, interrupted)
+    machine = next((run.record.machine for run in runs if run.record is not None), {})
+    verdict = judge(summaries, chosen, machine.get("threads"))
+    return Comparison(task, repeats, summaries, chosen, missing, verdict, folder, interrupted, machine)
 
 
 # -- how sure ----------------------------------------------------------------------------------------------------------
@@ -235,11 +230,16 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
         few = min(len(plan.speeds) for plan in good) < ENOUGH
         more = f"{ENOUGH} runs or more of each plan" if few else "more runs of each plan"
         doubts = (f"To be surer, compare {more} (--repeats){', on a quiet machine' * busy}.", *doubts)
-    return Verdict(_sentence(take, good, tied, sure, standings), take.name, standings, doubts)
+    return Verdict(_sentence(take, good, tied, sure, busy, standings), take.name, standings, doubts)
 
 
 def _sentence(
-    take: Summary, good: Sequence[Summary], tied: Sequence[Summary], sure: int, standings: Sequence[Standing]
+    take: Summary,
+    good: Sequence[Summary],
+    tied: Sequence[Summary],
+    sure: int,
+    busy: bool,
+    standings: Sequence[Standing],
 ) -> str:
     """``"Use fp32: fastest of 3 (1.30 × bf16, 5 runs each, bf16 unproven); O1 30 × slower."``"""
     done = sorted((s for s in standings if s.ratio), key=lambda s: s.ratio or 0.0)
@@ -254,6 +254,7 @@ def _sentence(
     basis.append(
         f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} run{'s' * (counts[-1] > 1)} each"
     )
+    basis += ["busy machine"] * (busy and sure == HINT)
     basis += [f"{s.name} unproven" for s in (own, *rivals[:1]) if s.result == UNPROVEN]
     reason = f"fastest of {among}"
     if not rivals:
@@ -276,9 +277,9 @@ def _slower(times: float) -> str:
     return f"{ratio(times)} × slower" if times >= 1 else f"{ratio(1 / times)} × faster"
 
 
-def is_busy(others: float, cores: int | None) -> bool:
+def is_busy(others: float | None, cores: int | None) -> bool:
     """Whether other work used enough processors to doubt the times."""
-    return cores is not None and others > BUSY * cores
+    return cores is not None and others is not None and others > BUSY * cores
 
 
 def _doubts(summaries: Sequence[Summary], done: Sequence[Summary], cores: int | None) -> tuple[str, ...]:
