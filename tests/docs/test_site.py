@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ..examples.run import ROOT
+from .test_pages import BLOCKS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -53,6 +55,16 @@ def address(site: Path) -> Iterator[str]:
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+def test_every_block_is_shown_as_code(site: Path) -> None:
+    counts = {}
+    for page, found in BLOCKS.items():
+        if page != "README.md":
+            folder = Path(page).relative_to("docs").with_suffix("")
+            file = site / (folder.parent if folder.name == "index" else folder) / "index.html"
+            counts[page] = len(found), len(re.findall(r'<div class="[^"]*\bhighlight\b', file.read_text()))
+    assert {page: pair for page, pair in counts.items() if pair[0] > pair[1]} == {}
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])

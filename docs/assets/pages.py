@@ -1,0 +1,41 @@
+"""A hook of MkDocs for what Markdown and Material's template lack.
+
+Words for the tests of a page are left out of code blocks, cells of wide tables know their column for narrow screens, and the search has a
+name for screen readers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+FENCE = re.compile(r"""(?m)^([ ]*`{3,}\w+.*?)[ ](?:needs="[^"]*"|exact|tree)(?=[ ]|$)""")
+SEARCH = 'data-md-component="search" role="dialog"'
+COLUMNS = 3  # of a table that is too wide for a telephone
+
+
+def on_page_markdown(markdown: str, **rest: Any) -> str:
+    return FENCE.sub(r"\1", markdown)
+
+
+def on_page_content(html: str, **rest: Any) -> str:
+    return re.sub(r"<table>.*?</table>", lambda table: _labelled(table[0]), html, flags=re.DOTALL)
+
+
+def on_post_page(output: str, **rest: Any) -> str:
+    return output.replace(SEARCH, f'{SEARCH} aria-label="Search"')
+
+
+def on_post_template(output_content: str, **rest: Any) -> str:
+    return on_post_page(output_content)
+
+
+def _labelled(table: str) -> str:
+    heads = [re.sub(r"<.*?>", "", head) for head in re.findall(r"<th\b[^>]*>(.*?)</th>", table)]
+    if len(heads) < COLUMNS:
+        return table
+    columns: Iterator[str] = cycle(heads)
+    cells = re.sub(r"<td(?=[ >])", lambda cell: f'<td data-column="{next(columns)}"', table)
+    return cells.replace("<table>", '<table data-wide="">', 1)
