@@ -112,7 +112,6 @@ First = TypeVar("First")
 Second = TypeVar("Second")
 Others = TypeVarTuple("Others")
 
-WORDS = {True: "model", False: "no"}  # of the argument `compile`, in the setting
 # Keywords of the peer that have another place here, or none.
 ELSEWHERE = {
     "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
@@ -160,8 +159,7 @@ class Accelerator(Processes, Checkpoints):
             keep low-precision weights; "no", "fp32", "tf32" and "O0" cast nothing. Low-precision weights are stepped by fp32 masters, or
             with stochastic rounding where the optimizer is of `easymp.optim` ("O3" only rounds). The plan says which.
         strategy: "auto", or a strategy such as "ddp", "fsdp" or "pipeline" (see `easymp.registry.STRATEGIES`).
-        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …) or a dict of the fields;
-            default: those of the table ``[strategy_options]`` of ``easymp.toml``.
+        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …) or a dict of the fields.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
         cpu: train on the CPU although there is an accelerator.
         device_placement: move models and batches to the device.
@@ -246,10 +244,6 @@ class Accelerator(Processes, Checkpoints):
         settings: Settings | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in setting.NAMES}
-        recompute = transforms.read_which(
-            False if activation_checkpointing is None else activation_checkpointing
-        )
-        compiled = transforms.read_compile(False if compile is None else compile, dynamo_backend)
         handlers = records.by_kind(kwargs_handlers)
         group = handlers.get(records.InitProcessGroupKwargs)
         project = project_config or records.ProjectConfiguration()
@@ -268,21 +262,35 @@ class Accelerator(Processes, Checkpoints):
         if group and timeout is None:
             given["timeout"] = group.seconds
         given["log_with"], own_trackers = trackers.words_of(log_with)
-        given["compile"] = parts = getattr(compile, "what", None) or WORDS.get(compile, compile)  # type: ignore[arg-type]
-        again = None if activation_checkpointing is None else transforms.worded(recompute)
-        asked = setting.resolve(settings, **{**given, "activation_checkpointing": again})
-        if asked.compile != parts:
-            compiled = transforms.compile_setting(asked.compile, dynamo_backend)
-        if asked.activation_checkpointing != again:
-            recompute = transforms.read_words(str(asked.activation_checkpointing))
+        backend = str(getattr(dynamo_backend, "value", dynamo_backend) or "no").lower()
+        for name, record in (
+            ("compile", None if backend == "no" else {"backend": backend}),
+            ("strategy_options", handlers.get(records.DistributedDataParallelKwargs)),
+            ("scaler_options", handlers.get(records.GradScalerKwargs)),
+        ):
+            if record and given.get(name) not in (None, False, "no"):
+                other = "dynamo_backend" if name == "compile" else "kwargs_handlers"
+                raise SettingError(f"both {name} and {other} say it: pass one of them")
+            given[name] = record or given.get(name)
+        asked = setting.resolve(settings, **given)
+        compiled = setting.read_record(asked, "compile", transforms.read_compile)
+        recompute = setting.read_record(asked, "activation_checkpointing", transforms.read_which)
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
         ranks = distributed.locate(distributed.read_ranks(), asked.timeout)
         plan = planning.make_plan(asked, hardware.detect(), ranks)
-        spread, options = self._read_strategy(plan, asked, strategy_options, handlers)
+        spread = strategies.STRATEGIES[plan.strategy.value]
+        owner = f"strategy {spread.name!r}"
+        options = setting.read_record(
+            asked, "strategy_options", partial(setting.as_record, spread.Options, owner)
+        )
         plugin = gradient_accumulation_plugin or records.GradientAccumulationPlugin(plan.accumulation.value)
         self._sync_each_batch = plugin.sync_each_batch
         self._window = UpdateWindow(plan.accumulation.value, plugin.sync_with_dataloader)
+        read = partial(setting.as_record, records.GradScalerKwargs, "scaler_options")
+        scaling = setting.read_record(asked, "scaler_options", read)
+        loading = partial(setting.as_record, records.DataLoaderConfiguration, "dataloader_config")
+        self._loading = setting.read_record(asked, "dataloader_config", loading)
         device = torch.device(plan.device.value)
         backend = group.backend if group else None
         self._undo = ExitStack()
@@ -295,7 +303,6 @@ class Accelerator(Processes, Checkpoints):
             begun.callback(state.unregister, self._run)
             self._autocast: AutocastKwargs = handlers.get(records.AutocastKwargs, records.AutocastKwargs())
             self._precision = self._make_precision(asked)
-            scaling = handlers.get(records.GradScalerKwargs, records.GradScalerKwargs())
             scaled = self._precision.scaled and scaling.enabled
             guard = not scaled and asked.nonfinite in ("skip", "raise")
             if guard and asked.nonfinite == "skip" and getattr(options, "remembers", False):
@@ -304,15 +311,13 @@ class Accelerator(Processes, Checkpoints):
                     "finite would stay in it for good. Use nonfinite='raise', or another comm_hook"
                 )
             self._scaler = precision.Scaler(scaling, self._world, scaled, guard, self._window)
-            self._loading = dataloader_config or records.DataLoaderConfiguration()
-            own = strategy_options is not None or asked.strategy_options is not None
             steps = self._world.size if scheduler_steps_per_process else 1
             schedule = partial(
                 self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps
             )
             wishes = prepare.PrepareOptions(
                 *(device_placement, self._loading, schedule),
-                strategy_options=own or records.DistributedDataParallelKwargs in handlers,
+                strategy_options=asked.strategy_options is not None,
                 initialize=initialize,
                 recompute=recompute,
                 compile=compiled,
@@ -338,7 +343,7 @@ class Accelerator(Processes, Checkpoints):
             self._begin_checkpoints(project)
             self._tracking = tracking.Tracking(self._run, self._project, asked, own_trackers, prepared)
             self._logbook = self._tracking.logbook
-            self._listen(save_on_signal)
+            self._listen(asked.save_on_signal)
             self._undo.callback(self._preemption.close)
             switch(dtypes.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
             if asked.seed is not None:
@@ -353,18 +358,6 @@ class Accelerator(Processes, Checkpoints):
             begun.pop_all()
 
     # -- the decision
-
-    @staticmethod
-    def _read_strategy(plan: Plan, asked: Settings, given: Any, handlers: dict[type, Any]) -> tuple[Any, Any]:
-        """The planned strategy's class, and its options: the argument's, else those of the project file."""
-        kind = strategies.STRATEGIES[plan.strategy.value]
-        try:
-            options = asked.strategy_options if given is None else given
-            return kind, strategies.read_options(kind, options, handlers)
-        except SettingError as error:
-            if given is not None or asked.strategy_options is None:
-                raise
-            raise SettingError(f"{asked.source('strategy_options')[1]}: {error}") from None
 
     def _make_precision(self, asked: Settings) -> Any:
         kind = precision.PRECISIONS.get(self.plan.precision.value)

@@ -41,6 +41,8 @@ def check_fields(record: Any) -> None:
         elif kind.startswith("int"):
             bound = f" of at least {least}" if least else ""
             _check(_whole(value, least), f"{f.name}={value!r} is not a whole number{bound}")
+        elif kind == "float":
+            _check(_number(value), f"{f.name}={value!r} is not a number")
 
 
 def check_word(name: str, value: Any, known: Collection[str]) -> None:
@@ -239,6 +241,7 @@ class GradScalerKwargs:
     raise_at_minimum: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, good, rule in (
             ("init_scale", 0 < self.init_scale < float("inf"), "a positive finite number"),
             ("growth_factor", self.growth_factor > 1 or not self.dynamic, "above 1"),
@@ -358,8 +361,7 @@ class DistributedDataParallelKwargs:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        good = _number(self.bucket_cap_mb) and self.bucket_cap_mb > 0
-        _check(good, f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
+        _check(self.bucket_cap_mb > 0, f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
         for name, known in (("comm_hook", get_args(CommHook)), ("comm_wrapper", get_args(CommWrapper))):
             given = getattr(self, name)
             word = given.value if isinstance(given, Enum) else given

@@ -1,22 +1,26 @@
 """Settings, from argument, environment or project file: each is said once.
 
 A field of `Settings` and its metadata give the argument, the environment variable (``EASYMP_`` and the name in capitals), the key in
-``easymp.toml``, the allowed values, the question of `easymp config`, and the help. `Launching` is the same for `easymp launch`: its flags,
-and the table ``[launch]`` of the file.
+``easymp.toml``, the word after ``--set``, the allowed values, the question of `easymp config`, and the help. `Launching` is the same for
+`easymp launch`: its flags, and the table ``[launch]`` of the file.
+
+A table of options is written as ``[strategy_options]`` in the file and as ``{cpu_offload = true}`` (TOML) or ``{"cpu_offload": true}``
+(JSON) in a variable. It replaces the table of a lower source; ``--set strategy_options.cpu_offload=true`` changes one option of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from .base import env
+from .base.toml import Statement, read_literal, statements
 from .base.units import read_bytes
 from .errors import SettingError, nearest
 from .protocols import Source
@@ -27,7 +31,7 @@ from .registry import ALIASES, PRECISIONS, STRATEGIES, PrecisionName, StrategyNa
 FILE = "easymp.toml"
 VARIABLE = env.PREFIX + "CONFIG"  # names another one
 LAUNCH = "launch"  # the table of `easymp launch`
-OPTIONS = "strategy_options"  # the table of the strategy's own
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,20 +48,16 @@ class ProjectFile:
     content: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
 
+    @cached_property
+    def _statements(self) -> list[Statement]:
+        return list(statements(self.text + "\n"))
+
     def where(self, key: str, table: str = "") -> str:
         """``"easymp.toml, line 3"``: the place of `key` of `table`; without a line where the file spells it in an unknown way."""
-        name = f"""["']?{re.escape(key)}["']?"""
-        inside = ""
-        for number, line in enumerate(self.text.splitlines(), 1):
-            header = re.match(r"\s*\[+\s*([^\[\]]+?)\s*\]+", line)
-            if header and "=" not in line.split("]")[0]:
-                inside = header[1].strip("\"'")
-                if not table and inside.split(".")[0].strip("\"' ") == key:
-                    return f"{self.path}, line {number}"
-            elif re.match(
-                rf"\s*{name}\s*[.=]" if inside == table else rf"\s*{re.escape(table)}\s*\.\s*{name}\s*=", line
-            ):
-                return f"{self.path}, line {number}"
+        keys = (table, key) if table else (key,)
+        for s in self._statements:
+            if s.keys == keys or (s.keys == () and s.table[:1] == keys):
+                return f"{self.path}, line {self.text.count(chr(10), 0, s.begin) + 1}"
         return str(self.path)
 
 
@@ -88,6 +88,8 @@ def read(path: Path | str | None = None) -> ProjectFile:
 # -- One setting as a field of a record
 
 Size = int  # bytes; said as a number or in words: 16e9, "16GiB", "500 MB"
+Words = str  # several, with commas; a file may also hold a list
+Table = Mapping[str, Any]  # options by name
 
 
 def setting(
@@ -96,19 +98,39 @@ def setting(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     most: float | None = None,
+    switch: tuple[str, str] | None = None,
 ) -> Any:
-    """A field of a record of settings: default, one sentence of help, allowed words, smallest and largest number.
+    """A field of a record of settings.
 
-    Its type is one of str, int, float, bool and `Size`, or one of them and None; a str without `choices` is any text, or a whole number.
+    Its type is one of str, int, float, bool, `Size`, `Words` and `Table`, or one of them and None; a str without `choices` is any text,
+    or a whole number.
+
+    Args:
+        default: the value where none is set.
+        help: one sentence.
+        choices: allowed words.
+        least: the smallest number.
+        most: the largest number.
+        switch: the words that false and true mean.
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
+    limits = {"choices": choices, "least": least, "most": most, "switch": switch}
+    return field(default=default, metadata={"help": help, **limits})
 
 
 def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     """`value` in the field's own type, or a SettingError that begins with `where`."""
-    kind = str(f.type).split(" ")[0]
+    kind, switch = str(f.type).split(" ")[0], f.metadata["switch"]
     if value is None and f.default is None:
         return None
+    of_table = isinstance(value, str) and value.lstrip().startswith("{")
+    if kind == "Table" or ("Table" in str(f.type) and (of_table or not isinstance(value, (str, bool)))):
+        return _table_of(f, value, where)
+    if switch and str(value).lower() in ("false", "true"):
+        return switch[str(value).lower() == "true"]
+    if kind == "Words" and not isinstance(value, str):
+        if not isinstance(value, (list, tuple)) or not value or not all(isinstance(v, str) for v in value):
+            raise SettingError(f"{where}{value!r} is neither a text nor a list of texts")
+        value = ",".join(value)
     if kind == "bool":
         return _yes_or_no(value, where)
     if kind == "Size":
@@ -116,6 +138,19 @@ def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     if kind in ("int", "float"):
         return _number(f, kind, value, where)
     return _word(f.metadata["choices"], value, where)
+
+
+def _table_of(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    read = read_literal(value) if isinstance(value, str) else value
+    if isinstance(read, Mapping) and all(isinstance(key, str) for key in read):
+        return {key: tuple(v) if isinstance(v, list) else v for key, v in read.items()}
+    if dataclasses.is_dataclass(read):  # an argument
+        return read
+    choices = f.metadata["choices"]
+    kind = f"neither one of {', '.join(choices)} nor a table" if choices else "not a table"
+    raise SettingError(
+        f"{where}{value!r} is {kind}: write [{f.name}] and its options below, or {{option = value}} in one line"
+    )
 
 
 def _yes_or_no(value: Any, where: str) -> bool:
@@ -180,7 +215,6 @@ class Settings:
         ((<Source.ASKED: 'asked for'>, 'asked for'), (<Source.DEFAULT: 'default'>, 'default'))
 
     Attributes:
-        strategy_options: options of the strategy: its record, or a dict of its fields.
         sources: where values come from, by name; `resolve` fills it.
     """
 
@@ -212,13 +246,17 @@ class Settings:
         "answer to a loss or gradient that is not finite: raise, skip the step, or warn once; default: skip under a loss scale, else warn",
         get_args(NonfiniteAnswer),
     )
-    compile: Compiled | None = setting(
-        None, "torch.compile: of the whole model, or of each repeated block", get_args(Compiled)
+    compile: Compiled | Table | None = setting(
+        None,
+        "torch.compile: of the whole model, or of each repeated block; or a table of the fields of CompileOptions",
+        get_args(Compiled),
+        switch=("no", "model"),
     )
-    activation_checkpointing: str | None = setting(
+    activation_checkpointing: Words | None = setting(
         None,
         "modules that keep only their inputs and are computed again in backward: blocks (the repeated ones), patterns of module or "
         "class names with commas, or no",
+        switch=("no", "blocks"),
     )
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
@@ -240,11 +278,23 @@ class Settings:
     project_dir: str | None = setting(
         None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory"
     )
-    log_with: str | None = setting(
+    log_with: Words | None = setting(
         None,
         "trackers that `log` writes to, with commas: jsonl (the default) or others by name; all that are installed, or none",
     )
-    strategy_options: Mapping[str, Any] | None = None  # in the file, the table of this name
+    save_on_signal: bool | None = setting(
+        None,
+        "end the run with a checkpoint and exit code 75 at SIGTERM and SIGUSR1: true from the beginning, false never; else from resume on",
+    )
+    strategy_options: Table | None = setting(
+        None, "options of the strategy by the fields of its record, such as cpu_offload of FSDPOptions"
+    )
+    dataloader_config: Table | None = setting(
+        None, "how prepared loaders read: fields of DataLoaderConfiguration, such as split_batches"
+    )
+    scaler_options: Table | None = setting(
+        None, "options of the loss scale: fields of GradScalerKwargs, such as init_scale"
+    )
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __new__(cls, *values: Any, **named: Any) -> Settings:
@@ -275,8 +325,9 @@ class Settings:
 
 
 NAMES: dict[str, dataclasses.Field[Any]] = {
-    f.name: f for f in dataclasses.fields(Settings) if f.name not in ("sources", OPTIONS)
+    f.name: f for f in dataclasses.fields(Settings) if f.name != "sources"
 }
+TABLES = [name for name, f in NAMES.items() if "Table" in str(f.type)]
 _told = (f"    {f.name}: {f.metadata['help']}.\n    " for f in NAMES.values())
 Settings.__doc__ = (Settings.__doc__ or "") + "".join(_told)  # for help()
 
@@ -333,29 +384,32 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     sources: dict[str, tuple[Source, str]] = {}
 
     def take(name: str, value: Any, source: Source, words: str) -> None:
+        name, dot, option = name.partition(".")
+        if dot:
+            before = sources.get(name, (source, ""))[1].replace("asked for", f"{name} of the script")
+            value, words = (
+                {**as_table(values.get(name)), option: value},
+                " and ".join(filter(None, [before, words])),
+            )
         values[name], sources[name] = value, (source, words)
 
     file = read()
-    if OPTIONS in file.content:
-        table = {k: tuple(v) if isinstance(v, list) else v for k, v in _table(file, OPTIONS).items()}
-        take(OPTIONS, table, Source.CONFIG, file.where(OPTIONS))
     for name, value in _read(file, NAMES).items():
-        take(name, value, Source.CONFIG, str(file.path))
+        take(name, value, Source.CONFIG, file.where(name) if name in TABLES else str(file.path))
     for name, (value, words) in _from_environment().items():
         take(name, value, Source.ENVIRONMENT, words)
     for name in NAMES if given is not None else ():
         source, words = given.source(name)
         if source is not Source.DEFAULT:
             take(name, getattr(given, name), source, words)
-    if given is not None and given.strategy_options is not None:
-        take(OPTIONS, given.strategy_options, Source.ASKED, "asked for")
     for name, value in arguments.items():
         if name not in NAMES:
             near = nearest(name, NAMES) or "."
             raise SettingError(f"{name!r} is not a setting{near} Known: {', '.join(NAMES)}")
         if value is not None:
-            take(name, value, Source.ASKED, f"{name}={value!r}")
-    for name, value in _overrides():
+            value = checked(NAMES[name], value, f"{name}=")
+            take(name, value, Source.ASKED, "asked for" if name in TABLES else f"{name}={value!r}")
+    for name, value in read_pairs(shlex.split(env.read(OVERRIDE) or ""), f"{OVERRIDE}: ").items():
         take(name, value, Source.ASKED, f"{name}={value!r} in {OVERRIDE}")
     return Settings(**values, sources=sources)
 
@@ -399,7 +453,7 @@ def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table:
     for key, value in file.content.items():
         if key in known:
             found[key] = checked(known[key], value, f"{file.where(key, table)}: {key} = ")
-        elif table or key not in (LAUNCH, OPTIONS):
+        elif table or key != LAUNCH:
             place = f" of [{table}]" if table else ""
             other, home = (NAMES, "the top of the file") if table else (LAUNCHING, f"the table [{LAUNCH}]")
             hint = f": it belongs to {home}." if key in other else nearest(key, known) or "."
@@ -409,15 +463,78 @@ def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table:
     return found
 
 
-def _overrides() -> Iterator[tuple[str, Any]]:
-    for pair in shlex.split(env.read(OVERRIDE) or ""):
-        name, equals, value = pair.partition("=")
-        if name not in NAMES or not equals:
-            near = nearest(name, NAMES) or "."
-            raise SettingError(
-                f"{OVERRIDE} holds {pair!r}, but takes setting=value{near} Known: {', '.join(NAMES)}"
-            )
-        yield name, checked(NAMES[name], value, f"{OVERRIDE}: {name}=")
+def as_record(kind: type[T], owner: str, given: Any) -> T:
+    """The options that `owner` takes, a `kind`: `given` itself, one of the values in a mapping, or for None one with its defaults.
+
+    Raises:
+        SettingError: another type, or a name that `kind` does not have.
+    """
+    if isinstance(given, kind):
+        return given
+    if given is not None and not isinstance(given, Mapping):
+        raise SettingError(
+            f"{owner} takes {kind.__name__}, or a dict of its fields, not a {type(given).__name__}"
+        )
+    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given or ():
+        if name not in known:
+            near = nearest(name, known) or "."
+            raise SettingError(f"{owner} has no option {name!r}{near} Known: {', '.join(known)}")
+    return kind(**(given or {}))
+
+
+def read_record(asked: Settings, name: str, read: Callable[[Any], T]) -> T:
+    """What `read` makes of the value of `name`. Its SettingError names the source, unless that is an argument."""
+    try:
+        return read(getattr(asked, name))
+    except SettingError as error:
+        words = asked.source(name)[1]
+        if words in ("asked for", "default") or words.startswith(f"{name}="):
+            raise
+        raise SettingError(f"{words}: {error}") from None
+
+
+def as_table(value: Any) -> dict[str, Any]:
+    """The options that a table, a record or a word (of `compile`) holds."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, str):
+        return {} if value == "no" else {"what": value}
+    return dict(value or {})
+
+
+def read_pairs(
+    pairs: Sequence[str],
+    where: str = "--set ",
+    known: Mapping[str, dataclasses.Field[Any]] = NAMES,
+    readers: Mapping[str, Callable[[str], Any]] | None = None,
+) -> dict[str, Any]:
+    """``["seed=3", "strategy_options.cpu_offload=true"]`` by name; an option of a table keeps its dotted name.
+
+    Args:
+        pairs: ``NAME=VALUE``.
+        where: begins an error.
+        known: fields by name.
+        readers: for single names, a function that reads the text.
+
+    Raises:
+        SettingError: a wrong name or value.
+    """
+    found = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        table, dot, option = name.partition(".")
+        if table not in known or (dot and (table not in TABLES or not option)):
+            near = ": it is a flag of `easymp launch`." if name in LAUNCHING else nearest(name, known) or "."
+            raise SettingError(f"{where}{pair}: {name!r} is not a setting{near} Known: {', '.join(known)}")
+        if not equals:
+            raise SettingError(f"{where}{pair}: there is no value; write {where}{name}=VALUE")
+        try:
+            own = (readers or {}).get(name)
+            found[name] = read_literal(text) if dot else own(text) if own else checked(known[name], text, "")
+        except SettingError as error:
+            raise SettingError(f"{where}{pair}: {error}") from None
+    return found
 
 
 def _from_environment() -> dict[str, tuple[Any, str]]:

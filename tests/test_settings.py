@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import Accelerator, SettingError, Settings, Source, resolve
+from easymp import Accelerator, FSDPOptions, SettingError, Settings, Source, resolve
 from easymp.settings import Launching, resolve_launching
 
 
@@ -123,6 +124,9 @@ def test_a_wrong_value_is_refused_wherever_it_stands(name: str, value: object, w
         ("EASYMP_CONFG", "1", r"did you mean 'EASYMP_CONFIG'\?"),
         ("EASYMP_CONFIG", "nowhere.toml", "EASYMP_CONFIG='nowhere.toml'.*no file"),
         ("EASYMP_CONFIG", ".", "no file"),
+        ("EASYMP_STRATEGY_OPTIONS", "x", r"^EASYMP_STRATEGY_OPTIONS='x' is not a table: write \[strategy_op"),
+        ("EASYMP_COMPILE", "{", "^EASYMP_COMPILE='{' is neither one of no, model, blocks nor a table"),
+        ("EASYMP_OVERRIDE", "seed.x=1", "^EASYMP_OVERRIDE: seed.x=1: 'seed.x' is not a setting"),
         *(
             ("EASYMP_OVERRIDE", wrong, "^EASYMP_OVERRIDE.*'?(sede|seed)")
             for wrong in ("sede=1", "seed", "seed=x")
@@ -238,14 +242,75 @@ def test_the_file_says_what_is_recomputed_and_compiled(
         assert acc.prepare(blocks())[0]._compiled_call_impl is None
 
 
+# A table of options, or a word, in the file, in a variable and in an override; and what comes of it.
+REACHED = [
+    (
+        "strategy_options",
+        "[strategy_options]\nwrap = ['A', 'B']",
+        '{"wrap": ["A", "B"]}',
+        {"wrap": ("A", "B")},
+    ),
+    (
+        "strategy_options",
+        "strategy_options.cpu_offload = true",
+        "{cpu_offload = true}",
+        {"cpu_offload": True},
+    ),
+    ("scaler_options", "[scaler_options]\ninit_scale = 8", "{init_scale = 8}", {"init_scale": 8}),
+    ("dataloader_config", "[dataloader_config]\ndata_seed = 1", '{"data_seed": 1}', {"data_seed": 1}),
+    ("compile", "[compile]\nmode = 'default'", "{mode = 'default'}", {"mode": "default"}),
+    ("compile", "compile = true", "true", "model"),
+    ("compile", "compile = 'blocks'", "BLOCKS", "blocks"),
+    ("activation_checkpointing", "activation_checkpointing = ['A', 'b.*']", "A,b.*", "A,b.*"),
+    ("activation_checkpointing", "activation_checkpointing = true", "true", "blocks"),
+    ("activation_checkpointing", "activation_checkpointing = '0'", "0", "0"),  # a module's name
+    ("log_with", "log_with = ['jsonl', 'mlflow']", "jsonl,mlflow", "jsonl,mlflow"),
+    ("save_on_signal", "save_on_signal = true", "1", True),
+]
+
+
+@pytest.mark.parametrize(("name", "toml", "text", "value"), REACHED)
+def test_each_way_to_say_it_means_the_same(name, toml, text, value, monkeypatch) -> None:
+    write(toml)
+    assert getattr(resolve(), name) == value
+    write("")
+    with monkeypatch.context() as patch:
+        patch.setenv(f"EASYMP_{name.upper()}", text)
+        assert getattr(resolve(), name) == value
+    monkeypatch.setenv("EASYMP_OVERRIDE", f"{name}={shlex.quote(text)}")
+    assert getattr(resolve(**{name: None}), name) == value
+    assert getattr(resolve(Settings(**{name: value})), name) == value
+
+
+def test_a_table_replaces_the_one_below_and_an_option_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    write("[strategy_options]\nwrap = 'blocks'\ncpu_offload = true")
+    monkeypatch.setenv("EASYMP_OVERRIDE", "strategy_options.wrap=3 compile.mode=default")
+    settings = resolve(compile="blocks")
+    assert settings.strategy_options == {"wrap": 3, "cpu_offload": True}
+    assert settings.compile == {"what": "blocks", "mode": "default"}
+    assert settings.source("strategy_options") == (
+        Source.ASKED,
+        "easymp.toml, line 1 and strategy_options.wrap=3 in EASYMP_OVERRIDE",
+    )
+    record = resolve(strategy_options=FSDPOptions(cpu_offload=True)).strategy_options
+    assert FSDPOptions(**record) == FSDPOptions(cpu_offload=True, wrap=3)
+    monkeypatch.setenv("EASYMP_STRATEGY_OPTIONS", "{wrap = 2}")
+    monkeypatch.delenv("EASYMP_OVERRIDE")
+    assert resolve().strategy_options == {"wrap": 2}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("strategy_options = 3", "line 1: strategy_options = 3 is not a table: write .strategy_options"),
         ("seed = 1\n[strategy_options]\nbuckets = 1", "line 2: strategy 'single' has no option 'buckets'"),
-        ("compile = true", "line 1: compile = True is of type bool, but a word is needed: one of no, model"),
+        ("compile = 3", "line 1: compile = 3 is neither one of no, model, blocks nor a table"),
+        ("[compile]\nbackend = 'x'", "line 1: torch.compile has no backend 'x' here"),
+        ("[scaler_options]\ninit_scale = 0", "line 1: init_scale=0 of the loss scale must be a positive"),
+        ("[scaler_options]\nscale = 0", "line 1: scaler_options has no option 'scale'"),
+        ("[dataloader_config]\nsplit_batches = 1", "line 1: split_batches=1 is neither True nor False"),
         ("compile = 'layers'", "line 1: compile = 'layers' is not one of no, model, blocks"),
-        ("activation_checkpointing = ','", "nor a pattern of module or class names"),
+        ("activation_checkpointing = ','", "nor patterns of module or class names"),
     ],
 )
 def test_wrong_options_in_the_file_are_refused(

@@ -60,6 +60,7 @@ def facts(hardware: Hardware) -> list[list[str]]:
         ["", f"{cpu.cores} cores, {threads}, {size(cpu.memory)}"],
         ["", " ".join(sorted(cpu.features)) or "no vector instructions known"],
     ]
+    rows = rows if cpu.architecture else []  # of a machine in words
     alike = groupby(hardware.devices, lambda device: dataclasses.replace(device, index=0))
     for _, group in alike:
         one, *others = group

@@ -6,6 +6,7 @@ examples:
   easymp launch train.py --lr 0.1             one process an accelerator; one without any
   easymp launch --processes 2 train.py        two
   easymp launch --processes 2 -m pkg.train    as python -m
+  easymp launch --set strategy=fsdp --set strategy_options.cpu_offload=true train.py
 
 on each of several machines, with the address of the first and a number of its own:
   easymp launch --nodes 2 --main-address node-a --node-rank 0 train.py
@@ -15,12 +16,14 @@ on a cluster with Slurm: one task a node in a job, or a batch script for it:
   srun easymp launch train.py
   easymp launch --slurm "submit --time=8:00:00" --processes 4 train.py
 
-Flags that are not given come from the table [launch] of easymp.toml.
+Flags that are not given come from the table [launch] of easymp.toml. --set
+takes any setting, and wins over the script's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from .. import settings
@@ -28,7 +31,7 @@ from ..base import env
 from ..errors import SettingError
 from ..launcher import launch_script, slurm
 from ..launcher.entrypoints import check_script
-from ..settings import VARIABLE
+from ..settings import OVERRIDE, VARIABLE
 
 RESTARTS = 3  # where nodes may come and go: a node that leaves ends the ranks of the others
 
@@ -48,6 +51,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     slurm_help = "print or submit: a batch script for Slurm; after the word, options of sbatch for it"
     add("--slurm", metavar="WORDS", help=slurm_help)
     add("--config", metavar="FILE", help="a project file in place of easymp.toml, for the workers too")
+    sets = "a setting for this run, over the script's own; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="the script's path")
     rest = "the script's own arguments, unchanged"
@@ -57,7 +62,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name in settings.LAUNCHING}
     wanted = settings.resolve_launching(args.config, **given)
-    with env.override(**{VARIABLE: str(Path(args.config).resolve())} if args.config else {}):
+    settings.read_pairs(args.set)  # errors name the flag
+    changes = {VARIABLE: str(Path(args.config).resolve())} if args.config else {}
+    if args.set:
+        changes[OVERRIDE] = " ".join([env.read(OVERRIDE) or "", *map(shlex.quote, args.set)]).strip()
+    with env.override(**changes):
         settings.resolve()  # an error in it is said once, and not by each worker
         if args.slurm is not None:
             return _slurm(args, wanted)
@@ -96,6 +105,7 @@ def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
         "--config": args.config,
     }
     words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
+    words += [word for pair in args.set for word in ("--set", pair)]
     words += ["--no-numa"] * (args.numa is False) + ["-m"] * args.module
     text = slurm.batch_script(
         args.script.rpartition(".")[2] if args.module else Path(args.script).stem,

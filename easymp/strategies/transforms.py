@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import PrepareError, SettingError, nearest
 from ..options import check_fields, check_word
 from ..precision.policies import upcast_again
+from ..settings import as_record
 from .blocks import repeated_blocks
 
 Compiled = Literal["model", "blocks"]
@@ -67,35 +68,19 @@ class CompileOptions:
             raise SettingError("mode and options of torch.compile exclude each other: pass one of them")
 
 
-def read_compile(given: Any, backend: Any) -> CompileOptions | None:
-    """The options that `compile` and `dynamo_backend` of Accelerator ask for; None: no compiling.
+def read_compile(given: Any) -> CompileOptions | None:
+    """The options of torch.compile; None: no compiling.
 
     Args:
-        given: False, True, "model", "blocks" or `CompileOptions`.
-        backend: None, or the name of a backend, in upper or lower case; "no" is None.
+        given: "no" or None, "model", "blocks", `CompileOptions`, or a dict of its fields.
 
     Raises:
-        SettingError: any other value, both, or a backend that torch does not know.
+        SettingError: a wrong field, or a backend that torch does not know.
     """
-    word = str(getattr(backend, "value", backend) or "no").lower()
-    asked = None if word == "no" else CompileOptions(backend=word)
-    if isinstance(given, CompileOptions):
-        options: CompileOptions | None = given
-    elif isinstance(given, bool):
-        options = CompileOptions() if given else None
-    elif isinstance(given, str) and given in WHAT:
-        options = CompileOptions(what=given)
-    else:
-        raise SettingError(
-            f"compile={given!r} is neither True nor False, nor 'model', nor 'blocks', nor a CompileOptions(...)"
-            f"{nearest(given, WHAT) if isinstance(given, str) else ''}"
-        )
-    if options and asked:
-        raise SettingError(
-            "both compile and dynamo_backend ask for torch.compile: pass compile=CompileOptions(backend=...)"
-        )
-    options = options or asked
-    if options and isinstance(options.backend, str):
+    if given in (None, "no"):
+        return None
+    options = as_record(CompileOptions, "compile", {"what": given} if isinstance(given, str) else given)
+    if isinstance(options.backend, str):
         import torch._dynamo  # here: it takes 1.6 s
 
         known = torch._dynamo.list_backends(exclude_tags=())
@@ -104,11 +89,6 @@ def read_compile(given: Any, backend: Any) -> CompileOptions | None:
                 f"torch.compile has no backend {options.backend!r} here{nearest(options.backend, known) or '.'} Known: {', '.join(known)}"
             )
     return options
-
-
-def compile_setting(word: str | None, backend: Any) -> CompileOptions | None:
-    """`read_compile` of the setting `compile`, a word."""
-    return read_compile(False if word in (None, "no") else word, backend)
 
 
 class Compiling:
@@ -192,33 +172,21 @@ def _said(models: Sequence[nn.Module]) -> str:
 Which = bool | tuple[str, ...]
 
 
-def read_which(given: Any) -> Which:
-    """`activation_checkpointing`: False, True or patterns.
+def read_which(text: str | None) -> Which:
+    """The setting `activation_checkpointing` as True for "blocks", False for "no" or None, or patterns.
 
     Raises:
-        SettingError: any other value.
+        SettingError: an empty pattern.
     """
-    if isinstance(given, bool):
-        return given
-    patterns = (given,) if isinstance(given, str) else given
-    if isinstance(patterns, (list, tuple)) and patterns and all(isinstance(p, str) and p for p in patterns):
-        return tuple(patterns)
-    raise SettingError(
-        f"activation_checkpointing={given!r} is neither True (the repeated blocks) nor False, nor a pattern of module or class names such "
-        "as 'Block' or 'encoder.*', nor a tuple of them"
-    )
-
-
-def worded(which: Which) -> str:
-    """`which` as the setting is written."""
-    return ("blocks" if which else "no") if isinstance(which, bool) else ",".join(which)
-
-
-def read_words(text: str) -> Which:
-    """The reverse of `worded`. Raises SettingError for an empty pattern."""
-    return read_which(
-        {"blocks": True, "no": False}.get(text.lower(), tuple(word.strip() for word in text.split(",")))
-    )
+    if text in (None, "no", "blocks"):
+        return text == "blocks"
+    patterns = tuple(word.strip() for word in str(text).split(","))
+    if not all(patterns):
+        raise SettingError(
+            f"activation_checkpointing={text!r} is neither blocks (the repeated ones) nor no, nor patterns of module or class names "
+            "such as Block or encoder.* with commas"
+        )
+    return patterns
 
 
 def find_recomputed(models: Sequence[nn.Module], which: Which) -> list[nn.Module]:

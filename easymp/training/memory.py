@@ -40,7 +40,8 @@ from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
 from ..precision.policies import LOW
 from ..protocols import Choice, Layout, Precision, Source, Strategy
-from ..strategies import STRATEGIES, read_options
+from ..settings import Settings, as_record
+from ..strategies import STRATEGIES
 from ..strategies.transforms import find_recomputed, read_which, recompute
 from .state import Run
 
@@ -202,7 +203,7 @@ def estimate(
             raise SettingError(f"{name}={number!r} is not a whole number of at least 1")
     known = isinstance(model, nn.Module)
     module = model if isinstance(model, nn.Module) else Counted(model)
-    read = read_options(kind, options, {})
+    read = as_record(kind.Options, f"strategy {kind.name!r}", options)
     layout: Layout = kind.layout(module, read, world, min(world, per_node or world))
     states, rounds = _states(optimizer, module), _rounds(optimizer)
     low = policy.compute.itemsize < FP32 and policy.param.itemsize == FP32
@@ -233,7 +234,8 @@ def estimate(
     else:
         notes.append("from a count alone: weights that are gathered at a time are not counted")
     if activations is None and sample is not None:
-        activations = _activations(module, policy, sample, read_which(activation_checkpointing))
+        which = Settings(activation_checkpointing=activation_checkpointing).activation_checkpointing  # type: ignore[arg-type]
+        activations = _activations(module, policy, sample, read_which(which))
     if activations is None:
         notes.append(NO_SAMPLE)
     sums["buffers"] = sum(b.numel() * b.element_size() for b in module.buffers())

@@ -177,9 +177,60 @@ def test_yes_takes_the_defaults(config):
 
 def test_dry_run_writes_nothing(config, talk):
     for said in (config("8xH100", "--yes", "--dry-run"), talk("8xH100", words="--dry-run")):
-        assert '\nmixed_precision = "auto"' in said
+        assert '\neasymp.toml\nmixed_precision = "auto"\nstrategy = "auto"\n' in said
         assert "Nothing is written, as --dry-run asks" in said
         assert not any(Path().iterdir())
+
+
+def test_ten_lines_of_the_file_are_shown_and_its_comments_are_in_it(config, talk):
+    sets = [f"scaler_options.{name}={value}" for name, value in SCALER.items()]
+    words = [word for pair in ["seed=1", *sets] for word in ("--set", pair)]
+    for said in (config("8xH100", "--yes", *words), config("8xH100", "--yes", "--set", "seed=2")):
+        shown = said.partition("easymp.toml\n")[2].partition("\n\n")[0].splitlines()
+        assert 0 < len(shown) <= 10 and not any("#" in line for line in shown)
+    config("T4", "--yes", "--file", "new.toml", *words)
+    assert "# here: auto is" in FILE.read_text()
+
+
+SCALER = {
+    "init_scale": 8,
+    "growth_interval": 9,
+    "hysteresis": 2,
+    "min_scale": 1,
+    "max_scale": 64,
+    "growth_delay": 1,
+}
+
+
+MACHINES_IN_WORDS = [
+    ("8xH100", r"processes +8 \(one a GPU\)", "bf16", {}),
+    ("2x8xA100-80GB", r"processes +16 on 2 nodes", "bf16", {"nodes": "2"}),
+    ("64x80GB", r"processes +64 on 8 nodes", "bf16", {"nodes": "8"}),
+    ("V100", r"processes +1 ", "fp16", {}),
+    ("4xcpu", r"processes +4 ", "fp32", {"processes": 4}),
+]
+
+
+@pytest.mark.parametrize(("text", "processes", "precision", "launch"), MACHINES_IN_WORDS)
+def test_a_plan_for_another_machine(text, processes, precision, launch, config):
+    said = config("laptop CPU", "--yes", "--for", text)
+    assert re.search(processes, said) and re.search(rf"^precision +{precision} ", said, re.M)
+    assert "\nnot known " in said and f"Next, on {text}, with a copy of the file" in said
+    assert launching() == launch and resolve().mixed_precision == "auto"
+    config("laptop CPU", "--yes", "--for", text, "--set", "strategy=fsdp", code=int(text == "V100"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--for 8xH101", "'H101' is not a GPU that easymp knows, did you mean 'H100'?"),
+        ("--for 8xH100 --measure", "--measure times this machine, and --for names another one"),
+        ("--for V100 --set mixed_precision=bf16", "NVIDIA V100 (sm_70) has no bf16 units"),
+    ],
+)
+def test_machines_that_are_refused(words, said, config):
+    assert said in config("laptop CPU", "--yes", *words.split(), code=1)
+    assert not FILE.exists()
 
 
 @pytest.mark.parametrize(
@@ -251,11 +302,11 @@ def test_the_file_reads_as_what_was_asked_or_nothing_is_written(name, answers, f
 
 
 def test_what_needs_a_library_says_how_to_install_it(config, talk, monkeypatch):
-    for name in ("tomlkit", "questionary", "shtab"):
+    for name in ("questionary", "shtab"):
         monkeypatch.setitem(sys.modules, name, None)
-    config("T4", "--yes")  # a fresh file needs none
-    for said in (config("T4", "--yes", "--set", "nodes=2", code=1), talk("T4", code=1)):
-        assert "pip install 'easymp[cli]'" in said
+    config("T4", "--yes")
+    config("T4", "--yes", "--set", "nodes=2")
+    assert "pip install 'easymp[cli]'" in talk("T4", code=1)
     assert main(["completion", "bash"]) == 1
 
 

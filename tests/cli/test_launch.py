@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from easymp import resolve
@@ -113,3 +115,103 @@ def test_a_wrong_setting_is_said_once_and_before_anything_starts(tmp_path, capsy
     (tmp_path / "mine.toml").write_text("sed = 3\n")
     assert main(["launch", "--config", str(tmp_path / "mine.toml"), __file__]) == 1
     assert "mine.toml, line 1: 'sed' is not a setting, did you mean 'seed'?" in capsys.readouterr().err
+
+
+REACHED = """
+import json, sys, torch
+from easymp import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+calls, unused = [], []
+init = DistributedDataParallel.__init__
+
+def noted(self, *args, **named):
+    unused.append(named.get("find_unused_parameters"))
+    init(self, *args, **named)
+
+DistributedDataParallel.__init__ = noted
+
+class Part(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        calls.append(1)
+        return self.linear(x)
+
+with Accelerator(cpu=True, strategy="auto", activation_checkpointing=False) as acc:
+    model = acc.prepare(torch.nn.Sequential(Part(), Part()))
+    acc.backward(model(torch.ones(2, 4)).sum())
+    seen = {"scale": acc.scaler.get_scale(), "split": acc.split_batches, "calls": len(calls), "unused": unused}
+    open(f"{sys.argv[1]}{acc.process_index}", "w").write(json.dumps(seen))
+"""
+SETTINGS = {
+    "mixed_precision": "fp16",
+    "activation_checkpointing": "Part",
+    "scaler_options": {"init_scale": 8.0},
+    "dataloader_config": {"split_batches": True},
+    "strategy_options": {"find_unused_parameters": True},
+}
+FILE = """
+mixed_precision = "fp16"
+[scaler_options]
+init_scale = 8.0
+[dataloader_config]
+split_batches = true
+[strategy_options]
+find_unused_parameters = true
+"""
+
+
+def test_workers_get_what_is_set(monkeypatch):
+    seen = []
+    monkeypatch.setattr(launch, "launch_script", lambda *args, **options: seen.append(resolve()) or 0)
+    monkeypatch.setenv("EASYMP_OVERRIDE", "seed=1 timeout=9")
+    words = ["--set", "seed=2", "--set", 'strategy_options={"wrap": ["A"]}', "--set", "project_dir=a b"]
+    assert main(["launch", *words, "t.py"]) == 0
+    assert (seen[0].seed, seen[0].timeout, seen[0].project_dir) == (2, 9.0, "a b")
+    assert seen[0].strategy_options == {"wrap": ("A",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "processes"),
+    [("--set", 2), ("file", 2), ("environment", 1), ("--set", 1)],
+)
+def test_every_setting_reaches_every_process(way, processes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(REACHED)
+    words = []
+    # The script names its strategy and activation_checkpointing, and only --set wins over that.
+    settings = {k: v for k, v in SETTINGS.items() if way == "--set" or k != "activation_checkpointing"}
+    if way == "file":
+        (tmp_path / "easymp.toml").write_text(FILE)
+    for name, value in settings.items():
+        if way == "environment":
+            monkeypatch.setenv(f"EASYMP_{name.upper()}", json.dumps(value).strip('"'))
+        elif way == "--set" and isinstance(value, dict):
+            words += [w for k, v in value.items() for w in ("--set", f"{name}.{k}={json.dumps(v)}")]
+        elif way == "--set":
+            words += ["--set", f"{name}={value}"]
+    assert main(["launch", "--processes", str(processes), *words, "train.py", "out"]) == 0
+    for rank in range(processes):
+        seen = json.loads((tmp_path / f"out{rank}").read_text())
+        assert seen == {
+            "scale": 8.0,
+            "split": True,
+            "calls": 4 if way == "--set" else 2,
+            "unused": [True] * (processes > 1),
+        }
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        ("strategy=ddpp", "--set strategy=ddpp: 'ddpp' is not one of"),
+        ("processes=2", "'processes' is not a setting: it is a flag of `easymp launch`"),
+        ("seed", "there is no value; write --set seed=VALUE"),
+    ],
+)
+def test_a_wrong_pair_names_the_flag(pair, words, capsys):
+    assert main(["launch", "--set", pair, __file__]) == 1
+    assert words in capsys.readouterr().err

@@ -128,8 +128,8 @@ def test_no_repeated_blocks() -> None:
 @pytest.mark.parametrize(
     ("given", "backend", "words"),
     [
-        ("block", None, r"compile='block' is neither True nor False, .*did you mean 'blocks'\?"),
-        (1.5, None, "compile=1.5 is neither"),
+        ("block", None, r"compile='block' is not one of no, model, blocks, did you mean 'blocks'\?"),
+        (1.5, None, "compile=1.5 is neither one of no, model, blocks nor a table"),
         (True, "inductor", "both compile and dynamo_backend"),
         (CompileOptions(), "AOT_eager", "both compile and dynamo_backend"),
         (False, "inducter", r"no backend 'inducter' here, did you mean 'inductor'\?"),

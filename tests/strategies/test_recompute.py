@@ -160,7 +160,7 @@ def test_a_forward_of_its_own() -> None:
 
 @pytest.mark.parametrize("wrong", [1, ()])
 def test_neither_true_nor_a_pattern(wrong: Any) -> None:
-    with pytest.raises(SettingError, match=r"neither True .* nor False, nor a pattern"):
+    with pytest.raises(SettingError, match="is neither"):
         Accelerator(activation_checkpointing=wrong)
 
 

@@ -1,6 +1,6 @@
 """Look at this machine, ask at most six questions, each with a default, and write easymp.toml.
 
-An existing file is edited: the difference is shown, and the file before is kept beside it. Nothing is written before the last question.
+An existing file is edited: the changes are shown, and the file before is kept beside it. Nothing is written before the last question.
 
 examples:
   easymp config                                  ask
@@ -9,6 +9,7 @@ examples:
   easymp config --yes --set processes=2 --set mixed_precision=bf16
   easymp config --file runs/cluster.toml         another file
   easymp config --from ds_config.json            import a file of DeepSpeed or Accelerate
+  easymp config --yes --for 64x80GB              for another machine: 8 nodes of 8 GPUs
 
 Exit codes: 0 written, or nothing to change; 1 an error; 2 wrong usage, or questions and no terminal; 130 left.
 """
@@ -37,6 +38,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="answer ahead, or any other setting")
     add("--dry-run", action="store_true", help="show the file, and write nothing")
     add("--from", dest="foreign", metavar="FILE", help="import a configuration of Accelerate or DeepSpeed")
+    described = "another machine: 8xH100, 2x8xA100-80GB (two nodes), 64x80GB, 4xcpu"
+    add("--for", dest="machine", metavar="MACHINE", help=described)
     add("--measure", action="store_true", help="time the precisions first, for ten seconds")
     add(
         "--file",
@@ -49,6 +52,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.foreign:
         read_document(args.foreign)  # before torch is imported
+    if args.machine and args.measure:
+        raise SettingError("--measure times this machine, and --for names another one: leave one of them out")
     try:
         ahead = wizard.read_ahead(args.set)
     except SettingError as error:

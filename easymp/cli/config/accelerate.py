@@ -12,6 +12,7 @@ from typing import Any
 
 from ...errors import SettingError, nearest
 from ...registry import ALIASES
+from ...settings import as_table
 from . import deepspeed
 from .rules import (
     Importer,
@@ -179,11 +180,22 @@ def _precision(take: Importer, value: Any) -> str:
 
 
 def _backend(take: Importer, value: Any) -> str:
-    name, dynamo = str(value).lower(), _section(take.document.content, "dynamo_config")
-    if name == "inductor":
-        regional = not is_off(dynamo.get("dynamo_use_regional_compilation"))
-        return take.set("compile", "blocks" if regional else "model")
-    return f"in the script: compile=CompileOptions(backend={name!r})"
+    name = str(value).lower()
+    usual = {"what": "model", **as_table(take.values.get("compile"))}
+    return take.table("compile", **usual) if name == "inductor" else take.table("compile", backend=name)
+
+
+def _compiled(**options: Any) -> Rule:
+    """A rule for yes or no of ``dynamo_config``; None stands for the value."""
+
+    def rule(take: Importer, value: Any) -> str:
+        if is_off(_section(take.document.content, "dynamo_config").get("dynamo_backend")):
+            return "nothing to take: no dynamo_backend is named"
+        return take.table(
+            "compile", **{k: str(value).lower() if v is None else v for k, v in options.items()}
+        )
+
+    return rule
 
 
 @also_off
@@ -238,7 +250,10 @@ ACCELERATE = table(
         "accelerate",
         "dynamo_config",
         dynamo_backend=_backend,
-        dynamo_use_regional_compilation=switch("compile", "blocks"),
+        dynamo_use_regional_compilation=_compiled(what="blocks"),
+        dynamo_mode=_compiled(mode=None),
+        dynamo_use_fullgraph=_compiled(fullgraph=True),
+        dynamo_use_dynamic=_compiled(dynamic=True),
     ),
     fsdp_config=table(
         "accelerate",

@@ -17,6 +17,7 @@ from .rules import CLIP, OFF, Importer, Rule, accumulate, also_off, call, clip, 
 OURS = {"lamb": "LAMB", "fusedlamb": "LAMB", "lion": "Lion", "fusedlion": "Lion", "cpulion": "Lion"}
 ADAMS = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")  # AdamW, unless adam_w_mode is false
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+SCALER = "scaler_options"
 MOST_POWER = 127  # of 2, in fp32
 
 
@@ -64,7 +65,9 @@ def _power(take: Importer, value: Any) -> str:
     if take.number(value) > MOST_POWER:
         raise take.wrong(value, f"is above {MOST_POWER}, the largest power of 2 in fp32")
     return (
-        "nothing to take: as by default" if value == 16 else take.scale(init_scale=2.0 ** take.number(value))
+        "nothing to take: as by default"
+        if value == 16
+        else take.table(SCALER, init_scale=2.0 ** take.number(value))
     )
 
 
@@ -170,12 +173,12 @@ FP16 = table(
     "deepspeed",
     "fp16",
     enabled=_precision("fp16", "; weights stay in fp32 (fp16 weights: mixed_precision O2)"),
-    loss_scale=lambda take, value: take.scale(init_scale=float(take.number(value)), dynamic=False),
+    loss_scale=lambda take, value: take.table(SCALER, init_scale=float(take.number(value)), dynamic=False),
     initial_scale_power=_power,
-    loss_scale_window=lambda take, value: take.scale(growth_interval=take.number(value, 1, True)),
-    hysteresis=lambda take, value: take.scale(hysteresis=take.number(value, 1, True)),
-    consecutive_hysteresis=lambda take, value: take.scale(refill_each_step=take.yes(value)),
-    min_loss_scale=lambda take, value: take.scale(min_scale=float(take.number(value))),
+    loss_scale_window=lambda take, value: take.table(SCALER, growth_interval=take.number(value, 1, True)),
+    hysteresis=lambda take, value: take.table(SCALER, hysteresis=take.number(value, 1, True)),
+    consecutive_hysteresis=lambda take, value: take.table(SCALER, refill_each_step=take.yes(value)),
+    min_loss_scale=lambda take, value: take.table(SCALER, min_scale=float(take.number(value))),
 )
 DEEPSPEED = table(
     "deepspeed",

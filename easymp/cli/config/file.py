@@ -15,10 +15,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ...base.toml import statements
 from ...base.units import UNITS
 from ...errors import SettingError
-from ...settings import LAUNCH, LAUNCHING, NAMES, OPTIONS, checked
-from ..terminal import library
+from ...settings import LAUNCH, LAUNCHING, NAMES, checked
 from .rules import KNOWN
 
 WIDTH = 78
@@ -43,6 +43,10 @@ EXAMPLES: Mapping[str, Any] = {
     "nonfinite": "warn",
     "compile": "blocks",
     "log_with": "jsonl",
+    "save_on_signal": True,
+    "strategy_options": {"cpu_offload": True},
+    "dataloader_config": {"split_batches": True},
+    "scaler_options": {"init_scale": 65536.0},
 }
 
 
@@ -52,7 +56,9 @@ EXAMPLES: Mapping[str, Any] = {
 def literal(value: Any) -> str:
     """`value` as TOML writes it."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(str(k))} = {literal(v)}" for k, v in value.items()) + " }"
+        return (
+            "{ " + ", ".join(f"{_key(k)} = {literal(v)}" for k, v in value.items()) + " }" if value else "{}"
+        )
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, str):
@@ -60,9 +66,13 @@ def literal(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
+
+
 def _plain(name: str, value: Any) -> Any:
     """The value of a setting as it is written: sizes in the largest unit that holds them exactly."""
-    if not str(KNOWN[name].type).startswith("Size"):
+    if name not in KNOWN or not str(KNOWN[name].type).startswith("Size") or not isinstance(value, int):
         return value
     units = [unit for unit in ("TiB", "GiB", "GB", "MiB") if value % UNITS[unit.lower()] == 0]
     return f"{int(value // UNITS[units[0].lower()])}{units[0]}" if units else value
@@ -70,7 +80,9 @@ def _plain(name: str, value: Any) -> Any:
 
 def line(name: str, value: Any, why: str = "") -> str:
     """A setting with its value, and why it has it here."""
-    return f"{name} = {literal(_plain(name, value))}" + (f"  {WHY}{' '.join(why.split())}" if why else "")
+    return f"{_key(name)} = {literal(_plain(name, value))}" + (
+        f"  {WHY}{' '.join(why.split())}" if why else ""
+    )
 
 
 def unset(name: str) -> str:
@@ -79,62 +91,71 @@ def unset(name: str) -> str:
     return f"# {line(name, EXAMPLES[name])}  # an example" if default is None else f"# {line(name, default)}"
 
 
-def compose(values: Mapping[str, Any], whys: Mapping[str, str], options: Mapping[str, Any]) -> str:
+def said(values: Mapping[str, Any]) -> list[str]:
+    """The lines that set `values`, those of tables with dotted keys."""
+    flat = {".".join(keys): value for keys, value in _flat(values).items() if value is not None}
+    return [f"{keys} = {literal(flat[keys])}" for keys in sorted(flat, key=lambda keys: "." in keys)]
+
+
+def compose(values: Mapping[str, Any], whys: Mapping[str, str]) -> str:
     """A whole file: `values` that are not None are set; the other settings are shown commented out, with their defaults."""
 
     def blocks(fields: Mapping[str, Any]) -> str:
-        said = []
+        shown = []
         for name in sorted(fields, key=lambda name: values.get(name) is None):  # stable
             help, value = str(fields[name].metadata["help"]), values.get(name)
             comment = textwrap.wrap(f"{help[0].upper()}{help[1:]}", WIDTH - 2, break_on_hyphens=False)
             last = unset(name) if value is None else line(name, value, whys.get(name, ""))
-            said.append("\n".join([*(f"# {words}" for words in comment), last]))
-        return "\n\n".join(said)
+            shown.append("\n".join([*(f"# {words}" for words in comment), last]))
+        return "\n\n".join(shown)
 
-    table = "\n".join(f"{name} = {literal(value)}" for name, value in options.items())
-    table = f"\n[{OPTIONS}]\n{table}\n" if table else ""
-    return f"{HEAD}\n{blocks(NAMES)}\n{table}\n[{LAUNCH}]\n{blocks(LAUNCHING)}\n"
+    tables = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+    sections = "".join(
+        f"\n[{name}]\n" + "".join(f"{line(k, v)}\n" for k, v in t.items()) for name, t in tables.items()
+    )
+    top = blocks({name: field for name, field in NAMES.items() if name not in tables})
+    return f"{HEAD}\n{top}\n{sections}\n[{LAUNCH}]\n{blocks(LAUNCHING)}\n"
 
 
 # -- editing
 
-REMOVED = "easymp: to be removed"
+Keys = tuple[str, ...]  # ("seed",), ("launch", "processes"), ("strategy_options", "wrap")
 
 
-def edit(text: str, values: Mapping[str, Any], whys: Mapping[str, str], options: Mapping[str, Any]) -> str:
+def edit(text: str, values: Mapping[str, Any], whys: Mapping[str, str]) -> str:
     """`text` with these values; None comments a setting out. Comments and all other keys stay.
 
-    `options` join those of the file; where the strategy changes, the file's go.
-
     Raises:
-        SettingError: tomlkit is missing, or the file is written in a way that it cannot edit.
+        SettingError: the file is written in a way that cannot be edited here; it says what to write.
     """
-    there = tomllib.loads(text)
-    changed = {name: _plain(name, value) if value is not None else None for name, value in values.items()}
-    changed = {name: value for name, value in changed.items() if not _says(there, name, values[name])}
-    old = there.get(OPTIONS, {})
-    wanted: dict[str, Any] = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
-    wanted = {**({} if "strategy" in changed else old), **wanted}
-    if not changed and wanted == old:
-        return text
-    launch = {k: v for k, v in {**there.get(LAUNCH, {}), **_of(changed, LAUNCHING)}.items() if v is not None}
-    goal = {k: v for k, v in {**there, **_of(changed, NAMES)}.items() if v is not None}
-    goal |= {LAUNCH: launch, OPTIONS: wanted}
-    plain = text.replace("\r\n", "\n").rstrip("\n") + "\n"
-    tomlkit = library("tomlkit", "to edit an existing file")
-    for start in (_uncommented(plain, changed, whys), plain.removeprefix("\n")):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            edited = _edited(tomlkit, start, changed, whys, wanted, old)
-            if {LAUNCH: {}, OPTIONS: {}, **tomllib.loads(edited)} == goal:
-                return edited.replace("\n", "\r\n") if "\r\n" in text else edited
-    said = [f"without {name}" if v is None else line(name, values[name]) for name, v in changed.items()]
+    new, there = text.replace("\r\n", "\n").rstrip("\n") + "\n", tomllib.loads(text)
+    changed = {name: value for name, value in values.items() if not _says(there, name, value)}
+    before, wanted = _flat(there), _flat(changed)
+    gone = dict.fromkeys(keys for keys in before if keys[0] in changed and keys not in wanted)
+    goal = {keys: value for keys, value in {**before, **gone, **wanted}.items() if value is not None}
+    for keys, value in {**gone, **wanted}.items():
+        if before.get(keys) != value:
+            new = _put(new, keys, value, whys.get(keys[-1], ""))
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        if _flat(tomllib.loads(new)) == goal:
+            return new.replace("\n", "\r\n") if "\r\n" in text else new
+    by_hand = [
+        line(name, value) if value is not None else f"without {name}" for name, value in changed.items()
+    ]
     raise SettingError(
-        f"the file is written in a way that cannot be edited from here; by hand, write {'; '.join(said)}"
+        f"the file is written in a way that cannot be edited from here; by hand, write {'; '.join(by_hand)}"
     )
 
 
-def _of(changed: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in changed.items() if name in fields}
+def _flat(values: Mapping[str, Any]) -> dict[Keys, Any]:
+    """Each value as it is written, by its keys."""
+    found: dict[Keys, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {(name, key): list(v) if isinstance(v, tuple) else v for key, v in value.items()}
+        else:
+            found[(LAUNCH, name) if name in LAUNCHING else (name,)] = _plain(name, value)
+    return found
 
 
 def _says(content: Mapping[str, Any], name: str, value: Any) -> bool:
@@ -144,49 +165,42 @@ def _says(content: Mapping[str, Any], name: str, value: Any) -> bool:
     return bool(checked(KNOWN[name], written, "") == value)
 
 
-def _uncommented(text: str, changed: Mapping[str, Any], whys: Mapping[str, str]) -> str:
-    """`text` with new values in place of the comments that show their defaults."""
-    for name, value in changed.items():
-        if value is not None:
-            new = f"{name} = {literal(value)}" + (
-                f"  {WHY}{' '.join(whys[name].split())}" if whys.get(name) else ""
+def _put(text: str, keys: Keys, value: Any, why: str) -> str:
+    """`text` with a value: in place of the old one, of the comment that shows its default, or on a line of its own. None removes it."""
+    table, name, there = keys[:-1], keys[-1], list(statements(text))
+    why, shown = f"  {WHY}{' '.join(why.split())}" * bool(why), unset(name) if name in KNOWN else ""
+    new = f"{_key(name)} = {literal(value)}{why}\n"
+    for s in there:
+        if s.keys == keys:
+            rest = text[s.stop : s.end].rstrip()
+            rest, bare = (why, "") if rest.strip().startswith(WHY) else (rest, rest)
+            new = (
+                text[s.begin : s.start] + literal(value) + rest
+                if value is not None
+                else shown and shown + bare
             )
-            text = re.sub(rf"(?m)^{re.escape(unset(name))}$", lambda m, new=new: new, text, count=1)
-    return text
-
-
-def _edited(
-    tomlkit: Any, text: str, changed: Mapping[str, Any], whys: Mapping[str, str], options: Any, old: Any
-) -> str:
-    document = tomlkit.parse(text)
-    for name, value in changed.items():
-        if name in LAUNCHING and LAUNCH not in document:
-            document[LAUNCH] = tomlkit.table()
-        table = document[LAUNCH] if name in LAUNCHING else document
-        inline, before = isinstance(table, tomlkit.items.InlineTable), table.get(name)
-        if value is None and inline:
-            table.pop(name, None)
-        elif value is None or before is None or tomlkit.item(before).unwrap() != value:
-            item, why = tomlkit.item(REMOVED if value is None else value), whys.get(name, "")
-            comment = before.trivia.comment if hasattr(before, "trivia") else ""
-            if why and not inline and (before is None or comment.startswith(WHY)):
-                item.comment(f"{WHY}{' '.join(why.split())}".removeprefix("# "))
-                item.trivia.comment_ws = "  "
-            table[name] = item
-    if options and old and options.items() >= old.items():
-        document[OPTIONS].update(options)
-    elif options != old:
-        document.pop(OPTIONS, None)
-        if options:
-            document[OPTIONS] = tomlkit.item(options)
-    return re.sub(
-        rf'(?m)^.*\b(\w+)["\']?\s*=\s*"{REMOVED}"[ \t]*(.*)$', _commented_out, tomlkit.dumps(document)
-    )
-
-
-def _commented_out(found: re.Match[str]) -> str:
-    name, comment = found.groups()
-    return unset(name) + (f"  {comment}" if comment and not comment.startswith(WHY) else "")
+            only = [t for t in there if t.table == table] if not new else []
+            begin = only[0].begin if len(only) == 2 else s.begin  # with its header
+            return text[:begin] + (new and f"{new}\n") + text[s.end :]
+        if table and s.keys == table:  # an inline table
+            read = {**tomllib.loads(f"v = {text[s.start : s.stop]}")["v"], name: value}
+            return (
+                text[: s.start] + literal({k: v for k, v in read.items() if v is not None}) + text[s.stop :]
+            )
+    for found in re.finditer(rf"(?m)^{re.escape(shown)}\n", text) if shown else ():
+        if [(), *(s.table for s in there if s.begin < found.start())][-1] == table:
+            return text[: found.start()] + new + text[found.end() :]
+    inside = [s.end for s in there if s.table == table]
+    dotted = [s.end for s in there if table and not inside and s.keys[:1] == table]
+    for end in (inside or dotted)[-1:]:
+        return text[:end] + (f"{table[0]}.{new}" if dotted else new) + text[end:]
+    if table:
+        return f"{text}\n[{table[0]}]\n{new}"
+    above = text[: there[0].begin] if there else text
+    above = (
+        re.sub(r"(?m)(^#.*\n)+\Z", "", above) if there else above
+    )  # comments right above a header are the table's
+    return above + new + text[len(above) :]
 
 
 # -- the disk

@@ -18,7 +18,7 @@ from typing import Any, Union
 from ...base import env
 from ...errors import SettingError, nearest
 from ...registry import STRATEGIES
-from ...settings import LAUNCHING, NAMES, checked
+from ...settings import LAUNCHING, NAMES, as_table, checked
 
 Rule = Callable[["Importer", Any], str]
 Rules = Mapping[str, Union[Rule, str, "Rules"]]
@@ -163,8 +163,6 @@ class Importer:
 
     def __init__(self, document: Document, library: str, strategy: str | None) -> None:
         self.values: dict[str, Any] = {}  # of settings by name, those of `easymp launch` too
-        self.options: dict[str, Any] = {}  # of the strategy
-        self.scaling: dict[str, Any] = {}  # arguments of GradScalerKwargs, which the script passes
         self.lines: list[tuple[str, str]] = []  # a key with its value, and the sentence about it
         self.path: tuple[str, ...] = ()  # of the current key
         self.library = library
@@ -173,13 +171,6 @@ class Importer:
     def begin(self, document: Document, library: str, strategy: str | None) -> None:
         """Go on with another file, which the one before named."""
         self.document, self._format, self.strategy = document, library, strategy
-
-    @property
-    def script(self) -> str:
-        """The call of `Accelerator` that the script has to make; empty where it needs no arguments."""
-        if not self.scaling:
-            return ""
-        return f"Accelerator(kwargs_handlers=[{call('GradScalerKwargs', self.scaling)}])"
 
     def walk(self, content: Mapping[str, Any], rules: Rules, path: tuple[str, ...] = ()) -> None:
         """Apply `rules` to each key of `content`, the section of the document at `path`."""
@@ -228,17 +219,17 @@ class Importer:
         for name in options:
             if name not in self.known_options:
                 return f"no counterpart: strategy {self.strategy} has no option {name}"
-        self.options.update(options)
-        return "[strategy_options] " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in options.items())
+        return self.table("strategy_options", **options)
 
     @property
     def known_options(self) -> set[str]:
         return {f.name for f in fields(STRATEGIES[self.strategy].Options)} if self.strategy else set()
 
-    def scale(self, **options: Any) -> str:
-        """Options of the loss scale, which the script passes."""
-        self.scaling.update(options)
-        return f"in the script: {call('GradScalerKwargs', options)}"
+    def table(self, name: str, **options: Any) -> str:
+        """Take options of a table."""
+        found = {**as_table(self.values.get(name)), **options}
+        self.values[name] = found["what"] if found.keys() == {"what"} else found  # the word of `compile`
+        return f"[{name}] " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in options.items())
 
     def number(self, value: Any, least: float = 0, whole: bool = False) -> Any:
         """`value`, if it is such a number. YAML reads 1e8 as a text."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +12,31 @@ from typing import Any, NamedTuple
 
 from ... import settings
 from ...base import env
-from ...errors import RefusedError, SettingError, nearest
-from ...settings import NAMES, checked, written
+from ...errors import RefusedError, SettingError
+from ...hardware.gpus import Described, describe
+from ...options import DataLoaderConfiguration, GradScalerKwargs
+from ...registry import STRATEGIES
+from ...settings import NAMES, TABLES, as_record, as_table, read_pairs, written
+from ...strategies.transforms import CompileOptions
 from ..env import facts
-from ..terminal import BOLD, DIM, GREEN, RED, library, paint, plain, table, wrap
+from ..terminal import BOLD, GREEN, RED, library, paint, plain, table, wrap
 from . import file
 from .accelerate import import_file
-from .questions import QUESTIONS, Draft, Question, look
+from .questions import AUTO, QUESTIONS, Draft, Machine, Question, look
 from .rules import KNOWN, Importer
 from .timing import measure
 
 BACK, MEASURE = "back", "measure"
-COLOURS = {"+": GREEN, "-": RED, "#": DIM}  # by a line's first character: of a difference, of a file
+COLOURS = {"+": GREEN, "-": RED}  # by a line's first character
 SCRIPT = "train.py"
 TO_ASK = "to ask"
+SHOWN = 10  # lines of the file
+OPTIONS = "strategy_options"
+RECORDS = {
+    "scaler_options": GradScalerKwargs,
+    "dataloader_config": DataLoaderConfiguration,
+    "compile": CompileOptions,
+}
 
 
 class UnansweredError(Exception):
@@ -55,19 +66,10 @@ class Proposal(NamedTuple):
 
 def read_ahead(pairs: Sequence[str]) -> dict[str, Any]:
     """``["strategy=ddp", …]`` as settings. Raises SettingError for a wrong name or value."""
-    found = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if name not in KNOWN:
-            near = nearest(name, KNOWN) or "."
-            raise SettingError(f"--set {pair}: {name!r} is not a setting{near} Known: {', '.join(KNOWN)}")
-        if not equals:
-            raise SettingError(f"--set {pair}: there is no value; write --set {name}=VALUE")
-        question = next((q for q in QUESTIONS if q.name == name), None)
-        try:
-            found[name] = question.read(value) if question else checked(KNOWN[name], value, "")
-        except SettingError as error:
-            raise SettingError(f"--set {pair}: {error}") from None
+    found: dict[str, Any] = {}
+    for name, value in read_pairs(pairs, known=KNOWN, readers={q.name: q.read for q in QUESTIONS}).items():
+        table, dot, option = name.partition(".")
+        found[table] = {**as_table(found.get(table)), option: value} if dot else value
     return found
 
 
@@ -82,21 +84,28 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
     place = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
     there = file.target(place, writable=not args.dry_run)
     foreign = import_file(args.foreign) if args.foreign else None
+    elsewhere = describe(args.machine) if args.machine else None
     presets = [Preset("--set", ahead, settled=True)]
+    presets += [Preset(f"--for {args.machine}", launched(elsewhere), settled=True)] if elsewhere else []
     presets += [Preset(args.foreign, foreign.values)] if foreign else []
     presets += [Preset(str(place), written(settings.read(place)))] if there.before is not None else []
-    start = Draft(look())
+    start = Draft(
+        Machine(elsewhere.hardware, elsewhere.nodes, f"--for {args.machine}") if elsewhere else look()
+    )
     if foreign and _needs_several(start, presets, foreign):
         start = replace(start, assumed=2)
     for preset in reversed(presets):
         for name, value in preset.values.items():
-            asked = any(question.name == name for question in QUESTIONS)
+            if name in TABLES and isinstance(value, Mapping):
+                value = {**as_table(start.values.get(name)), **value}
+            asked = name == OPTIONS or any(question.name == name for question in QUESTIONS)
             start = start if asked else start.settle(name, value, preset.origin)
     if not asks and not args.yes:
         raise UnansweredError(_unanswered(start, presets))
-    title("This machine")
+    title(args.machine or "This machine")
     nodes = ["nodes", f"{start.machine.nodes} ({start.machine.nodes_why})"]
-    print(table([*facts(start.machine.hardware), nodes], fold=True))
+    unknown = [["not known", words] for words in elsewhere.unknown] if elsewhere else []
+    print(table([*facts(start.machine.hardware), nodes, *unknown], fold=True))
     if foreign:
         _tell_foreign(args.foreign, foreign, start)
     if args.measure:
@@ -109,7 +118,7 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
         if _plan(draft) != _plan(proposed):
             title("The plan with these answers")
             print(table(_plan(draft), fold=True))
-        text = _text(draft, there, foreign)
+        text = _text(draft, there, presets)
         _show(text, there)
         if args.dry_run or text.encode() == there.before:
             return True
@@ -123,7 +132,7 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
     if asks:
         say("Enter takes the default, Ctrl-C leaves, back goes to the question before.")
         draft = Dialogue(start, presets, asks=True, everything=args.all).run(confirmed)
-    text = _text(draft, there, foreign)
+    text = _text(draft, there, presets)
     if not asks:
         _show(text, there)
     say()
@@ -134,13 +143,16 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
     else:
         kept = file.write(there, text)
         say(f"Written to {place.absolute()}." + (f" The one before is {kept.name}." if kept else ""))
-    if foreign and foreign.script:
-        title("In the script")
-        print_lines(foreign.script)
-    _say_next(draft, place)
+    _say_next(draft, place, args.machine)
 
 
 # -- presets and questions
+
+
+def launched(there: Described) -> dict[str, Any]:
+    """What `easymp launch` cannot find out on those machines by itself."""
+    nodes = {"nodes": str(there.nodes)} if there.nodes > 1 else {}
+    return nodes if there.hardware.devices else {**nodes, "processes": there.processes}
 
 
 def _needs_several(draft: Draft, presets: Sequence[Preset], foreign: Importer) -> bool:
@@ -319,26 +331,36 @@ def _plan(draft: Draft) -> list[list[str]]:
     return [["processes", f"{draft.world}{nodes} ({why})"], *decided]
 
 
-def _text(draft: Draft, there: file.Target, foreign: Importer | None) -> str:
-    """The file with the draft's values: the existing one, edited, or a new one."""
-    options = foreign.options if foreign and draft.get("strategy") == foreign.strategy else {}
-    whys = {question.name: question.here(draft) for question in QUESTIONS if question.name in draft.values}
+def _text(draft: Draft, there: file.Target, presets: Sequence[Preset]) -> str:
+    """The file with the draft's values: the existing one, edited, or a new one.
+
+    Raises:
+        SettingError: options that the strategy, or the record of another table, does not have.
+    """
+    values, strategy = dict(draft.values), draft.get("strategy")
+    values[OPTIONS] = {}
+    for preset in reversed(presets):  # a strategy's options go with it
+        if preset.settled or preset.values.get("strategy", AUTO) == strategy:
+            values[OPTIONS] |= preset.values.get(OPTIONS) or {}
+    kind = STRATEGIES[draft.plan().strategy.value]
+    as_record(kind.Options, f"strategy {kind.name!r}", values[OPTIONS])
+    for name, record in RECORDS.items():
+        as_record(record, name, as_table(values.get(name)))
+    values = {name: None if value == {} else value for name, value in values.items()}
+    whys = {question.name: question.here(draft) for question in QUESTIONS if question.name in values}
     before = (there.before or b"").decode()
-    if before.strip():
-        return file.edit(before, draft.values, whys, options)
-    return file.compose(draft.values, whys, options)
+    return file.edit(before, values, whys) if before.strip() else file.compose(values, whys)
 
 
 def _show(text: str, there: file.Target) -> None:
-    if there.before is None:
-        title(str(there.path))
-        print_lines(text)
-        return
-    old, new = (words.replace("\r\n", "\n").split("\n") for words in (there.before.decode(), text))
-    names = str(there.path), f"{there.path} (new)"
-    if difference := list(difflib.unified_diff(old, new, *names, lineterm="")):
-        title(f"Changes in {there.path}")
-        print_lines("\n".join(difference))
+    """What the file sets, or the lines that change, at most `SHOWN`; comments are in the file."""
+    old, new = (file.said(tomllib.loads(words)) for words in ((there.before or b"").decode(), text))
+    lines = [f"-{line}" for line in old if line not in new]
+    lines += [f"+{line}" if there.before else line for line in new if line not in old]
+    if lines:
+        title(f"Changes in {there.path}" if there.before else str(there.path))
+        more = f"\n… and {len(lines) - SHOWN + 1} more, in the file" if len(lines) > SHOWN else ""
+        print_lines("\n".join(lines[: SHOWN - bool(more)]) + more)
 
 
 # -- printing
@@ -356,9 +378,9 @@ def _tell_foreign(name: str, foreign: Importer, draft: Draft) -> None:
         )
 
 
-def _say_next(draft: Draft, place: Path) -> None:
-    """The command that starts a script under the file at `place`."""
-    title("Next")
+def _say_next(draft: Draft, place: Path, machine: str | None) -> None:
+    """The command that starts a script under the file at `place`, on this machine or the one described as `machine`."""
+    title(f"Next, on {machine}, with a copy of the file" if machine else "Next")
     usual = Path(env.read(settings.VARIABLE) or settings.FILE)
     same = place.resolve() == usual.resolve()
     named = "" if same else f"{settings.VARIABLE}={shlex.quote(str(place))} "
@@ -376,7 +398,7 @@ def _say_next(draft: Draft, place: Path) -> None:
     else:
         command = f"{'easymp launch' if draft.world > 1 else 'python'} {SCRIPT}"
     print_lines(f"  {named}{command}")
-    for name in draft.values:
+    for name in draft.values if not machine else ():
         variable = env.PREFIX + name.upper()
         if name in NAMES and env.read(variable):
             say(f"{variable} in the environment wins over the file.")

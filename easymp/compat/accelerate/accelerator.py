@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from ...errors import SettingError
 from ...optim import PreparedScheduler
 from ...options import DataLoaderConfiguration, GradientAccumulationPlugin, LoggerType, ProjectConfiguration
 from ...protocols import Source
-from ...settings import resolve
+from ...settings import as_record, read_record, resolve
 from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
 
 NATIVE = 'acc = Accelerator(mixed_precision="no", scheduler_steps_per_process=True, log_with="none")'
@@ -79,7 +80,9 @@ class Accelerator(accelerator.Accelerator):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         **others: Any,
     ) -> None:
-        loading = dataloader_config or DataLoaderConfiguration()
+        asked = resolve(dataloader_config=dataloader_config)
+        read = partial(as_record, DataLoaderConfiguration, "dataloader_config")
+        loading = read_record(asked, "dataloader_config", read)
         if split_batches is not None:
             loading = dataclasses.replace(loading, split_batches=split_batches)
         if rng_types is not None:
@@ -94,7 +97,6 @@ class Accelerator(accelerator.Accelerator):
             others["strategy"] = fsdp_plugin.strategy
             others["strategy_options"] = fsdp_plugin.options
             others["activation_checkpointing"] = fsdp_plugin.activation_checkpointing
-        asked = resolve()
         others.setdefault("scheduler_steps_per_process", not loading.split_batches)
         layer.use("Accelerator()", NATIVE)
         super().__init__(
