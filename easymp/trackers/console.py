@@ -37,7 +37,7 @@ from ..errors import SettingError, failing
 from ..hardware.gpus import peak_flops
 from ..logging import get_logger
 from ..precision import PRECISIONS
-from .recorder import Progress
+from .recorder import Ahead, Progress
 from .rows import Pending, Row
 
 logger = get_logger(__name__)
@@ -62,14 +62,6 @@ class Mark(NamedTuple):
     tokens: float = 0.0
 
 
-class Ahead(NamedTuple):
-    """Updates done and to do, in the training or (`whole` is False) in the epoch; `total` is None where it is not known."""
-
-    done: int
-    total: int | None
-    whole: bool
-
-
 Part = tuple[int, str]  # a text of the line; on narrow terminals those with the largest number go first
 
 
@@ -89,7 +81,6 @@ class Console:
         self._sent: Mark | None = None  # a mark whose numbers are on their way
         self._first: Mark | None = None
         self._marks: deque[Mark] = deque()  # the recent ones
-        self._total: int | None = None  # updates in the training, once known
         self._due = 0.0
         self._line: Bar | Lines | None = None
         self._flops = Flops(run, prepared)
@@ -195,7 +186,7 @@ class Console:
         """Show `mark`, with rates since another one; returns seconds until the next line, None for the usual ones."""
         if self._line is None:
             self._line = Bar.of(sys.stderr) or Lines(sys.stderr)
-        ahead = self._ahead(mark.updates)
+        ahead = self._progress.ahead(mark.updates)
         parts = [*self._position(mark.updates, ahead), *self._values(), *self._rates(since, mark)]
         assert self._first is not None
         seconds, made = mark.time - self._first.time, mark.updates - self._first.updates
@@ -205,22 +196,6 @@ class Console:
             left = clock(seconds * (ahead.total - ahead.done) / made)
             parts.append((1, f"{left} left" + ("" if ahead.whole else " of this epoch")))
         return self._line.show(parts, ahead)
-
-    def _ahead(self, updates: int) -> Ahead:
-        window, loader = self._run.window, self._run.window.reading
-        try:
-            batches = len(loader)
-        except TypeError:  # there is no loader, or it has no length
-            return Ahead(updates, self._total if self._total and self._total >= updates else None, True)
-        each, done = -(-batches // window.accumulation), updates - self._progress.began
-        if loader.total_batch_size:  # also after a resume inside a pass
-            micro = -(-loader.position // loader.total_batch_size)
-            done = -(-micro // window.accumulation)
-        if window.epochs is None:
-            return Ahead(done, each, False)
-        epoch, count = window.epochs
-        self._total = updates - done + each * (count - epoch)
-        return Ahead(updates, self._total if self._total >= updates else None, True)
 
     def _position(self, updates: int, ahead: Ahead) -> Iterator[Part]:
         epochs, loader = self._run.window.epochs, self._run.window.reading

@@ -6,7 +6,7 @@ was made:
 - ``begin``: `time` (seconds since 1970), `rank`, `ranks`, `plan`, `machine`, and `memory`: "device" for bytes allocated on it,
   "process" for bytes resident in this process and its children
 - ``memory``: `bytes` now, and `updates` and `samples` so far; several a second
-- ``first``: the end of the first optimizer update, with `updates` and `samples`
+- ``first``: the end of the first optimizer update, with `updates`, `samples`, and `total`: updates of the whole training, or None
 - ``log``: numbers that the script logged, as `values`, with its `step`, and `updates` made by then; of rank 0 only
 - ``end``: `plan`, `updates`, `samples`, `peak` bytes, `last` (when the last update ended), and `seconds` from the end of the first
   update to that of the last, on an accelerator by its own clock
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -111,7 +111,8 @@ class Recorder:
             self._marks[not first].record()
         if first:
             self._first = self._last
-            self._write("first", **self._counted())
+            ahead = self._progress.ahead(1)
+            self._write("first", total=ahead.total if ahead.whole else None, **self._counted())
 
     def _counted(self) -> dict[str, int | None]:
         return {"updates": self._progress.updates, "samples": self._progress.samples}
@@ -120,6 +121,14 @@ class Recorder:
         at = round(time.perf_counter() - self._begun, 4) if at is None else at
         line = json.dumps({"event": event, "at": at, **rest}, allow_nan=False)
         os.write(self._file.fileno(), line.encode() + b"\n")  # one call: lines of two threads do not mix
+
+
+class Ahead(NamedTuple):
+    """Updates done and to do, in the training or (`whole` is False) in the epoch; `total` is None where it is not known."""
+
+    done: int
+    total: int | None
+    whole: bool
 
 
 class Progress:
@@ -134,6 +143,7 @@ class Progress:
         self.updates, self.samples = 0, 0
         self.began = 0
         self._place: tuple[int, int, int] = (0, 0, 0)  # loader, epoch and position at the last update
+        self._total: int | None = None  # updates in the training, once known
 
     def count(self, optimizer: Any) -> bool:
         """Count an optimizer's update. False: of several optimizers, another one has reached this number before."""
@@ -150,6 +160,23 @@ class Progress:
             else:
                 self.samples, self.began = self.samples + loader.position, updates - 1
         return True
+
+    def ahead(self, updates: int) -> Ahead:
+        """What lies ahead of the first `updates`, as far as ``accelerator.epochs(n)`` and the loader's length tell."""
+        window, loader = self._window, self._window.reading
+        try:
+            batches = len(loader)
+        except TypeError:  # there is no loader, or it has no length
+            return Ahead(updates, self._total if self._total and self._total >= updates else None, True)
+        each, done = -(-batches // window.accumulation), updates - self.began
+        if loader.total_batch_size:  # also after a resume inside a pass
+            micro = -(-loader.position // loader.total_batch_size)
+            done = -(-micro // window.accumulation)
+        if window.epochs is None:
+            return Ahead(done, each, False)
+        epoch, count = window.epochs
+        self._total = updates - done + each * (count - epoch)
+        return Ahead(updates, self._total if self._total >= updates else None, True)
 
 
 class Sampler(threading.Thread):

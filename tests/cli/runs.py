@@ -29,7 +29,7 @@ from easymp import Accelerator
 
 acc = Accelerator(mixed_precision="fp32", seed=0, log_with="none")
 print("arguments", sys.argv[1:], flush=True)
-data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+data = torch.utils.data.TensorDataset(torch.randn(int(sys.argv[1]) if sys.argv[1:] else 64, 8))
 model, loader = torch.nn.Linear(8, 1), torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 model, optimizer, loader = acc.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 if acc.mixed_precision == "O3":

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from easymp.cli.compare import runs as processes
 from easymp.cli.compare.runs import FAILURE, FINISHED, INTERRUPTED, LATE, End, Task, Variant, variants
 
 from ..examples.run import ROOT
-from .runs import TINY, comparison, run
+from .runs import MACHINE, TINY, comparison, run
 
 FP32, BF16 = Variant("fp32"), Variant("bf16")
 SLEEP = "import time; time.sleep(60)"
@@ -144,7 +145,7 @@ def test_an_interruption_is_130_and_shows_what_is_done(script, asked, monkeypatc
         ("--vary compile=,model --vary seed=3", ["compile-as-it-is", "compile-model"]),
         (
             "--vary precision=fp32,bf16 --vary gradient_accumulation_steps=1,4",
-            [f"{p}-gradient-accumulation-steps-{n}" for p in ("fp32", "bf16") for n in (1, 4)],
+            [f"{p}-accumulation-{n}" for p in ("fp32", "bf16") for n in (1, 4)],
         ),
         (
             "--strategy fsdp --vary strategy_options.cpu_offload=false,true",
@@ -289,20 +290,27 @@ def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_one_that_finishes_and_one_that_fails(tmp_path: Path) -> None:
+@pytest.mark.timeout(200)
+def test_plans_that_finish_and_one_that_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY)
-    words = "compare tiny.py --precision fp32,fp8 --processes 1 --output out --json -- --lr 1"
+    words = "compare tiny.py --vary precision=fp32,fp8 --vary rows=64,32 --processes 1 --output out --json -- {rows} x"
     with easymp(*words.split(), directory=tmp_path) as process:
         out, err = finished(process)
     assert process.returncode == 1, err
     plans = {plan["name"]: plan["runs"][0] for plan in json.loads(out)["plans"]}
-    assert [plans[name]["status"] for name in ("fp32", "fp8")] == ["finished", "failed"]
-    assert "mixed_precision='fp8' in EASYMP_OVERRIDE cannot run here" in plans["fp8"]["why"]
-    record = plans["fp32"]["record"]
+    ends = {
+        "fp32 rows=64": "finished",
+        "fp32 rows=32": "finished",
+        "fp8 rows=64": "failed",
+        "fp8 rows=32": "failed",
+    }
+    assert {name: run["status"] for name, run in plans.items()} == ends
+    assert "mixed_precision='fp8' in EASYMP_OVERRIDE cannot run here" in plans["fp8 rows=64"]["why"]
+    record = plans["fp32 rows=64"]["record"]
     assert (record["updates"], record["samples"]) == (15, 120)
     assert [value for _, _, value in record["curves"]["accuracy"]] == [0.5, 0.6]
-    first = tmp_path / "out" / "runs" / "1-fp32-1"
-    assert "arguments ['--lr', '1']" in (first / "output.txt").read_text()
+    first = tmp_path / "out" / "runs" / "1-fp32-rows-64-1"
+    assert "arguments ['64', 'x']" in (first / "output.txt").read_text()
     assert list(first.glob("project/checkpoints/step-*"))  # in a folder of its own
     assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / "out" / "compare.html").exists()
@@ -327,3 +335,73 @@ def test_a_signal_ends_the_run_and_its_ranks_and_shows_what_is_done(tmp_path: Pa
     assert (tmp_path / "out" / "compare.html").exists()
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
+
+
+def recording(folder: Path, seconds: float, losses: list[float], **first: Any) -> Path:
+    """A run that was recorded: 100 updates of 10 samples in `seconds`."""
+    begin = {"time": 1e9, "rank": 0, "ranks": 1, "memory": "process", "plan": {}, "machine": MACHINE}
+    count = {"updates": 100, "samples": 1000}
+    lines = [{"event": "begin", "at": 0.0, **begin}]
+    lines += [{"event": "first", "at": 1.0, "updates": 1, "samples": 10, **first}]
+    lines += [
+        {
+            "event": "log",
+            "at": 1 + seconds * i / len(losses),
+            "updates": i,
+            "step": i,
+            "values": {"loss": loss},
+        }
+        for i, loss in enumerate(losses, 1)
+    ]
+    lines += [{"event": "memory", "at": 1 + seconds, "bytes": 1 << 30, **count}]
+    lines += [{"event": "end", "at": 1 + seconds, "plan": {}, "seconds": seconds, "peak": 1 << 30, **count}]
+    folder.mkdir(parents=True)
+    (folder / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three plans: fp32, bf16 with other losses, and O1, which takes 30 times as long."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(5):
+        recording(tmp_path / "runs" / f"fp32-{i}", 10 + i / 10, [2.0, 1.0])
+        recording(tmp_path / "runs" / f"bf16-{i}", 13 + i / 10, [2.0, 0.98 + i / 50])
+        recording(tmp_path / "runs" / f"O1-{i}", 306 + i, [2.0, 1.0])
+    return [f"{name}=runs/{name}-{i}" for name in ("fp32", "bf16", "O1") for i in range(5)]
+
+
+def test_runs_that_exist_are_compared(recordings, fonts, tmp_path, capsys):
+    assert main(["compare", *recordings, "--output", "out"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Use fp32: fastest of 3 (1.29 × bf16, 5 runs each, bf16 unproven); O1 30 × slower."
+    assert lines[3].split()[:5] == ["→", "fp32", "10.2", "s", "1.00"]
+    assert "The same for all that finished: memory 1.0 GiB, start-up 1 s." in lines
+    text = Elements((tmp_path / "out" / "compare.html").read_text()).text
+    assert lines[0] in text and "use" in text
+    assert main(["compare", "runs/fp32-0", "runs/O1-0", "--output", "two"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "Probably use fp32-0: fastest of 2 (31 × O1-0, 1 run each, O1-0 unproven)"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_reads_the_page_at_any_width(scheme, recordings, fonts, tmp_path, capsys):
+    browsers = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or pytest.skip("chromium is not installed")
+    main(["compare", *recordings, "--output", "out"])
+    with browsers.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for width in (390, 1280):
+            page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+            said: list[str] = []
+            page.on("console", lambda message, said=said: said.append(message.text))
+            page.goto((tmp_path / "out" / "compare.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate("[...document.images].every(image => image.naturalWidth)")
+            boxes = [cell.bounding_box() for cell in page.query_selector_all("table.cards td")]
+            assert boxes and all(box and box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
+            assert page.locator("h1").bounding_box()["y"] < 60
+            assert not said
+        browser.close()

@@ -122,10 +122,12 @@ def test_the_example_of_the_guide() -> None:
     losses = ({"loss": [2.0, 1.0 + i / 1000]} for i in range(5))
     fast = [run(A, 10 + i / 10, i, values=values) for i, values in enumerate(losses, 1)]
     unproven = [run(B, 13 + i / 10, i, values={"loss": [2.0, 1.06]}) for i in range(1, 6)]
-    slow = [run(C, 300 + i, i, values={"loss": [2.0, 1.0]}) for i in range(1, 6)]
+    slow = [run(C, 304 + i, i, values={"loss": [2.0, 1.0]}) for i in range(1, 6)]
     verdict = comparison(*fast, *unproven, *slow).verdict
     assert verdict.take == "fp32"
-    assert verdict.sentence == "Use fp32: fastest of 3 (29 × O1, 5 runs each); bf16 1.29 × slower."
+    assert (
+        verdict.sentence == "Use fp32: fastest of 3 (1.29 × bf16, 5 runs each, bf16 worse); O1 30 × slower."
+    )
     assert [standing.result for standing in verdict.standings] == ["reference", "worse", "follows"]
 
 

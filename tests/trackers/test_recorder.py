@@ -48,6 +48,24 @@ def found(folder: Path) -> Record:
     return record
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_length_of_the_training_is_told_where_epochs_counts_it(counted: bool, folder: Path) -> None:
+    acc = Accelerator(cpu=True, log_with="none", gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    loader = torch.utils.data.DataLoader(torch.ones(20, 1), batch_size=4)
+    model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for _ in acc.epochs(3) if counted else range(3):
+        for x in loader:
+            with acc.accumulate(model):
+                acc.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    acc.end_training()
+    lines = [json.loads(line) for line in (folder / "rank-0.jsonl").read_text().splitlines()]
+    assert [line["total"] for line in lines if line["event"] == "first"] == [9 if counted else None]
+    assert lines[-1]["updates"] == 9
+
+
 @pytest.mark.parametrize("log_with", ["none", "jsonl"])
 def test_a_run_is_recorded_beside_its_own_trackers(log_with: str, tmp_path: Path, folder: Path) -> None:
     train(log_with=log_with, project_dir=str(tmp_path))

@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SettingError
-from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, plain, table, wrap
+from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, plain, table, width, wrap
 from . import report
-from .runs import FINISHED, INTERRUPTED, Position, Record, Task, Variant, position, read, variants
+from .runs import FINISHED, INTERRUPTED, Record, Task, Variant, read, variants
 from .runs import run as run_once
 from .summary import Run, is_run, load
 from .verdict import Comparison, conclude
@@ -181,43 +181,56 @@ def compare(
 
 
 class Progress:
-    """Prints how far a run is: its updates, their speed, and the time left, as far as an earlier run tells its length."""
+    """Prints how far a run is: its updates, their speed, and the time left, as far as it or an earlier run tells its length."""
 
     def __init__(self, head: str, folder: Path, known: Record | None) -> None:
-        self._head, self._folder, self._known = head, folder, known
-        self._first: Position | None = None
-        self._said, self._live = time.perf_counter(), sys.stderr.isatty()
+        self._head, self._path, self._known = head, folder / "rank-0.jsonl", known
+        self._first: dict[str, Any] = {}  # lines of the record: the first update, and the newest
+        self._now: dict[str, Any] = {}
+        self._read, self._live = 0, sys.stderr.isatty()
         self.say("starting")
 
     def __call__(self) -> None:
-        now = position(self._folder)
-        if now is None or (not self._live and time.perf_counter() - self._said < EVERY):
+        self._look()
+        first, now = self._first, self._now
+        if (not self._live and time.perf_counter() - self._said < EVERY) or not first:
             return
-        self._first = first = self._first or now
-        if now.at <= first.at or now.updates == first.updates:
+        made, took = now["updates"] - first["updates"], now["at"] - first["at"]
+        if made < 1 or took <= 0:
             return
-        speed = (now.updates - first.updates) / (now.at - first.at)
-        total, words = self._total(now), f"update {now.updates:,}"
-        if total:
-            left = report.seconds(max(0.0, total - now.updates) / speed)
-            self.say(f"{words} of {total:,}, {report.rate(speed)} updates/s, {left} left")
-        else:
-            self.say(f"{words}, {report.rate(speed)} updates/s")
+        total, known = first.get("total"), self._known
+        if total is None and known is not None:  # as many updates as that run made, or for as many samples
+            total = known.updates + 1
+            if now["samples"] and known.samples:
+                total = round(known.samples / known.updates * total / now["samples"] * now["updates"])
+        left = (
+            f" of {total:,}, {report.seconds(max(0, total - now['updates']) * took / made)} left"
+            if total
+            else ""
+        )
+        self.say(f"update {now['updates']:,}{left}, {report.rate(made / took)} updates/s")
 
-    def _total(self, now: Position) -> int:
-        """Updates of the whole run: those of the known one, for as many samples; 0 without one."""
-        known = self._known
-        if known is None:
-            return 0
-        if now.samples and known.samples:
-            whole = known.samples * (known.updates + 1) / known.updates
-            return round(whole / now.samples * now.updates)
-        return known.updates + 1
+    def _look(self) -> None:
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._read)
+            for text in file:
+                if not text.endswith(b"\n"):  # it is being written
+                    break
+                self._read += len(text)
+                line = json.loads(text)
+                if line["event"] == "first":
+                    self._first = self._now = line
+                elif line["event"] == "memory":
+                    self._now = line
 
     def say(self, words: str, last: bool = False) -> None:
         self._said = time.perf_counter()
-        begin, end = ("\r\x1b[K", "\n" if last else "") if self._live else ("", "\n")
-        print(f"{begin}{self._head}: {words}", end=end, file=sys.stderr, flush=True)
+        line, begin, end = f"{self._head}: {words}", "", "\n"
+        if self._live:
+            line, begin, end = line[: width() - 1], "\r\x1b[K", "\n" * last
+        print(begin + line, end=end, file=sys.stderr, flush=True)
 
 
 def words(found: Comparison) -> str:

@@ -27,6 +27,7 @@ FAILED = re.compile(r"^rank \d+ of \d+ failed first: (.*)$", re.MULTILINE)
 POLL = 0.2  # seconds between two looks at a running script
 TAIL = 1 << 16  # bytes of output in which the reason of a failure is looked for
 PROCESSES, OPTIONS = "processes", "strategy_options"
+SHORT = {"gradient_accumulation_steps": "accumulation", "activation_checkpointing": "checkpointing"}
 FINISHED, FAILURE, LATE, INTERRUPTED = "finished", "failed", "timed out", "interrupted"
 BUSY_TIMES = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.cpu_times
 
@@ -94,12 +95,10 @@ def variants(varied: Mapping[str, Sequence[str]], arguments: Sequence[str] = ())
 def _said(name: str, value: str) -> str:
     if name == PROCESSES and value:
         return f"{value} process{'es' * (value != '1')}"
-    short = name.rpartition(".")[2]
-    return (
-        (value if name in ("mixed_precision", "strategy") else f"{short}={value}")
-        if value
-        else f"{short} as it is"
-    )
+    if name in ("mixed_precision", "strategy") and value:
+        return value
+    short = SHORT.get(name, name.rpartition(".")[2])
+    return f"{short}={value}" if value else f"{short} as it is"
 
 
 class Task(NamedTuple):
@@ -265,31 +264,6 @@ class Record:
     plan: dict[str, Any]
     machine: dict[str, Any]
     trainings: int = 1
-
-
-class Position(NamedTuple):
-    """How far a running script is: its updates and samples (None: unknown), and seconds since its Accelerator was made."""
-
-    updates: int
-    samples: int | None
-    at: float
-
-
-def position(folder: Path) -> Position | None:
-    """The newest position of the main process in `folder`; None before its first update."""
-    try:
-        with open(folder / "rank-0.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for text in reversed(lines):
-        try:
-            line = json.loads(text)
-            return Position(line["updates"], line["samples"], line["at"]) if line["updates"] else None
-        except (ValueError, KeyError):  # it is being written, or tells something else
-            continue
-    return None
 
 
 class _Training(dict[str, list[dict[str, Any]]]):

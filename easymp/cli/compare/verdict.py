@@ -42,6 +42,7 @@ class Standing:
     Attributes:
         ratio: its time for as much work, as a multiple of that of the plan to take; None where it did not finish.
         interval: the 90 % interval of `ratio`; None for fewer than three runs.
+        sure: how sure it is that the plan to take is faster, from 0 (not) over 1 (a hint) to 2.
         result: "reference", "follows", "unproven" or "worse"; "" where it did not finish.
         why: the numbers behind `result`, or "".
     """
@@ -49,6 +50,7 @@ class Standing:
     name: str
     ratio: float | None = None
     interval: tuple[float, float] | None = None
+    sure: int = NO
     result: str = ""
     why: str = ""
 
@@ -219,61 +221,53 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
             plan.name,
             _speed(take) / _speed(plan),
             interval(take.speeds, plan.speeds, truediv) if plan is not take else None,
+            _faster(take, plan, busy) if plan is not take else YES,
             *results[plan.name],
         )
         if plan in done
         else Standing(plan.name)
         for plan in summaries
     )
-    sure = min((_faster(take, plan, busy) for plan in good if plan is not take), default=YES)
+    counts = sorted(len(plan.speeds) for plan in done)
+    said, sure = _sentence(take.name, standings, counts, busy)
     if sure != YES:
-        few = min(len(plan.speeds) for plan in good) < ENOUGH
-        more = f"{ENOUGH} runs or more of each plan" if few else "more runs of each plan"
+        more = f"{ENOUGH} runs or more of each plan" if counts[0] < ENOUGH else "more runs of each plan"
         doubts = (f"To be surer, compare {more} (--repeats){', on a quiet machine' * busy}.", *doubts)
-    return Verdict(_sentence(take, good, tied, sure, busy, standings), take.name, standings, doubts)
+    return Verdict(said, take.name, standings, doubts)
 
 
-def _sentence(
-    take: Summary,
-    good: Sequence[Summary],
-    tied: Sequence[Summary],
-    sure: int,
-    busy: bool,
-    standings: Sequence[Standing],
-) -> str:
-    """``"Use fp32: fastest of 3 (1.30 × bf16, 5 runs each, bf16 unproven); O1 30 × slower."``"""
+def _sentence(take: str, standings: Sequence[Standing], counts: Sequence[int], busy: bool) -> tuple[str, int]:
+    """``"Use fp32: fastest of 3 (1.30 × bf16, 5 runs each, bf16 unproven); O1 30 × slower."``, and how sure that is."""
     done = sorted((s for s in standings if s.ratio), key=lambda s: s.ratio or 0.0)
-    own = next(s for s in done if s.name == take.name)
-    worse = [s for s in done if s.result == WORSE]
-    rivals = [s for s in done if s not in worse and s is not own]
-    lost = [s for s in worse if (s.ratio or 0.0) < 1]  # faster than the plan to take
-    good_too = " with results as good" * bool(lost)
-    among = f"{len(rivals) + 1 if lost else len(done)}{good_too}"
-    counts = sorted({len(plan.speeds) for plan in good})
-    basis = [f"{ratio(s.ratio)} × {s.name}" for s in rivals[:1]]
-    basis.append(
-        f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} run{'s' * (counts[-1] > 1)} each"
-    )
-    basis += ["busy machine"] * (busy and sure == HINT)
-    basis += [f"{s.name} unproven" for s in (own, *rivals[:1]) if s.result == UNPROVEN]
-    reason = f"fastest of {among}"
+    own = next(s for s in done if s.name == take)
+    lost = [s for s in done if s.result == WORSE and (s.ratio or 0.0) < 1]  # faster than the plan to take
+    rivals = [s for s in done if s is not own and s not in lost]
+    sure = min((s.sure for s in rivals), default=YES)
+    among = f"{len(rivals) + 1}{' with results as good' * bool(lost)}"
     if not rivals:
         reason = f"the only one of {len(done)} whose results are not worse"
-    elif len(tied) > 1:
-        other = f"no other of {among}" if len(done) > 2 else rivals[0].name
-        reason = f"{other} is {'not ' * (len(done) == 2)}shown to be faster"
-    said = f"{'Probably use' if sure == HINT else 'Use'} {own.name}"
-    said += " if its results are good enough" * (own.result == UNPROVEN)
-    as_fast = {plan.name for plan in tied}
-    rest = [f"{s.name} {'as fast' if s.name in as_fast else _slower(s.ratio)}" for s in rivals[1:]]
+    elif sure:
+        reason = f"fastest of {among}"
+    else:
+        other = f"no other of {among} is" if len(done) > 2 else f"{rivals[0].name} is not"
+        reason = f"{other} shown to be faster"
+    basis = [f"{ratio(s.ratio or 0.0)} × {s.name}" for s in rivals[:1]]
+    few, many = counts[0], counts[-1]
+    basis.append(f"{few if few == many else f'{few} to {many}'} run{'s' * (many > 1)} each")
+    basis += ["busy machine"] * (busy and sure == HINT)
+    basis += [f"{s.name} {s.result}" for s in (own, *rivals[:1]) if s.result in (UNPROVEN, WORSE)]
+    rest = [f"{s.name} {_slower(s) if s.sure else 'as fast'}" for s in rivals[1:]]
     if len(rest) > NAMED:
-        rest = [f"{len(rest)} others up to {_slower(rivals[-1].ratio)}"]
-    rest += [f"{s.name} {_slower(s.ratio)}{f', but worse: {s.why}' * (s in lost)}" for s in worse]
+        rest = [f"{len(rest)} others up to {_slower(rivals[-1])}"]
+    rest += [f"{s.name} {_slower(s)}, but worse: {s.why}" for s in lost]
     rest += [f"{s.name} did not finish" for s in standings if not s.ratio]
-    return "; ".join([f"{said}: {reason} ({', '.join(basis)})", *rest]) + "."
+    said = f"{'Probably use' if sure == HINT else 'Use'} {take}"
+    said += " if its results are good enough" * (own.result == UNPROVEN)
+    return "; ".join([f"{said}: {reason} ({', '.join(basis)})", *rest]) + ".", sure
 
 
-def _slower(times: float) -> str:
+def _slower(plan: Standing) -> str:
+    times = plan.ratio or 0.0
     return f"{ratio(times)} × slower" if times >= 1 else f"{ratio(1 / times)} × faster"
 
 
