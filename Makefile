@@ -5,16 +5,19 @@ CUDA ?= cuda13
 BIN := .venv/bin
 # Processes that run the tests; a test of several ranks starts its own.
 WORKERS ?= 2
+# What pip may install. CI adds requirements/ci.txt, or replaces the version of torch.
+CONSTRAINTS ?= constraints.txt
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-slow wheel-test docs bench clean
+.PHONY: setup demo test test-slow wheel-test docs dist sbom lock bench clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,examples,$(CUDA)]'
+	$(PIP_INSTALL) --editable '.[test,examples,$(CUDA)]'
 	touch $@
 
 # The same training in one process and in two.
@@ -41,13 +44,27 @@ wheel-test:
 
 # The documentation, into site/. A warning is an error.
 docs: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(PIP_INSTALL) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# The files of a release, in dist/, made from the last commit.
+dist: setup
+	$(PIP_INSTALL) --editable '.[dist]'
+	PYTHON=$(BIN)/python .ci/dist
+
+# Names and versions of all packages that the tests run with, in CycloneDX's form.
+sbom: setup
+	$(PIP_INSTALL) --editable '.[dist]'
+	cat constraints.txt requirements/ci.txt | $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible - >sbom.cdx.json
+
+# Renew the versions that CI installs. torch's stands in constraints.txt.
+lock: setup
+	$(BIN)/python requirements/lock.py
+
 bench: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(PIP_INSTALL) --editable '.[bench]'
 	set -e; for file in benchmarks/*.py; do echo "--- $$file"; $(BIN)/python $$file; done
 
 clean:
-	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site sbom.cdx.json *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
