@@ -13,7 +13,8 @@ from easymp.cli import COMMANDS, parser_of
 HEAD = """\
 # Command line
 
-Every command of `easymp` with its options. `easymp COMMAND --help` prints the same in a terminal; this page is made from the same parsers.
+This page lists every command of `easymp` with its options. `easymp COMMAND --help` prints the same in a terminal; both
+come from the same parsers.
 
 | command | what it does |
 |---|---|"""
@@ -58,7 +59,7 @@ def _names(action: argparse.Action) -> str:
     value = ""
     if action.nargs != 0:
         choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
-        value = str(action.metavar or choices).replace("|", "\\|")
+        value = str(action.metavar or choices)
     return ", ".join(f"`{f'{name} {value}'.strip()}`" for name in action.option_strings or [""])
 
 
