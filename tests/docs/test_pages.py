@@ -43,10 +43,7 @@ OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
 SLURM = {"sbatch", "srun"}
 OLD = {  # pages whose blocks do not run yet
     "README.md",
-    *(
-        f"docs/guides/{name}.md"
-        for name in "checkpoints comparing configuration memory profiling tracking".split()
-    ),
+    *(f"docs/guides/{name}.md" for name in "comparing configuration".split()),
 }
 
 
