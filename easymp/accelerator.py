@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, TypeVarTuple, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,11 @@ from .base.lazy import modules_at_first_use
 from .base.rng import set_seed
 from .base.torch_flags import switch
 from .checkpoint.api import Checkpoints
-from .distributed.processes import Processes
 from .errors import RefusedError, SettingError, StepError, failing, nearest
 from .logging import get_logger
 from .registry import reported
-from .training import collectives, wrapper
+from .training import wrapper
+from .training.collectives import Collectives
 
 if TYPE_CHECKING:
     from . import data, precision, strategies
@@ -146,65 +146,88 @@ def _explaining(init: Init) -> Init:
     return checked  # type: ignore[return-value]
 
 
-class Accelerator(Processes, Checkpoints):
+class Accelerator(Collectives, Checkpoints):
     """Trains a script on the hardware that is here, from a laptop to several nodes.
 
     Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are detected;
     ``print(accelerator)`` shows each decision with its reason.
 
     Args:
-        mixed_precision: "auto", or a precision: "no" or "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "O0" to "O3"
-            (see `easymp.registry.PRECISIONS`). "bf16", "fp16", "fp8", "O1" and "auto" on a CPU with bf16 instructions raise trainable
-            parameters that arrive in bf16 or fp16 to fp32; frozen ones keep their dtype. "bf16-true" and "fp16-true" cast the model and
-            keep low-precision weights; "no", "fp32", "tf32" and "O0" cast nothing. Low-precision weights are stepped by fp32 masters, or
-            with stochastic rounding where the optimizer is of `easymp.optim` ("O3" only rounds). The plan says which.
-        strategy: "auto", or a strategy such as "ddp", "fsdp" or "pipeline" (see `easymp.registry.STRATEGIES`).
-        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …) or a dict of the fields.
-        gradient_accumulation_steps: micro-batches an update; use `accumulate`.
+        mixed_precision: dtypes of the computation: "auto", or a precision of `easymp.registry.PRECISIONS`. "no" and "fp32" are the same.
+            "bf16", "fp16", "fp8", "O1" and "auto" on a CPU with bf16 instructions raise trainable parameters that arrive in bf16 or fp16
+            to fp32; frozen ones keep their dtype. "bf16-true" and "fp16-true" cast the model and keep low-precision weights; "no", "fp32",
+            "tf32" and "O0" cast nothing. Low-precision weights are stepped by fp32 masters, or with stochastic rounding where the optimizer
+            is of `easymp.optim` ("O3" only rounds). The plan says which.
+        strategy: how models are distributed: "auto", or a strategy of `easymp.registry.STRATEGIES`.
+        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …), or a dict of the fields.
+        gradient_accumulation_steps: micro-batches in an update; see `accumulate`.
         cpu: train on the CPU although there is an accelerator.
         device_placement: move models and batches to the device.
         dataloader_config: how prepared loaders read.
         gradient_accumulation_plugin: accumulation in detail, instead of `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: prepared schedulers step once an optimizer update; False: at every call.
-        scheduler_steps_per_process: they step as many times as there are processes (as Accelerate does).
-        kwargs_handlers: records of `easymp` with options of autocast, the loss scale, DDP, the process group, profiles.
-        initialize: gives values to a module that was built on the meta device and has no `reset_parameters`; called with each module
-            that had tensors there.
+        scheduler_steps_per_process: prepared schedulers step as many times as there are processes, as with Accelerate.
+        kwargs_handlers: records with options of autocast, the loss scale, DDP, the process group and profiles, at most one of each.
+        initialize: gives values to modules on the meta device that have no `reset_parameters`; called with each such module.
         activation_checkpointing: modules that keep only their inputs and are computed again in backward: True for the repeated blocks,
             or a pattern of names or classes, or several.
-        compile: torch.compile: True or "model", "blocks" (each repeated one), or `CompileOptions`.
-        dynamo_backend: another spelling of ``compile=CompileOptions(backend=...)``; "no" for none.
+        compile: torch.compile of the whole model (True or "model"), of each repeated block ("blocks"), or as `CompileOptions` say.
+        dynamo_backend: the same as ``compile=CompileOptions(backend=...)``; "no" for none.
+        seed: seed of all random streams; see `set_seed`.
+        deterministic: use deterministic algorithms only.
+        fused: let plain torch optimizers run a fused step: our kernels where CuPy runs and they gain, else torch's. It also clips and
+            unscales (see `clip_grad_norm_`). False: torch's step as given, and gradients are changed in memory.
+        ema_decay: decay of a moving average of the weights, for example 0.999; see `averaged`.
+        convert_sync_batchnorm: batch-norm in training by the samples of all ranks that see other data; see `SyncBatchNorm`.
         nonfinite: the answer to a loss or gradient norm that is infinite or not a number. "warn": say it once, with step, rank and loss
             scale, without waiting for the device. "skip": no rank steps where a gradient of any rank is not finite (see
             `optimizer_step_was_skipped`). "raise": all ranks raise a NonfiniteError before that step, or where a loss is not finite.
             "skip" and "raise" check all gradients before each step, may wait for the device, and refuse closures. None: "skip" under a
             loss scale, else "warn". While a loss scale is being found, overflows are not reported, and "warn" means "skip".
-        seed: seed of all random streams; see `set_seed`.
-        deterministic: deterministic algorithms only.
-        fused: let plain torch optimizers run a fused step: our kernels where CuPy runs and they gain, else torch's. It also clips and
-            unscales (see `clip_grad_norm_`). False: torch's step as given, and gradients are changed in memory.
-        ema_decay: decay of a moving average of the weights that optimizers keep, for example 0.999: see `averaged`.
-        convert_sync_batchnorm: batch-norm in training by the samples of all ranks that see other data; see `SyncBatchNorm`.
         probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
         timeout: seconds that a rank waits for the others in a collective.
-        memory: of a rank, in bytes or as "16GiB", by which "auto" decides; default: its device's memory.
-        replica_check: updates between two comparisons of the parameters, by checksums, and of param groups' options, on ranks that must
-            hold the same; the first updates are compared, too, and a difference is a WorldError. None: 1000; 0: never.
-        debug: before each collective that the script calls (`gather`, `reduce` …) the ranks compare the call, and structure, dtypes and
-            shapes of the arguments. False: they do not. True: zero1 also compares the number of gradients in each step.
-        project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); default: the working directory.
-        project_config: more about it: `ProjectConfiguration`.
+        memory: memory of a rank by which "auto" decides, in bytes or as "16GiB". Default: the device's.
+        replica_check: updates between comparisons of the ranks' parameters (by checksums) and options of param groups, where they must be
+            equal. The first updates are compared, too; a difference is a WorldError. None: 1000; 0: never.
+        debug: compare the ranks' calls before each collective of the script (`gather`, `reduce` …), with structure, dtypes and shapes.
+            None: yes; False: no; True: zero1 also compares the number of gradients in each step.
+        project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``). Default: the working directory.
+        project_config: more about the folder.
         log_with: where `log` writes: "jsonl" (a file of JSON lines; the default), "console" (a line that shows how far the training is),
             another tracker by name, several, "all" that are installed and keep rows, "none", or a tracker of your own (`Tracker`).
-        save_on_signal: SIGTERM and SIGUSR1 end the run at the next batch of a prepared loader, or the next of `epochs`, with a checkpoint
-            in the project's folder and exit code 75, all ranks together; one more signal, 5 seconds later or more, ends it at once.
-            None: from `resume` on; True: from the beginning; False: never.
+        save_on_signal: answer to SIGTERM and SIGUSR1: end the run at the next batch of a prepared loader, or the next of `epochs`, with a
+            checkpoint in the project's folder and exit code 75, all ranks together. One more signal, 5 seconds later or more, ends it at
+            once. None: from `resume` on; True: from the beginning; False: never.
         settings: a whole `Settings`; the arguments above win over it.
 
     Raises:
         SettingError: a wrong name or value.
         RefusedError: something that was asked for cannot run here.
         WorldError: announced processes did not arrive.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=2, seed=0)
+        >>> model = nn.Linear(2, 1)
+        >>> loader = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+        >>> model, optimizer, loader = acc.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+        >>> for x in loader:
+        ...     with acc.accumulate(model):
+        ...         acc.backward(model(x).square().mean())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> optimizer.updates, acc.gradient_accumulation_steps, acc.sync_gradients, acc.optimizer_step_was_skipped
+        (2, 2, True, False)
+        >>> acc.plan.strategy.value, acc.mixed_precision, acc.scaler.enabled, acc.hardware.cpu.threads > 0
+        ('single', 'no', False, True)
+        >>> acc.state.num_processes, acc.gradient_state.num_steps
+        (1, 2)
+        >>> acc.even_batches, acc.split_batches, acc.dispatch_batches  # of dataloader_config
+        (True, False, None)
+        >>> acc.use_seedable_sampler, acc.non_blocking, acc.use_stateful_dataloader
+        (True, True, True)
+        >>> acc.project_dir, acc.logging_dir, acc.save_iteration, acc.project_configuration.total_limit
+        (None, None, 0, None)
+        >>> acc.end_training()
     """
 
     @_explaining
@@ -394,6 +417,7 @@ class Accelerator(Processes, Checkpoints):
 
     @property
     def hardware(self) -> Hardware:
+        """The machine: its accelerators, CPU and versions; see `Hardware`."""
         return self.plan.hardware
 
     @property
@@ -403,11 +427,12 @@ class Accelerator(Processes, Checkpoints):
 
     @property
     def scaler(self) -> precision.Scaler:
-        """The loss scaler, up to date; one that scales by one unless the run is fp16."""
+        """The loss scaler, up to date; it scales by one unless the precision scales the loss."""
         return self._scaler
 
     @property
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in an update; may be set."""
         return self._window.accumulation
 
     @gradient_accumulation_steps.setter
@@ -426,10 +451,12 @@ class Accelerator(Processes, Checkpoints):
 
     @property
     def gradient_state(self) -> GradientState:
+        """The place in the accumulation window and in the loop over the data."""
         return state.GradientState(self._window)
 
     @property
     def state(self) -> AcceleratorState:
+        """The process and the plan, for scripts that pass a state around."""
         return state.AcceleratorState()
 
     @property
@@ -464,7 +491,17 @@ class Accelerator(Processes, Checkpoints):
 
     @staticmethod
     def launch(processes: int | None = None) -> None:
-        """`easymp.launch`: the same script again on several processes."""
+        """Run this script again on several processes; see `easymp.launch`. Call it first thing in the script.
+
+        Args:
+            processes: number of processes on this machine; None takes one an accelerator, or 1 without any.
+
+        Raises:
+            SettingError: there is no script to run again (a notebook, ``python -c``, an interactive session).
+
+        Example:
+            >>> Accelerator.launch(1)  # one process: this one goes on
+        """
         launcher.launch(processes)
 
     # -- prepare
@@ -496,20 +533,32 @@ class Accelerator(Processes, Checkpoints):
         device_placement: Sequence[bool | None] | None = None,
         forward_methods: str | Sequence[str] = (),
     ) -> Any:
-        """Models, optimizers, schedulers and loaders, in any order, ready for this run, in the same order.
+        """Make models, optimizers, schedulers and loaders ready for this run.
 
         Args:
-            objects: each a Module, Optimizer, scheduler, DataLoader, something prepared before, or None.
-            device_placement: one value an object, over the constructor's.
+            objects: each a Module, Optimizer, scheduler, DataLoader, something prepared before, or None; in any order.
+            device_placement: whether to move each object to the device, one value an object; None takes the constructor's.
             forward_methods: names of methods that compute as forward does ("embed", "generate"): of the prepared model they are called
                 under autocast and the strategy, so that they train, too. Each model takes the names that it has; methods that
                 `easymp.forward_method` decorates need not be named.
+
+        Returns:
+            The prepared objects in the same order; of one object, itself. A prepared model has the class, parameters and names of
+            the given one. An optimizer is a `PreparedOptimizer`, a loader a `PreparedLoader`, a scheduler a `PreparedScheduler`, each
+            with the attributes of the given one.
 
         Raises:
             PrepareError: objects that do not fit together, or cannot be prepared; a name in `forward_methods` that no model has.
             RefusedError: `forward_methods` under a strategy that runs forward alone.
             WorldError: the ranks passed different objects.
             CheckpointError: an optimizer, while another live process trains in the folder that `project_dir` names.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = nn.Linear(2, 1)
+            >>> optimizer, model = acc.prepare(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            >>> isinstance(model, nn.Linear), optimizer.param_groups[0]["lr"]
+            (True, 0.1)
         """
         done = self._prepared.prepare(objects, device_placement, forward_methods)
         strategy = self._prepared.strategy
@@ -526,7 +575,24 @@ class Accelerator(Processes, Checkpoints):
         evaluation_mode: bool = False,
         forward_methods: str | Sequence[str] = (),
     ) -> Model:
-        """As `prepare`. A model without trainable parameters is not wrapped for gradients, so `evaluation_mode` asks for that."""
+        """Prepare one model; see `prepare`.
+
+        Args:
+            model: any module.
+            device_placement: whether to move it to the device; None takes the constructor's.
+            evaluation_mode: check that the model has no trainable parameters. Such a model is not wrapped for gradients.
+            forward_methods: as in `prepare`.
+
+        Returns:
+            The prepared model.
+
+        Raises:
+            RefusedError: `evaluation_mode` with trainable parameters.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> teacher = acc.prepare_model(nn.Linear(2, 1).requires_grad_(False), evaluation_mode=True)
+        """
         if evaluation_mode and any(p.requires_grad for p in model.parameters()):
             raise RefusedError(
                 f"evaluation_mode=True, but this {type(model).__name__} has trainable parameters: call requires_grad_(False) on it first, "
@@ -537,10 +603,38 @@ class Accelerator(Processes, Checkpoints):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
+        """Prepare one optimizer, after its models; see `prepare`.
+
+        Args:
+            optimizer: any torch.optim.Optimizer.
+            device_placement: accepted, and without effect: states follow the parameters.
+
+        Returns:
+            The prepared optimizer.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare_model(nn.Linear(2, 1))
+            >>> optimizer = acc.prepare_optimizer(torch.optim.SGD(model.parameters()))
+        """
         prepared: Any = self.prepare(optimizer, device_placement=[device_placement])
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Prepare one scheduler, after its optimizer; see `prepare`.
+
+        Args:
+            scheduler: an object with `step` and `state_dict`, as those of torch.optim.lr_scheduler.
+
+        Returns:
+            The prepared scheduler.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = nn.Linear(2, 1)
+            >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+            >>> scheduler = acc.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 10))
+        """
         prepared: Any = self.prepare(scheduler)
         return prepared
 
@@ -553,6 +647,21 @@ class Accelerator(Processes, Checkpoints):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None
     ) -> data.PreparedLoader:
+        """Prepare one loader; see `prepare`.
+
+        Args:
+            data_loader: any DataLoader.
+            device_placement: whether to move batches to the device; None takes the constructor's.
+
+        Returns:
+            The prepared loader.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> loader = acc.prepare_data_loader(torch.utils.data.DataLoader(range(6), batch_size=4))
+            >>> [batch.tolist() for batch in loader]
+            [[0, 1, 2, 3], [4, 5]]
+        """
         prepared: Any = self.prepare(data_loader, device_placement=[device_placement])
         return prepared
 
@@ -577,18 +686,29 @@ class Accelerator(Processes, Checkpoints):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Gradients of `loss`, averaged over the ranks on the last micro-step of a window.
+        """Compute the gradients of a loss. On the last micro-step of a window they are averaged over the ranks.
 
         Args:
             loss: a mean over this rank's micro-batch (divided by the accumulation steps here), 0-dim; or with `num_items` a sum.
             num_items: how many items (tokens) `loss` sums over on this rank. The gradients become those of the sum over the whole
                 window and all ranks, divided by their common count: equal to one big batch.
-            gradient, retain_graph, create_graph, inputs: as in `torch.Tensor.backward`.
+            gradient: as in `torch.Tensor.backward`.
+            retain_graph: as there.
+            create_graph: as there.
+            inputs: as there.
 
         Raises:
             StepError: a loss that is not a scalar, or has no graph; one that holds the gradient of a gradient, where that is refused;
                 gradients that no rank averages, since their model was not called.
+            NonfiniteError: a loss that is not finite, under ``nonfinite="raise"``.
             WorldError: another rank is missing or elsewhere.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> outputs, targets = model(torch.ones(4, 2)), torch.tensor([[0.0], [1.0], [2.0], [-100.0]])
+            >>> losses = (outputs - targets).abs()[targets != -100]
+            >>> acc.backward(losses.sum(), num_items=len(losses))
         """
         window = self._window
         if self._unprepared is not None:
@@ -656,7 +776,7 @@ class Accelerator(Processes, Checkpoints):
         num_items: int | Tensor | None = None,
         **keywords: Any,
     ) -> Tensor:
-        """Forward, loss and backward of one micro-step, under every strategy; the call that schedules of a pipeline need.
+        """Run forward, loss and backward of one micro-step, under every strategy; schedules of a pipeline need this call.
 
         Instead of ``backward(loss_fn(model(*inputs), target))``, and with the same gradients; accumulation, `num_items` and the loss scale
         work as in `backward`. Under strategy "pipeline" `loss_fn` is called with the output of a micro-batch and its part of `target`, and
@@ -665,7 +785,8 @@ class Accelerator(Processes, Checkpoints):
         Args:
             model: a prepared model.
             loss_fn: called as ``loss_fn(outputs, target)``, or ``loss_fn(outputs)`` without a target; returns one number.
-            inputs, keywords: for the model.
+            inputs: arguments of the model.
+            keywords: keyword arguments of the model.
             target: the second argument of `loss_fn`, a tensor or a nested batch of tensors.
             num_items: as in `backward`.
 
@@ -676,7 +797,11 @@ class Accelerator(Processes, Checkpoints):
             StepError: as `backward`, and where `loss_fn` returns no number.
 
         Example:
-            >>> loss = accelerator.forward_backward(model, F.cross_entropy, x, target=y)
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 3))
+            >>> loss = acc.forward_backward(model, nn.functional.cross_entropy, torch.ones(4, 2), target=torch.tensor([0, 1, 2, 0]))
+            >>> loss.requires_grad, model.weight.grad.shape
+            (False, torch.Size([3, 2]))
         """
         (route,) = self._prepared.routes((model,))
         strategy = self._prepared.strategy
@@ -693,10 +818,29 @@ class Accelerator(Processes, Checkpoints):
             self._prepared.sums.average(lambda gradients: self._prepared.strategy.average(modules, gradients))
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """One micro-step: ``with accelerator.accumulate(model):`` around forward, backward, step and zero_grad.
+        """Wrap one micro-step: forward, backward, step and zero_grad.
 
         Gradients are reduced and optimizers step on every `gradient_accumulation_steps`-th micro-step, and on the last batch of the
-        loader being read, which restarts the count. Without arguments it means all prepared models.
+        loader being read, which restarts the count.
+
+        Args:
+            models: prepared models whose gradients are accumulated; none means all.
+
+        Returns:
+            A context manager, for ``with``.
+
+        Raises:
+            StepError: a model that is not prepared.
+
+        Example:
+            >>> acc = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> for _ in range(2):
+            ...     with acc.accumulate(model):
+            ...         acc.backward(model(torch.ones(4, 2)).mean())
+            ...         print(acc.sync_gradients)
+            False
+            True
         """
         prepared, window = self._prepared, self._window
         if not self._refusing and window.accumulation != 1:
@@ -710,7 +854,20 @@ class Accelerator(Processes, Checkpoints):
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Inside, backward keeps gradients to this rank: for accumulation by hand."""
+        """Keep gradients to this rank inside the block: for accumulation by hand.
+
+        Args:
+            model: a prepared model; None means all.
+
+        Raises:
+            StepError: a model that is not prepared.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> with acc.no_sync(model):
+            ...     acc.backward(model(torch.ones(4, 2)).mean())
+        """
         with ExitStack() as stack:
             for route in self._prepared.routes((model,) if model is not None else ()):
                 stack.enter_context(self._prepared.strategy.no_sync(route.module))
@@ -734,7 +891,22 @@ class Accelerator(Processes, Checkpoints):
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Inside, backward reduces gradients, although `model` was called under `no_sync`."""
+        """Reduce gradients in backward inside the block, although `model` was called under `no_sync`.
+
+        Args:
+            model: a prepared model.
+
+        Raises:
+            StepError: a model that is not prepared.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> with acc.no_sync(model):
+            ...     loss = model(torch.ones(4, 2)).mean()
+            >>> with acc.trigger_sync_in_backward(model):
+            ...     acc.backward(loss)
+        """
         (route,) = self._prepared.routes((model,))
         alone, self._alone = self._alone, False
         try:
@@ -747,7 +919,7 @@ class Accelerator(Processes, Checkpoints):
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Inside, ranks may run out of batches at different times; those that are done go along with the others' reductions.
+        """Let ranks run out of batches at different times inside the block; those that are done join the others' reductions.
 
         A gradient is the mean over the ranks that still have a batch, each rank's batch with the same weight: with batches of one size
         the training equals that of one process which is given the same samples together. At the end all ranks take the parameters,
@@ -759,6 +931,13 @@ class Accelerator(Processes, Checkpoints):
 
         Raises:
             RefusedError: the strategy, a synchronised batch-norm, gradient accumulation, or a `comm_hook` needs every rank.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model, loader = acc.prepare(nn.Linear(2, 1), torch.utils.data.DataLoader(torch.ones(3, 2)))
+            >>> with acc.join_uneven_inputs([model], even_batches=False):
+            ...     for x in loader:
+            ...         acc.backward(model(x).mean())
         """
         if self._prepared.converted:
             raise RefusedError(
@@ -789,13 +968,41 @@ class Accelerator(Processes, Checkpoints):
                 loader.even_batches = even
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The run's autocast, for computations outside of a prepared model."""
+        """Compute under the run's autocast, outside of a prepared model.
+
+        Args:
+            autocast_handler: options, over the constructor's.
+
+        Returns:
+            A context manager, for ``with``.
+
+        Example:
+            >>> acc = Accelerator(cpu=True, mixed_precision="bf16")
+            >>> with acc.autocast():
+            ...     nn.Linear(2, 1)(torch.ones(4, 2)).dtype
+            torch.bfloat16
+        """
         return self._precision.casting(self.device, autocast_handler or self._autocast)
 
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     ) -> None:
-        """Divide gradients by the loss scale, to look at them or change them before the step; acts once a window."""
+        """Divide gradients by the loss scale, to look at them or change them before the step.
+
+        Acts once a window, and does nothing without a loss scale.
+
+        Args:
+            optimizer: one or several, prepared or not; None means all prepared ones.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = nn.Linear(2, 1)
+            >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+            >>> acc.backward(model(torch.ones(4, 2)).mean())
+            >>> acc.unscale_gradients(optimizer)
+            >>> model.bias.grad
+            tensor([1.])
+        """
         if self._window.accumulation != 1 and not self._window.sync:
             return
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -812,9 +1019,7 @@ class Accelerator(Processes, Checkpoints):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Scale gradients so that their total norm is at most `max_norm`; returns the norm before (0-dim).
-
-        Acts once a window, as the optimizer does: None on other micro-steps.
+        """Scale gradients so that their total norm is at most `max_norm`. Acts once a window, as the optimizer does.
 
         Where `parameters` are all that one or several prepared optimizers step, and torch's fused step or ours runs (see the plan),
         gradients are only read: the step multiplies by the factor, and by 1 / the loss scale, as it reads them again. Until then `.grad`
@@ -822,8 +1027,23 @@ class Accelerator(Processes, Checkpoints):
         change clipped gradients before the step, use ``Accelerator(fused=False)``; a change in between is an error. Under a loss scale an
         overflow skips the steps of all of them.
 
+        Args:
+            parameters: those of prepared models.
+            max_norm: the largest norm.
+            norm_type: p of the p-norm.
+
+        Returns:
+            The norm before, 0-dim, on the device; None on micro-steps that do not end a window.
+
         Raises:
             StepError: gradients changed since the last clip, which no step has followed; under a loss scale: there are none.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> acc.backward(model(torch.ones(4, 2)).mean())
+            >>> acc.clip_grad_norm_(model.parameters(), max_norm=1.0)  # of three ones
+            tensor(1.7321)
         """
         if self._window.accumulation != 1 and not self._window.sync:
             return None
@@ -837,7 +1057,20 @@ class Accelerator(Processes, Checkpoints):
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp every gradient element to [-clip_value, clip_value]; acts once a window, as the optimizer does."""
+        """Clamp every element of the gradients to [-clip_value, clip_value]. Acts once a window, as the optimizer does.
+
+        Args:
+            parameters: those of prepared models.
+            clip_value: the largest magnitude.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> acc.backward(model(torch.ones(4, 2)).mean())
+            >>> acc.clip_grad_value_(model.parameters(), 0.5)
+            >>> model.bias.grad
+            tensor([0.5000])
+        """
         if self._window.accumulation != 1 and not self._window.sync:
             return
         grads = []
@@ -869,15 +1102,25 @@ class Accelerator(Processes, Checkpoints):
 
     @contextmanager
     def averaged(self, *models: nn.Module) -> Iterator[None]:
-        """Inside, prepared models (all of them by default) have the moving averages of their weights: for evaluation, or `save_model`.
+        """Give models the moving averages of their weights inside the block: for evaluation, or `save_model`.
 
         An average begins as the weight before its first step, and moves at each step that moves the weight: not at those that an overflow
         skips, nor at those without a gradient for it. What no step has moved (frozen parameters, buffers) is the same inside. Meanwhile
         there is a copy of the weights. All ranks call it; under strategy "local_sgd" each has averages of its own. Steps and `save_state`
         belong outside.
 
+        Args:
+            models: prepared models; none means all.
+
         Raises:
             RefusedError: without `ema_decay`.
+
+        Example:
+            >>> acc = Accelerator(cpu=True, ema_decay=0.999)
+            >>> model = nn.Linear(2, 1)
+            >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+            >>> with acc.averaged(model):
+            ...     outputs = model(torch.ones(4, 2))
         """
         if self.plan.settings.ema_decay is None:
             raise RefusedError(
@@ -890,69 +1133,29 @@ class Accelerator(Processes, Checkpoints):
             yield
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> profiling.Profile:
-        """torch.profiler around the block: ``with accelerator.profile() as prof:``, on all ranks or on some.
+        """Record the block with torch.profiler, on all ranks or on some.
 
-        Gives a torch.profiler.profile that counts the steps itself (see `easymp.profiling.Profile`), writes a Chrome trace a rank, and has
-        ``prof.summary()``: a table of where time and memory went.
+        Writes a Chrome trace a rank.
 
         Args:
             profile_handler: what to record and when, over the constructor's. Without any: three steps after two, memory included.
 
+        Returns:
+            A torch.profiler.profile that counts the steps itself (`easymp.profiling.Profile`), for ``with``. ``summary()`` is a table of
+            where time and memory went.
+
         Raises:
             RefusedError: none of the activities can be recorded here.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> with acc.profile(ProfileKwargs(activities=["cpu"])) as prof:
+            ...     acc.backward(model(torch.ones(4, 2)).mean())
+            >>> [path.name for path in prof.traces]
+            [...]
         """
         return profiling.Profile(self, self._run, self._prepared, profile_handler or self._profiling)
-
-    # -- collectives
-
-    def gather(self, tensor: T) -> T:
-        """Every tensor of a nested batch joined over the ranks along dimension 0, on all ranks."""
-        return collectives.gather(tensor, world=self._world)
-
-    @overload
-    def gather_for_metrics(self, input_data: T, use_gather_object: Literal[False] = False) -> T: ...
-
-    @overload
-    def gather_for_metrics(self, input_data: Iterable[T], use_gather_object: Literal[True]) -> list[T]: ...
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, for results of the current batch: samples that only complete the last round are dropped.
-
-        Call it inside the loop over a prepared loader. Other objects than tensors (``use_gather_object=True``, or no tensor in the
-        tree) are gathered as lists with one item a sample. Where the current batch is shorter than the others, a tensor of the
-        loader's `batch_size` rows (``loss.repeat(batch_size)``: a loss that weighs as much as its samples) is cut to it.
-
-        Raises:
-            BatchError: outside a loop, or dimension 0 is not the batch.
-        """
-        neighbours = self._world.size // self._prepared.strategy.data_size
-        reading = self._window.reading
-        return collectives.gather_for_metrics(input_data, use_gather_object, self._world, reading, neighbours)
-
-    def mean(self, value: Tensor | float, weight: Tensor | float = 1.0) -> Tensor:
-        """Mean of a number over the ranks, weighted: sum(value × weight) / sum(weight), 0-dim, on all ranks.
-
-        ``accelerator.mean(loss, len(batch))`` is the mean over samples, also where ranks have unlike batches.
-        """
-        return collectives.weighted_mean(value, weight, self._world)
-
-    def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
-        """Every tensor of a nested batch summed ("sum") or averaged ("mean") over the ranks, times `scale`."""
-        return collectives.reduce(tensor, reduction, scale, world=self._world)
-
-    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Every tensor of a nested batch as long along `dim` as the longest rank's."""
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, world=self._world)
-
-    def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` sees on every rank."""
-        self._trigger = True
-
-    def check_trigger(self) -> bool:
-        """Whether any rank has raised the flag since the last check; lowers it. All ranks must call it together."""
-        self._world.compare("check_trigger")
-        raised, self._trigger = self._world.any(self._trigger), False
-        return raised
 
     # -- logging
 
@@ -962,7 +1165,7 @@ class Accelerator(Processes, Checkpoints):
         config: Any = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Name the run, and log its hyperparameters, plan, machine and easymp's version. Without this call it is "log".
+        """Name the run, and log its hyperparameters, plan, machine and easymp's version. Without this call its name is "log".
 
         Args:
             project_name: names files, and projects and experiments of services.
@@ -972,6 +1175,12 @@ class Accelerator(Processes, Checkpoints):
         Raises:
             SettingError: a wrong name.
             StepError: rows were logged before.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.init_trackers("digits", config={"lr": 0.1})
+            >>> acc.log({"loss": 0.5})
+            >>> acc.end_training()  # digits.jsonl has the row
         """
         self._tracking.describe(project_name, config, init_kwargs)
 
@@ -991,6 +1200,11 @@ class Accelerator(Processes, Checkpoints):
 
         Raises:
             SettingError: a wrong value or name, on every rank that calls.
+            StepError: the trackers have finished.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.log({"loss": torch.tensor(0.5), "val": {"accuracy": 0.9}}, step=1)
         """
         if self._closed:
             raise StepError("log() after end_training(): the trackers have finished. Log before it")
@@ -998,29 +1212,72 @@ class Accelerator(Processes, Checkpoints):
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers, on the main process; none on others."""
+        """The trackers, on the main process; none on others.
+
+        Example:
+            >>> Accelerator(cpu=True, log_with="none").trackers
+            []
+        """
         return self._tracking.all()
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name; on other ranks than the main one an object that takes every call and does nothing.
+        """Get a tracker of this run by its name.
 
         Args:
+            name: as in `log_with`.
             unwrap: return the library's own object: TensorBoard's SummaryWriter, the run of wandb or MLflow, the path of a file.
+
+        Returns:
+            The tracker; on other ranks than the main one an object that takes every call and does nothing.
 
         Raises:
             SettingError: there is none of this name.
             TrackerError: it could not start, or an earlier call said so.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.get_tracker("jsonl", unwrap=True).name
+            'log.jsonl'
+            >>> acc.end_training()
         """
         return self._tracking.get(name, unwrap)
 
     # -- loaders and models
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
-        """The loader without its first `num_batches` batches, for one pass."""
+        """Leave the first batches of a loader out of its next pass; see `easymp.skip_first_batches`.
+
+        Args:
+            dataloader: a DataLoader, or a prepared one.
+            num_batches: batches of this rank.
+
+        Returns:
+            A loader for one pass.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> loader = acc.prepare(torch.utils.data.DataLoader(range(6), batch_size=2))
+            >>> [batch.tolist() for batch in acc.skip_first_batches(loader, 1)]
+            [[2, 3], [4, 5]]
+        """
         return data.skip_first_batches(dataloader, num_batches)
 
     def total_updates(self, loader: Sized, epochs: int = 1) -> int:
-        """Optimizer updates in `epochs` passes over a prepared loader: the horizon of a learning-rate schedule."""
+        """Count the optimizer updates of a training: the horizon of a learning-rate schedule.
+
+        Args:
+            loader: a prepared loader.
+            epochs: passes over it.
+
+        Returns:
+            Updates, incomplete windows at the end of a pass included.
+
+        Example:
+            >>> acc = Accelerator(cpu=True, gradient_accumulation_steps=4)
+            >>> loader = acc.prepare(torch.utils.data.DataLoader(range(10)))
+            >>> acc.total_updates(loader, epochs=2)  # of 10 micro-batches each
+            6
+        """
         each = len(loader)
         steps = self._window.accumulation
         return epochs * math.ceil(each / steps) if self._window.end_with_loader else epochs * each // steps
@@ -1028,7 +1285,26 @@ class Accelerator(Processes, Checkpoints):
     def unwrap_model(
         self, model: Model, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
     ) -> Model:
-        """The user's own module. It never carries a wrapper for fp32 outputs, so there is none to keep."""
+        """Get the user's own module behind a prepared model, DataParallel or DistributedDataParallel.
+
+        Args:
+            model: prepared or not.
+            keep_fp32_wrapper: refused: there is no such wrapper.
+            keep_torch_compile: False also takes torch.compile's wrapper off.
+
+        Returns:
+            The module that was given to `prepare`.
+
+        Raises:
+            RefusedError: ``keep_fp32_wrapper=True``.
+
+        Example:
+            >>> acc = Accelerator(cpu=True, mixed_precision="bf16")
+            >>> given = nn.Linear(2, 1)
+            >>> model = acc.prepare(given)
+            >>> acc.unwrap_model(model) is given
+            True
+        """
         if keep_fp32_wrapper:
             raise RefusedError(
                 "keep_fp32_wrapper=True: the fp32 conversion lives outside the module, there is none to keep. Leave it out"
@@ -1038,7 +1314,20 @@ class Accelerator(Processes, Checkpoints):
     # -- the end
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of all that was prepared, and of `objects` (assign the Nones returned), and empty the device's cache."""
+        """Let go of all that was prepared, and empty the device's cache.
+
+        Args:
+            objects: other objects to let go of; the caller replaces its own variables.
+
+        Returns:
+            None; for several objects one None each, to assign to the variables.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = nn.Linear(2, 1)
+            >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+            >>> model, optimizer = acc.free_memory(model, optimizer)
+        """
         self._prepared.release()
         self._window.reset()
         nothing = (None,) * len(objects)
@@ -1049,15 +1338,29 @@ class Accelerator(Processes, Checkpoints):
     clear = free_memory
 
     def end_training(self) -> None:
-        """The run is over: leave the world. Models that are whole stay callable, each rank for itself; sharded ones do not."""
+        """End the run: finish trackers and checkpoints, and leave the other processes.
+
+        Models that are whole stay callable, each rank for itself; sharded ones do not. Another Accelerator can be made afterwards. A
+        second call does nothing.
+
+        Raises:
+            CheckpointError: the error of an asynchronous save that no later call has raised.
+            WorldError: the last comparison of replicas found that they differ.
+        """
         self.close()
 
     def close(self) -> None:
-        """As `end_training`; another Accelerator can be made afterwards. Calling it again does nothing.
+        """End the run, as `end_training` does; also at the end of a ``with`` block.
 
         Raises:
-            CheckpointError: what an asynchronous save met with, and no later call has raised.
+            CheckpointError: the error of an asynchronous save that no later call has raised.
             WorldError: the last comparison of replicas found that they differ.
+
+        Example:
+            >>> with Accelerator(cpu=True) as acc:  # which closes it
+            ...     acc.print(acc.device)
+            cpu
+            >>> acc.close()  # again: nothing
         """
         if self._closed:
             return

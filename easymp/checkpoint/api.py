@@ -99,14 +99,17 @@ class Checkpoints:
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
+        """Where this run keeps checkpoints and logs, and how many."""
         return self._project
 
     @property
     def project_dir(self) -> str | None:
+        """The folder or URL below which ``checkpoints/`` lies; None for the working directory."""
         return self._project.project_dir
 
     @property
     def logging_dir(self) -> str | None:
+        """The folder of logs; None for the working directory."""
         return self._project.logging_dir
 
     @property
@@ -148,13 +151,23 @@ class Checkpoints:
     # -- what scripts add ---------------------------------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Keep these objects in checkpoints, too; register them in the same order in every run.
+        """Keep further objects in checkpoints. The state of rank 0 is saved, and all ranks load it.
 
-        Their `state_dict` may hold numbers, strings, bytes, None, tensors, and lists, tuples, sets and dicts of these. The state of rank 0
-        is saved, and all ranks load it.
+        Args:
+            objects: each with `state_dict` and `load_state_dict`; in the same order in every run. A state may hold numbers, strings,
+                bytes, None, tensors, and lists, tuples, sets and dicts of these.
 
         Raises:
             CheckpointError: an object without `state_dict` or `load_state_dict`.
+
+        Example:
+            >>> class Best:
+            ...     loss = float("inf")
+            ...     def state_dict(self):
+            ...         return {"loss": self.loss}
+            ...     def load_state_dict(self, state):
+            ...         self.loss = state["loss"]
+            >>> Accelerator(cpu=True).register_for_checkpointing(Best())
         """
         for item in objects:
             lacks = [n for n in ("state_dict", "load_state_dict") if not callable(getattr(item, n, None))]
@@ -180,8 +193,20 @@ class Checkpoints:
         An error of a hook ends the save on all ranks; on its own rank it is raised as it is. A CheckpointError is raised for different
         files of one name, links, names that not every file system takes (with ``:``, say), and names of the checkpoint's own files.
 
+        Args:
+            hook: called with the two lists and the folder's path.
+
         Returns:
             A handle; its ``remove()`` removes the hook.
+
+        Example:
+            >>> from pathlib import Path
+            >>> acc = Accelerator(cpu=True)
+            >>> def note(models, weights, output_dir):
+            ...     Path(output_dir, "note.txt").write_text("first run")
+            >>> handle = acc.register_save_state_pre_hook(note)
+            >>> Path(acc.save_state("one"), "note.txt").read_text()
+            'first run'
         """
         return _add(self._save_hooks, hook)
 
@@ -191,8 +216,18 @@ class Checkpoints:
         `input_dir` is a local folder with the files that hooks wrote, verified: the checkpoint's own folder, or, if that is at a URL, a
         download in TMPDIR that is removed after the load. What a hook did to a model stays if the load fails afterwards.
 
+        Args:
+            hook: called with the list and the folder's path.
+
         Returns:
             A handle; its ``remove()`` removes the hook.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> place = acc.save_state("one")
+            >>> handle = acc.register_load_state_pre_hook(lambda models, input_dir: print(len(models), "models"))
+            >>> loaded = acc.load_state(place)
+            0 models
         """
         return _add(self._load_hooks, hook)
 
@@ -238,6 +273,14 @@ class Checkpoints:
             WorldError: the last comparison of replicas found that they differ.
             CheckpointError: it could not be written, on any rank, and what was there before is untouched; or another process holds the
                 project's folder.
+            RefusedError: ``safe_serialization=False``.
+            SettingError: both `path` and `output_dir`.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> acc.save_state()
+            '.../checkpoints/step-00000000'
         """
         path = _one_of(path, output_dir, "output_dir")
         _refuse_code(safe_serialization, "save_state")
@@ -338,9 +381,21 @@ class Checkpoints:
             allow_pickle: for a local folder of Accelerate's `save_state` only: read its pickles. A crafted one runs code of its writer's
                 choice. State that such a folder does not hold (where loaders stood) is in `Loaded.skipped`.
 
+        Returns:
+            What was loaded: ``place`` is the folder, ``skipped`` the names that were left out.
+
         Raises:
             CheckpointError: it does not fit or cannot be read, on any rank; nothing has changed. Or a local file changed between its
                 verification and its reading: the message says that the state was loaded in part.
+            RefusedError: `allow_pickle` for a checkpoint of easymp.
+            SettingError: both `path` and `input_dir`.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> place = acc.save_state("runs/best")
+            >>> acc.load_state("runs/best").skipped
+            ()
         """
         path = _one_of(path, input_dir, "input_dir")
         foreign = path is not None and snapshot.on_rank_0(self._run.world, lambda: _is_of_accelerate(path))
@@ -427,6 +482,19 @@ class Checkpoints:
         Raises:
             CheckpointError: the last complete checkpoint does not fit this run, or all of them are damaged, or another process holds the
                 project's folder.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model, loader = acc.prepare(nn.Linear(2, 1), torch.utils.data.DataLoader(torch.ones(4, 2)))
+            >>> print(acc.resume())  # nothing yet
+            None
+            >>> for epoch in acc.epochs(2):
+            ...     for x in loader:
+            ...         acc.backward(model(x).mean())
+            ...     place = acc.save_state()
+            >>> acc.resume()
+            '.../checkpoints/step-00000000'
+            >>> acc.end_training()
         """
         if path is None or folders.inside(*folders.parted(path)) == self._project_root:
             self._claim_project(reading=True)
@@ -470,9 +538,20 @@ class Checkpoints:
         So the work of once an epoch belongs before `save_state`, ``scheduler.step()`` above all. Several loops in a script are told apart
         by their order.
 
+        Args:
+            count: epochs of the whole training.
+
+        Yields:
+            Numbers of epochs, from 0.
+
         Raises:
             SettingError: `count` is not a number of epochs.
             StepError: the checkpoint was saved in another kind of loop.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> list(acc.epochs(3))  # nothing was resumed
+            [0, 1, 2]
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise SettingError(f"epochs({count!r}) is not a number of epochs")
@@ -494,17 +573,23 @@ class Checkpoints:
     # -- export -------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's `state_dict` with whole tensors.
-
-        If every rank holds the whole model, each gets it at no cost: the tensors are the live ones (clone what must not change). If the
-        model is sharded, this is a collective: rank 0 gets copies in host memory and the others an empty dict, as with Accelerate.
+        """Get a model's `state_dict` with whole tensors. All ranks call it if the model is sharded.
 
         Args:
             model: prepared or not.
             unwrap: use the plain module's names; False keeps torch.compile's prefix (``_orig_mod.``).
 
+        Returns:
+            Tensors by name. If every rank holds the whole model, they are the live ones (clone what must not change). If the model is
+            sharded, rank 0 gets copies in host memory and the others an empty dict, as with Accelerate.
+
         Raises:
             CheckpointError: the ranks together do not have all of a tensor.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> list(acc.get_state_dict(acc.prepare(nn.Linear(2, 1))))
+            ['weight', 'bias']
         """
         return weights.get_state_dict(self._run.world, model, unwrap)
 
@@ -522,13 +607,22 @@ class Checkpoints:
         call it, and only rank 0 gets an error.
 
         Args:
+            model: prepared or not.
             save_directory: a folder, made if it is missing; a path or URL. One save at a time.
             max_shard_size: bytes of a file, or as "5GB"; a larger tensor gets a file of its own.
+            safe_serialization: True only.
 
         Raises:
             CheckpointError: it could not be written; a model that was there is untouched.
             RefusedError: ``safe_serialization=False``.
             SettingError: `max_shard_size` is not a size.
+
+        Example:
+            >>> import os
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.save_model(acc.prepare(nn.Linear(2, 1)), "model")
+            >>> os.listdir("model")
+            ['model.safetensors']
         """
         _refuse_code(safe_serialization, "save_model")
         weights.save_model(self._run.world, model, os.fspath(save_directory), max_shard_size)
@@ -540,10 +634,17 @@ class Checkpoints:
             obj: tensors by name, which make a plain safetensors file; or dicts, lists, tuples, sets, numbers, strings, bytes, None and
                 tensors, nested: the structure goes into the file's metadata, or into JSON if the name ends with ``.json``.
             f: the file, replaced when the new one is on disk; a path or URL.
+            safe_serialization: True only.
 
         Raises:
             CheckpointError: `obj` holds something that cannot be stored, with its path in it; or the file cannot be written.
             RefusedError: ``safe_serialization=False``, or a name that promises a file of torch.save.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.save({"mean": torch.ones(2), "classes": ["cat", "dog"]}, "facts.safetensors")
+            >>> easymp.load("facts.safetensors")
+            {'mean': tensor([1., 1.]), 'classes': ['cat', 'dog']}
         """
         _refuse_code(safe_serialization, "save")
         if self._run.world.rank == 0:

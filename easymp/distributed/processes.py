@@ -23,7 +23,12 @@ Share = TypeVar("Share", bound="list[Any] | tuple[Any, ...] | str | Tensor | dic
 
 
 class DistributedType(StrEnum):
-    """How the processes of a run are spread, by the names that scripts compare with."""
+    """How the processes of a run are spread, in Accelerate's words. easymp gives NO, MULTI_CPU, MULTI_GPU, MULTI_XPU or FSDP.
+
+    Example:
+        >>> Accelerator(cpu=True).distributed_type == DistributedType.NO
+        True
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -42,7 +47,12 @@ class DistributedType(StrEnum):
 
 
 class PrecisionType(StrEnum):
-    """Precisions by the names that scripts compare with."""
+    """Precisions in Accelerate's words.
+
+    Example:
+        >>> Accelerator(cpu=True, mixed_precision=PrecisionType.NO).mixed_precision == PrecisionType.NO
+        True
+    """
 
     NO = "no"
     FP8 = "fp8"
@@ -63,38 +73,47 @@ class Processes:
 
     @property
     def device(self) -> torch.device:
+        """The device of this process, for models and batches."""
         return self._world.device
 
     @property
     def num_processes(self) -> int:
+        """Number of processes in the run (the world size)."""
         return self._world.size
 
     @property
     def process_index(self) -> int:
+        """Rank of this process in the run, from 0."""
         return self._world.rank
 
     @property
     def local_process_index(self) -> int:
+        """Rank of this process on its node, from 0."""
         return self._world.local_rank
 
     @property
     def is_main_process(self) -> bool:
+        """Whether this is process 0 of the run."""
         return self._world.rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
         return self._world.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
+        """Whether this is the last process of the run."""
         return self._world.rank == self._world.size - 1
 
     @property
     def use_distributed(self) -> bool:
+        """Whether the run has several processes."""
         return self._world.size > 1
 
     @property
     def distributed_type(self) -> DistributedType:
+        """How processes are spread, in Accelerate's words: FSDP under every strategy that shards models, else by the device."""
         if self._world.size == 1:
             return DistributedType.NO
         if self._sharded:
@@ -104,13 +123,22 @@ class Processes:
         )
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here. Weights that ranks trained alone (strategy "local_sgd") are averaged."""
+        """Return when every process has come here. Weights that ranks trained alone (strategy "local_sgd") are averaged.
+
+        Raises:
+            WorldError: another process is gone, waits elsewhere, or has not come within the run's timeout.
+        """
         self._world.compare("wait_for_everyone")
         self._world.settle()
         self._world.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, on the first process of each node."""
+        """Print on the first process of each node.
+
+        Args:
+            args: the values.
+            kwargs: keywords of `print`.
+        """
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201
 
@@ -122,15 +150,54 @@ class Processes:
     # -- functions that run on some processes -------------------------------------------------------------------------
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """`function`, on process 0; elsewhere it does nothing and returns None."""
+        """Decorate a function to run on process 0 only.
+
+        Args:
+            function: any function or method.
+
+        Returns:
+            A function with the same arguments; on other processes it does nothing and returns None.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> @acc.on_main_process
+            ... def report(loss):
+            ...     print("loss", loss)
+            >>> report(0.5)
+            loss 0.5
+        """
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """`function`, on the first process of each node; elsewhere it does nothing and returns None."""
+        """Decorate a function to run on the first process of each node only.
+
+        Args:
+            function: any function or method.
+
+        Returns:
+            A function with the same arguments; on other processes it does nothing and returns None.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.on_local_main_process(print)("once a node")
+            once a node
+        """
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """`function`, on the last process; elsewhere it does nothing and returns None."""
+        """Decorate a function to run on the last process only.
+
+        Args:
+            function: any function or method.
+
+        Returns:
+            A function with the same arguments; on other processes it does nothing and returns None.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.on_last_process(print)("from the last process")
+            from the last process
+        """
         return self._only(function, lambda: self.is_last_process)
 
     @overload
@@ -144,7 +211,26 @@ class Processes:
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """`function`, on one process; elsewhere it does nothing and returns None. Also as ``@on_process(process_index=1)``."""
+        """Decorate a function to run on one process only.
+
+        Args:
+            function: any function or method; None returns the decorator, for ``@acc.on_process(process_index=1)``.
+            process_index: the rank in the run.
+
+        Returns:
+            A function with the same arguments; on other processes it does nothing and returns None.
+
+        Raises:
+            WorldError: there is no such process.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> @acc.on_process(process_index=0)
+            ... def sizes():
+            ...     return [1, 2]
+            >>> sizes()
+            [1, 2]
+        """
         self._check_index("process_index", process_index, "the", self.num_processes)
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
@@ -161,7 +247,23 @@ class Processes:
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """`function`, on one process of each node; elsewhere it does nothing and returns None."""
+        """Decorate a function to run on one process of each node only.
+
+        Args:
+            function: any function or method; None returns the decorator.
+            local_process_index: the rank on the node.
+
+        Returns:
+            A function with the same arguments; on other processes it does nothing and returns None.
+
+        Raises:
+            WorldError: a node has no such process.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.on_local_process(print, local_process_index=0)("once a node")
+            once a node
+        """
         self._check_index("local_process_index", local_process_index, "a node's", self._world.local_size)
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
@@ -181,18 +283,34 @@ class Processes:
         return run
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Process 0 runs the block before the others (to fill a cache that they then read), which wait as long as it is alive.
+        """Let process 0 run a block before the others, for example to fill a cache that they then read.
+
+        Returns:
+            A context manager. The others wait as long as process 0 is alive.
 
         Raises:
             WorldError: process 0 is gone, or has not answered for the run's timeout.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> with acc.main_process_first():
+            ...     words = sorted({"b", "a"})  # for example: download and tokenize
         """
         return self._world.in_turn("main_process_first", self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The first process of each node runs the block before the node's others, which wait as long as it is alive.
+        """Let the first process of each node run a block before the node's others.
+
+        Returns:
+            A context manager. The others wait as long as that process is alive.
 
         Raises:
             WorldError: a process is gone, or has not answered for the run's timeout.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> with acc.local_main_process_first():
+            ...     words = sorted({"b", "a"})  # for example: unpack to the node's disk
         """
         return self._world.in_turn("local_main_process_first", self.is_local_main_process)
 
@@ -208,16 +326,25 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's share of `inputs`: a list, tuple, tensor (along dimension 0), data set, or dict of such.
+        """Give each process its share of some inputs, for a block.
 
         Shares are contiguous, in rank order; the first ones are longer by one where it does not divide.
 
         Args:
-            inputs: the values to share out. All values of a dict must have one length.
+            inputs: a list, tuple, string, tensor (split along dimension 0), data set, or a dict of such values of one length.
             apply_padding: repeat the last item so that all shares are as long as the longest (to gather them later).
+
+        Yields:
+            The share of this process, of the same kind; a Subset of a data set that has no `select`.
 
         Raises:
             BatchError: a dict with values of different lengths, or something that has no length.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> with acc.split_between_processes(["a", "b", "c"]) as prompts:
+            ...     print(prompts)  # one process has them all
+            ['a', 'b', 'c']
         """
         yield share(inputs, self.process_index, self.num_processes, apply_padding)
 

@@ -39,7 +39,7 @@ TRACKERS = {
 }
 ALL, NONE = "all", "none"
 # The words that `log_with` takes, for type checkers; tests/typing compares them with the table.
-TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "all", "none"]
+TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "console", "all", "none"]
 __all__, __getattr__, __dir__ = at_first_use(
     __name__,
     globals(),

@@ -1,20 +1,23 @@
-"""Collectives over nested batches: functions of a tree, on the open run's world or a given one."""
+"""Collectives over nested batches: functions of a tree on the open run's ranks, and methods of the Accelerator on its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
 
 from ..base.lazy import modules_at_first_use
 from ..base.pytree import leaf_paths, leaves, map_leaves, recursively_apply
+from ..distributed.processes import Processes
 from ..errors import ALIKE, BatchError, SettingError, WorldError
 
 if TYPE_CHECKING:
+    from ..base.accumulation import UpdateWindow
     from ..distributed import World
     from . import state
+    from .prepare import Preparation
 
 modules_at_first_use(globals(), "state")
 T = TypeVar("T")
@@ -26,23 +29,244 @@ LENGTHS = (
 )
 
 
+class Collectives(Processes):
+    """Gathering, averaging and signalling over the ranks; a part of the Accelerator."""
+
+    _prepared: Preparation
+    _window: UpdateWindow
+    _trigger: bool
+
+    def gather(self, tensor: T) -> T:
+        """Join tensors of all ranks: `easymp.gather` on this run's ranks.
+
+        Args:
+            tensor: tensors of one dtype and shape on all ranks, nested in any way; scalars become one element a rank.
+
+        Returns:
+            The same structure, each tensor joined along dimension 0 in rank order, on all ranks.
+
+        Raises:
+            WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
+            BatchError: a leaf is not a tensor.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.gather(torch.ones(2, 3)).shape  # one rank
+            torch.Size([2, 3])
+        """
+        return gather(tensor, world=self._world)
+
+    @overload
+    def gather_for_metrics(self, input_data: T, use_gather_object: Literal[False] = False) -> T: ...
+
+    @overload
+    def gather_for_metrics(self, input_data: Iterable[T], use_gather_object: Literal[True]) -> list[T]: ...
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Join the results of the current batch over the ranks, without the samples that only complete the last round.
+
+        Call it inside the loop over a prepared loader. Where the current batch is shorter than the others, a tensor of the loader's
+        `batch_size` rows (``loss.repeat(batch_size)``: a loss that weighs as much as its samples) is cut to it.
+
+        Args:
+            input_data: tensors with one row a sample, nested in any way; or any objects, one item a sample.
+            use_gather_object: gather the items as Python objects; so are structures without a tensor.
+
+        Returns:
+            The same structure with the rows of all samples of the global batch; a list of objects.
+
+        Raises:
+            BatchError: outside a loop, or dimension 0 is not the batch.
+            WorldError: the ranks' calls, structures or dtypes differ; on all ranks.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> loader = acc.prepare(torch.utils.data.DataLoader(range(5), batch_size=2))
+            >>> [acc.gather_for_metrics(batch).tolist() for batch in loader]
+            [[0, 1], [2, 3], [4]]
+        """
+        world, loader = self._world, self._window.reading
+        every = world.size // self._prepared.strategy.data_size  # so many neighbours read the same
+        objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
+        error = ""
+        try:
+            if loader is None:
+                raise BatchError(
+                    "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
+                    f"each batch inside the loop, or use {'gather_object' if use_gather_object else 'gather'}() for anything else"
+                )
+            short, usual = loader.local_size, loader.batch_size
+            if not objects and short is not None and usual is not None and short < usual:
+                input_data = recursively_apply(
+                    lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data
+                )
+            for leaf in [input_data] if objects else leaves(input_data):
+                _check_batch(leaf, short, objects)
+        except BatchError as trouble:
+            error = str(trouble)
+        if error or objects:
+            world.compare("gather_for_metrics", lambda: {"": "objects"}, error)
+        if error:
+            raise BatchError(error)
+        extra = loader.surplus
+        if objects:
+            whole: Any = [item for part in world.gather_objects(list(input_data))[::every] for item in part]
+            return whole[:-extra] if extra else whole
+        collect = world.gather_uneven if loader.uneven else world.gather
+        free = 0 if loader.uneven else None
+        whole = _together(world, "gather_for_metrics", input_data, lambda t: collect(t, every), free)
+        return recursively_apply(lambda t: t[: t.shape[0] - extra], whole) if extra else whole
+
+    def mean(self, value: Tensor | float, weight: Tensor | float = 1.0) -> Tensor:
+        """Weighted mean of one number a rank: sum(value × weight) / sum(weight).
+
+        ``acc.mean(loss, len(batch))`` is the mean over samples, also where ranks have batches of different sizes.
+
+        Args:
+            value: a number or 0-dim tensor.
+            weight: a number or 0-dim tensor.
+
+        Returns:
+            The mean in fp32, 0-dim, on all ranks.
+
+        Raises:
+            BatchError: a tensor with dimensions.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.mean(0.25, weight=32)
+            tensor(0.2500)
+        """
+        world = self._world
+        values = torch.as_tensor(value, dtype=torch.float32, device=world.device).detach()
+        weights = torch.as_tensor(weight, dtype=torch.float32, device=world.device).detach()
+        world.compare("mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)})
+        if values.ndim or weights.ndim:
+            raise BatchError(
+                f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
+                "reduce them first, e.g. values.mean() with weight values.numel()"
+            )
+        total, count = world.reduce(torch.stack([values * weights, weights])).unbind()
+        return total / count
+
+    def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
+        """Sum or average tensors over the ranks: `easymp.reduce` on this run's ranks, with another default.
+
+        Args:
+            tensor: tensors of one dtype and shape on all ranks, nested in any way.
+            reduction: "none" leaves each rank its own values.
+            scale: multiplies the result.
+
+        Returns:
+            The same structure with the results, on all ranks.
+
+        Raises:
+            SettingError: an unknown `reduction`.
+            WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
+            BatchError: a leaf is not a tensor.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.reduce({"correct": torch.tensor(7)})  # one rank
+            {'correct': tensor(7)}
+        """
+        return reduce(tensor, reduction, scale, world=self._world)
+
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
+        """Pad tensors to the length of the longest rank's: `easymp.pad_across_processes` on this run's ranks.
+
+        Args:
+            tensor: tensors of one dtype on all ranks, nested in any way; only dimension `dim` may differ in length.
+            dim: tensors without this dimension stay as they are.
+            pad_index: the value to fill with.
+            pad_first: fill in front.
+
+        Returns:
+            The same structure with tensors of one shape on all ranks.
+
+        Raises:
+            WorldError: the ranks' calls, structures, dtypes or other dimensions differ; on all ranks.
+            BatchError: a leaf is not a tensor.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.pad_across_processes(torch.ones(2, 5), dim=1).shape  # one rank
+            torch.Size([2, 5])
+        """
+        return pad_across_processes(tensor, dim, pad_index, pad_first, world=self._world)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this rank that `check_trigger` sees on every rank.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.set_trigger()
+            >>> acc.check_trigger(), acc.check_trigger()
+            (True, False)
+        """
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Ask whether any rank raised the flag, and lower it. All ranks call it together.
+
+        Returns:
+            Whether any rank has called `set_trigger` since the last check.
+
+        Raises:
+            WorldError: another rank calls something else.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.check_trigger()  # for example: stop early if any rank found a reason
+            False
+        """
+        self._world.compare("check_trigger")
+        raised, self._trigger = self._world.any(self._trigger), False
+        return raised
+
+
 def gather(tensor: T, *, world: World | None = None) -> T:
-    """Every tensor of the tree joined over the ranks along dimension 0 (scalars become one element a rank).
+    """Join tensors of all ranks.
+
+    Args:
+        tensor: tensors of one dtype and shape on all ranks, nested in any way; scalars become one element a rank.
+        world: the ranks; by default those of the open run.
+
+    Returns:
+        The same structure, each tensor joined along dimension 0 in rank order, on all ranks.
 
     Raises:
         WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
         BatchError: a leaf is not a tensor.
+
+    Example:
+        >>> acc = Accelerator(cpu=True)
+        >>> gather({"loss": torch.tensor(0.5)})  # one rank
+        {'loss': tensor([0.5000])}
     """
     there = world or state.current_world()
     return _together(there, "gather", tensor, there.gather, remedy=LENGTHS)
 
 
 def gather_object(object: list[T], *, world: World | None = None, every: int = 1) -> list[T]:
-    """The ranks' lists of Python objects, one after the other; with `every`, of ranks 0, `every`, 2 × `every` … only.
+    """Join the ranks' lists of Python objects.
+
+    Args:
+        object: a list of objects that can be pickled.
+        world: the ranks; by default those of the open run.
+        every: take the lists of ranks 0, `every`, 2 × `every` … only.
+
+    Returns:
+        One list in rank order, on all ranks.
 
     Raises:
         WorldError: another rank calls something else.
         BatchError: `object` is not a list or tuple.
+
+    Example:
+        >>> acc = Accelerator(cpu=True)
+        >>> gather_object([f"rank {acc.process_index}"])
+        ['rank 0']
     """
     there = world or state.current_world()
     _compare_lists(there, "gather_object", object)
@@ -51,11 +275,24 @@ def gather_object(object: list[T], *, world: World | None = None, every: int = 1
 
 
 def broadcast(tensor: T, from_process: int = 0, *, world: World | None = None) -> T:
-    """Rank `from_process`'s values in every tensor of the tree.
+    """Copy the tensors of one rank to all ranks.
+
+    Args:
+        tensor: tensors of one dtype and shape on all ranks, nested in any way.
+        from_process: the rank whose values are taken.
+        world: the ranks; by default those of the open run.
+
+    Returns:
+        The same structure with that rank's values.
 
     Raises:
         WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks. Or `from_process` does not exist.
         BatchError: a leaf is not a tensor.
+
+    Example:
+        >>> acc = Accelerator(cpu=True)
+        >>> broadcast(torch.arange(3) + acc.process_index)  # rank 0's
+        tensor([0, 1, 2])
     """
     there = world or state.current_world()
     call = f"broadcast(from_process={_process(there, from_process)})"
@@ -65,11 +302,24 @@ def broadcast(tensor: T, from_process: int = 0, *, world: World | None = None) -
 def broadcast_object_list(
     object_list: list[T], from_process: int = 0, *, world: World | None = None
 ) -> list[T]:
-    """Rank `from_process`'s list, filled into the given one, which is returned.
+    """Copy a list of Python objects from one rank to all ranks.
+
+    Args:
+        object_list: filled in place; as long on all ranks.
+        from_process: the rank whose objects are taken.
+        world: the ranks; by default those of the open run.
+
+    Returns:
+        `object_list`.
 
     Raises:
         WorldError: the ranks' calls or lengths of lists differ; on all ranks. Or `from_process` does not exist.
         BatchError: `object_list` is not a list.
+
+    Example:
+        >>> acc = Accelerator(cpu=True)
+        >>> broadcast_object_list(["runs/a" if acc.is_main_process else None])
+        ['runs/a']
     """
     there = world or state.current_world()
     call = f"broadcast_object_list(from_process={_process(there, from_process)})"
@@ -79,12 +329,26 @@ def broadcast_object_list(
 
 
 def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, world: World | None = None) -> T:
-    """Every tensor of the tree summed or averaged over the ranks, then multiplied by `scale`; ``"none"`` only scales.
+    """Sum or average tensors over the ranks.
+
+    Args:
+        tensor: tensors of one dtype and shape on all ranks, nested in any way.
+        reduction: "none" leaves each rank its own values.
+        scale: multiplies the result.
+        world: the ranks; by default those of the open run.
+
+    Returns:
+        The same structure with the results, on all ranks.
 
     Raises:
-        SettingError: a `reduction` other than sum, mean, none.
+        SettingError: an unknown `reduction`.
         WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
         BatchError: a leaf is not a tensor.
+
+    Example:
+        >>> acc = Accelerator(cpu=True)
+        >>> reduce(torch.ones(2), "sum", scale=0.5)  # one rank
+        tensor([0.5000, 0.5000])
     """
     if reduction not in get_args(Reduction):
         raise SettingError(f"reduction={reduction!r} is not one of sum, mean, none")
@@ -101,11 +365,27 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, worl
 def pad_across_processes(
     tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False, *, world: World | None = None
 ) -> T:
-    """Every tensor of the tree as long along `dim` as the longest rank's, filled with `pad_index` (in front: `pad_first`).
+    """Pad tensors to the length of the longest rank's.
+
+    Args:
+        tensor: tensors of one dtype on all ranks, nested in any way; only dimension `dim` may differ in length.
+        dim: tensors without this dimension stay as they are.
+        pad_index: the value to fill with.
+        pad_first: fill in front.
+        world: the ranks; by default those of the open run.
+
+    Returns:
+        The same structure with tensors of one shape on all ranks.
 
     Raises:
         WorldError: the ranks' calls, structures, dtypes or other dimensions differ; on all ranks.
         BatchError: a leaf is not a tensor.
+
+    Example:
+        >>> acc = Accelerator(cpu=True)
+        >>> tokens = torch.ones(2, 3 + acc.process_index)
+        >>> gather(pad_across_processes(tokens, dim=1)).shape  # one rank
+        torch.Size([2, 3])
     """
     there = world or state.current_world()
 
@@ -181,51 +461,6 @@ def _process(world: World, number: int) -> int:
             f"from_process={number!r} is not one of the {world.size} processes, 0 … {world.size - 1}"
         )
     return number
-
-
-def gather_for_metrics(data: Any, as_objects: bool, world: World, loader: Any, every: int) -> Any:
-    """`Accelerator.gather_for_metrics`, of the batch of `loader` (None: none is read); `every` neighbouring ranks read the same."""
-    objects = as_objects or not any(isinstance(leaf, Tensor) for leaf in leaves(data))
-    error = ""
-    try:
-        if loader is None:
-            raise BatchError(
-                "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
-                f"each batch inside the loop, or use {'gather_object' if as_objects else 'gather'}() for anything else"
-            )
-        short, usual = loader.local_size, loader.batch_size
-        if not objects and short is not None and usual is not None and short < usual:
-            data = recursively_apply(lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, data)
-        for leaf in [data] if objects else leaves(data):
-            _check_batch(leaf, short, objects)
-    except BatchError as trouble:
-        error = str(trouble)
-    if error or objects:
-        world.compare("gather_for_metrics", lambda: {"": "objects"}, error)
-    if error:
-        raise BatchError(error)
-    extra = loader.surplus
-    if objects:
-        whole: Any = [item for part in world.gather_objects(list(data))[::every] for item in part]
-        return whole[:-extra] if extra else whole
-    collect = world.gather_uneven if loader.uneven else world.gather
-    free = 0 if loader.uneven else None
-    whole = _together(world, "gather_for_metrics", data, lambda t: collect(t, every), free)
-    return recursively_apply(lambda t: t[: t.shape[0] - extra], whole) if extra else whole
-
-
-def weighted_mean(value: Any, weight: Any, world: World) -> Tensor:
-    """`Accelerator.mean`."""
-    values = torch.as_tensor(value, dtype=torch.float32, device=world.device).detach()
-    weights = torch.as_tensor(weight, dtype=torch.float32, device=world.device).detach()
-    world.compare("mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)})
-    if values.ndim or weights.ndim:
-        raise BatchError(
-            f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
-            "reduce them first, e.g. values.mean() with weight values.numel()"
-        )
-    total, count = world.reduce(torch.stack([values * weights, weights])).unbind()
-    return total / count
 
 
 def _check_batch(leaf: Any, size: int | None, objects: bool) -> None:

@@ -1,12 +1,5 @@
 """Memory that one rank needs to train a model: by arithmetic, for any strategy, precision and optimizer.
 
-```
-from easymp import memory
-
-print(memory.estimate(model, strategy="fsdp", precision="bf16", world=8, sample=(batch,)))
-print(memory.table(model, world=8))
-```
-
 The model may lie on the meta device; nothing is allocated. Bytes of a rank, summed over parameters of n elements, where `layout` is the
 strategy's and b(x) are bytes of an element ("Mixed Precision Training", arXiv:1710.03740; "ZeRO", arXiv:1910.02054, section 3):
 
@@ -17,6 +10,12 @@ strategy's and b(x) are bytes of an element ("Mixed Precision Training", arXiv:1
 
 Not counted: workspace of kernels, fragmentation, the device's runtime, and activations without a sample. The rows are not all full at
 one moment, so the total is above the peak.
+
+Example:
+    >>> model = nn.Linear(256, 256)
+    >>> need = easymp.memory.estimate(model, strategy="fsdp", precision="bf16", world=8, sample=torch.ones(32, 256))
+    >>> need.weights, need.activations  # bytes
+    (32896, 16384)
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
 from ..precision.policies import LOW
 from ..protocols import Choice, Layout, Precision, Source, Strategy
+from ..registry import PrecisionName, StrategyName
 from ..settings import Settings, as_record
 from ..strategies import STRATEGIES
 from ..strategies.transforms import find_recomputed, read_which, recompute
@@ -69,6 +69,9 @@ class Memory:
     """Bytes that one rank needs; of the fullest rank, where they differ.
 
     Attributes:
+        strategy: its name.
+        precision: its name.
+        world: number of ranks.
         weights: parameters, or this rank's shards of them.
         buffers: the model's buffers, whole.
         gradients: in the type of the weights, and once more in fp32 for masters.
@@ -79,6 +82,11 @@ class Memory:
         reducing: whole gradients and those in communication, beside those in `gradients`, at the peak.
         activations: what forward keeps for backward; None where no sample was given.
         notes: figures that are approximate, or not counted.
+
+    Example:
+        >>> need = easymp.memory.estimate(nn.Linear(2, 1), optimizer="sgd")
+        >>> need.rows, need.total, need.lasting
+        ({'weights': 12, 'gradients': 12}, 24, 24)
     """
 
     strategy: str
@@ -102,6 +110,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """The sum of the rows."""
         return sum(self.rows.values())
 
     @property
@@ -129,7 +138,18 @@ ROWS = tuple(f.name for f in fields(Memory)[3:-1])
 
 @dataclass(frozen=True)
 class Table:
-    """Estimates side by side, one a line."""
+    """Estimates side by side, one a line. ``print`` shows them aligned.
+
+    Attributes:
+        lines: one for each strategy and precision; ``table["fsdp", "bf16"]`` is the one of that pair.
+
+    Example:
+        >>> for need in easymp.memory.table(1_000_000, precisions=["bf16"]):
+        ...     print(need.strategy, need.total)
+        ddp 18000000
+        zero1 11000000
+        fsdp 2000000
+    """
 
     lines: tuple[Memory, ...]
 
@@ -159,8 +179,8 @@ class Table:
 def estimate(
     model: nn.Module | int,
     *,
-    strategy: str = "ddp",
-    precision: str | Precision = "fp32",
+    strategy: StrategyName = "ddp",
+    precision: PrecisionName | Precision = "fp32",
     world: int = 1,
     per_node: int | None = None,
     optimizer: Optimizer = "adamw",
@@ -176,6 +196,7 @@ def estimate(
         model: any module, or a number of parameters (fp32, all trained).
         strategy: a name that ``Accelerator(strategy=...)`` takes, save "auto".
         precision: a name that ``Accelerator(mixed_precision=...)`` takes, save "auto"; or a precision.
+        world: number of ranks.
         per_node: ranks of a node; None means one node.
         optimizer: a name of `STATES`, a class of torch.optim, how many tensors of its size are kept for a parameter, or one
             or several optimizers of this model: parameters that none of them holds have no states. An optimizer of a class
@@ -189,10 +210,19 @@ def estimate(
         activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`: these parts
             keep their inputs; recomputation in backward counts with the average part.
 
+    Returns:
+        The estimate; ``print`` shows its rows.
+
     Raises:
         SettingError: a wrong name or value.
         PrepareError: there is nothing in `model` that `activation_checkpointing` means.
         BatchError: the model's forward cannot be followed on `sample`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+        >>> need = easymp.memory.estimate(model, strategy="fsdp", world=8, sample=torch.ones(32, 256))
+        >>> need.activations  # bytes: the input, and both outputs of ReLU's layer
+        163840
     """
     kind = _named(STRATEGIES, strategy, "strategy")
     policy = precision
@@ -245,14 +275,34 @@ def estimate(
 def table(
     model: nn.Module | int,
     *,
-    strategies: Sequence[str] = ("ddp", "zero1", "fsdp"),
-    precisions: Sequence[str] = ("fp32", "bf16"),
+    strategies: Sequence[StrategyName] = ("ddp", "zero1", "fsdp"),
+    precisions: Sequence[PrecisionName] = ("fp32", "bf16"),
     world: int = 8,
     per_node: int | None = None,
     optimizer: Optimizer = "adamw",
     sample: Any = None,
 ) -> Table:
-    """`estimate` for each strategy and precision."""
+    """Estimate the memory of a rank under each strategy and precision.
+
+    Args:
+        model: any module, or a number of parameters.
+        strategies: names.
+        precisions: names.
+        world: number of ranks.
+        per_node: ranks of a node; None means one node.
+        optimizer: as in `estimate`.
+        sample: one rank's micro-batch, as in `estimate`.
+
+    Returns:
+        The estimates; ``print`` shows them aligned.
+
+    Raises:
+        SettingError: a wrong name or value.
+
+    Example:
+        >>> easymp.memory.table(1_000_000, world=8)["fsdp", "fp32"].states
+        1000000
+    """
     lines: dict[tuple[str, str], Memory] = {}
     how: Any = {"world": world, "per_node": per_node, "optimizer": optimizer, "sample": sample}
     for precision in precisions:
@@ -340,7 +390,19 @@ def _rounds(optimizer: Optimizer) -> bool:
 
 
 def fits(need: Memory, available: int) -> bool:
-    """Whether `need`, activations not counted, leaves `SPARE` of the bytes that a rank has."""
+    """Tell whether a rank has enough memory, with a fifth of it to spare for what is not counted.
+
+    Args:
+        need: an estimate.
+        available: bytes of the rank.
+
+    Returns:
+        Whether `need` is at most four fifths of `available`.
+
+    Example:
+        >>> easymp.memory.fits(easymp.memory.estimate(7_000_000_000), available=80 * 2**30)
+        False
+    """
     return need.total <= available * (1 - SPARE)
 
 
@@ -376,15 +438,28 @@ def bytes_saved(
     stored: torch.dtype | None = None,
     change: Callable[[nn.Module], object] = lambda model: None,
 ) -> int:
-    """Bytes of the distinct storages that autograd saves in ``model(*args, **kwargs)``, parameters and buffers not counted.
+    """Count what autograd saves in ``model(*args, **kwargs)`` for backward, without running it.
 
     What a CPU's kernels save counts; a GPU's may save something else (fused attention, recurrent layers). `model` and the random streams
     are left alone.
 
     Args:
+        model: any module.
+        args: its arguments; only shapes and dtypes of tensors count.
+        kwargs: its keyword arguments.
         compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
         stored: what floating-point tensors are converted to before; None leaves them as they are.
         change: called with the copy of `model` that runs forward.
+
+    Returns:
+        Bytes of the distinct storages, parameters and buffers not counted.
+
+    Raises:
+        BatchError: the model's forward cannot be followed on these arguments.
+
+    Example:
+        >>> easymp.memory.bytes_saved(nn.Linear(2, 1), (torch.ones(4, 2),), {})  # its input
+        32
     """
     # Imported here: few runs need it.
     from torch._subclasses.fake_tensor import FakeTensorMode

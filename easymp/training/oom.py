@@ -31,7 +31,21 @@ AS_LONG_AS_IT_TAKES = timedelta(days=7)  # the others may have a whole training 
 
 
 def release_memory(*objects: Any, device: torch.device | None = None) -> list[Any]:
-    """Drop `objects` (assign the Nones returned), collect garbage, and give cached device memory back."""
+    """Let go of objects, collect garbage, and give cached device memory back.
+
+    Args:
+        objects: what this function is to hold no longer; the caller replaces its own variables.
+        device: the device whose cache is emptied; None takes CUDA where it is in use.
+
+    Returns:
+        One None for each object, to assign to the variables.
+
+    Example:
+        >>> model, batch = nn.Linear(2, 1), torch.ones(4, 2)
+        >>> model, batch = release_memory(model, batch)
+        >>> model, batch
+        (None, None)
+    """
     nothing: list[None] = [None] * len(objects)
     del objects
     gc.collect()
@@ -103,15 +117,27 @@ def find_executable_batch_size(
     begins.
 
     Args:
-        function: the training function; its result is returned.
+        function: the training function.
         starting_batch_size: first size to try.
         reduce_batch_size_fn: called without arguments, gives the next size; by default the half.
         keep_global_batch: split the batch instead: the second parameter is then the number of micro-batches to accumulate,
             doubled whenever the size is halved.
 
+    Returns:
+        The function without these parameters, which returns what `function` does; without `function` the decorator.
+
     Raises:
         SettingError: the function lacks the parameters, or the caller passes them.
         RuntimeError: no size fits.
+
+    Example:
+        >>> @find_executable_batch_size(starting_batch_size=64)
+        ... def train(batch_size, epochs):
+        ...     if batch_size > 16:
+        ...         raise MemoryError  # as torch.OutOfMemoryError
+        ...     return batch_size
+        >>> train(epochs=3)
+        16
     """
     if function is None:
         options = (starting_batch_size, reduce_batch_size_fn, keep_global_batch)

@@ -68,14 +68,30 @@ def current_world(cpu: bool | None = None, backend: str | None = None, timeout: 
 
 
 class PartialState(Processes):
-    """The process and its ranks. Made without an Accelerator, it joins the world by itself.
+    """The process and its ranks. Made without an Accelerator, it joins the other processes by itself.
 
     Args:
-        cpu: the CPU, although there is an accelerator.
-        options: of `InitProcessGroupKwargs`, where no run is open yet.
+        cpu: use the CPU although there is an accelerator.
+        backend: as in `InitProcessGroupKwargs`; these three are for the first state or Accelerator of a process only.
+        init_method: as there.
+        timeout: seconds that a rank waits for the others in a collective, or a timedelta.
 
     Raises:
         RefusedError: a run is open that has decided otherwise.
+        WorldError: announced processes did not arrive.
+
+    Example:
+        >>> state = PartialState(cpu=True)
+        >>> state.device, state.num_processes, state.process_index, state.local_process_index
+        (device(type='cpu'), 1, 0, 0)
+        >>> state.is_main_process, state.is_local_main_process, state.is_last_process, state.use_distributed
+        (True, True, True, False)
+        >>> state.distributed_type.value
+        'NO'
+        >>> state.wait_for_everyone()
+        >>> state.print("once a node")
+        once a node
+        >>> state.destroy_process_group()
     """
 
     def __init__(
@@ -101,17 +117,23 @@ class PartialState(Processes):
             )
 
     def destroy_process_group(self) -> None:
-        """Leave the world, where a PartialState without an Accelerator joined it; an Accelerator's ends with `end_training`."""
+        """Leave the other processes, if a PartialState joined them without an Accelerator; an Accelerator does it in `end_training`."""
         for run in [run for run in _open if run.world is self._world and run.accelerator() is None]:
             unregister(run)
             run.world.close()
 
 
 class AcceleratorState(Processes):
-    """The process and the plan of the open run.
+    """The process and the plan of the open Accelerator.
 
     Raises:
         StepError: no Accelerator is open.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, mixed_precision="no")
+        >>> state = AcceleratorState()
+        >>> state.plan.strategy.value, state.mixed_precision, state.deepspeed_plugin
+        ('single', 'no', None)
     """
 
     def __init__(self) -> None:
@@ -120,6 +142,7 @@ class AcceleratorState(Processes):
 
     @property
     def plan(self) -> Plan:
+        """The decisions and their reasons."""
         return self._run.plan
 
     @property
@@ -128,6 +151,7 @@ class AcceleratorState(Processes):
 
     @property
     def mixed_precision(self) -> PrecisionName:
+        """The planned precision: "no" for fp32, any other by its name."""
         return reported(self.plan.precision.value)
 
     @property
@@ -137,13 +161,29 @@ class AcceleratorState(Processes):
 
 
 class GradientState:
-    """Where the open run is in its accumulation window.
+    """The open run's place in its accumulation window and in the loop over its data.
+
+    Args:
+        window: the window to show; None takes that of the open Accelerator.
+
+    Attributes:
+        adjust_scheduler: always True: prepared schedulers count optimizer updates.
 
     Raises:
         StepError: no Accelerator is open.
+
+    Example:
+        >>> acc = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        >>> state = GradientState()
+        >>> state.num_steps, state.sync_gradients, state.sync_with_dataloader
+        (2, True, True)
+        >>> for batch in acc.prepare(torch.utils.data.DataLoader(range(2))):
+        ...     print(batch, state.in_dataloader, state.end_of_dataloader, state.active_dataloader.batch_size, state.remainder)
+        tensor([0]) True False 1 -1
+        tensor([1]) True True 1 -1
     """
 
-    adjust_scheduler: bool = True  # prepared schedulers count optimizer updates
+    adjust_scheduler: bool = True
 
     def __init__(self, window: UpdateWindow | None = None) -> None:
         self._window = window if window is not None else _newest("GradientState").window

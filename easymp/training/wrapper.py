@@ -33,10 +33,20 @@ def forward_method(method: Method) -> Method:
 
     The same as naming it in ``prepare(model, forward_methods=...)``.
 
+    Args:
+        method: a method of an nn.Module.
+
+    Returns:
+        `method`, marked.
+
     Example:
-        >>> class Encoder(nn.Module):
+        >>> class Encoder(nn.Linear):
         ...     @easymp.forward_method
-        ...     def embed(self, x): ...
+        ...     def embed(self, x):
+        ...         return self(x).tanh()
+        >>> acc = Accelerator(cpu=True, mixed_precision="bf16")
+        >>> acc.prepare(Encoder(2, 1)).embed(torch.ones(4, 2)).shape  # under autocast, and trained
+        torch.Size([4, 1])
     """
     vars(method)[_MARK] = True
     return method

@@ -80,7 +80,9 @@ Accelerator(
     mixed_precision="no", nonfinite="skip", compile="blocks", activation_checkpointing=["Block", "head"]
 )
 Accelerator(compile=CompileOptions("blocks", mode="max-autotune"), memory="16GiB", replica_check=0)
-Accelerator(log_with="jsonl", project_dir=Path("runs"), save_on_signal=True, settings=Settings(seed=1))
+Accelerator(
+    log_with=["jsonl", "console"], project_dir=Path("runs"), save_on_signal=True, settings=Settings(seed=1)
+)
 Accelerator(
     log_with=["tensorboard", LoggerType.WANDB, Notes(), Notes], project_config=ProjectConfiguration("runs")
 )
