@@ -330,7 +330,7 @@ def test_a_signal_ends_the_run_and_its_ranks_and_shows_what_is_done(tmp_path: Pa
         process.send_signal(signal.SIGTERM)
         out, err = finished(process)
     assert process.returncode == 130, err
-    assert out.splitlines()[1].startswith("fp32 ")
+    assert out.splitlines()[3].startswith("  fp32 ")
     assert "O3 interrupted: stopped by a signal" in out
     assert (tmp_path / "out" / "compare.html").exists()
     _, alive = psutil.wait_procs(ranks, timeout=10)
