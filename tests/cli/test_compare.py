@@ -85,6 +85,7 @@ def test_options_stand_before_and_after_the_script(words, script, asked, tmp_pat
         ("train.py --vary sead=1,2", 1, "did you mean 'seed'"),
         ("train.py --vary seed=1,-2", 1, "below the smallest"),
         ("train.py --vary precision=fp32 --precision bf16", 1, "mixed_precision is varied twice"),
+        ("train.py --vary seed=1,2 --seed 3", 1, "leave one of them out"),
         ("train.py --vary project_dir=a,b", 1, "cannot be varied"),
         ("train.py --vary batch=1,2 -- --batch 3", 1, "braces among the script's own arguments"),
         (". --seed 1", 1, "leave out what would start new ones"),

@@ -105,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
     folder = args.output or Path(time.strftime("easymp-compare-%Y%m%d-%H%M%S"))
     flags = [("mixed_precision", args.precision), ("strategy", args.strategy), ("processes", args.processes)]
     varied = [pair for pair in (*flags, *args.vary) if pair[1]]
+    if args.seed is not None and "seed" in dict(varied):
+        raise SettingError("--seed is set, and --vary seed=… too: leave one of them out")
     if twice := [name for i, (name, _) in enumerate(varied) if name in dict(varied[:i])]:
         raise SettingError(f"{twice[0]} is varied twice: give all its values at once, as in A,B,C")
     if args.runs:

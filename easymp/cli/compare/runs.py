@@ -20,13 +20,13 @@ import psutil
 
 from ...base import env
 from ...errors import SettingError, nearest
-from ...settings import LAUNCHING, NAMES, OVERRIDE, RECORD, checked
+from ...settings import LAUNCHING, NAMES, OVERRIDE, RECORD, TABLES, checked
 
 GRACE = 40.0  # seconds to end in after SIGTERM: more than the launcher gives its ranks
 FAILED = re.compile(r"^rank \d+ of \d+ failed first: (.*)$", re.MULTILINE)
 POLL = 0.2  # seconds between two looks at a running script
 TAIL = 1 << 16  # bytes of output in which the reason of a failure is looked for
-PROCESSES, OPTIONS = "processes", "strategy_options"
+PROCESSES = "processes"
 SHORT = {"gradient_accumulation_steps": "accumulation", "activation_checkpointing": "checkpointing"}
 FINISHED, FAILURE, LATE, INTERRUPTED = "finished", "failed", "timed out", "interrupted"
 BUSY_TIMES = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.cpu_times
@@ -71,12 +71,12 @@ def variants(varied: Mapping[str, Sequence[str]], arguments: Sequence[str] = ())
                 f"{name}={','.join(values)}: one is there twice; --repeats runs each several times"
             )
         table, dot, _ = name.partition(".")
-        if name in in_words or (dot and table in {*NAMES, OPTIONS}):
+        if name in in_words or (dot and table in TABLES):
             continue  # the script's, or the strategy's, to check
         if name not in known:
             near = nearest(name, known) or "."
             raise SettingError(
-                f"{name!r} cannot be varied{near} Known: {', '.join(known)}, {OPTIONS}.OPTION, and any name in braces among the "
+                f"{name!r} cannot be varied{near} Known: {', '.join(known)}, an option of a table as strategy_options.OPTION, and any name in braces among the "
                 f"script's own arguments, as in: --vary {name}=1,2 -- --some-flag {{{name}}}"
             )
         for value in filter(None, values):
@@ -163,7 +163,13 @@ def run(
             start_new_session=True,  # Ctrl-C comes to this process only, and a stopped run gets one signal
         )
         try:
-            status = _wait(process, task.timeout, tell)
+            status = LATE
+            while task.timeout is None or time.perf_counter() - begun < task.timeout:
+                try:
+                    status = FINISHED if process.wait(POLL) == 0 else FAILURE
+                    break
+                except subprocess.TimeoutExpired:
+                    tell()
         except KeyboardInterrupt:
             status = INTERRUPTED
         if status in (LATE, INTERRUPTED):
@@ -176,16 +182,6 @@ def run(
     }
     said = why[status] if status in why else _reason(folder / "output.txt", process.returncode)
     return End(status, said, started, wall, max(0.0, _others() - before) / wall)
-
-
-def _wait(process: subprocess.Popen[bytes], timeout: float | None, tell: Callable[[], None]) -> str:
-    begun = time.perf_counter()
-    while timeout is None or time.perf_counter() - begun < timeout:
-        try:
-            return FINISHED if process.wait(POLL) == 0 else FAILURE
-        except subprocess.TimeoutExpired:
-            tell()
-    return LATE
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -250,6 +246,7 @@ class Record:
         curves: logged values by name.
         plan, machine: as last told.
         trainings: how many Accelerators the script made; this is the one with the most updates.
+        ended: whether it has come to its end.
     """
 
     begun: float
@@ -264,6 +261,7 @@ class Record:
     plan: dict[str, Any]
     machine: dict[str, Any]
     trainings: int = 1
+    ended: bool = True
 
 
 class _Training(dict[str, list[dict[str, Any]]]):
@@ -312,6 +310,7 @@ def read(folder: Path) -> Record | None:
         plan=dict(one.last("end", "plan") or begin.get("plan", {})),
         machine=dict(begin.get("machine", {})),
         trainings=len(main),
+        ended="end" in one,
     )
 
 

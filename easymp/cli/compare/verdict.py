@@ -291,6 +291,11 @@ def _doubts(summaries: Sequence[Summary], done: Sequence[Summary], cores: int | 
         doubts.append(
             f"The runs differ in length, so speeds are compared, in {done[0].unit} a second ({said})."
         )
+    running = [
+        summary.name for summary, run in runs if run.record and not run.record.ended and not run.end.why
+    ]
+    if running:
+        doubts.append(f"A run of {running[0]} has not ended: its numbers are those so far.")
     several = [summary.name for summary, run in runs if run.record and run.record.trainings > 1]
     if several:
         doubts.append(
