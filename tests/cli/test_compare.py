@@ -87,7 +87,7 @@ def test_options_stand_before_and_after_the_script(words, script, asked, tmp_pat
         ("train.py --vary precision=fp32 --precision bf16", 1, "mixed_precision is varied twice"),
         ("train.py --vary seed=1,2 --seed 3", 1, "leave one of them out"),
         ("train.py --vary project_dir=a,b", 1, "cannot be varied"),
-        ("train.py --vary batch=1,2 -- --batch 3", 1, "braces among the script's own arguments"),
+        ("train.py --vary batch=1,2 -- --batch 3", 1, "among the script's own arguments"),
         (". --seed 1", 1, "leave out what would start new ones"),
         (". nowhere", 1, "'.' is not a run"),
         ("train.py --prec fp32", 2, "usage"),

@@ -76,8 +76,8 @@ def variants(varied: Mapping[str, Sequence[str]], arguments: Sequence[str] = ())
         if name not in known:
             near = nearest(name, known) or "."
             raise SettingError(
-                f"{name!r} cannot be varied{near} Known: {', '.join(known)}, an option of a table as strategy_options.OPTION, and any name in braces among the "
-                f"script's own arguments, as in: --vary {name}=1,2 -- --some-flag {{{name}}}"
+                f"{name!r} cannot be varied{near} Known: {', '.join(known)}, options as strategy_options.OPTION, and names in braces "
+                f"among the script's own arguments, as in: --vary {name}=1,2 -- --some-flag {{{name}}}"
             )
         for value in filter(None, values):
             checked(known[name], value, f"{name}=")
