@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import easymp
+import easymp.compat
 import easymp.optim
 from easymp import errors
 
@@ -68,6 +69,7 @@ def public() -> dict[str, Public]:
     found: dict[str, Public] = {}
     places: list[tuple[str, Any]] = [(name, getattr(easymp, name)) for name in easymp.__all__]
     places += [(f"optim.{name}", getattr(easymp.optim, name)) for name in OPTIM]
+    places.append(("compat.explain", easymp.compat.explain))
     memory = vars(easymp.memory).items()
     places += [
         (f"memory.{name}", value)
@@ -175,6 +177,14 @@ def test_a_public_docstring_is_complete(name: str) -> None:
         assert not missing, f"the docstring of {name} lacks {', '.join(missing)}"
 
 
+def test_names_of_other_libraries_have_a_summary() -> None:
+    """Their own documentation has the rest."""
+    for path in (Path(easymp.__file__).parent / "compat").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path}, line {node.lineno}: {node.name}"
+
+
 def test_names_to_be_completed_exist() -> None:
     assert public().keys() >= INCOMPLETE
 
@@ -184,6 +194,7 @@ def test_names_to_be_completed_exist() -> None:
 )
 def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("easymp.compat.layer.LAYERS", [])
     names: dict[str, Any] = {}
     exec("import torch\nfrom torch import nn\nimport easymp\nfrom easymp import *", names)
     example = doctest.DocTestParser().get_doctest(public()[name].text, names, name, None, 0)

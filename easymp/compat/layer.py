@@ -85,7 +85,17 @@ LAYERS: list[Layer] = []
 
 
 def explain() -> str:
-    """Print and return the options that the layers ignored, and native lines that replace the layers."""
+    """Show what the layers ignored, and the lines of easymp that replace them. It is printed and returned.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> from easymp.compat import explain
+        >>> from easymp.compat.torch_cuda.amp import autocast
+        >>> text = explain()
+        no layer of easymp.compat is in use
+    """
     parts = []
     for layer in LAYERS:
         if not (layer.native or layer.ignored):

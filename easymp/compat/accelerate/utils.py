@@ -87,6 +87,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def wait_for_everyone() -> None:
+    """Wait until all processes are here."""
     PartialState().wait_for_everyone()
 
 
@@ -109,6 +110,7 @@ def str_to_bool(value: str) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Whether a variable says yes."""
     return bool(str_to_bool(env.read(key, str(default)) or "no"))
 
 
@@ -136,6 +138,7 @@ def compare_versions(library_or_version: str, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
+    """Compare the version of torch as `compare_versions` does."""
     return compare_versions("torch", operation, version)
 
 

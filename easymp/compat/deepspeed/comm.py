@@ -50,14 +50,17 @@ def init_distributed(
 
 
 def get_rank(group: Any = None) -> int:
+    """Rank of this process."""
     return dist.get_rank(group) if dist.is_initialized() else read_ranks().rank
 
 
 def get_world_size(group: Any = None) -> int:
+    """Number of processes."""
     return dist.get_world_size(group) if dist.is_initialized() else read_ranks().size
 
 
 def get_local_rank() -> int:
+    """Rank of this process on its node."""
     return read_ranks().local_rank
 
 

@@ -127,6 +127,7 @@ class Section:
 
 
 def refuse_auto(name: str, value: Any) -> None:
+    """Raise SettingError for the word "auto"."""
     if value == "auto":
         raise SettingError(
             f"{name}='auto' is for tools that fill it in, such as Hugging Face's Trainer: write a value, or leave it out"

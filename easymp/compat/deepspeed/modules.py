@@ -94,6 +94,7 @@ def configure(
 
 
 def is_configured() -> bool:
+    """Whether `configure` has been called."""
     return _cpu is not None
 
 

@@ -360,14 +360,17 @@ def running() -> Run:
 
 
 def is_initialized() -> bool:
+    """Whether `init` has been called."""
     return _run is not None
 
 
 def rank() -> int:
+    """Rank of this process."""
     return running().world.rank
 
 
 def size() -> int:
+    """Number of processes."""
     return running().world.size
 
 

@@ -68,14 +68,17 @@ class Order(NamedTuple):
 
 
 def written(items: Sequence[Request] | Sequence[Order]) -> str:
+    """The JSON text of requests or orders."""
     return json.dumps(items)
 
 
 def read_requests(text: str) -> list[Request]:
+    """Requests from their JSON text."""
     return [Request(*fields) for fields in _tuples(json.loads(text))]
 
 
 def read_orders(text: str) -> list[Order]:
+    """Orders from their JSON text."""
     return [Order(Request(*request), *others) for request, *others in _tuples(json.loads(text))]
 
 
