@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = ("", "8 4", "2 2", "8 3 2 3", "5 2 2 2 2 2", "12 4")  # as SVG has them
 NOISY = 60  # points from which on a curve has values of single batches, which scatter
+MOST = 2000  # points that are drawn of one curve
 PARTS = 25  # of a noisy curve; a running mean goes over each
 WIDTH, HEIGHT = 4.7, 3.2  # inches of a panel
 LOG = 30  # ratio of the largest to the smallest value from which on the axis is logarithmic
@@ -57,18 +58,23 @@ def missing(*needed: str) -> str:
     absent = [name for name in needed if find_spec(name) is None]
     if not absent:
         return ""
-    are = "are" if absent[1:] else "is"
-    return f"{' and '.join(absent)} {are} not installed. pip install 'easymp[report]' brings them."
+    are, them = ("are", "them") if absent[1:] else ("is", "it")
+    return f"{' and '.join(absent)} {are} not installed. pip install 'easymp[report]' brings {them}."
 
 
 def smoothed(series: int, points: list[tuple[float, float]], main: bool = True) -> Iterator[Line]:
     """The line of `points`; of a noisy one its running mean, with the values of the main one behind it."""
     if len(points) > NOISY:
         if main:
-            yield Line(series, points, False)
+            yield Line(series, thinned(points), False)
         points = running_mean(points)
     if points:
-        yield Line(series, points, main)
+        yield Line(series, thinned(points), main)
+
+
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """`MOST` of `points` or fewer, at equal distances, the last one included."""
+    return points[:: -1 - (len(points) - 1) // MOST][::-1]
 
 
 def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

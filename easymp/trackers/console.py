@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+from weakref import ref
 
 import psutil
 import torch
@@ -72,10 +73,12 @@ class Console:
 
     def __init__(self, run: Any, prepared: Any) -> None:
         self._run, self._prepared, self._every = run, prepared, EVERY
+        self._window = run.window
         self._progress, self._pending = Progress(run.window), Pending()
         self._logged: dict[str, Any] = {}  # the last value of each name
         self._listens = True
-        self._heard: tuple[Tensor, Any] | None = None  # the last loss, and its number of items
+        self._heard: tuple[Tensor, Any] | None = None  # a loss for the next mark, and its number of items
+        self._last: tuple[ref[Tensor], Any] | None = None  # the last one, while the script holds it
         self._seen: dict[str, Any] = {}  # loss and learning rate at the last mark
         self._counts: list[Tensor] = []  # tokens of each update since then
         self._sent: Mark | None = None  # a mark whose numbers are on their way
@@ -83,8 +86,8 @@ class Console:
         self._marks: deque[Mark] = deque()  # the recent ones
         self._due = 0.0
         self._line: Bar | Lines | None = None
-        self._flops = Flops(run, prepared)
-        run.window.stepped.append(self._stepped)
+        self._flops, self._counting = Flops(run, prepared), True
+        self._window.stepped.append(self._stepped)
 
     @property
     def tracker(self) -> Any:
@@ -107,25 +110,27 @@ class Console:
         self._listens = not any("loss" in name.lower() for name in self._logged)
 
     def hear(self, loss: Tensor, items: Any) -> None:
-        """Keep the loss of a micro-batch, if the script logs none."""
+        """Note the loss of a micro-batch, if the script logs none. A reference to it would keep its graph: `detach` costs more."""
         if self._listens:
-            self._heard = loss.detach(), items
+            self._last = ref(loss), items
+            if time.monotonic() >= self._due:
+                self._heard = loss.detach(), items
 
     def _stepped(self, optimizer: Any) -> None:
         if not self._progress.count(optimizer):
             return
-        window = self._run.window
+        window = self._window
         if window.items is not None:
             self._counts.append(window.items)
             window.items = None
             if len(self._counts) == MANY:
                 self._counts = [torch.stack(self._counts).sum()]
         now = time.monotonic()
-        if now < self._due and not self._flops.open:
+        if now < self._due and not self._counting:
             return
         try:
-            if self._flops.open:
-                self._flops.step()
+            if self._counting:
+                self._counting = self._flops.step()
             if now >= self._due and self._look(now):
                 every = self._show(self._marks[0], self._marks[-1])
                 self._due = now + (self._every if every is None else every)
@@ -145,8 +150,12 @@ class Console:
         return bool(arrived)
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
-        if self._listens and self._heard is not None:
-            loss, items = local(self._heard[0]).sum(), self._heard[1]
+        if self._heard is None and self._listens and self._last is not None:
+            loss = self._last[0]()
+            self._heard = None if loss is None else (loss.detach(), self._last[1])
+        if self._heard is not None:
+            (loss, items), self._heard = self._heard, None
+            loss = local(loss).sum()
             yield "loss", loss if items is None else loss / items
         if self._prepared.optimizers:
             yield "lr", self._prepared.optimizers[0].param_groups[0]["lr"]
@@ -165,9 +174,9 @@ class Console:
 
     def finish(self) -> None:
         """Show the end of the run, with rates of all of it; after an error, leave the line as it was."""
-        if self._stepped not in self._run.window.stepped:
+        if self._stepped not in self._window.stepped:
             return
-        self._run.window.stepped.remove(self._stepped)
+        self._window.stepped.remove(self._stepped)
         self._flops.close()
         if self._line is None:
             return
@@ -198,7 +207,7 @@ class Console:
         return self._line.show(parts, ahead)
 
     def _position(self, updates: int, ahead: Ahead) -> Iterator[Part]:
-        epochs, loader = self._run.window.epochs, self._run.window.reading
+        epochs, loader = self._window.epochs, self._window.reading
         if epochs is not None:
             yield 1, f"epoch {epochs[0] + 1}/{epochs[1]}"
         elif loader is not None:
@@ -248,29 +257,23 @@ def clock(seconds: float) -> str:
 
 
 class Flops:
-    """Counts the FLOPs of one update of this rank, where the peak of its device is known.
-
-    Attributes:
-        open: whether `step` is still to be called after an update.
-    """
+    """Counts the FLOPs of one update of this rank, where the peak of its device is known."""
 
     def __init__(self, run: Any, prepared: Any) -> None:
         self._run, self._prepared = run, prepared
         self._counter: Any = None
         self._count = 0.0
         self._peak: float | None = None
-        self.open = True
 
-    def step(self) -> None:
-        """An update has ended: begin to count, or end it."""
+    def step(self) -> bool:
+        """An update has ended: begin to count, or end it; returns whether the next update's end matters, too."""
         if self._counter is not None:
             self.close()
-        elif (
-            not torch._C._len_torch_dispatch_stack()
-        ):  # else the script has entered a mode, and would leave ours
-            self._begin()
+            return False
+        # In a mode that the script has entered, it would leave ours in place of its own.
+        return bool(torch._C._len_torch_dispatch_stack()) or self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
         plan, device = self._run.plan, self._run.world.device
         policy = PRECISIONS.get(plan.precision.value)
         name = plan.hardware.cpu.name
@@ -280,13 +283,12 @@ class Flops:
             products = "tf32" if policy.tf32 else "fp32"
             products = "fp8" if policy.swaps else HALVES.get(policy.compute, products)
             self._peak = peak_flops(name, products)
-        self.open = self._peak is not None
-        if self.open:
+        if self._peak is not None:
             self._counter = _counter()
             self._counter.__enter__()
+        return self._peak is not None
 
     def close(self) -> None:
-        self.open = False
         if self._counter is not None:
             counter, self._counter = self._counter, None
             counter.__exit__(None, None, None)

@@ -142,7 +142,8 @@ class Progress:
         self._window = window
         self.updates, self.samples = 0, 0
         self.began = 0
-        self._place: tuple[int, int, int] = (0, 0, 0)  # loader, epoch and position at the last update
+        self._pass: tuple[int, int] = (0, 0)  # loader and epoch at the last update, and its position
+        self._position = 0
         self._total: int | None = None  # updates in the training, once known
 
     def count(self, optimizer: Any) -> bool:
@@ -154,11 +155,11 @@ class Progress:
         if loader is None:
             self.samples: int | None = None
         elif self.samples is not None:
-            before, self._place = self._place, (id(loader), loader.epoch, loader.position)
-            if before[:2] == self._place[:2]:
-                self.samples += loader.position - before[2]
-            else:
-                self.samples, self.began = self.samples + loader.position, updates - 1
+            now, position = (id(loader), loader.epoch), loader.position
+            if now != self._pass:
+                self._pass, self._position, self.began = now, 0, updates - 1
+            self.samples += position - self._position
+            self._position = position
         return True
 
     def ahead(self, updates: int) -> Ahead:

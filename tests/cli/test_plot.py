@@ -1,0 +1,107 @@
+"""`easymp plot`: curves of runs from their JSON lines."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easymp import Accelerator
+from easymp.cli import main
+
+matplotlib = pytest.importorskip(
+    "matplotlib", reason="an optional package is not installed: matplotlib (of the extra 'report')"
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: Any) -> Path:
+    """Two runs below a folder; a value that is not finite, a word, a table, and a line that is being written."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, rate in (("<slow>", 0.01), ("fast", 0.1)):
+        with Accelerator(cpu=True, project_dir=folder / name, log_with="jsonl") as acc:
+            acc.init_trackers("log", {"lr": rate, "model": {"depth": 2}})
+            for step in range(3):
+                acc.log({"loss": 1 / (1 + step * rate), "phase": "train"}, step=step)
+            acc.log({"loss": float("nan"), "val/accuracy": rate}, step=3)
+    with open(folder / "fast" / "log.jsonl", "a") as file:
+        file.write('{"_step": 4, "_ti')
+    return folder
+
+
+def svgs(page: Path) -> list[str]:
+    """The pictures of a page, after checks that it needs nothing from elsewhere."""
+    text = page.read_text()
+    assert "<script" not in text
+    assert not re.search(r"""(src|href)=["'](?!data:)""", text)
+    return [base64.b64decode(found).decode() for found in re.findall(r"svg\+xml;base64,([^\"]+)", text)]
+
+
+def test_all_runs_below_a_folder_are_drawn_together(runs: Path, tmp_path: Path, capsys: Any) -> None:
+    page, picture = tmp_path / "curves.html", tmp_path / "curves.png"
+    assert main(["plot", str(runs), "--html", str(page), "--output", str(picture)]) == 0
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert said[:3] == [
+        ["rows", "step", "loss", "val/accuracy"],
+        ["<slow>", "4", "3", "nan", "0.01"],
+        ["fast", "4", "3", "nan", "0.1"],
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(svgs(page)) == 2  # a picture for each name
+    text = page.read_text()
+    assert "&lt;slow&gt;" in text
+    assert "<slow>" not in text
+    assert "<th>lr</th>" in text  # a setting that differs
+    assert "depth" not in text
+
+
+def test_names_and_the_axis_can_be_chosen(runs: Path, tmp_path: Path, capsys: Any) -> None:
+    page = tmp_path / "curves.html"
+    words = ["plot", str(runs / "fast" / "log.jsonl"), "--metric", "val/*", "--x", "time"]
+    assert main([*words, "--html", str(page)]) == 0
+    assert "loss" not in capsys.readouterr().out
+    assert len(svgs(page)) == 1
+
+
+def test_without_a_file_the_page_is_in_the_working_directory(
+    runs: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", str(runs)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["easymp-plot.html"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere: there is no such file or folder"),
+        (["."], "no run has logged JSON lines below it"),
+        (["other.jsonl"], "has no rows of a run"),
+        (
+            ["{runs}", "--metric", "los"],
+            "no run has logged a number as 'los', did you mean 'loss'? Logged: loss",
+        ),
+        (["{runs}", "--output", "x.gif"], "ends with .png or .svg"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list[str], said: str, runs: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"event": "begin"}) + "\n")
+    assert main(["plot", *(word.format(runs=runs) for word in words)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
+    runs: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr("easymp.cli.curves.find_spec", lambda name: None)
+    assert main(["plot", str(runs)]) == 1
+    printed = capsys.readouterr()
+    assert "fast" in printed.out
+    assert "matplotlib is not installed. pip install 'easymp[report]' brings it." in printed.err
