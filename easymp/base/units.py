@@ -1,9 +1,9 @@
-"""Numbers of bytes, to words and from words; and columns of text."""
+"""Numbers of bytes, to words and from words; columns of text; and nested settings by one name each."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import SettingError
@@ -50,3 +50,14 @@ def columns(rows: Sequence[Sequence[str]], words: int = 1) -> list[str]:
         [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in rows
     )
     return ["  ".join(row).rstrip() for row in aligned]
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A plain dict without dicts inside: ``{"model": {"depth": 2}}`` is ``{"model/depth": 2}``; lists become text."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found.update(flat(value, f"{above}{key}/"))
+        else:
+            found[f"{above}{key}"] = str(value) if isinstance(value, list) else value
+    return found

@@ -11,25 +11,23 @@ examples:
 
 The table of the last values is always printed. --html writes one page without
 links to other hosts, --output a picture (.png or .svg); without both the page is
-easymp-plot.html. Both need matplotlib: pip install 'easymp[report]'.
+easymp-plot.html. They need matplotlib and jinja2: pip install 'easymp[report]'.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..base.units import flat
 from ..errors import SettingError, nearest
-from ..trackers.rows import flat
-from .curves import Panel, colour, curves, dashes, draw, missing, smoothed
+from .curves import NOISY, Panel, curves, draw, missing, page, smoothed
 from .terminal import plain, table
 
 SPANS = ((2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
@@ -53,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
     runs = read(args.runs)
     names = choose(runs, args.metric)
     print(table([["", "rows", "step", *names], *last(runs, names)], right=set(range(1, len(names) + 3))))
-    if lacking := missing("matplotlib"):
+    if lacking := missing("matplotlib", "jinja2"):
         raise SettingError(f"No curves: {lacking}")
     html = args.html or (None if args.output else Path("easymp-plot.html"))
     made = list(panels(runs, names, args.x))
     if html:
-        html.write_text(page(runs, made), encoding="utf-8")
+        write_page(runs, made, html)
     if args.output:
         args.output.write_bytes(draw(made, min(2, len(made)), form))
     print("\nwrote " + "\n      ".join(str(path) for path in (html, args.output) if path))
@@ -205,54 +203,21 @@ def panels(runs: Sequence[Run], names: Sequence[str], across: str) -> Iterator[P
             yield name, curves(lines, [run.name for run in runs], axis, name)
 
 
-STYLE = """
-:root { color-scheme: light dark; --ground: #f4f5f7; --card: #fff; --ink: #1b1f24; --line: #d5d9e0; }
-@media (prefers-color-scheme: dark) { :root { --ground: #101317; --card: #191d23; --ink: #e8ebf0; --line: #363d47; } }
-body { margin: 0; background: var(--ground); color: var(--ink); font: 1rem/1.5 system-ui, sans-serif; }
-main { max-width: 64rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.35rem; overflow-wrap: anywhere; }
-.grid { display: grid; gap: .9rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); }
-figure, .scroll { margin: 0 0 .9rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: .7rem; }
-figure img { display: block; width: 100%; height: auto; background: #fff; border-radius: 6px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .35rem .6rem; border-top: 1px solid var(--line); white-space: nowrap; }
-tr > :first-child { text-align: left; }
-thead th { border-top: 0; font-weight: 500; }
-svg { width: 2rem; height: .7rem; margin-right: .45rem; }
-"""
-
-
-def page(runs: Sequence[Run], made: Sequence[Panel]) -> str:
-    """One HTML file: a picture for each panel, and a table of the runs with the settings that differ. Names are escaped."""
+def write_page(runs: Sequence[Run], made: Sequence[Panel], file: Path) -> None:
+    """One HTML file: a picture for each panel, and a table of the runs with the settings that differ."""
     names = [name for name, _ in made]
     keys = dict.fromkeys(key for run in runs for key in run.config)
     unlike = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
-    title = f"{len(runs)} runs" if len(runs) > 1 else runs[0].name
-    figures = []
-    for name, fill in made:
-        image = base64.b64encode(draw([(name, fill)], 1, "svg")).decode()
-        words = escape(f"{name} of {', '.join(run.name for run in runs)}", quote=True)
-        figures.append(f'<figure><img alt="{words}" src="data:image/svg+xml;base64,{image}"></figure>')
-    rows = [_cells(["run", "rows", "step", *names, *unlike], "th")]
-    for series, (run, cells) in enumerate(zip(runs, last(runs, names))):
-        stroke = f'stroke="{colour(series)}" stroke-width="3" stroke-dasharray="{dashes(series)}"'
-        swatch = f'<svg viewBox="0 0 32 11" aria-hidden="true"><path d="M0 6h32" {stroke}/></svg>'
-        settings = ["–" if run.config.get(key) is None else str(run.config[key]) for key in unlike]
-        rows.append(_cells([*cells, *settings], "td", swatch))
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">',
-            f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>",
-            f'<div class="grid">\n{chr(10).join(figures)}\n</div>',
-            f'<div class="scroll" tabindex="0" role="region" aria-label="Runs">\n<table>\n<thead>{rows[0]}</thead>',
-            f"<tbody>\n{chr(10).join(rows[1:])}\n</tbody>\n</table>\n</div>\n</main>\n</body>\n</html>\n",
-        ]
+    settings = [
+        ["–" if run.config.get(key) is None else str(run.config[key]) for key in unlike] for run in runs
+    ]
+    text = page(
+        "plot.html.jinja",
+        made,
+        title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
+        heads=["run", "rows", "step", *names, *unlike],
+        rows=[[*cells, *more] for cells, more in zip(last(runs, names), settings)],
+        unlike=unlike,
+        noisy=any(len(points) > NOISY for run in runs for points in run.points.values()),
     )
-
-
-def _cells(texts: Sequence[str], tag: str, before: str = "") -> str:
-    first, *rest = (escape(text) for text in texts)
-    head = f'<th scope="{"col" if tag == "th" else "row"}">{before}{first}</th>'
-    return f"<tr>{head}{''.join(f'<{tag}>{text}</{tag}>' for text in rest)}</tr>"
+    file.write_text(text, encoding="utf-8")

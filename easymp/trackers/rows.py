@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtensor import local
+from ..base.units import flat
 from ..errors import SettingError
 
 PLAIN = (float, int, str, bool)
@@ -249,14 +250,3 @@ def concise(config: Mapping[str, Any]) -> dict[str, Any]:
         "devices": ", ".join(f"{devices.count(d)} × {d}" for d in dict.fromkeys(devices)),
     }
     return flat({**config, "easymp": {"version": about["version"], "plan": plan, "machine": machine}})
-
-
-def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A plain dict without dicts inside: ``{"model": {"depth": 2}}`` is ``{"model/depth": 2}``; lists become text."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            found.update(flat(value, f"{above}{key}/"))
-        else:
-            found[f"{above}{key}"] = str(value) if isinstance(value, list) else value
-    return found

@@ -10,7 +10,7 @@ import pytest
 
 import easymp.hardware
 from easymp.base import env
-from easymp.cli import main
+from easymp.cli import curves, main
 
 from ..checkpoint.samples import root as root
 from ..checkpoint.samples import samples as samples
@@ -74,3 +74,10 @@ def talk(config: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Callabl
             return config(machine, *words.split(), code=code)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def fonts() -> None:
+    """matplotlib leaves font files open, which no single test is to blame for."""
+    for form in ("svg", "png"):
+        curves.draw([("x", lambda axes: None)], 1, form)

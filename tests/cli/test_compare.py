@@ -198,13 +198,6 @@ class Elements(HTMLParser):
         self.text += data
 
 
-@pytest.fixture(scope="module")
-def fonts() -> None:
-    """matplotlib leaves font files open, which no single test is to blame for."""
-    for form in ("svg", "png"):
-        report.draw([("x", lambda axes: None)], 1, form)
-
-
 def test_a_page_of_hostile_names_needs_nothing_else(fonts: None, tmp_path: Path) -> None:
     values = {"loss": [2.0**-i for i in range(100)], EVIL: [0.1, 0.2]}
     several = [

@@ -13,9 +13,12 @@ import pytest
 from easymp import Accelerator
 from easymp.cli import main
 
-matplotlib = pytest.importorskip(
-    "matplotlib", reason="an optional package is not installed: matplotlib (of the extra 'report')"
-)
+for package in ("matplotlib", "jinja2"):
+    pytest.importorskip(
+        package, reason=f"an optional package is not installed: {package} (of the extra 'report')"
+    )
+
+pytestmark = pytest.mark.usefixtures("fonts")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,7 @@ def test_all_runs_below_a_folder_are_drawn_together(runs: Path, tmp_path: Path, 
     text = page.read_text()
     assert "&lt;slow&gt;" in text
     assert "<slow>" not in text
-    assert "<th>lr</th>" in text  # a setting that differs
+    assert '<th scope="col">lr</th>' in text  # a setting that differs
     assert "depth" not in text
 
 
@@ -104,4 +107,4 @@ def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
     assert main(["plot", str(runs)]) == 1
     printed = capsys.readouterr()
     assert "fast" in printed.out
-    assert "matplotlib is not installed. pip install 'easymp[report]' brings it." in printed.err
+    assert "matplotlib and jinja2 are not installed. pip install 'easymp[report]' brings them." in printed.err
