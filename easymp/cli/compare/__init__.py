@@ -66,7 +66,7 @@ class _Rest(argparse.Action):
         _options(again)
         _, unknown = again.parse_known_args(rest[:cut], namespace)
         namespace.runs = []
-        if is_run(script) and not any(word.startswith("-") for word in unknown):
+        if not namespace.module and is_run(script) and not any(word.startswith("-") for word in unknown):
             namespace.runs, unknown = [script, *unknown], []
         if unknown:
             again.error(
