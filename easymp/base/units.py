@@ -1,4 +1,4 @@
-"""Numbers of bytes, to words and from words; columns of text; and nested settings by one name each."""
+"""Numbers of bytes, to words and from words; rates and seconds in words; columns of text; and nested settings by one name each."""
 
 from __future__ import annotations
 
@@ -17,6 +17,21 @@ def size(number: float) -> str:
     """Bytes in words: ``"14.3 GiB"``."""
     name, bytes_ = unit(number)
     return f"{number / bytes_:,.1f} {name}" if bytes_ > 1 else f"{number:.0f} B"
+
+
+def rate(value: float) -> str:
+    """A number a second: ``"5,120"``, ``"51.2"``."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in words: ``"0.123 s"``, ``"12.3 s"``, ``"2 min 05 s"``, ``"3 h 20 min"``; ``"–"`` for None."""
+    if seconds is None:
+        return "–"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def unit(number: float) -> tuple[str, int]:

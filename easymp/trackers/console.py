@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..base.dtensor import local
 from ..base.rng import isolated
-from ..base.units import size
+from ..base.units import rate, size
 from ..errors import SettingError, failing
 from ..hardware.gpus import peak_flops
 from ..logging import get_logger
@@ -240,10 +240,6 @@ class Console:
         on_device = hasattr(module, "max_memory_allocated")
         memory = module.max_memory_allocated(device) if on_device else psutil.Process().memory_info().rss
         yield 6, f"memory {size(memory)}"
-
-
-def rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def clock(seconds: float) -> str:

@@ -37,6 +37,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ...base.units import duration, rate
 from ...errors import SettingError
 from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, plain, table, width, wrap
 from . import report
@@ -174,8 +175,8 @@ def compare(
         end = run_once(task, variant, place, its_seed, progress)
         runs.append(Run(variant, number, its_seed, end, read(place)))
         left = (count - len(runs)) * sum(run.end.wall for run in runs) / len(runs)
-        more = f", about {report.seconds(left)} left" if left and end.status != INTERRUPTED else ""
-        progress.say(f"{end.status} after {report.seconds(end.wall)}{more}", last=True)
+        more = f", about {duration(left)} left" if left and end.status != INTERRUPTED else ""
+        progress.say(f"{end.status} after {duration(end.wall)}{more}", last=True)
         if end.status == INTERRUPTED:
             break
     interrupted = runs[-1].end.status == INTERRUPTED
@@ -206,11 +207,9 @@ class Progress:
             if now["samples"] and known.samples:
                 total = round(known.samples / known.updates * total / now["samples"] * now["updates"])
         left = (
-            f" of {total:,}, {report.seconds(max(0, total - now['updates']) * took / made)} left"
-            if total
-            else ""
+            f" of {total:,}, {duration(max(0, total - now['updates']) * took / made)} left" if total else ""
         )
-        self.say(f"update {now['updates']:,}{left}, {report.rate(made / took)} updates/s")
+        self.say(f"update {now['updates']:,}{left}, {rate(made / took)} updates/s")
 
     def _look(self) -> None:
         if not self._path.exists():
@@ -244,7 +243,7 @@ def words(found: Comparison) -> str:
         cells = [column.cells[i] for column in columns]
         taken = summary.name == verdict.take
         lines.append([f"{'→' if taken else ' '} {summary.name}", *(text for text, _ in cells)])
-        colours.append(GREEN if taken else "" if summary.speed else RED)
+        colours.append(GREEN if taken else "" if summary.speeds else RED)
         if any(below for _, below in cells):
             lines.append(["", *(below for _, below in cells)])
             colours.append(DIM)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...base.units import size
+from ...base.units import duration, rate, size
 from ...base.units import unit as unit_of
 from ...settings import OVERRIDE
 from ..curves import (
@@ -32,7 +32,7 @@ from ..curves import (
     smoothed,
 )
 from .runs import Record
-from .summary import Spread, Summary, spread
+from .summary import Summary, middle
 from .verdict import Comparison, Standing, is_busy, ratio
 
 if TYPE_CHECKING:
@@ -57,24 +57,24 @@ class Column(NamedTuple):
 def columns(found: Comparison) -> tuple[list[Column], str]:
     """The columns in which the plans differ, and a sentence about those in which they do not."""
     plans, standings = found.summaries, found.verdict.standings
-    times = Column("time", [_cell(plan.seconds, seconds) for plan in plans])
-    speeds = Column(f"{plans[0].unit}/s", [_cell(plan.speed, rate) for plan in plans])
+    times = Column("time", [_cell(plan.seconds, duration) for plan in plans])
+    speeds = Column(f"{plans[0].unit}/s", [_cell(plan.speeds, rate) for plan in plans])
     long = len({count for plan in plans for count in plan.counts}) > 1
-    memory = Column("memory", [(_cell(plan.peak, size)[0], "") for plan in plans])
-    before = Column("start-up", [(_cell(plan.before, seconds)[0], "") for plan in plans])
+    memory = Column("memory", [(_cell(plan.peaks, size)[0], "") for plan in plans])
+    before = Column("start-up", [(_cell(plan.before, duration)[0], "") for plan in plans])
     shown = [speeds if long else times]
     if found.verdict.take:
         shown.append(Column("ratio", [_ratio(standing) for standing in standings]))
-    results = [Column(m.name, [_cell(spread(p.finals(m)), m.text) for p in plans]) for m in found.metrics]
+    results = [Column(m.name, [_cell(plan.finals(m), m.text) for plan in plans]) for m in found.metrics]
     if any(standing.result for standing in standings):
         results.append(Column("result", [(standing.result or "–", "") for standing in standings]))
     same = []
     for column, values in (
-        (memory, [plan.peak for plan in plans]),
+        (memory, [plan.peaks for plan in plans]),
         *((column, []) for column in results),
         (before, [plan.before for plan in plans]),
     ):
-        known = [value.median for value in values if value]
+        known = [middle(value) for value in values if value]
         texts = [text for text, _ in column.cells if text != "–"]
         alike = _alike(known) or len({cell for cell in column.cells if cell[0] in texts}) == 1
         if alike and len(texts) > 1:
@@ -95,26 +95,11 @@ def _ratio(standing: Standing) -> tuple[str, str]:
     return ratio(standing.ratio), between or ""
 
 
-def _cell(number: Spread | None, say: Callable[[float], str]) -> tuple[str, str]:
-    if number is None:
+def _cell(values: Sequence[float], say: Callable[[float], str]) -> tuple[str, str]:
+    if not values:
         return "–", ""
-    least, most = say(number.least), say(number.most)
-    return say(number.median), f"{least} … {most}" if least != most else ""
-
-
-def seconds(value: float | None) -> str:
-    """``"0.123 s"``, ``"12.3 s"``, ``"2 min 05 s"``, ``"3 h 20 min"``."""
-    if value is None:
-        return "–"
-    if value < 99.95:
-        return f"{value:.3g} s" if value < 9.995 else f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def rate(value: float) -> str:
-    """``"5,120"``, ``"51.2"``."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    least, most = say(min(values)), say(max(values))
+    return say(middle(values)), f"{least} … {most}" if least != most else ""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -128,11 +113,11 @@ def as_json(found: Comparison) -> dict[str, Any]:
             "name": plan.name,
             "settings": {**plan.variant.settings, **plan.variant.words},
             "processes": plan.variant.processes,
-            "seconds": plan.seconds,
-            "speed": plan.speed,
-            "peak_bytes": plan.peak,
-            "seconds_before": plan.before,
-            "metrics": {metric.name: spread(plan.finals(metric)) for metric in found.metrics},
+            "seconds": _spread(plan.seconds),
+            "speed": _spread(plan.speeds),
+            "peak_bytes": _spread(plan.peaks),
+            "seconds_before": _spread(plan.before),
+            "metrics": {metric.name: _spread(plan.finals(metric)) for metric in found.metrics},
             "runs": [
                 {
                     "number": run.number,
@@ -149,6 +134,11 @@ def as_json(found: Comparison) -> dict[str, Any]:
     about = {"script": task.script if task else None, "arguments": task.arguments if task else []}
     kept = ("verdict", "metrics", "machine", "interrupted")
     return _plain({**about, **{name: getattr(found, name) for name in kept}, "plans": plans})
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    numbers = (len(values), middle(values), min(values), max(values)) if values else ()
+    return dict(zip(("count", "median", "least", "most"), numbers)) or None
 
 
 def _plain(value: Any) -> Any:
@@ -194,7 +184,7 @@ def panels(found: Comparison) -> Iterator[Panel]:
             ):
                 title = f"{metric.name} by {across.split()[-1 if not key else 0]}"
                 yield title, curves(lines, names, across, metric.name, share=metric.share)
-    peaks = [plan.peak.most for plan in plans if plan.peak]
+    peaks = [max(plan.peaks) for plan in plans if plan.peaks]
     name, bytes_ = unit_of(max(peaks, default=1))
     lines = _lines(plans, lambda record: [(at, count / bytes_) for at, count in record.memory])
     if lines and not _alike(peaks):
@@ -218,17 +208,16 @@ def _lines(plans: Sequence[Summary], read: Callable[[Record], list[tuple[float, 
 
 def _speeds(plans: Sequence[Summary], axes: Axes) -> None:
     """A dot for each plan's median, a bar from its slowest to its fastest run."""
-    known = [(i, plan.name, plan.speed) for i, plan in enumerate(plans) if plan.speed]
-    medians = [speed.median for _, _, speed in known]
-    outlier = max(medians) > OUTLIER * min(medians)
+    known = [(i, plan) for i, plan in enumerate(plans) if plan.speeds]
+    outlier = max(plan.speed for _, plan in known) > OUTLIER * min(plan.speed for _, plan in known)
     if outlier:
         logarithmic(axes, "x", (1, 2, 5))
     else:
-        axes.set_xlim(0, 1.05 * max(speed.most for _, _, speed in known))
-    for row, (index, name, speed) in enumerate(known):
-        spread = [[speed.median - speed.least], [speed.most - speed.median]]
-        axes.errorbar(speed.median, row, xerr=spread, fmt="o", color=colour(index), capsize=4, markersize=8)
-        words = f"{name}: {rate(speed.median)}"
+        axes.set_xlim(0, 1.05 * max(max(plan.speeds) for _, plan in known))
+    for row, (index, plan) in enumerate(known):
+        wide = [[plan.speed - min(plan.speeds)], [max(plan.speeds) - plan.speed]]
+        axes.errorbar(plan.speed, row, xerr=wide, fmt="o", color=colour(index), capsize=4, markersize=8)
+        words = f"{plan.name}: {rate(plan.speed)}"
         axes.text(0.02, row - 0.2, words, transform=axes.get_yaxis_transform(), va="bottom")
     axes.set_xlabel(f"{plans[0].unit} a second{', logarithmic' * outlier}")
     axes.set_ylim(len(known) - 0.5, -0.7)
@@ -256,7 +245,7 @@ def _page(found: Comparison, made: Sequence[Panel]) -> str:
         alike=alike,
         noisy=any(len(points) > NOISY for run in runs if run.record for points in run.record.curves.values()),
         busy=lambda run: is_busy(run.end.others, threads),
-        seconds=seconds,
+        seconds=duration,
         size=lambda number: "–" if number is None else size(number),
         count=lambda number: "–" if number is None else f"{number:,}",
     )

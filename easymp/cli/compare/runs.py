@@ -176,11 +176,10 @@ def run(
             _stop(process)
     wall = time.perf_counter() - begun
     why = {
-        FINISHED: "",
         LATE: f"stopped after {task.timeout or 0:g} seconds (--timeout)",
         INTERRUPTED: "stopped by a signal",
     }
-    said = why[status] if status in why else _reason(folder / "output.txt", process.returncode)
+    said = _reason(folder / "output.txt", process.returncode) if status == FAILURE else why.get(status, "")
     return End(status, said, started, wall, max(0.0, _others() - before) / wall)
 
 
@@ -241,7 +240,7 @@ class Record:
         first: seconds from there to the end of the first update; None where there was none.
         seconds: from the end of the first update to that of the last; None for fewer than two updates.
         updates, samples: between the two; samples of all ranks, None where they are unknown.
-        peak: bytes of the rank that had most, and `memory` that rank's bytes over the seconds since the first update.
+        peak: bytes of the rank that had most (None: unknown), and `memory` that rank's bytes over the seconds since the first update.
         device_memory: whether those are allocated on the device, or resident in the process.
         curves: logged values by name.
         plan, machine: as last told.
@@ -254,7 +253,7 @@ class Record:
     seconds: float | None
     updates: int
     samples: int | None
-    peak: int
+    peak: int | None
     device_memory: bool
     memory: list[tuple[float, int]]
     curves: dict[str, list[Point]]

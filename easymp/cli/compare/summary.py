@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import SettingError
-from .runs import FINISHED, End, Record, Variant, read
+from .. import plot
+from .runs import FINISHED, End, Point, Record, Variant, read
 
 FEW = 4  # scalars, up to which all of them are columns
 # Last words of names such as "eval/accuracy", "val_acc" and "top5", and whether more or less is better.
@@ -31,10 +31,8 @@ class Metric:
     name: str
     better: int = 0
 
-    def text(self, value: float | None) -> str:
-        """``"98.71%"`` for a share, four significant digits for others, ``"–"`` for None."""
-        if value is None:
-            return "–"
+    def text(self, value: float) -> str:
+        """``"98.71%"`` for a share, four significant digits for others."""
         if self.share and 0 <= value <= 1:
             return f"{value:.2%}"
         return f"{value:.4g}" if math.isfinite(value) else str(value)
@@ -95,35 +93,20 @@ class Run:
 
     @property
     def before(self) -> float | None:
-        """Seconds from the start of the processes to the end of the first update: imports, data, warm-up."""
+        """Seconds from the start of the processes to the end of the first update."""
         if self.record is None or self.record.first is None:
             return None
         return self.record.begun - self.end.started + self.record.first
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Numbers of several runs: their median, smallest and largest."""
-
-    count: int
-    median: float
-    least: float
-    most: float
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """None where there is no value; with a NaN among them all are NaN."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    if any(math.isnan(value) for value in known):
-        return Spread(len(known), math.nan, math.nan, math.nan)
-    return Spread(len(known), statistics.median(known), min(known), max(known))
+def middle(values: Sequence[float]) -> float:
+    """The median; NaN where one of them is NaN."""
+    return math.nan if any(map(math.isnan, values)) else statistics.median(values)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A plan and its runs. Numbers are those of the runs that finished; None where there are none.
+    """A plan and its runs. Numbers are those of the runs that finished, as far as they are known.
 
     Attributes:
         unit: in which speeds are counted: "samples", or "updates" where a run of some plan does not know its samples.
@@ -149,20 +132,21 @@ class Summary:
         return [count / seconds for count, seconds in counted if count and seconds]
 
     @property
-    def speed(self) -> Spread | None:
-        return spread(self.speeds)
+    def speed(self) -> float:
+        return middle(self.speeds)
 
     @property
-    def seconds(self) -> Spread | None:
-        return spread(record.seconds for record in self.records)
+    def seconds(self) -> list[float]:
+        return [record.seconds for record in self.records if record.seconds is not None]
 
     @property
-    def before(self) -> Spread | None:
-        return spread(run.before for run in self.runs if run.end.status == FINISHED)
+    def before(self) -> list[float]:
+        """Seconds from the start of the processes to the end of the first update: imports, data, warm-up."""
+        return [run.before for run in self.runs if run.end.status == FINISHED and run.before is not None]
 
     @property
-    def peak(self) -> Spread | None:
-        return spread(record.peak for record in self.records)
+    def peaks(self) -> list[float]:
+        return [record.peak for record in self.records if record.peak is not None]
 
     @property
     def counts(self) -> set[tuple[int, int | None]]:
@@ -205,12 +189,13 @@ def summarize(runs: Sequence[Run]) -> tuple[Summary, ...]:
 
 
 def is_run(word: str) -> bool:
-    """Whether `word` is a run that exists, as FOLDER or NAME=FOLDER."""
-    return _place(word)[1].is_dir()
+    """Whether `word` is a run that exists, as PLACE or NAME=PLACE: a folder, or a file of rows."""
+    place = _place(word)[1]
+    return place.is_dir() or (place.suffix == ".jsonl" and place.is_file())
 
 
 def load(words: Sequence[str]) -> list[Run]:
-    """The runs named by `words`; those of one NAME are runs of one plan.
+    """The runs named by `words`: recordings, or rows as log_with="jsonl" writes them. Those of one NAME are runs of one plan.
 
     Raises:
         SettingError: no run is there.
@@ -219,18 +204,40 @@ def load(words: Sequence[str]) -> list[Run]:
     runs: list[Run] = []
     for word in words:
         name, place = _place(word)
-        record = read(place) if place.is_dir() else None
-        if record is None:
-            raise SettingError(
-                f"{word!r} is not a run: pass a folder with rank-0.jsonl, as easymp compare and EASYMP_RECORD write it"
-            )
-        variant = named.setdefault(name, Variant(name))
-        number = 1 + sum(run.variant is variant for run in runs)
-        whole = (record.first or 0.0) + (record.seconds or 0.0)
-        runs.append(Run(variant, number, None, End(FINISHED, "", record.begun, whole, None), record))
+        recorded = read(place) if place.is_dir() else None
+        found = {name or place.resolve().name: recorded} if recorded else {}
+        found = found or {run.name: _of_rows(run) for run in plot.read([place])}
+        for own, record in found.items():
+            variant = named.setdefault(name or own, Variant(name or own))
+            number = 1 + sum(run.variant is variant for run in runs)
+            end = End(FINISHED, "", record.begun, (record.first or 0.0) + (record.seconds or 0.0), None)
+            runs.append(Run(variant, number, None, end, record))
     return runs
 
 
 def _place(word: str) -> tuple[str, Path]:
     name, equals, path = word.partition("=")
-    return (name, Path(path)) if equals and not Path(word).exists() else (Path(word).name or word, Path(word))
+    return (name, Path(path)) if equals and not Path(word).exists() else ("", Path(word))
+
+
+def _of_rows(run: plot.Run) -> Record:
+    """The record of a run that only logged: its updates are the steps of its rows, and memory and samples are unknown."""
+    rows = [(step, at) for curve in run.points.values() for step, at, _ in curve] or [(0, 0.0)]
+    (begun, first), (ended, last) = min(rows), max(rows)
+    curves = {
+        name: [Point(step, at - first, value) for step, at, value in curve]
+        for name, curve in run.points.items()
+    }
+    return Record(
+        begun=run.began,
+        first=first,
+        seconds=(last - first) or None,
+        updates=ended - begun,
+        samples=None,
+        peak=None,
+        device_memory=False,
+        memory=[],
+        curves=curves,
+        plan={name: {"value": value, "reason": ""} for name, value in run.config.items()},
+        machine={},
+    )

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 from operator import truediv
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from .runs import Task
-from .summary import Metric, Run, Summary, choose, summarize
+from .summary import Metric, Run, Summary, choose, middle, summarize
 
 ENOUGH = 3  # runs of both plans, from which on there is an interval
 CHANCE = 20  # the rank test allows an error in 1 of 20 cases on each side
@@ -141,16 +140,12 @@ def _orders(m: int, n: int, u: int) -> int:
 
 def _faster(one: Summary, two: Summary, busy: bool) -> int:
     """How sure it is that `one` is faster than `two`."""
-    times = _speed(one) / _speed(two)
+    times = one.speed / two.speed
     between = interval(one.speeds, two.speeds, truediv)
     if between is not None:
         return NO if between[0] <= 1 else HINT if busy else YES
     overlap = min(one.speeds) <= max(two.speeds)
     return NO if overlap or times < (BEYOND if busy else 1 / (1 - TENTH)) else HINT
-
-
-def _speed(plan: Summary) -> float:
-    return median(plan.speeds)
 
 
 def _result(reference: Summary, plan: Summary, metrics: Sequence[Metric]) -> tuple[str, str]:
@@ -170,7 +165,7 @@ def _compared(reference: Summary, plan: Summary, metric: Metric) -> tuple[str, s
     if not one or not two:
         name = (reference if two else plan).name
         return WORSE if one else UNPROVEN, f"{name} did not log {metric.name}"
-    usual, reached = median(one), median(two)
+    usual, reached = middle(one), middle(two)
     words = f"{metric.name} {metric.text(reached)}, {metric.text(usual)} for {reference.name}"
     if not all(map(math.isfinite, (*one, *two))):
         return WORSE if math.isfinite(usual) else UNPROVEN, words
@@ -212,14 +207,14 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
     results = {plan.name: _result(reference, plan, known) for plan in done}
     good = [plan for plan in done if results[plan.name][0] != WORSE]
     busy = any(is_busy(run.end.others, cores) for plan in done for run in plan.runs)
-    fastest = max(good, key=_speed)
+    fastest = max(good, key=lambda plan: plan.speed)
     tied = [plan for plan in good if plan is fastest or not _faster(fastest, plan, busy)]
     follows = [plan for plan in tied if results[plan.name][0] == FOLLOWS]
     take = reference if reference in tied else (follows or [fastest])[0]
     standings = tuple(
         Standing(
             plan.name,
-            _speed(take) / _speed(plan),
+            take.speed / plan.speed,
             interval(take.speeds, plan.speeds, truediv) if plan is not take else None,
             _faster(take, plan, busy) if plan is not take else YES,
             *results[plan.name],
