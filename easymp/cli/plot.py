@@ -74,12 +74,14 @@ class Run:
         name: of the folder or the file, unlike those of the other runs.
         config: hyperparameters and settings by name, of the last start.
         rows: number of rows.
+        began: seconds since 1970.
         points: by the logged name, (step, seconds from the start, value).
     """
 
     name: str
     config: Mapping[str, Any]
     rows: int
+    began: float
     points: Mapping[str, list[tuple[int, float, float]]]
 
 
@@ -140,7 +142,7 @@ def _read(path: Path, name: str) -> Run:
             number = _number(value)
             if not key.startswith("_") and "_table" not in row and number is not None:
                 points.setdefault(key, []).append((row["_step"], row["_time"] - began, number))
-    return Run(name, _settings(starts[-1]["config"]), len(rows), points)
+    return Run(name, _settings(starts[-1]["config"]), len(rows), began, points)
 
 
 def _number(value: Any) -> float | None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_options_stand_before_and_after_the_script(words, script, asked, tmp_pat
         ("train.py --vary project_dir=a,b", 1, "cannot be varied"),
         ("train.py --vary batch=1,2 -- --batch 3", 1, "among the script's own arguments"),
         (". --seed 1", 1, "leave out what would start new ones"),
-        (". nowhere", 1, "'.' is not a run"),
+        (". nowhere", 1, "no run has logged JSON lines below it"),
         ("train.py --prec fp32", 2, "usage"),
         ("nowhere.py", 1, "'nowhere.py' is not a file"),
         ("train.py --precision bf61", 1, "did you mean 'bf16'"),
@@ -377,6 +378,29 @@ def test_runs_that_exist_are_compared(recordings, fonts, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(
         "Probably use fp32-0: fastest of 2 (31 × O1-0, 1 run each, O1-0 unproven)"
     )
+
+
+def test_runs_that_only_logged_rows_are_compared_by_their_steps(monkeypatch, fonts, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, seconds in product(("slow", "fast"), (2.0, 2.1, 2.2)):
+        folder = tmp_path / "runs" / f"{name}-{seconds}"
+        folder.mkdir(parents=True)
+        step = seconds if name == "fast" else 3 * seconds
+        rows = [{"_step": i, "_time": 1e9 + i * step, "loss": 1.0 / i, "word": "a"} for i in range(1, 11)]
+        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = {"lr": 0.1 if name == "slow" else 0.2, "easymp": {"plan": {"strategy": {"value": "ddp"}}}}
+        (folder / "log.json").write_text(json.dumps({"starts": [{"time": 1e9, "config": config}]}))
+    words = [
+        f"{folder.name.partition('-')[0]}=runs/{folder.name}"
+        for folder in sorted((tmp_path / "runs").iterdir())
+    ]
+    assert main(["compare", *words, "--output", "out"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Use fast: fastest of 2 (3.00 × slow, 3 runs each)."
+    text = Elements((tmp_path / "out" / "compare.html").read_text()).text
+    assert re.search(r"lr\s*0.2\s*0.1", text) and "ddp" in text
+    assert main(["compare", "runs", "--output", "all"]) == 0  # all runs below a folder
+    assert "no other of 6 is shown" in capsys.readouterr().out
 
 
 @pytest.mark.slow

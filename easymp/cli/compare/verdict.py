@@ -110,7 +110,7 @@ def conclude(
     chosen = choose(logged, metrics)
     missing = tuple(name for name in metrics if name not in logged)
     machine = next((run.record.machine for run in runs if run.record is not None), {})
-    verdict = judge(summaries, chosen, machine.get("threads"))
+    verdict = judge(summaries, chosen, machine.get("threads"), " (--repeats)" * bool(task))
     return Comparison(task, repeats, summaries, chosen, missing, verdict, folder, interrupted, machine)
 
 
@@ -187,12 +187,13 @@ def _compared(reference: Summary, plan: Summary, metric: Metric) -> tuple[str, s
 # -- the sentence ------------------------------------------------------------------------------------------------------
 
 
-def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | None = None) -> Verdict:
+def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | None, flag: str) -> Verdict:
     """Choose the fastest plan with a result that is not worse; of those as fast the reference, else one that follows it.
 
     Args:
         metrics: the first for which more is better decides, else the first for which less is: an accuracy, else the loss.
         cores: processors of the machine, to tell whether it was busy.
+        flag: by which there are more runs, in brackets, or "".
     """
     done = [summary for summary in summaries if summary.speeds]
     doubts = _doubts(summaries, done, cores)
@@ -227,7 +228,7 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
     said, sure = _sentence(take.name, standings, counts, busy)
     if sure != YES:
         more = f"{ENOUGH} runs or more of each plan" if counts[0] < ENOUGH else "more runs of each plan"
-        doubts = (f"To be surer, compare {more} (--repeats){', on a quiet machine' * busy}.", *doubts)
+        doubts = (f"To be surer, compare {more}{flag}{', on a quiet machine' * busy}.", *doubts)
     return Verdict(said, take.name, standings, doubts)
 
 
