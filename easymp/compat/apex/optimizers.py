@@ -6,8 +6,6 @@ Moments of half parameters are fp32. Not here: gradients and scales as arguments
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from ...optim.fused import FusedOptimizer, Options
 from ...optim.lamb import LAMB
 from ...optim.masters import LOW
 from ...optim.novograd import NovoGrad
-from ...optim.torch_optimizers import ADAGRAD, ADAM, SGD_RULE, TorchOptimizer
+from ...optim.torch_optimizers import ADAGRAD, ADAM, SGD_RULE, TorchOptimizer, swapped
 from .amp.state import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
@@ -71,22 +69,12 @@ class _ApexOptimizer(FusedOptimizer):
         if not self._beside:
             super().advance(factor, found_inf, result)
         elif found_inf is None or not found_inf.item():
-            with self._decayed():
+            for group in self.param_groups:
+                moved = [p for p in group["params"] if p.grad is not None]
+                if moved and group["weight_decay"]:
+                    torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
+            with swapped(self.param_groups, "weight_decay", 0.0):
                 super().advance(factor, None, result)
-
-    @contextmanager
-    def _decayed(self) -> Iterator[None]:
-        decays = [group["weight_decay"] for group in self.param_groups]
-        for group, decay in zip(self.param_groups, decays):
-            moved = [p for p in group["params"] if p.grad is not None]
-            if moved and decay:
-                torch._foreach_mul_(moved, 1 - group["lr"] * decay)
-            group["weight_decay"] = 0.0
-        try:
-            yield
-        finally:
-            for group, decay in zip(self.param_groups, decays):
-                group["weight_decay"] = decay
 
     def _begin(self, name: str, set_grad_none: bool, amsgrad: bool = False, **others: bool) -> None:
         kind = type(self).__name__

@@ -21,14 +21,10 @@ logger = get_logger("easymp.compat.deepspeed.utils")
 
 
 # Answers on the CPU to names of torch.cuda, torch.xpu and their like.
-ON_CPU = {
-    "device_count": 1,
-    "current_device": 0,
-    "set_device": None,
-    "synchronize": None,
-    "empty_cache": None,
-}
-ON_CPU |= dict.fromkeys(("reset_peak_memory_stats", "manual_seed", "manual_seed_all"))
+ON_CPU: dict[str, int | None] = {"device_count": 1, "current_device": 0}
+ON_CPU |= dict.fromkeys(
+    "set_device synchronize empty_cache reset_peak_memory_stats manual_seed manual_seed_all".split()
+)
 
 
 class Device:
@@ -114,11 +110,6 @@ class CheckpointFunction:
     apply = staticmethod(checkpoint)
 
 
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed all random streams of this rank."""
-    torch.manual_seed(seed)
-
-
 # -- utils ---------------------------------------------------------------------------------------------------------------
 
 
@@ -186,15 +177,8 @@ WHOLE = "of a sharded parameter use parameter.full_tensor() on all ranks; all we
 MODULES: dict[str, dict[str, Any]] = {
     "accelerator": {"get_accelerator": get_accelerator},
     "checkpointing": {
-        f.__name__: f
-        for f in (
-            CheckpointFunction,
-            checkpoint,
-            configure,
-            is_configured,
-            model_parallel_cuda_manual_seed,
-            reset,
-        )
+        **{f.__name__: f for f in (CheckpointFunction, checkpoint, configure, is_configured, reset)},
+        "model_parallel_cuda_manual_seed": torch.manual_seed,
     },
     "utils": {
         "RepeatingLoader": RepeatingLoader,

@@ -75,16 +75,7 @@ def _refuse_unknown(params: Iterable[str], takes: list[str], kind: str) -> None:
 class FusedAdam:
     """AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``. Options in the order of `ORDER`, or by name."""
 
-    ORDER = (
-        "lr",
-        "bias_correction",
-        "betas",
-        "eps",
-        "adam_w_mode",
-        "weight_decay",
-        "amsgrad",
-        "set_grad_none",
-    )
+    ORDER = "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none".split()
 
     def __new__(cls, params: Any, *values: Any, **options: Any) -> Any:
         return optimizer("Adam", _named(cls, values, options), params)
@@ -93,7 +84,7 @@ class FusedAdam:
 class DeepSpeedCPUAdam:
     """`FusedAdam` with its options in another order."""
 
-    ORDER = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad", "adamw_mode")
+    ORDER = "lr bias_correction betas eps weight_decay amsgrad adamw_mode".split()
 
     def __new__(cls, model_params: Any, *values: Any, **options: Any) -> Any:
         options = _named(cls, values, options)
