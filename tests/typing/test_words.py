@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import get_args
 
-from easymp import DDPCommunicationHookType
+import pytest
+
+from easymp import Accelerator, DDPCommunicationHookType, SettingError
 from easymp.options import CommHook
 from easymp.registry import ALIASES, PRECISIONS, STRATEGIES, PrecisionName, StrategyName
 from easymp.settings import Compiled
@@ -18,3 +21,10 @@ def test_the_literals_of_settings_are_the_words_that_the_registries_have() -> No
     assert get_args(TrackerName) == (*TRACKERS, ALL, NONE)
     assert get_args(Compiled) == ("no", *WHAT)
     assert get_args(CommHook) == tuple(DDPCommunicationHookType)
+
+
+def test_the_signature_has_no_catch_all() -> None:
+    parameters = inspect.signature(Accelerator).parameters.values()
+    assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
+    with pytest.raises(SettingError, match="did you mean 'mixed_precision'"):
+        Accelerator(mixed_precission="bf16")  # type: ignore[call-arg]
