@@ -103,10 +103,10 @@ SLOW, FAST = [10, 10.2, 9.9], [6.2, 6.1, 6.3]
         (
             runs(A, SLOW, 0.989),
             runs(B, FAST, 0.88),
-            "(3 runs each); bf16 1.61 × faster, but worse: accuracy 88.00%, 98.90% for fp32.",
+            "(3 runs each); bf16 1.61 × faster, but worse: accuracy 88.00% (fp32: 98.90%).",
         ),
         (runs(A, SLOW, 0.95, 0.97, 0.96), runs(B, FAST, 0.94, 0.945, 0.95), "bf16 unproven)"),
-        (runs(A, [10], 0.989), runs(B, [5], math.nan), "but worse: accuracy nan, 98.90% for fp32."),
+        (runs(A, [10], 0.989), runs(B, [5], math.nan), "but worse: accuracy nan (fp32: 98.90%)."),
         (runs(A, [10], math.nan), runs(B, [50], 0.9), "Use bf16: the only one of 2"),
         # runs of other lengths are compared by speed
         (runs(A, SLOW, 0.9), runs(B, SLOW, 0.9, samples=2000), "Use bf16: fastest of 2 (2.00 × fp32"),
@@ -157,7 +157,7 @@ def test_a_loss_decides_where_there_is_no_accuracy() -> None:
     worse = run(C, 4, values={"loss": [3.0, 1.2], "lr": [1.0]})
     found = comparison(run(A, 10, values={"loss": [3.0, 1.0], "lr": [1.0]}), better, worse)
     assert found.verdict.take == "bf16"
-    assert "O1 1.25 × faster, but worse: loss 1.2, 1 for fp32." in found.verdict.sentence
+    assert "O1 1.25 × faster, but worse: loss 1.2 (fp32: 1)." in found.verdict.sentence
 
 
 def test_doubts() -> None:
@@ -166,6 +166,6 @@ def test_doubts() -> None:
     surer, busy, counts = found.verdict.doubts
     assert found.missing == ("loss",)
     assert found.verdict.sentence.endswith("; fp32 did not finish.")
-    assert surer == "To be surer, compare 3 runs or more of each plan (--repeats), on a quiet machine."
+    assert surer == "To be sure, compare 3 runs or more of each plan (--repeats), on a quiet machine."
     assert "12.0 of its 64 processors during bf16 (run 1)" in busy and "1 of 3 runs" in busy
     assert "in updates a second (bf16: 100 updates, 1,000 samples, O1: 100 updates)" in counts

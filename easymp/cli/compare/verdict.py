@@ -153,35 +153,37 @@ def _result(reference: Summary, plan: Summary, metrics: Sequence[Metric]) -> tup
     if plan is reference:
         return REFERENCE, ""
     found = [_compared(reference, plan, metric) for metric in metrics]
-    if not found:
-        return UNPROVEN, "no loss and no accuracy was logged"
-    if found[0][0] == WORSE:
+    if found and found[0][0] == WORSE:
         return found[0]
-    return next(((UNPROVEN, why) for result, why in found if result != FOLLOWS), found[0])
+    if found and all(result == FOLLOWS for result, _ in found):
+        return FOLLOWS, "; ".join(why for _, why in found)
+    return UNPROVEN, next(
+        (why for result, why in found if result != FOLLOWS), "no loss and no accuracy was logged"
+    )
 
 
 def _compared(reference: Summary, plan: Summary, metric: Metric) -> tuple[str, str]:
     one, two = reference.finals(metric), plan.finals(metric)
     if not one or not two:
-        name = (reference if two else plan).name
-        return WORSE if one else UNPROVEN, f"{name} did not log {metric.name}"
+        return WORSE if one else UNPROVEN, f"{(reference if two else plan).name} did not log {metric.name}"
     usual, reached = middle(one), middle(two)
-    words = f"{metric.name} {metric.text(reached)}, {metric.text(usual)} for {reference.name}"
+    words = f"{metric.name} {metric.text(reached)} ({reference.name}: {metric.text(usual)})"
     if not all(map(math.isfinite, (*one, *two))):
         return WORSE if math.isfinite(usual) else UNPROVEN, words
     tolerance = POINT if metric.share else TWENTIETH * abs(usual)
     margin = "half a point" if metric.share else "5 %"
-    lost, between = (
-        (usual - reached) * metric.better,
-        interval(one, two, lambda a, b: (a - b) * metric.better),
+    lost = (usual - reached) * metric.better
+    between = interval(one, two, lambda a, b: (a - b) * metric.better)
+    if between is not None and between[1] <= tolerance:
+        return FOLLOWS, f"{words}, within {margin}"
+    if lost > tolerance and (between is None or between[0] > 0):
+        return WORSE, words
+    why = (
+        f"fewer than {ENOUGH} runs of each prove nothing"
+        if between is None
+        else f"more than {margin} worse is possible"
     )
-    if between is None:
-        few = f"{words}; fewer than {ENOUGH} runs of each prove nothing"
-        return (WORSE, words) if lost > tolerance else (UNPROVEN, few)
-    if between[1] <= tolerance:
-        return FOLLOWS, f"{words}; within {margin}"
-    surely = lost > tolerance and between[0] > 0
-    return WORSE if surely else UNPROVEN, words if surely else f"{words}; it may be more than {margin} worse"
+    return UNPROVEN, f"{words}; {why}"
 
 
 # -- the sentence ------------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
     said, sure = _sentence(take.name, standings, counts, busy)
     if sure != YES:
         more = f"{ENOUGH} runs or more of each plan" if counts[0] < ENOUGH else "more runs of each plan"
-        doubts = (f"To be surer, compare {more}{flag}{', on a quiet machine' * busy}.", *doubts)
+        doubts = (f"To be sure, compare {more}{flag}{', on a quiet machine' * busy}.", *doubts)
     return Verdict(said, take.name, standings, doubts)
 
 
