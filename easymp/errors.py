@@ -146,17 +146,22 @@ class EasympWarning(UserWarning):
     """
 
 
-# What strategies and precisions are called elsewhere, where the closest spelling is another one.
+# What strategies and precisions are called elsewhere, where the closest spelling is another one; and the option that makes them equal.
+KEPT, MOVED = "fsdp reshard_after_forward=false", "fsdp cpu_offload=true"
 ELSEWHERE = {
     **dict.fromkeys(("zero", "zero_1", "deepspeed_stage_1"), "zero1"),
-    **dict.fromkeys(
-        ("zero2", "zero_2", "zero3", "zero_3", "deepspeed", "deepspeed_stage_2", "deepspeed_stage_3"), "fsdp"
-    ),
-    **dict.fromkeys(("fsdp1", "fsdp2", "full_shard", "shard_grad_op", "fully_shard"), "fsdp"),
-    **dict.fromkeys(("hybrid_shard", "_hybrid_shard_zero2", "hybrid_shard_zero2"), "hsdp"),
+    **dict.fromkeys(("zero2", "zero_2", "deepspeed_stage_2", "shard_grad_op"), KEPT),
+    **dict.fromkeys(("zero3", "zero_3", "deepspeed", "deepspeed_stage_3", "full_shard"), "fsdp"),
+    **dict.fromkeys(("deepspeed_stage_2_offload", "zero2_offload"), f"{KEPT} cpu_offload=true"),
+    **dict.fromkeys(("zero_offload", "zero3_offload", "deepspeed_stage_3_offload"), MOVED),
+    **dict.fromkeys(("fsdp1", "fsdp2", "fully_shard"), "fsdp"),
+    "hybrid_shard": "hsdp",
+    **dict.fromkeys(("_hybrid_shard_zero2", "hybrid_shard_zero2"), "hsdp reshard_after_forward=false"),
     **dict.fromkeys(("dp", "no_shard", "ddp_spawn", "multi_gpu", "multi_cpu", "horovod"), "ddp"),
+    "ddp_find_unused_parameters_true": "ddp find_unused_parameters=true",
     **dict.fromkeys(("tp", "mp", "megatron", "megatron_lm", "model_parallel"), "tensor_parallel"),
-    **dict.fromkeys(("pp", "gpipe", "1f1b"), "pipeline"),
+    **dict.fromkeys(("pp", "gpipe"), "pipeline"),
+    "1f1b": "pipeline schedule='1f1b'",
     "diloco": "local_sgd",
     **dict.fromkeys(("amp", "mixed", "bf16_mixed", "bfloat16_mixed"), "bf16"),
     **dict.fromkeys(("16", "16_mixed", "fp16_mixed", "float16_mixed"), "fp16"),
@@ -165,14 +170,19 @@ ELSEWHERE = {
 }
 
 
+def elsewhere(name: str) -> tuple[str, list[str]]:
+    """Our name for what others call `name`, and the options that make it equal, as TOML writes them: ``["cpu_offload=true"]``."""
+    ours, *options = ELSEWHERE.get(str(name).lower().replace("-", "_"), "").split(" ")
+    return ours, options
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'x'?"`` for the closest of `known` in any case of letters, or ``""`` where none is close."""
     spelled = {str(k).lower(): str(k) for k in known}
-    same = ELSEWHERE.get(str(name).lower().replace("-", "_"))
-    if same in spelled:
-        return f", did you mean {same!r}?"
-    close = get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
-    return f", did you mean {spelled[close[0]]!r}?" if close else ""
+    same, options = elsewhere(name)
+    close = [same] if same in spelled else get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
+    more = f" with {' and '.join(options)}" if options and close == [same] else ""
+    return f", did you mean {spelled[close[0]]!r}{more}?" if close else ""
 
 
 def failing() -> bool:

@@ -200,7 +200,12 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
             kinds = ("amx_bf16", "avx512_bf16", "sve_bf16", "neon_bf16")
             kind = next((kind for kind in kinds if kind in cpu.features), "bf16")
             return [(AUTO, f"{kind} instructions: the first training step times bf16 against fp32"), fp32]
-        return [("fp32", "this CPU has no bf16 instructions")]
+        return [
+            (
+                "fp32",
+                "this CPU has no bf16 instructions" if cpu.features else "its instructions are not known",
+            )
+        ]
     if facts.device == "mps":
         return [("fp32", "on Apple GPUs half precision is not reliably faster")]
     # The ranks of a node decide alike, so the weakest of their cards decides.
@@ -230,7 +235,7 @@ def _caveat(name: str, facts: Facts) -> str:
     kind = str(PRECISIONS[name].compute).removeprefix("torch.")
     cpu = facts.hardware.cpu
     has = {"bfloat16": ("bf16", cpu.bf16), "float16": ("fp16", cpu.fp16)}
-    if facts.device == "cpu" and kind in has and not has[kind][1]:
+    if facts.device == "cpu" and cpu.features and kind in has and not has[kind][1]:
         return f"; this CPU has no {has[kind][0]} instructions, so it is slower than fp32"
     return ""
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, get_args
 from .base import env
 from .base.toml import Statement, read_literal, statements
 from .base.units import read_bytes
-from .errors import SettingError, nearest
+from .errors import SettingError, elsewhere, nearest
 from .protocols import Source
 from .registry import ALIASES, PRECISIONS, STRATEGIES, PrecisionName, StrategyName
 
@@ -191,8 +191,25 @@ def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
         return value
     words = {choice.lower(): choice for choice in choices}
     if value.lower() not in words:
-        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
+        said = f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}"
+        raise SettingError(said + _to_write(where, *elsewhere(value)))
     return words[value.lower()]
+
+
+def _to_write(where: str, strategy: str, options: Sequence[str]) -> str:
+    """The words that ask for a strategy with options, in the form of the source at `where`."""
+    if not options:
+        return ""
+    if where.startswith(env.PREFIX):
+        words = f'EASYMP_STRATEGY={strategy} EASYMP_STRATEGY_OPTIONS="{{{", ".join(options)}}}"'
+    elif where.endswith(" = "):
+        words = " and ".join([f'strategy = "{strategy}"', *(f"strategy_options.{o}" for o in options)])
+    elif where:
+        table = {name: read_literal(text) for name, _, text in (option.partition("=") for option in options)}
+        words = f"strategy={strategy!r}, strategy_options={table}"
+    else:
+        words = " ".join([f"--set strategy={strategy}", *(f"--set strategy_options.{o}" for o in options)])
+    return f" Write {words}"
 
 
 # -- The settings
@@ -535,6 +552,12 @@ def read_pairs(
         except SettingError as error:
             raise SettingError(f"{where}{pair}: {error}") from None
     return found
+
+
+def overrides(pairs: Sequence[str]) -> dict[str, str]:
+    """The variable by which runs take the settings of ``--set``. Raises SettingError for a wrong pair."""
+    read_pairs(pairs)
+    return {OVERRIDE: " ".join([env.read(OVERRIDE) or "", *map(shlex.quote, pairs)])} if pairs else {}
 
 
 def _from_environment() -> dict[str, tuple[Any, str]]:

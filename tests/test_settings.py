@@ -15,6 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from easymp import Accelerator, FSDPOptions, SettingError, Settings, Source, resolve
+from easymp.cli import main
 from easymp.settings import Launching, resolve_launching
 
 
@@ -96,7 +97,7 @@ WRONG = [
     ("deterministic", 2, "neither yes nor no"),
     ("mixed_precision", 16, "is of type int, but a word is needed"),
     ("mixed_precision", "bf61", "did you mean 'bf16'"),
-    *(("strategy", word, "did you mean 'fsdp'") for word in ("zero2", "ZeRO-3", "FULL_SHARD")),
+    *(("strategy", word, "did you mean 'fsdp'") for word in ("zero2", "ZeRO-3", "FULL_SHARD", "deepspeed")),
     *(("strategy", word, "did you mean 'tensor_parallel'") for word in ("tp", "mp")),
     ("strategy", "dp", "did you mean 'ddp'"),
     ("strategy", "pp", "did you mean 'pipeline'"),
@@ -113,6 +114,62 @@ def test_a_wrong_value_is_refused_wherever_it_stands(name: str, value: object, w
     assert str(argument.value).startswith(f"{name}=")
     with pytest.raises(SettingError, match=words):
         Settings(**{name: value})
+
+
+KEPT = {"reshard_after_forward": False}
+
+
+def line_to_write(error: object) -> str:
+    return str(error).partition("' with ")[2].partition("? Write ")[2]
+
+
+@pytest.mark.parametrize(
+    ("word", "strategy", "options"),
+    [
+        ("zero2", "fsdp", KEPT),
+        ("ZeRO-2", "fsdp", KEPT),
+        ("SHARD_GRAD_OP", "fsdp", KEPT),
+        ("deepspeed_stage_2_offload", "fsdp", KEPT | {"cpu_offload": True}),
+        ("zero3-offload", "fsdp", {"cpu_offload": True}),
+        ("hybrid_shard_zero2", "hsdp", KEPT),
+        ("ddp_find_unused_parameters_true", "ddp", {"find_unused_parameters": True}),
+        ("1f1b", "pipeline", {"schedule": "1f1b"}),
+    ],
+)
+def test_another_librarys_strategy_is_answered_with_the_line_to_write(
+    word, strategy, options, monkeypatch, capsys
+) -> None:
+    """The line is taken as it stands, in each way to say a strategy, and means the same."""
+
+    def means_it() -> None:
+        settings = resolve()
+        assert (settings.strategy, settings.strategy_options) == (strategy, options)
+
+    with pytest.raises(SettingError) as refused:
+        resolve(strategy=word)
+    settings = eval(f"resolve({line_to_write(refused.value)})")
+    assert (settings.strategy, settings.strategy_options) == (strategy, options)
+
+    write(f"strategy = {word!r}")
+    with pytest.raises(SettingError) as refused:
+        resolve()
+    write("\n".join(line_to_write(refused.value).split(" and ")))
+    means_it()
+
+    write("")
+    with monkeypatch.context() as patch:
+        patch.setenv("EASYMP_STRATEGY", word)
+        with pytest.raises(SettingError) as refused:
+            resolve()
+        for pair in shlex.split(line_to_write(refused.value)):
+            patch.setenv(*pair.split("=", 1))
+        means_it()
+
+    assert main(["config", "--yes", "--for", "8xH100", "--set", f"strategy={word}"]) == 2
+    flags = shlex.split(line_to_write(capsys.readouterr().err.strip()))
+    Path("easymp.toml").unlink()
+    assert main(["config", "--yes", "--for", "8xH100", *flags]) == 0
+    means_it()
 
 
 @pytest.mark.parametrize(

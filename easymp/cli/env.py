@@ -3,6 +3,8 @@
 examples:
   easymp env           for people, and for a bug report
   easymp env --json    for programs
+  easymp env --for 8xH100          what would be decided on another machine
+  easymp env --for 2x8xA100-80GB   on two nodes of eight
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import easymp
 from .. import cuda, distributed
 from ..base.units import size
 from ..hardware import Hardware
+from ..hardware.gpus import describe
 from ..settings import resolve
 from ..version import __version__
 from .terminal import print_json, table
@@ -24,10 +27,14 @@ from .terminal import print_json, table
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    words = "another machine: 8xH100, 2x8xA100-80GB (two nodes), 64x80GB, 4xcpu"
+    parser.add_argument("--for", dest="machine", metavar="MACHINE", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
     settings = resolve()
+    if args.machine:
+        return _elsewhere(args, settings)
     hardware = easymp.detect()
     plan = easymp.make_plan(settings, hardware, distributed.read_ranks())
     if args.json:
@@ -37,6 +44,24 @@ def run(args: argparse.Namespace) -> int:
     print(table([row for row in rows if row[1]]))
     print("\nPlan")
     print(plan.explain())
+    return 0
+
+
+def _elsewhere(args: argparse.Namespace, settings: easymp.Settings) -> int:
+    there = describe(args.machine)
+    world = there.nodes * there.processes
+    ranks = distributed.Ranks(0, world, 0, there.processes, f"--for {args.machine}")
+    plan = easymp.make_plan(settings, there.hardware, ranks)
+    if args.json:
+        return print_json(
+            {**there._asdict(), "hardware": dataclasses.asdict(there.hardware), "plan": plan.as_dict()}
+        )
+    rows = [
+        *facts(there.hardware),
+        ["nodes", there.nodes],
+        *(["not known", words] for words in there.unknown),
+    ]
+    print(f"{table(rows, fold=True)}\n\nPlan\n{plan.explain()}")
     return 0
 
 

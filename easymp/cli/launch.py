@@ -23,7 +23,6 @@ takes any setting, and wins over the script's own.
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 
 from .. import settings
@@ -31,7 +30,7 @@ from ..base import env
 from ..errors import SettingError
 from ..launcher import launch_script, slurm
 from ..launcher.entrypoints import check_script
-from ..settings import OVERRIDE, VARIABLE
+from ..settings import VARIABLE
 
 RESTARTS = 3  # where nodes may come and go: a node that leaves ends the ranks of the others
 
@@ -62,11 +61,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name in settings.LAUNCHING}
     wanted = settings.resolve_launching(args.config, **given)
-    settings.read_pairs(args.set)  # errors name the flag
     changes = {VARIABLE: str(Path(args.config).resolve())} if args.config else {}
-    if args.set:
-        changes[OVERRIDE] = " ".join([env.read(OVERRIDE) or "", *map(shlex.quote, args.set)]).strip()
-    with env.override(**changes):
+    with env.override(**changes, **settings.overrides(args.set)):
         settings.resolve()  # an error in it is said once, and not by each worker
         if args.slurm is not None:
             return _slurm(args, wanted)

@@ -171,16 +171,21 @@ def describe(text: str) -> Described:
         raise SettingError(f"{text!r} describes no machine: {FORMS}")
     nodes, count = counts if len(counts) == 2 else (1, *counts, 1)[:2]
     size = read_bytes(memory, f"{text}: ") if memory else 0
-    unknown = ["its processor, the memory of the host and the network"]
+    unknown = ["processor, memory of the host, network"]
+    unknown += (
+        ["the model: strategy auto takes fsdp where a model does not fit under ddp"]
+        if nodes * count > 1
+        else []
+    )
     if name.lower() == "cpu":
-        unknown = ["the instructions of its processor: precision auto is decided there"]
-        unknown += [] if size else ["its memory"]
+        unknown[0] = "instructions of the processor, by which precision auto decides" + (
+            "" if size else ", and memory"
+        )
         return Described(Hardware(CPU("not known", "", count, count, 1, size)), nodes, count, tuple(unknown))
     if len(counts) == 1 and count > NODE and count % NODE == 0:
         nodes, count = count // NODE, NODE
-        unknown.append(
-            f"how many GPUs a node has: {NODE} are assumed; {nodes // 2}x{2 * NODE}x… says otherwise"
-        )
+        rest = "-".join(filter(None, (name, memory)))
+        unknown.append(f"GPUs of a node: {NODE} are assumed; {nodes // 2}x{2 * NODE}x{rest} says otherwise")
     device, said = _card(name, size, text)
     devices = tuple(replace(device, index=index) for index in range(count))
     vendor = "amd" if (device.architecture or "").startswith("gfx") else "nvidia"
@@ -192,10 +197,13 @@ def _card(name: str, size: int, text: str) -> tuple[Device, list[str]]:
     """The card of a description, and what it leaves open. Of a size alone, the abilities that all models of that size have."""
     if not name:
         alike = [gpu for gpu in GPUS if size in (GB * gb for gb in gpu.memory)]
-        every = [gpu.device(size) for gpu in alike] or [Device("cuda", 0, "", size)]
+        if not alike:
+            sizes = ", ".join(f"{gb}GB" for gb in sorted({gb for gpu in GPUS for gb in gpu.memory}))
+            raise SettingError(f"{text}: no GPU that easymp knows has {size / GB:g}GB. Known sizes: {sizes}")
+        every = [gpu.device(size) for gpu in alike]
         weakest = min(every, key=lambda d: (d.bf16, d.fp16, len(d.tensor_cores), d.capability or (99, 0)))
-        models = ", ".join(gpu.name for gpu in alike) or "none that easymp knows"
-        said = f"the model of the GPU: those of this size are {models}; the weakest of them decides"
+        models = ", ".join(gpu.name for gpu in alike)
+        said = f"model of the GPU: those of this size are {models}; the weakest of them decides"
         return replace(weakest, name=f"a GPU of {size / GB:g} GB"), [said]
     gpu = find(name)
     if gpu is None:
@@ -211,5 +219,5 @@ def _card(name: str, size: int, text: str) -> tuple[Device, list[str]]:
             f"{text}: {gpu.name} has {sizes}, not {size / GB:g}GB; a size alone stands for any GPU"
         )
     open_ = not size and gpu.memory[1:]
-    words = f"its memory: {' or '.join(map(str, gpu.memory))} GB; {gpu.memory[0]} are assumed"
+    words = f"memory: {' or '.join(map(str, gpu.memory))} GB; {gpu.memory[0]} are assumed"
     return gpu.device(size), [f"{words}, {gpu.name}-{gpu.memory[-1]}GB says otherwise"] if open_ else []

@@ -57,6 +57,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
+def test_a_setting_of_all_plans_reaches_each_run(script, asked, monkeypatch, capsys):
+    seen, inner = [], compare.run_once
+    monkeypatch.setattr(compare, "run_once", lambda *args: (seen.append(resolve()), inner(*args))[1])
+    words = ["--set", "timeout=9", "--set", "strategy_options.static_graph=true"]
+    assert main(["compare", script, "--precision", "fp32,bf16", *words]) == 1  # bf16 fails
+    assert [s.timeout for s in seen] == [9.0, 9.0]
+    assert seen[0].strategy_options == {"static_graph": True} and resolve().timeout == 120.0
+    assert main(["compare", script, "--vary", "seed=1,2", "--set", "seed=3"]) == 1
+    assert main(["compare", script, "--set", "sede=3"]) == 1
+    err = capsys.readouterr().err
+    assert "seed is given twice" in err and "--set sede=3: 'sede' is not a setting" in err
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -85,7 +98,7 @@ def test_options_stand_before_and_after_the_script(words, script, asked, tmp_pat
         ("train.py --vary seed", 2, "is not NAME=A,B"),
         ("train.py --vary sead=1,2", 1, "did you mean 'seed'"),
         ("train.py --vary seed=1,-2", 1, "below the smallest"),
-        ("train.py --vary precision=fp32 --precision bf16", 1, "mixed_precision is varied twice"),
+        ("train.py --vary precision=fp32 --precision bf16", 1, "mixed_precision is given twice"),
         ("train.py --vary seed=1,2 --seed 3", 1, "leave one of them out"),
         ("train.py --vary project_dir=a,b", 1, "cannot be varied"),
         ("train.py --vary batch=1,2 -- --batch 3", 1, "among the script's own arguments"),

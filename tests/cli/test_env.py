@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+
+import pytest
 
 from easymp import Hardware, cuda
 from easymp.cli import env, main
@@ -60,3 +63,38 @@ def test_facts_of_another_machine():
     assert "not found  no XPU" in text
     eight = env.table(env.facts(MACHINES["8xH100"]))
     assert "cuda:0-7   8 x NVIDIA H100 80GB HBM3, 79.1 GiB" in eight
+
+
+@pytest.mark.parametrize(
+    ("machine", "lines"),
+    [
+        (
+            "8xH100",
+            [
+                r"cuda:0-7 +8 x NVIDIA H100, 74\.5 GiB",
+                r"precision +bf16 +native bf16 on sm_90",
+                r"strategy +ddp",
+            ],
+        ),
+        (
+            "64x80GB",
+            [r"processes +64 on 8 nodes", r"not known +model of the GPU: .*A100", "8 are assumed; 4x16x80GB"],
+        ),
+        ("V100", [r"processes +1 ", r"precision +fp16 ", r"strategy +single", "not known +processor"]),
+        ("4xcpu", [r"processes +4 ", r"device +cpu", r"precision +fp32 +its instructions are not known"]),
+    ],
+)
+def test_what_would_be_decided_on_another_machine(machine, lines, folder, capsys):
+    assert main(["env", "--for", machine]) == 0
+    said = capsys.readouterr().out
+    assert [line for line in lines if not re.search(line, said)] == []
+
+
+def test_what_would_be_refused_on_another_machine(folder, monkeypatch, capsys):
+    monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
+    assert main(["env", "--for", "8xV100"]) == 1
+    assert "NVIDIA V100 (sm_70) has no bf16 units" in capsys.readouterr().err
+    assert main(["env", "--for", "2x8xA100-80GB", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["nodes"], record["processes"], record["plan"]["processes"]) == (2, 8, 16)
+    assert record["hardware"]["devices"][7]["memory"] == 80 * 10**9

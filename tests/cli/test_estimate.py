@@ -289,3 +289,16 @@ def test_activations_of_a_batch_are_counted_once_a_precision(script, ask, refuse
     assert "activations  total" in capsys.readouterr().out
     assert "cannot be followed" in refused(f"{script}:Once --input 32x63")
     assert "has none" in refused(f"{script}:Once --input 32x64 --activation-checkpointing")
+
+
+def test_a_machine_in_words(capsys):
+    assert main(["estimate", "7B", "--for", "2x4xA100-80GB", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["world"] for row in rows} == {8} and {row["available"] for row in rows} == {80 * 10**9}
+    for words, said in (
+        ("8xH100 --memory 3GB", "--for 8xH100 says it, and so does --memory 3GB"),
+        ("4xcpu", "names no memory: write it, as in 4xcpu-64GB"),
+        ("8xH101", "did you mean 'H100'?"),
+    ):
+        assert main(["estimate", "7B", "--for", *words.split()]) == 1
+        assert said in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_a_description_has_the_abilities_of_the_machine(name):
         ("12xV100-32GB", 1, 12, 32),
         ("16 x H100", 2, 8, 80),
         ("RTX 4090", 1, 1, 24),
-        ("3x30GB", 1, 3, 30),
+        ("3x24GB", 1, 3, 24),
     ],
 )
 def test_nodes_processes_and_memory(text, nodes, processes, memory):
@@ -100,8 +100,8 @@ def test_what_a_description_leaves_open_is_said():
     alike = describe("64x80GB")
     assert "H100, H100 PCIe, H800, A100, A800" in alike.unknown[0]
     assert alike.hardware.devices[0].bf16 and not alike.hardware.devices[0].fp8
-    assert "8 are assumed" in alike.unknown[-1]
-    assert "instructions of its processor" in describe("4xcpu").unknown[0]
+    assert "8 are assumed; 4x16x80GB says otherwise" in alike.unknown[-1]
+    assert "instructions of the processor" in describe("4xcpu").unknown[0]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,7 @@ def test_what_a_description_leaves_open_is_said():
         ("8xH101", "'H101' is not a GPU that easymp knows, did you mean 'H100'?"),
         ("8xH100-40GB", "H100 has 80GB, not 40GB"),
         ("0xH100", "describes no machine: write GPUs as in 8xH100"),
+        ("3x30GB", "no GPU that easymp knows has 30GB. Known sizes: 10GB, 11GB"),
         ("8x", "describes no machine"),
         ("", "describes no machine"),
     ],

@@ -37,8 +37,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ...base import env
 from ...base.units import duration, rate
 from ...errors import SettingError
+from ...settings import overrides, read_pairs
 from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, plain, table, width, wrap
 from . import report
 from .runs import FINISHED, INTERRUPTED, Record, Task, Variant, read, variants
@@ -88,6 +90,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "script's own arguments; may be repeated"
     )
     add("--vary", action="append", type=_varied, default=[], metavar="NAME=A,B", help=vary)
+    sets = "a setting of all plans, over the script's own; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
     repeats = "number of runs of each, in rounds; medians are compared (1)"
     add("--repeats", type=_count, default=1, metavar="N", help=repeats)
     seed = "of the first round, one more in each that follows (the script's own)"
@@ -106,12 +110,13 @@ def run(args: argparse.Namespace) -> int:
     folder = args.output or Path(time.strftime("easymp-compare-%Y%m%d-%H%M%S"))
     flags = [("mixed_precision", args.precision), ("strategy", args.strategy), ("processes", args.processes)]
     varied = [pair for pair in (*flags, *args.vary) if pair[1]]
-    if args.seed is not None and "seed" in dict(varied):
-        raise SettingError("--seed is set, and --vary seed=… too: leave one of them out")
-    if twice := [name for i, (name, _) in enumerate(varied) if name in dict(varied[:i])]:
-        raise SettingError(f"{twice[0]} is varied twice: give all its values at once, as in A,B,C")
+    fixed = read_pairs(args.set)
+    if args.seed is not None and "seed" in {**dict(varied), **fixed}:
+        raise SettingError("--seed is set, and the setting seed too: leave one of them out")
+    if twice := [name for i, (name, _) in enumerate(varied) if name in {**dict(varied[:i]), **fixed}]:
+        raise SettingError(f"{twice[0]} is given twice: give all its values at once, as in A,B,C")
     if args.runs:
-        if varied or args.seed is not None or args.arguments or args.module or args.repeats > 1:
+        if varied or fixed or args.seed is not None or args.arguments or args.module or args.repeats > 1:
             raise SettingError(
                 "runs that exist are compared as they are: leave out what would start new ones"
             )
@@ -132,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
         # SIGTERM ends the running ranks as Ctrl-C does, and the finished runs are shown.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            found = compare(task, chosen, folder.absolute(), args.repeats, args.seed, args.metric)
+            with env.override(**overrides(args.set)):
+                found = compare(task, chosen, folder.absolute(), args.repeats, args.seed, args.metric)
         finally:
             signal.signal(signal.SIGTERM, before)
     written, trouble = report.write(found)

@@ -385,12 +385,15 @@ def _say_next(draft: Draft, place: Path, machine: str | None) -> None:
     same = place.resolve() == usual.resolve()
     named = "" if same else f"{settings.VARIABLE}={shlex.quote(str(place))} "
     least, most = draft.nodes
-    if draft.machine.nodes > 1 and most > 1:  # each launcher finds the others by the job's variables
+    if (
+        draft.machine.nodes > 1 and most > 1 and not machine
+    ):  # each launcher finds the others by the job's variables
         command = f"srun easymp launch {SCRIPT}"
     elif most > 1:
         many = str(most) if least == most else f"{least} to {most}"
-        say(f"On each of the {many} machines; this one is the first:")
-        address = "" if draft.get("main_address") else f" --main-address {draft.machine.name}"
+        first = "put the first one's address for FIRST" if machine else "this one is the first"
+        say(f"On each of the {many} machines; {first}:")
+        address = "" if draft.get("main_address") else f" --main-address {draft.machine.name or 'FIRST'}"
         command = f"easymp launch{address} {SCRIPT}"
     elif draft.assumed and not draft.get("processes"):
         say("On a machine with several accelerators, without --processes; here:")

@@ -6,6 +6,7 @@ which is called without arguments to build the model. Nothing is allocated for i
 examples:
   easymp estimate 7B                                        a transformer of 7 billion parameters
   easymp estimate 350M --processes 1,8 --memory 80GB        on eight devices of 80 GB elsewhere
+  easymp estimate 70B --for 8x8xH100                        on eight nodes of eight H100
   easymp estimate model.safetensors --optimizer sgd         weights, trained by SGD
   easymp estimate train:make_model --input 32x3x224x224     with the activations of a batch
   easymp estimate 7B --strategy fsdp --options '{"cpu_offload": true}'
@@ -31,10 +32,11 @@ from ..config.rules import read_json
 from ..terminal import GREEN, RED, paint, print_json, table, wrap
 
 if TYPE_CHECKING:
+    from ...hardware import gpus
     from . import models
     from . import rows as estimate_rows
-else:
-    modules_at_first_use(globals(), "models", estimate_rows="rows")  # they import torch
+else:  # they import torch
+    modules_at_first_use(globals(), "models", estimate_rows="rows", gpus="..hardware.gpus")
 
 COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -45,12 +47,14 @@ FORMS = "a number of parameters (1.5B, 350M), weights (model.safetensors, its in
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="1.5B, model.safetensors, or module:callable")
-    add("--processes", default="1,2,4,8", metavar="N,...", help="how many ranks (1,2,4,8)")
+    add("--processes", default="", metavar="N,...", help="how many ranks (1,2,4,8; of --for: all)")
     add("--strategy", default="", metavar="NAME,...", help="which (single,ddp,zero1,fsdp)")
     add("--precision", default="", metavar="NAME,...", help="which (fp32, and that of auto, or bf16)")
     optimizer = "adamw, sgd, momentum, ... or how many tensors it keeps (adamw)"
     add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
     add("--memory", metavar="SIZE", help="of a rank on another machine, such as 80GB; else this machine's")
+    machine = "another machine: 8xH100, 2x8xA100-80GB (two nodes), 64x80GB, 4xcpu-64GB"
+    add("--for", dest="machine", metavar="MACHINE", help=machine)
     per_node = "ranks of a node, for hsdp (this machine's devices, or all)"
     add("--per-node", type=int, metavar="N", help=per_node)
     add("--cpu", action="store_true", help="on the CPU, although there is an accelerator")
@@ -64,7 +68,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    processes = [_count(word, "--processes") for word in _words(args.processes)]
+    there = _described(args)
+    every = str(there.nodes * there.processes) if there else "1,2,4,8"
+    processes = [_count(word, "--processes") for word in _words(args.processes or every)]
     strategies = _names(args.strategy, STRATEGIES, "strategy")
     precisions = _names(args.precision, [*PRECISIONS, *ALIASES], "precision")
     memory = read_bytes(args.memory, "--memory ") if args.memory else None
@@ -77,8 +83,9 @@ def run(args: argparse.Namespace) -> int:
         "options": options,
         "activation_checkpointing": args.activation_checkpointing,
     }
-    asked = processes, strategies, precisions, memory, args.per_node, args.cpu
-    found = estimate_rows.estimates(sized, hardware.detect(), *asked, how)
+    per_node = there.processes if there else args.per_node
+    asked = processes, strategies, precisions, memory, per_node, args.cpu
+    found = estimate_rows.estimates(sized, there.hardware if there else hardware.detect(), *asked, how)
     if args.json:
         return print_json(_record(sized, found))
     print(f"{sized.name}: {sized.parameters:,} parameters, {args.optimizer}\n")
@@ -88,6 +95,20 @@ def run(args: argparse.Namespace) -> int:
     print()
     print(paint(wrap(found.suggestion), GREEN if found.smallest else RED))
     return 0
+
+
+def _described(args: argparse.Namespace) -> gpus.Described | None:
+    if not args.machine:
+        return None
+    there, given = gpus.describe(args.machine), {"--memory": args.memory, "--per-node": args.per_node}
+    for flag, value in given.items():
+        if value is not None:
+            raise SettingError(
+                f"--for {args.machine} says it, and so does {flag} {value}: leave one of them out"
+            )
+    if not there.hardware.devices and not there.hardware.cpu.memory:
+        raise SettingError(f"--for {args.machine} names no memory: write it, as in {args.machine}-64GB")
+    return there
 
 
 def kind_of(text: str) -> int | str:
