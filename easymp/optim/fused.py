@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ class StepChoice(NamedTuple):
     name: str
     reason: str
     kernels: FusedStep | None = None
+
+
+class OptionWords(TypedDict, total=False):
+    """The keywords of `Options`, for type checkers."""
+
+    ema_decay: float | None
+    state_dtype: torch.dtype | None
+    stochastic_rounding: int | bool
 
 
 @dataclass(frozen=True)

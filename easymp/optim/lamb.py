@@ -7,13 +7,14 @@ Apex's choices: the gradients are clipped to a norm over all of them first; a te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ..cuda.rule import BETAS, Rule, Survey, direction
 from .foreach import ListOptimizer, Lists
+from .fused import OptionWords
 from .torch_step import whole_squares
 
 _UPDATE = "(exp_avg * unbias / (sqrtf(exp_avg_sq) * root + eps) + plain * p)"
@@ -106,7 +107,7 @@ class LAMB(ListOptimizer):
         grad_averaging: bool = True,
         max_grad_norm: float | None = 1.0,
         use_nvlamb: bool = False,
-        **options: Any,
+        **options: Unpack[OptionWords],
     ) -> None:
         group = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         group |= {"weight_decay": weight_decay, "adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging}

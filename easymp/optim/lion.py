@@ -6,13 +6,14 @@ The sign of one average of gradients moves a weight, and another one is kept; de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ..cuda.rule import BETAS, Rule, direction
 from .foreach import ListOptimizer, Lists
+from .fused import OptionWords
 
 LION = Rule(
     name="lion",
@@ -66,7 +67,7 @@ class Lion(ListOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        **options: Any,
+        **options: Unpack[OptionWords],
     ) -> None:
         group = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, group, **options)

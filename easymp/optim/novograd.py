@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..base.dtensor import local
 from ..cuda.rule import BETAS, Group, Rule, Survey, direction
 from ..errors import SettingError, StepError
 from .foreach import ListOptimizer, Lists
+from .fused import OptionWords
 from .torch_step import whole_squares
 
 
@@ -124,7 +125,7 @@ class NovoGrad(ListOptimizer):
         grad_averaging: bool = True,
         norm_type: float = 2,
         init_zero: bool = False,
-        **options: Any,
+        **options: Unpack[OptionWords],
     ) -> None:
         if norm_type not in (2, 0, math.inf):
             raise SettingError(f"norm_type={norm_type} must be 2, or inf (Apex writes 0)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-import easymp
+import easymp.optim
 from easymp import Accelerator, CompileOptions, DistributedDataParallelKwargs, Settings
 
 net, x = nn.Linear(2, 1), torch.ones(4, 2)
@@ -20,6 +20,8 @@ acc.save_state(asynchronous=True)  # type: ignore[call-arg]
 acc.load_state(map_location="cpu")  # type: ignore[call-arg]
 acc.backward(x.sum(), keep_graph=True)  # type: ignore[call-arg]
 acc.prepare(net, adamw, placement=[True])  # type: ignore[call-overload]
+easymp.optim.AdamW(net.parameters(), lrr=0.1)  # type: ignore[call-arg]
+easymp.optim.Lion(net.parameters(), lrr=0.1)  # type: ignore[call-arg]
 acc.sync_gradient  # type: ignore[attr-defined]  # noqa: B018
 easymp.Acelerator()  # type: ignore[attr-defined]
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-import easymp
+import easymp.optim
 from easymp import (
     Accelerator,
     AcceleratorState,
@@ -118,6 +118,8 @@ assert_type(
 several: list[nn.Module] = [net, net]
 first, *others = acc.prepare(*several)
 assert_type(first, nn.Module)
+lion = easymp.optim.Lion(net.parameters(), lr=1e-4, ema_decay=0.999)
+assert_type(acc.prepare(net, lion), tuple[Net, easymp.optim.Lion])
 assert_type(acc.prepare_model(net), Net)
 assert_type(acc.prepare_optimizer(adamw), PreparedOptimizer)
 assert_type(acc.prepare_scheduler(schedule), PreparedScheduler)
