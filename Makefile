@@ -11,7 +11,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-slow wheel-test docs dist sbom lock bench clean
+.PHONY: setup demo test test-slow wheel-test docs pictures dist sbom lock bench clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,11 @@ wheel-test:
 docs: setup
 	$(PIP_INSTALL) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The pictures of README.md and the site; chromium takes one of them.
+pictures: setup
+	$(PIP_INSTALL) --editable '.[report,examples]' 'rich>=13'
+	$(BIN)/python docs/images/make.py
 
 # The files of a release, in dist/, made from the last commit.
 dist: setup

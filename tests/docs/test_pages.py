@@ -41,7 +41,7 @@ BLOCKS = {page: blocks(page, text) for page, text in TEXTS.items()}
 LANGUAGES = {"python", "bash", "text", "toml", "yaml", "json", "diff"}
 OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
 SLURM = {"sbatch", "srun"}
-OLD = {"README.md", "docs/guides/comparing.md", "docs/guides/configuration.md"}  # blocks that do not run yet
+OLD = {"docs/guides/comparing.md", "docs/guides/configuration.md"}  # blocks that do not run yet
 
 
 def can_run(block: Block) -> bool:
@@ -152,6 +152,18 @@ def test_links_lead_to_files() -> None:
     made = ROOT / "docs/reference/cli.md"  # by the build
     places = [(page, link, ((ROOT / page).parent / link).resolve()) for page, link in links]
     assert [(page, link) for page, link, place in places if place != made and not place.exists()] == []
+
+
+def test_absolute_links_to_this_project_lead_to_files() -> None:
+    """README.md is shown outside of the repository, so its links are absolute."""
+    site, source = "https://easymp.github.io/easymp/", "https://github.com/easymp/easymp/"
+    raw = "https://raw.githubusercontent.com/easymp/easymp/main/"
+    links = re.findall(r"\]\((https://[^)#\s]+)", "\n".join(TEXTS.values()))
+    pages = {link.removeprefix(site).strip("/") for link in links if link.startswith(site)}
+    found = [ROOT / f"docs/{page or 'index'}" for page in pages]
+    assert [p for p in found if not p.with_suffix(".md").exists() and not (p / "index.md").exists()] == []
+    files = [re.sub(f"^({source}(blob|tree)/main/|{raw})", "", link) for link in links]
+    assert [f for f in files if "://" not in f and not (ROOT / f).exists()] == []
 
 
 def test_programs_and_commands_of_the_checkout_exist() -> None:

@@ -1,0 +1,111 @@
+"""Make the pictures of README.md and the site: ``python docs/images/make.py [NAME…]``, or ``make pictures``.
+
+- plan.svg: the plan that examples/digits.py prints
+- profile.svg: the profile that examples/char_gpt.py prints on two processes
+- compare.png: the page of ``easymp compare``, photographed by chromium
+
+It needs rich, the extras ``report`` and ``examples``, and chromium on PATH for the third.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SIZE = (1200, 1250)  # pixels of the page's upper part
+LARGEST = 150_000  # bytes of a picture
+
+
+def run(command: str, folder: str) -> str:
+    """What a command prints on stdout."""
+    print(f"$ {command}", flush=True)
+    words = shlex.split(command)
+    here = {"python": [sys.executable], "easymp": [sys.executable, "-m", "easymp"]}
+    words = [*here.get(words[0], words[:1]), *words[1:]]
+    for i, word in enumerate(words):
+        if word.startswith("examples/"):
+            words[i] = str(ROOT / word)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def terminal(command: str, printed: str, name: str) -> None:
+    """Draw a terminal with the command and its output."""
+    from rich.console import Console
+    from rich.text import Text
+
+    lines = [f"$ {command}", *printed.rstrip().splitlines()]
+    console = Console(record=True, width=max(map(len, lines)) + 1, file=io.StringIO())
+    console.print(Text(lines[0], style="bold green"))
+    for line in lines[1:]:
+        text = Text(line)
+        text.highlight_regex(r"^[a-z]+(?= {2,})", "cyan")
+        console.print(text)
+    picture = console.export_svg(title="", unique_id=name)
+    picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)  # no fonts from the network
+    (HERE / f"{name}.svg").write_text(picture, encoding="utf-8")
+
+
+def plan(folder: str) -> None:
+    command = "python examples/digits.py"
+    lines = run(command, folder).splitlines()
+    end = next(i for i, line in enumerate(lines) if line.startswith("batch"))  # the plan's last line
+    terminal(command, "\n".join(lines[: end + 1]), "plan")
+
+
+def profile(folder: str) -> None:
+    command = "python examples/char_gpt.py --profile --precision fp32 --processes 2 --steps 8"
+    printed = run(command, folder)
+    begin, end = printed.index("profile of rank"), printed.index("\nprecision ")
+    terminal(command, printed[begin:end], "profile")
+
+
+def compare(folder: str) -> None:
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        sys.exit(f"compare.png needs one of {', '.join(BROWSERS)} on PATH")
+    out = Path(folder) / "comparison"
+    run(
+        f"easymp compare examples/digits.py --precision fp32,bf16,O1 --repeats 3 --output {out} -- --epochs 3",
+        folder,
+    )
+    picture = HERE / "compare.png"
+    size = ",".join(map(str, SIZE))
+    options = (
+        f"--headless --no-sandbox --hide-scrollbars --window-size={size} --user-data-dir={folder}/browser"
+    )
+    run(f"{browser} {options} --screenshot={picture} file://{out}/compare.html", folder)
+
+    from PIL import Image  # of matplotlib
+
+    Image.open(picture).convert("RGB").quantize(64).save(picture, optimize=True)
+
+
+PICTURES = {"plan": plan, "profile": profile, "compare": compare}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or PICTURES:
+        with tempfile.TemporaryDirectory() as folder:
+            PICTURES[name](folder)
+    for file in sorted(HERE.glob("*.*g")):
+        print(f"{file.relative_to(ROOT)}: {file.stat().st_size:,} bytes")
+        if file.stat().st_size > LARGEST:
+            sys.exit(f"{file.name} is larger than {LARGEST:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
