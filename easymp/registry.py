@@ -105,24 +105,9 @@ StrategyName = Literal[
     "pipeline",
     "local_sgd",
 ]
+Alias = Literal["no", "float32", "bfloat16", "float16", "half"]
 PrecisionName = Literal[
-    "auto",
-    "fp32",
-    "tf32",
-    "bf16",
-    "fp16",
-    "fp8",
-    "bf16-true",
-    "fp16-true",
-    "O0",
-    "O1",
-    "O2",
-    "O3",
-    "no",
-    "float32",
-    "bfloat16",
-    "float16",
-    "half",
+    "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3", Alias
 ]
 
 
