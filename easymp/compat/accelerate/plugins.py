@@ -96,13 +96,8 @@ class FullyShardedDataParallelPlugin:
                     f"FullyShardedDataParallelPlugin({name}=…) is not honoured: {REFUSED[name]}"
                 )
             if name not in REFUSED and name not in WITHOUT_EFFECT:
-                known = (
-                    *REFUSED,
-                    *WITHOUT_EFFECT,
-                    "sharding_strategy",
-                    "reshard_after_forward",
-                    "auto_wrap_policy",
-                )
+                options = ("sharding_strategy", "reshard_after_forward", "auto_wrap_policy")
+                known = (*REFUSED, *WITHOUT_EFFECT, *options)
                 raise SettingError(f"FullyShardedDataParallelPlugin has no {name!r}{nearest(name, known)}")
         given = [name for name, value in others.items() if name in WITHOUT_EFFECT and value is not None]
         layer.ignore({name: WITHOUT_EFFECT[name] for name in given})
