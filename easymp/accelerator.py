@@ -1206,9 +1206,63 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc = Accelerator(cpu=True)
             >>> acc.log({"loss": torch.tensor(0.5), "val": {"accuracy": 0.9}}, step=1)
         """
+        self._open_tracking("log").log(values, step, log_kwargs)
+
+    def log_images(self, name: str, images: Any, step: int | None = None) -> None:
+        """Log images by the trackers that take them, from the main process, which waits for the device.
+
+        "jsonl" writes PNG files beside its rows; "tensorboard", "wandb" and "mlflow" show images on their pages, and need Pillow. A tracker
+        without images says so once.
+
+        Args:
+            name: of the images, such as "samples".
+            images: a tensor, an array, or a list of these or of pictures of PIL, all of one size: NHWC or NCHW with 1, 3 or 4 channels,
+                one image without N, or grey ones without C. Where both are possible, tensors are NCHW and arrays NHWC. uint8, or floats
+                from 0 to 1; values beyond are cut, with a warning.
+            step: as in `log`.
+
+        Raises:
+            SettingError: another shape or dtype, on every rank that calls.
+            StepError: the trackers have finished.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> acc.log_images("noise", torch.rand(2, 3, 8, 8), step=1)
+            >>> acc.end_training()
+            >>> sorted(os.listdir("log-images"))
+            ['noise-00000001-0.png', 'noise-00000001-1.png']
+        """
+        self._open_tracking("log_images").log_images(name, images, step)
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int | None = None
+    ) -> None:
+        """Log a table by the trackers that take one, from the main process, which waits for the device of tensors.
+
+        "jsonl" writes a row for each row of the table, with ``_table``, the name; "tensorboard" shows it as text. A tracker without tables
+        says so once.
+
+        Args:
+            name: of the table, such as "predictions".
+            columns: their names, which do not begin with an underscore.
+            rows: each a number, a word, a 0-dim tensor or None for each column.
+            step: as in `log`.
+
+        Raises:
+            SettingError: wrong columns, or a row that does not fit them, on every rank that calls.
+            StepError: the trackers have finished.
+
+        Example:
+            >>> acc = Accelerator(cpu=True, log_with="jsonl")
+            >>> acc.log_table("predictions", ["digit", "found"], [[3, 3], [5, 6]], step=1)
+            >>> acc.end_training()
+        """
+        self._open_tracking("log_table").log_table(name, columns, rows, step)
+
+    def _open_tracking(self, call: str) -> tracking.Tracking:
         if self._closed:
-            raise StepError("log() after end_training(): the trackers have finished. Log before it")
-        self._tracking.log(values, step, log_kwargs)
+            raise StepError(f"{call}() after end_training(): the trackers have finished. Log before it")
+        return self._tracking
 
     @property
     def trackers(self) -> list[Any]:

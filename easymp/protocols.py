@@ -365,6 +365,20 @@ class ResumableTracker(Tracker, Protocol):
         ...
 
 
+class MediaTracker(Tracker, Protocol):
+    """One that takes images and tables, too. The two methods are optional; they have the names and arguments of Accelerate's trackers."""
+
+    def log_images(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Keep images: by name an array of uint8 of shape NHWC, with 1, 3 or 4 channels."""
+        ...
+
+    def log_table(
+        self, table_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None
+    ) -> None:
+        """Keep a table; `data` has a list of numbers, words and None for each row."""
+        ...
+
+
 class Command(Protocol):
     """One word after ``easymp``."""
 

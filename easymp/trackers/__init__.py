@@ -49,7 +49,7 @@ __all__, __getattr__, __dir__ = at_first_use(
         "own": ("SILENT",),
         "console": ("Console",),
         "recorder": ("Recorder",),
-        "rows": ("Row", "checked_step", "checked_values"),
+        "rows": ("Row", "checked_images", "checked_step", "checked_table", "checked_values"),
     },
 )
 __all__ += ["TRACKERS"]  # the list that __dir__ gives

@@ -3,6 +3,12 @@
 A row has ``_step``, ``_time`` (seconds since 1970) and the values by name. JSON has no NaN and no infinities: they are the words "NaN",
 "Infinity" and "-Infinity", which float(), pandas.read_json and JavaScript's Number read as numbers.
 
+A table has a row for each of its rows, with ``_table``, its name. Images are PNG files in ``log-images``, and a row with ``_images`` and
+`files` names them.
+
+A row of a table has ``_table``, the table's name, and the values by column. Images are PNG files in the folder ``log-images``, which a row
+with ``_images``, their name, lists as `files`.
+
 A resumed run continues its file from the row at which the checkpoint was taken: later rows, which will be logged again, move to
 ``log.jsonl.cut``. Another run in the same folder begins ``log-2.jsonl``; no file is overwritten.
 """
@@ -11,8 +17,10 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
@@ -111,6 +119,24 @@ class JsonLines:
         """Write a row now, beside those of `acc.log`."""
         self.write([Row(0 if step is None else step, time.time(), dict(values))])
 
+    def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Write arrays of shape NHWC (uint8) as PNG files beside the rows, and a row with ``_images``, the name, and their `files`."""
+        for name, images in values.items():
+            safe = "".join(x if x.isalnum() or x in "-." else "_" for x in name)
+            files = [f"{self.path.stem}-images/{safe}-{step or 0:08d}-{i}.png" for i in range(len(images))]
+            for file, image in zip(files, images):
+                place = self.path.parent / file
+                place.parent.mkdir(exist_ok=True)
+                place.write_bytes(png(image))
+            self.write([Row(step or 0, time.time(), {"_images": name, "files": files})])
+
+    def log_table(
+        self, table_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
+    ) -> None:
+        """Write a row for each row of the table: ``_table``, the name, and the values by column."""
+        now = time.time()
+        self.write([Row(step or 0, now, {"_table": table_name, **dict(zip(columns, row))}) for row in data])
+
     def write(self, rows: Sequence[Row]) -> None:
         assert self._file is not None
         lines = [as_json({"_step": r.step, "_time": round(r.time, 3), **r.values}) + "\n" for r in rows]
@@ -145,6 +171,19 @@ def first_free(first: Path, create: Callable[[Path], T]) -> T:
         except FileExistsError:
             continue
     raise AssertionError("count() has no end")
+
+
+def png(image: Any) -> bytes:
+    """A PNG file of a uint8 array of shape HWC with 1, 3 or 4 channels (W3C, Portable Network Graphics)."""
+    height, width, channels = image.shape
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
+    lines = b"".join(b"\0" + line.tobytes() for line in image)  # 0: no filter
+    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
 
 
 def _about(path: Path) -> Path:

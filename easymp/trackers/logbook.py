@@ -110,6 +110,23 @@ class Logbook:
             for name, tracker in (*self._started().items(), *self.attached.items()):
                 self._try(name, partial(tracker.write, rows), len(rows))
 
+    def show(self, names: Sequence[str], method: str, *args: Any, **named: Any) -> None:
+        """Hand over all rows, then call `method` of the trackers that have it."""
+        self.settle()
+        for name, tracker in {**self.attached, **self._started()}.items():
+            act = getattr(tracker, method, None)
+            if act is not None:
+                self._try(name, partial(act, *args, **named))
+            elif name in names:
+                what = method.removeprefix("log_").removesuffix("s") + "s"
+                self.say(f"tracker {name} has no {method}(): it does not keep the {what} of this run")
+
+    def say(self, words: str) -> None:
+        """Warn once."""
+        if words not in self._said:
+            self._said.add(words)
+            logger.warning("%s", words)
+
     def _try(self, name: str, act: Callable[[], Any], rows: int = 0) -> Any:
         """Return the result of `act`. An error of a tracker is logged and does not end the training."""
         try:

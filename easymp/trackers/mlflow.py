@@ -6,6 +6,8 @@ that a metric has already stay as they are. Rows are sent about once a second, t
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from .rows import Row, concise
 logger = get_logger(__name__)
 URI = "MLFLOW_TRACKING_URI"
 AT_ONCE = {"params": 100, "tags": 100, "metrics": 1000}  # items that MLflow takes in one request
+TABLES = "mlflow.loggedArtifacts"  # the tag that lists tables
+PATH = re.compile(r"[^a-zA-Z0-9_\-./ ]")  # what MLflow refuses in names of images and files
 LONGEST = 500  # characters of a parameter that all versions of MLflow take
 
 
@@ -88,6 +92,23 @@ class MLflow:
         mlflow.log_metrics(numbers, step=step)
         for key, value in words.items():
             self._client.set_tag(self.run.info.run_id, allowed(key), value)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log arrays of images by name, each image as `MlflowClient.log_image` does."""
+        for name, images in values.items():
+            for number, image in enumerate(images):
+                key = PATH.sub("_", name if len(images) == 1 else f"{name}/{number}")
+                self._client.log_image(self.run.info.run_id, image, key=key, step=step, **options)
+
+    def log_table(
+        self, table_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
+    ) -> None:
+        """Log a file of the form that `mlflow.log_table` has, ``tables/NAME-STEP.json``, which MLflow's page shows as a table."""
+        path, run_id = f"tables/{PATH.sub('_', table_name)}-{step or 0}.json", self.run.info.run_id
+        self._client.log_dict(run_id, {"columns": list(columns), "data": data}, path)
+        logged = json.loads(self._client.get_run(run_id).data.tags.get(TABLES, "[]"))
+        if (entry := {"path": path, "type": "table"}) not in logged:
+            self._client.set_tag(run_id, TABLES, json.dumps([*logged, entry]))
 
     def write(self, rows: Sequence[Row]) -> None:
         from mlflow.entities import Metric, RunTag

@@ -48,6 +48,12 @@ class Own:
             else:
                 self.given.log(row.values, row.step, **options)
 
+    def __getattr__(self, name: str) -> Any:
+        """`log_images` and `log_table`, if the tracker has them."""
+        if name in ("log_images", "log_table"):
+            return getattr(self.given, name)
+        raise AttributeError(name)
+
     def position(self) -> dict[str, Any] | None:
         return dict(self.given.position()) if callable(getattr(self.given, "resume", None)) else None
 

@@ -1,4 +1,4 @@
-"""The values that `log` takes: checked on every rank alike, then fetched from the device without waiting for it.
+"""The values that `log`, `log_images` and `log_table` take, checked on every rank alike. Numbers come without waiting for the device.
 
 A tensor on an accelerator is copied on the device at once, because it may change in place afterwards. About once a second all those
 copies go to pinned host memory in one transfer, and an event tells when it has arrived. On devices without events (Apple's) that
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,8 +95,8 @@ def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     raise SettingError(
-        f"log({{{name!r}: ...}}) got a {type(value).__name__}, which is neither a number nor a word: for pictures, tables and files "
-        "use the tracker itself, acc.get_tracker(name)"
+        f"log({{{name!r}: ...}}) got a {type(value).__name__}, which is neither a number nor a word: for images and tables there are "
+        "acc.log_images and acc.log_table, for files the tracker itself, acc.get_tracker(name)"
     )
 
 
@@ -109,6 +110,98 @@ def _tensor(name: str, value: Tensor) -> Tensor:
     else:
         return local(value.detach())
     raise SettingError(f"log({{{name!r}: ...}}) got {why}")
+
+
+# -- images and tables -------------------------------------------------------------------------------------------------
+
+CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
+
+
+def checked_images(images: Any, convert: bool = True) -> tuple[Any, str]:
+    """One image or several of one size as a uint8 array of shape NHWC, and what had to be changed in their values, or "".
+
+    Args:
+        images: an array, a tensor, or a list of these or of pictures of PIL.
+        convert: False only checks shapes and dtypes, and waits for no device.
+    """
+    several = isinstance(images, (list, tuple))
+    found = [one if isinstance(one, Tensor) else np.asarray(one) for one in (images if several else [images])]
+    shapes, kinds = {tuple(one.shape) for one in found}, {_kind(one) for one in found}
+    if len(shapes) != 1 or len(kinds) != 1 or kinds == {""}:
+        are = (
+            f"of shapes {sorted(shapes)} and dtypes {sorted({str(one.dtype) for one in found})}"
+            if found
+            else "empty"
+        )
+        raise SettingError(
+            f"log_images() got images that are {are}: pass images of one size, as uint8 or floats in 0 … 1"
+        )
+    shape = (len(found), *shapes.pop()) if several else shapes.pop()
+    axes = _axes(shape, first=isinstance(found[0], Tensor))
+    if not convert:
+        return None, ""
+    arrays = [_array(one) if isinstance(one, Tensor) else one for one in found]
+    whole = np.moveaxis((np.stack(arrays) if several else arrays[0])[axes[0]], axes[1], -1)
+    if kinds == {"uint8"}:
+        return np.ascontiguousarray(whole), ""
+    good = np.nan_to_num(whole.astype(np.float32))
+    said = [f"values from {good.min():.3g} to {good.max():.3g} are cut to 0 … 1"] * bool(
+        ((good < 0) | (good > 1)).any()
+    )
+    said += ["NaN becomes 0"] * bool(np.isnan(whole).any())
+    return np.round(good.clip(0, 1) * 255).astype(np.uint8), " and ".join(said)
+
+
+def _kind(image: Any) -> str:
+    """The word "uint8", or "float" (truth values, too), or "" for other dtypes."""
+    name = str(image.dtype).removeprefix("torch.")
+    return "float" if "float" in name or name == "bool" else name if name == "uint8" else ""
+
+
+def _array(image: Tensor) -> Any:
+    image = local(image.detach()).cpu()
+    return image.float().numpy() if image.is_floating_point() else image.numpy()
+
+
+def _axes(shape: tuple[int, ...], first: bool) -> tuple[Any, int]:
+    """The index that makes four dimensions of `shape`, and the place of the channels in these; `first`: looked for there first."""
+    head, tail = shape[-3:-2] or (0,), shape[-1:] or (0,)
+    before, after = head[0] in CHANNELS, tail[0] in CHANNELS
+    place = -3 if before and (first or not after) else -1
+    if len(shape) == 4 and (before or after):
+        return np.s_[:], place
+    if len(shape) == 3 and (before or after):
+        return np.s_[None], place
+    if len(shape) == 3:  # grey ones
+        return np.s_[..., None], -1
+    if len(shape) == 2:
+        return np.s_[None, ..., None], -1
+    raise SettingError(
+        f"log_images() got an array of shape {shape}: pass NHWC or NCHW with {', '.join(map(str, CHANNELS))} channels, one image "
+        "without N, or grey ones without C"
+    )
+
+
+def checked_table(columns: Any, rows: Any) -> tuple[list[str], list[list[Any]]]:
+    """Names of columns, and rows of numbers, words and None. Waits for the device of tensors."""
+    names = [] if isinstance(columns, str) else list(columns)
+    words = all(isinstance(name, str) and name and not name.startswith("_") for name in names)
+    if not names or not words or len({*names}) < len(names):
+        raise SettingError(
+            f"log_table(columns={columns!r}): pass a list of words, each once, that do not begin with an underscore"
+        )
+    found = [list(row) for row in rows]
+    for row in found:
+        if len(row) != len(names):
+            raise SettingError(
+                f"log_table() got a row of {len(row)} values for {len(names)} columns: {row!r:.200}"
+            )
+    return names, [[_cell(name, value) for name, value in zip(names, row)] for row in found]
+
+
+def _cell(column: str, value: Any) -> Any:
+    value = None if value is None else _scalar(column, value)
+    return value.item() if isinstance(value, Tensor) else value
 
 
 # -- numbers on their way from the device ------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .jsonl import first_free
-from .rows import Row, as_json, concise
+from .rows import CHANNELS, Row, as_json, concise
 
 
 class TensorBoard:
@@ -67,9 +69,18 @@ class TensorBoard:
             add(name, value, global_step=step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write batches of pictures by name, as `SummaryWriter.add_images` takes them."""
+        """Write batches of images by name, as `SummaryWriter.add_images` takes them; NHWC without ``dataformats=...``, too."""
         for name, images in values.items():
-            self.writer.add_images(name, images, global_step=step, **options)
+            form = {"dataformats": "NHWC" if np.shape(images)[-1] in CHANNELS else "NCHW"}
+            self.writer.add_images(name, images, global_step=step, **{**form, **options})
+
+    def log_table(
+        self, table_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
+    ) -> None:
+        """Write a table as a text in Markdown."""
+        rows = [columns, ["---"] * len(columns), *data]
+        cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+        self.writer.add_text(table_name, "\n".join(f"| {' | '.join(row)} |" for row in cells), step)
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:

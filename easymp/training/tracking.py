@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ class Tracking:
         if not self._calls:
             self._check_place()
         row = trackers.checked_values(values)
-        updates = max((optimizer.updates for optimizer in self._optimizers), default=self._calls)
+        updates = self._updates
         self._calls += 1
         step = trackers.checked_step(updates if step is None else step)
         options = self._by_name(log_kwargs, "log_kwargs")
@@ -84,6 +84,33 @@ class Tracking:
                 raise SettingError(f"log_kwargs: {name} takes nothing beside values and step. Leave it out")
         if self._main and row and (self.names or self.logbook.attached):
             self.logbook.log(trackers.Row(step, time.time(), row, options, updates))
+
+    @property
+    def _updates(self) -> int:
+        """Updates of the optimizers, or calls of `log` where there is none."""
+        return max((optimizer.updates for optimizer in self._optimizers), default=self._calls)
+
+    def log_images(self, name: str, images: Any, step: int | None) -> None:
+        step = self._begin_show("log_images", name, step)
+        array, changed = trackers.checked_images(images, convert=self._main)
+        if self._main:
+            if changed:
+                self.logbook.say(
+                    f"log_images({name!r}): {changed}. Undo a normalisation before, or pass uint8"
+                )
+            self.logbook.show(self.names, "log_images", {name: array}, step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Any], step: int | None) -> None:
+        step = self._begin_show("log_table", name, step)
+        names, data = trackers.checked_table(columns, rows)
+        if self._main:
+            self.logbook.show(self.names, "log_table", name, columns=names, data=data, step=step)
+
+    def _begin_show(self, call: str, name: str, step: int | None) -> int:
+        if not isinstance(name, str) or not name:
+            raise SettingError(f"{call}({name!r}): pass a name, such as 'predictions'")
+        self._check_place()
+        return trackers.checked_step(self._updates if step is None else step)
 
     def all(self) -> list[Any]:
         self._check_place()
