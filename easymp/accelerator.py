@@ -1228,9 +1228,7 @@ class Accelerator(Collectives, Checkpoints):
         Example:
             >>> acc = Accelerator(cpu=True)
             >>> acc.log_images("noise", torch.rand(2, 3, 8, 8), step=1)
-            >>> acc.end_training()
-            >>> sorted(os.listdir("log-images"))
-            ['noise-00000001-0.png', 'noise-00000001-1.png']
+            >>> acc.end_training()  # log-images/noise-00000001-0.png and -1.png
         """
         self._open_tracking("log_images").log_images(name, images, step)
 

@@ -133,7 +133,7 @@ def test_values_of_all_kinds_become_json(tmp_path: Path) -> None:
         ({1: 2}, 0, "got 1 as a name"),
         ({"x": torch.tensor(1j)}, 0, "it has no real value"),
         ({"x": torch.ones((), device="meta")}, 0, "on meta: it has no real value"),
-        ({"x": np.ones(2)}, 0, "got a ndarray, which is neither a number nor a word: for pictures"),
+        ({"x": np.ones(2)}, 0, "got a ndarray, which is neither a number nor a word: for images"),
         ({"x": 1}, True, "whole number"),
         ({"x": 1}, "1", "whole number"),
     ],
