@@ -39,6 +39,12 @@ TEXTS = {
 }
 BLOCKS = {page: blocks(page, text) for page, text in TEXTS.items()}
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+ADDRESSES = {
+    URLS["Documentation"]: ROOT / "docs",
+    URLS["Source"] + "/blob/main/": ROOT,
+    URLS["Source"] + "/tree/main/": ROOT,
+    URLS["Source"].replace("github.com", "raw.githubusercontent.com") + "/main/": ROOT,
+}
 CLI = ROOT / "docs/reference/cli.md"  # made by the build
 LANGUAGES = {"python", "bash", "text", "toml", "yaml", "json", "diff"}
 OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
