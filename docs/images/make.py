@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SIZE = (1200, 1250)  # pixels of the page's upper part
+SIZE = (1200, 1025)  # pixels of the page's upper part
 LARGEST = 150_000  # bytes of a picture
 
 
@@ -32,9 +32,6 @@ def run(command: str, folder: str) -> str:
     words = shlex.split(command)
     here = {"python": [sys.executable], "easymp": [sys.executable, "-m", "easymp"]}
     words = [*here.get(words[0], words[:1]), *words[1:]]
-    for i, word in enumerate(words):
-        if word.startswith("examples/"):
-            words[i] = str(ROOT / word)
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -69,7 +66,8 @@ def plan(folder: str) -> None:
 def profile(folder: str) -> None:
     command = "python examples/char_gpt.py --profile --precision fp32 --processes 2 --steps 8"
     printed = run(command, folder)
-    begin, end = printed.index("profile of rank"), printed.index("\nprecision ")
+    begin = printed.index("profile of rank")
+    end = printed.index("\nprecision ", begin)
     terminal(command, printed[begin:end], "profile")
 
 
@@ -77,9 +75,8 @@ def compare(folder: str) -> None:
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         sys.exit(f"compare.png needs one of {', '.join(BROWSERS)} on PATH")
-    out = Path(folder) / "comparison"
     run(
-        f"easymp compare examples/digits.py --precision fp32,bf16,O1 --repeats 3 --output {out} -- --epochs 3",
+        "easymp compare examples/digits.py --precision fp32,bf16,O1 --repeats 3 --output comparison -- --epochs 3",
         folder,
     )
     picture = HERE / "compare.png"
@@ -87,7 +84,7 @@ def compare(folder: str) -> None:
     options = (
         f"--headless --no-sandbox --hide-scrollbars --window-size={size} --user-data-dir={folder}/browser"
     )
-    run(f"{browser} {options} --screenshot={picture} file://{out}/compare.html", folder)
+    run(f"{browser} {options} --screenshot={picture} file://{folder}/comparison/compare.html", folder)
 
     from PIL import Image  # of matplotlib
 
@@ -100,6 +97,7 @@ PICTURES = {"plan": plan, "profile": profile, "compare": compare}
 def main() -> None:
     for name in sys.argv[1:] or PICTURES:
         with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "examples").symlink_to(ROOT / "examples")
             PICTURES[name](folder)
     for file in sorted(HERE.glob("*.*g")):
         print(f"{file.relative_to(ROOT)}: {file.stat().st_size:,} bytes")
