@@ -163,9 +163,13 @@ def test_a_measurement_is_said_and_kept_as_the_reason(talk):
 def test_without_a_terminal_it_says_what_to_pass(config, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)  # closed; pytest's own may be a terminal
     said = config("laptop CPU", "--set", "processes=2", code=2)
-    assert "not a terminal" in said and "Pass --yes" in said
-    assert "--set mixed_precision=auto  " in said and "--set strategy=auto  " in said
-    assert "--set processes" not in said and not FILE.exists()
+    assert "not a terminal" in said and "Pass --yes" in said and "--dry-run" in said
+    assert not FILE.exists()
+
+
+def test_arrow_keys_choose(talk):
+    talk("2xA100 NVLink", "", "", "\x1b[B", "\x1b[B\x1b[B\x1b[A")  # what is impossible is passed over
+    assert (resolve().mixed_precision, resolve().strategy) == ("fp32", "ddp")
 
 
 def test_yes_takes_the_defaults(config):

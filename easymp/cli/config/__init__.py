@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from ...base.lazy import modules_at_first_use
 from ...errors import SettingError
-from ..terminal import table
 from .rules import read_document
 
 if TYPE_CHECKING:
@@ -60,16 +59,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"easymp config: {error}", file=sys.stderr)
         return 2
     asks = not args.yes and sys.stdin is not None and sys.stdin.isatty()
+    if not asks and not args.yes:
+        print(
+            "easymp config: standard input is not a terminal, so no question can be asked. Pass --yes to take the defaults, "
+            "--dry-run with it to see them, and --set KEY=VALUE to change them",
+            file=sys.stderr,
+        )
+        return 2
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: prompts clean up
     try:
         wizard.configure(args, ahead, asks)
-    except wizard.UnansweredError as error:
-        print(
-            "easymp config: standard input is not a terminal, so no question can be asked.", file=sys.stderr
-        )
-        print("Pass --yes to take these values, and --set to change them:", file=sys.stderr)
-        print(table([[f"  --set {row[0]}", *row[1:]] for row in error.rows], fold=True), file=sys.stderr)
-        return 2
     except (KeyboardInterrupt, EOFError):
         print("\nNothing was written.")
         return 130

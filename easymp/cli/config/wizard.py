@@ -39,14 +39,6 @@ RECORDS = {
 }
 
 
-class UnansweredError(Exception):
-    """There are questions, and no terminal; `rows` are the open settings, their proposed values, and why."""
-
-    def __init__(self, rows: Sequence[Sequence[str]]) -> None:
-        super().__init__("there are questions, and no terminal")
-        self.rows = rows
-
-
 class Preset(NamedTuple):
     """Values that are known before the questions; those that are settled are not asked about."""
 
@@ -78,7 +70,6 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
 
     Raises:
         SettingError, RefusedError: a preset is impossible, or the file cannot be read or written.
-        UnansweredError: there are questions and no terminal, and no ``--yes``.
         KeyboardInterrupt, EOFError: the user left a prompt. Nothing is written then.
     """
     place = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
@@ -100,8 +91,6 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
                 value = {**as_table(start.values.get(name)), **value}
             asked = name == OPTIONS or any(question.name == name for question in QUESTIONS)
             start = start if asked else start.settle(name, value, preset.origin)
-    if not asks and not args.yes:
-        raise UnansweredError(_unanswered(start, presets))
     title(args.machine or "This machine")
     nodes = ["nodes", f"{start.machine.nodes} ({start.machine.nodes_why})"]
     unknown = [["not known", words] for words in elsewhere.unknown] if elsewhere else []
@@ -176,18 +165,6 @@ def propose(question: Question, draft: Draft, presets: Sequence[Preset]) -> Prop
                 return Proposal(question.default, problem=f"{origin}: {problem}")
             return Proposal(values[question.name], origin, settled)
     return Proposal(question.default)
-
-
-def _unanswered(draft: Draft, presets: Sequence[Preset]) -> list[list[str]]:
-    """Rows of ``setting=value`` and a reason, for the questions that no preset settles."""
-    found = []
-    for question in QUESTIONS:
-        proposal = propose(question, draft, presets)
-        if question.matters(draft) and not proposal.settled:
-            why = proposal.problem or proposal.origin or question.here(draft)
-            found.append([f"{question.name}={question.shown(proposal.value)}", why])
-        draft = draft.settle(question.name, proposal.value, proposal.origin or "detected")
-    return found
 
 
 class Dialogue:
