@@ -49,7 +49,6 @@ CLI = ROOT / "docs/reference/cli.md"  # made by the build
 LANGUAGES = {"python", "bash", "text", "toml", "yaml", "json", "diff"}
 OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
 SLURM = {"sbatch", "srun"}
-OLD = {"docs/guides/comparing.md", "docs/guides/configuration.md"}  # blocks that do not run yet
 
 
 def can_run(block: Block) -> bool:
@@ -115,7 +114,7 @@ def test_its_blocks_run(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_its_blocks_are_of_languages_that_are_checked(page: str) -> None:
-    listed = [block for block in BLOCKS[page] if page not in OLD]
+    listed = BLOCKS[page]
     assert [str(block) for block in listed if block.language not in LANGUAGES] == []
     assert [str(block) for block in listed if not block.options.keys() <= OPTIONS] == []
     for number, block in enumerate(listed):
