@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -63,7 +64,8 @@ def missing(*needed: str) -> str:
 
 
 def smoothed(series: int, points: list[tuple[float, float]], main: bool = True) -> Iterator[Line]:
-    """The line of `points`; of a noisy one its running mean, with the values of the main one behind it."""
+    """The line of `points` without those that are not finite; of a noisy one its running mean, the main one's values behind it."""
+    points = [point for point in points if all(map(math.isfinite, point))]
     if len(points) > NOISY:
         if main:
             yield Line(series, thinned(points), False)

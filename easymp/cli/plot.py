@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -200,7 +199,7 @@ def panels(runs: Sequence[Run], names: Sequence[str], across: str) -> Iterator[P
         for series, run in enumerate(runs):
             points = run.points.get(name, [])
             drawn = [(step if across == "step" else at / seconds, value) for step, at, value in points]
-            lines += smoothed(series, [point for point in drawn if math.isfinite(point[1])])
+            lines += smoothed(series, drawn)
         if lines:
             yield name, curves(lines, [run.name for run in runs], axis, name)
 

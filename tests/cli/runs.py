@@ -72,5 +72,4 @@ def run(variant, seconds, number=1, *, values=None, others=0.0, samples=1000, pe
 
 
 def comparison(*runs, folder=Path("nowhere"), metrics=(), script="train.py"):
-    repeats = max(run.number for run in runs)
-    return conclude(Task(script, ["--lr", "0.1"]), runs, folder, repeats=repeats, metrics=metrics)
+    return conclude(Task(script, ["--lr", "0.1"]), runs, folder, metrics)

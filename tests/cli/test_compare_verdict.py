@@ -164,7 +164,7 @@ def test_doubts() -> None:
     two, three = run(B, 10, others=12.0), run(C, 5, others=6.4, samples=None)
     found = comparison(run(A, None, why="no", others=2.0), two, three, metrics=("loss",))
     surer, busy, counts = found.verdict.doubts
-    assert found.missing == ("loss",)
+    assert found.missing == "No run logged loss. Logged: nothing, so the script calls no acc.log."
     assert found.verdict.sentence.endswith("; fp32 did not finish.")
     assert surer == "To be sure, compare 3 runs or more of each plan (--repeats), on a quiet machine."
     assert "12.0 of its 64 processors during bf16 (run 1)" in busy and "1 of 3 runs" in busy

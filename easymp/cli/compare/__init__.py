@@ -115,24 +115,19 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError("--seed is set, and the setting seed too: leave one of them out")
     if twice := [name for i, (name, _) in enumerate(varied) if name in {**dict(varied[:i]), **fixed}]:
         raise SettingError(f"{twice[0]} is given twice: give all its values at once, as in A,B,C")
-    if args.runs:
-        if varied or fixed or args.seed is not None or args.arguments or args.module or args.repeats > 1:
-            raise SettingError(
-                "runs that exist are compared as they are: leave out what would start new ones"
-            )
-        runs = load(args.runs)
-    else:
-        chosen = variants(dict(varied), args.arguments)
-        if not args.module and not Path(args.script).is_file():
-            raise SettingError(
-                f"{args.script!r} is not a file: pass the script's path, or -m and a module's name"
-            )
+    if args.runs and (varied or fixed or args.seed is not None or args.arguments or args.repeats > 1):
+        raise SettingError("runs that exist are compared as they are: leave out what would start new ones")
+    if not args.runs and not args.module and not Path(args.script).is_file():
+        raise SettingError(
+            f"{args.script!r} is not a file: pass the script's path, or -m and a module's name"
+        )
     if folder.exists() and any(folder.iterdir()):
         raise SettingError(f"{str(folder)!r} is there, and not empty: name a new folder with --output")
     if args.runs:
+        found = conclude(None, load(args.runs), folder.absolute(), args.metric)
         folder.mkdir(parents=True, exist_ok=True)
-        found = conclude(None, runs, folder.absolute(), metrics=args.metric)
     else:
+        chosen = variants(dict(varied), args.arguments)
         task = Task(args.script, args.arguments, args.module, args.timeout)
         # SIGTERM ends the running ranks as Ctrl-C does, and the finished runs are shown.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -185,8 +180,7 @@ def compare(
         progress.say(f"{end.status} after {duration(end.wall)}{more}", last=True)
         if end.status == INTERRUPTED:
             break
-    interrupted = runs[-1].end.status == INTERRUPTED
-    return conclude(task, runs, folder, repeats=repeats, metrics=metrics, interrupted=interrupted)
+    return conclude(task, runs, folder, metrics)
 
 
 class Progress:
@@ -212,10 +206,8 @@ class Progress:
             total = known.updates + 1
             if now["samples"] and known.samples:
                 total = round(known.samples / known.updates * total / now["samples"] * now["updates"])
-        left = (
-            f" of {total:,}, {duration(max(0, total - now['updates']) * took / made)} left" if total else ""
-        )
-        self.say(f"update {now['updates']:,}{left}, {rate(made / took)} updates/s")
+        of = f" of {total:,}, {duration(max(0, total - now['updates']) * took / made)} left" if total else ""
+        self.say(f"update {now['updates']:,}{of}, {rate(made / took)} updates/s")
 
     def _look(self) -> None:
         if not self._path.exists():
@@ -257,12 +249,7 @@ def words(found: Comparison) -> str:
     said += [paint(line, code) for line, code in zip(printed, colours)]
     for summary in found.summaries:
         said += [wrap(f"{plain(summary.name)} {plain(trouble)}", "  ") for trouble in summary.troubles]
-    said += [wrap(plain(line)) for line in (same, *verdict.evidence) if line]
-    if found.missing:
-        records = [run.record for summary in found.summaries for run in summary.runs if run.record]
-        logged = sorted({name for record in records for name in record.curves})
-        names = ", ".join(map(plain, logged)) or "nothing, so the script calls no acc.log"
-        said.append(wrap(f"No run logged {', '.join(map(plain, found.missing))}. Logged: {names}."))
+    said += [wrap(plain(line)) for line in (same, *verdict.evidence, found.missing) if line]
     said += [paint(wrap(plain(line)), YELLOW) for line in verdict.doubts]
     return "\n".join(said)
 

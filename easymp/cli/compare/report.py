@@ -12,28 +12,18 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.units import duration, rate, size
 from ...base.units import unit as unit_of
 from ...settings import OVERRIDE
-from ..curves import (
-    NOISY,
-    OUTLIER,
-    Line,
-    Panel,
-    colour,
-    curves,
-    draw,
-    logarithmic,
-    missing,
-    page,
-    smoothed,
-)
+from ..curves import NOISY, OUTLIER, Line, Panel, colour, draw, logarithmic, missing, page, smoothed
+from ..curves import curves as drawn
 from .runs import Record
 from .summary import Summary, middle
-from .verdict import Comparison, Standing, is_busy, ratio
+from .verdict import Comparison, is_busy, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +54,11 @@ def columns(found: Comparison) -> tuple[list[Column], str]:
     before = Column("start-up", [(_cell(plan.before, duration)[0], "") for plan in plans])
     shown = [speeds if long else times]
     if found.verdict.take:
-        shown.append(Column("ratio", [_ratio(standing) for standing in standings]))
+        ratios = [
+            (ratio(s.ratio), " … ".join(map(ratio, s.interval or ()))) if s.ratio else ("–", "")
+            for s in standings
+        ]
+        shown.append(Column("ratio", ratios))
     results = [Column(m.name, [_cell(plan.finals(m), m.text) for plan in plans]) for m in found.metrics]
     if any(standing.result for standing in standings):
         results.append(Column("result", [(standing.result or "–", "") for standing in standings]))
@@ -88,13 +82,6 @@ def _alike(values: Sequence[float]) -> bool:
     return len(values) > 1 and max(values) <= ALIKE * min(values)
 
 
-def _ratio(standing: Standing) -> tuple[str, str]:
-    if standing.ratio is None:
-        return "–", ""
-    between = standing.interval and " … ".join(map(ratio, standing.interval))
-    return ratio(standing.ratio), between or ""
-
-
 def _cell(values: Sequence[float], say: Callable[[float], str]) -> tuple[str, str]:
     if not values:
         return "–", ""
@@ -108,6 +95,7 @@ def _cell(values: Sequence[float], say: Callable[[float], str]) -> tuple[str, st
 def as_json(found: Comparison) -> dict[str, Any]:
     """Everything, in JSON's own types; numbers that are not finite are None."""
     task = found.task
+    commands = {plan.name: task.command(plan.variant) if task else [] for plan in found.summaries}
     plans = [
         {
             "name": plan.name,
@@ -120,11 +108,9 @@ def as_json(found: Comparison) -> dict[str, Any]:
             "metrics": {metric.name: _spread(plan.finals(metric)) for metric in found.metrics},
             "runs": [
                 {
-                    "number": run.number,
-                    "seed": run.seed,
-                    "command": task.command(run.variant) if task else [],
                     **vars(run.end),
-                    "record": run.record,
+                    **{name: getattr(run, name) for name in ("number", "seed", "record")},
+                    "command": commands[plan.name],
                 }
                 for run in plan.runs
             ],
@@ -177,20 +163,18 @@ def panels(found: Comparison) -> Iterator[Panel]:
     names, plans = [plan.name for plan in found.summaries], found.summaries
     if any(plan.speeds for plan in plans):
         yield f"Speed, {plans[0].unit} a second", partial(_speeds, plans)
-    for metric in found.metrics[:2]:
-        for key, across in ((0, "optimizer updates"), (1, "seconds from the first update")):
-            if lines := _lines(
-                plans, lambda r, m=metric, k=key: [(p[k], p.value) for p in r.curves.get(m.name, ())]
-            ):
-                title = f"{metric.name} by {across.split()[-1 if not key else 0]}"
-                yield title, curves(lines, names, across, metric.name, share=metric.share)
+    axes = ((0, "updates", "optimizer updates"), (1, "seconds", "seconds from the first update"))
+    for metric, (key, by, across) in product(found.metrics[:2], axes):
+        lines = _lines(plans, lambda r, m=metric, k=key: [(p[k], p.value) for p in r.curves.get(m.name, ())])
+        if lines:
+            yield f"{metric.name} by {by}", drawn(lines, names, across, metric.name, share=metric.share)
     peaks = [max(plan.peaks) for plan in plans if plan.peaks]
     name, bytes_ = unit_of(max(peaks, default=1))
     lines = _lines(plans, lambda record: [(at, count / bytes_) for at, count in record.memory])
     if lines and not _alike(peaks):
         device = any(record.device_memory for plan in plans for record in plan.records)
         title = "Memory allocated on the device" if device else "Memory of the process"
-        yield title, curves(lines, names, "seconds from the first update", f"memory, {name}", from_zero=True)
+        yield title, drawn(lines, names, "seconds from the first update", f"memory, {name}", from_zero=True)
 
 
 def _lines(plans: Sequence[Summary], read: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
@@ -199,10 +183,7 @@ def _lines(plans: Sequence[Summary], read: Callable[[Record], list[tuple[float, 
     for index, plan in enumerate(plans):
         typical = plan.typical
         for run in sorted(plan.runs, key=lambda run: run is typical):
-            points = [
-                pair for pair in (read(run.record) if run.record else []) if all(map(math.isfinite, pair))
-            ]
-            lines += smoothed(index, points, run is typical)
+            lines += smoothed(index, read(run.record) if run.record else [], run is typical)
     return lines
 
 
@@ -239,8 +220,9 @@ def _page(found: Comparison, made: Sequence[Panel]) -> str:
         found=found,
         command=shlex.join(["python", *["-m"] * task.module, task.script, *task.arguments]) if task else "",
         when=time.strftime("%-d %B %Y, %H:%M", time.localtime(min(run.end.started for run in runs))),
+        repeats=max(run.number for run in runs),
         columns=shown,
-        same=same,
+        facts=[same, *found.verdict.evidence, found.missing],
         choices=choices,
         alike=alike,
         noisy=any(len(points) > NOISY for run in runs if run.record for points in run.record.curves.values()),

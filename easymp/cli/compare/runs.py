@@ -98,7 +98,7 @@ def _said(name: str, value: str) -> str:
     if name in ("mixed_precision", "strategy") and value:
         return value
     short = SHORT.get(name, name.rpartition(".")[2])
-    return f"{short}={value}" if value else f"{short} as it is"
+    return short + (f"={value}" if value else " as it is")
 
 
 class Task(NamedTuple):
@@ -252,13 +252,13 @@ class Record:
     first: float | None
     seconds: float | None
     updates: int
-    samples: int | None
-    peak: int | None
-    device_memory: bool
-    memory: list[tuple[float, int]]
     curves: dict[str, list[Point]]
     plan: dict[str, Any]
-    machine: dict[str, Any]
+    machine: dict[str, Any] = field(default_factory=dict)
+    samples: int | None = None
+    peak: int | None = None
+    memory: Sequence[tuple[float, int]] = ()
+    device_memory: bool = False
     trainings: int = 1
     ended: bool = True
 

@@ -228,16 +228,5 @@ def _of_rows(run: plot.Run) -> Record:
         name: [Point(step, at - first, value) for step, at, value in curve]
         for name, curve in run.points.items()
     }
-    return Record(
-        begun=run.began,
-        first=first,
-        seconds=(last - first) or None,
-        updates=ended - begun,
-        samples=None,
-        peak=None,
-        device_memory=False,
-        memory=[],
-        curves=curves,
-        plan={name: {"value": value, "reason": ""} for name, value in run.config.items()},
-        machine={},
-    )
+    plan = {name: {"value": value, "reason": ""} for name, value in run.config.items()}
+    return Record(run.began, first, (last - first) or None, ended - begun, curves, plan)

@@ -20,7 +20,7 @@ from operator import truediv
 from pathlib import Path
 from typing import Any
 
-from .runs import Task
+from .runs import INTERRUPTED, Task
 from .summary import Metric, Run, Summary, choose, middle, summarize
 
 ENOUGH = 3  # runs of both plans, from which on there is an interval
@@ -56,17 +56,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The sentence, the plan to take ("" for none), a standing a plan, and what weakens the sentence."""
+    """The sentence, the plan to take ("" for none), a standing a plan, what weakens the sentence, and a line about each result."""
 
     sentence: str
     take: str
     standings: tuple[Standing, ...]
     doubts: tuple[str, ...]
-
-    @property
-    def evidence(self) -> list[str]:
-        """A sentence a plan about its result, with the numbers behind it."""
-        return [f"{s.name} {s.result}: {s.why}." for s in self.standings if s.why]
+    evidence: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -75,43 +71,34 @@ class Comparison:
 
     Attributes:
         task: what ran; None where the runs existed before.
-        repeats: how often each plan was to run.
-        summaries: by plan, in the order given.
-        metrics: the compared metrics.
-        missing: names that were asked for and that no run logged.
-        folder: for reports.
-        interrupted: whether Ctrl-C came before all had run.
+        missing: a sentence about names that were asked for and that no run logged, or "".
         machine: its facts, from the first run with a record.
     """
 
     task: Task | None
-    repeats: int
     summaries: tuple[Summary, ...]
     metrics: Sequence[Metric]
-    missing: tuple[str, ...]
+    missing: str
     verdict: Verdict
     folder: Path
-    interrupted: bool
     machine: dict[str, Any]
 
+    @property
+    def interrupted(self) -> bool:
+        return any(run.end.status == INTERRUPTED for plan in self.summaries for run in plan.runs)
 
-def conclude(
-    task: Task | None,
-    runs: Sequence[Run],
-    folder: Path,
-    *,
-    repeats: int = 1,
-    metrics: Sequence[str] = (),
-    interrupted: bool = False,
-) -> Comparison:
-    """Compare the plans of `runs`."""
+
+def conclude(task: Task | None, runs: Sequence[Run], folder: Path, metrics: Sequence[str] = ()) -> Comparison:
+    """Compare the plans of `runs` by the logged `metrics`; without names by loss and accuracy, or all of a few."""
     summaries = summarize(runs)
     logged = [name for run in runs if run.record is not None for name in run.record.curves]
     chosen = choose(logged, metrics)
-    missing = tuple(name for name in metrics if name not in logged)
+    absent, known = [name for name in metrics if name not in logged], ", ".join(sorted(set(logged)))
+    known = known or "nothing, so the script calls no acc.log"
+    missing = f"No run logged {', '.join(absent)}. Logged: {known}." if absent else ""
     machine = next((run.record.machine for run in runs if run.record is not None), {})
     verdict = judge(summaries, chosen, machine.get("threads"), " (--repeats)" * bool(task))
-    return Comparison(task, repeats, summaries, chosen, missing, verdict, folder, interrupted, machine)
+    return Comparison(task, summaries, chosen, missing, verdict, folder, machine)
 
 
 # -- how sure ----------------------------------------------------------------------------------------------------------
@@ -203,7 +190,7 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
     if len(done) < 2:
         some = "with at least two updates, so there is nothing to compare"
         said = f"Only {done[0].name} finished {some} it with." if done else f"No plan finished {some}."
-        return Verdict(said, "", names, doubts)
+        return Verdict(said, "", names, doubts, ())
     known = sorted((metric for metric in metrics if metric.better), key=lambda metric: -metric.better)
     finite = [p for p in done if not known or all(map(math.isfinite, p.finals(known[0]) or [math.nan]))]
     reference = (finite or done)[0]
@@ -231,7 +218,8 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
     if sure != YES:
         more = f"{ENOUGH} runs or more of each plan" if counts[0] < ENOUGH else "more runs of each plan"
         doubts = (f"To be sure, compare {more}{flag}{', on a quiet machine' * busy}.", *doubts)
-    return Verdict(said, take.name, standings, doubts)
+    evidence = tuple(f"{s.name} {s.result}: {s.why}." for s in standings if s.why)
+    return Verdict(said, take.name, standings, doubts, evidence)
 
 
 def _sentence(take: str, standings: Sequence[Standing], counts: Sequence[int], busy: bool) -> tuple[str, int]:
