@@ -97,7 +97,12 @@ def conclude(task: Task | None, runs: Sequence[Run], folder: Path, metrics: Sequ
     known = known or "nothing, so the script calls no acc.log"
     missing = f"No run logged {', '.join(absent)}. Logged: {known}." if absent else ""
     machine = next((run.record.machine for run in runs if run.record is not None), {})
-    verdict = judge(summaries, chosen, machine.get("threads"), " (--repeats)" * bool(task))
+    verdict = judge(
+        summaries,
+        [m for m in chosen if m.name in logged],
+        machine.get("threads"),
+        " (--repeats)" * bool(task),
+    )
     return Comparison(task, summaries, chosen, missing, verdict, folder, machine)
 
 
@@ -145,7 +150,8 @@ def _result(reference: Summary, plan: Summary, metrics: Sequence[Metric]) -> tup
     if found and all(result == FOLLOWS for result, _ in found):
         return FOLLOWS, "; ".join(why for _, why in found)
     return UNPROVEN, next(
-        (why for result, why in found if result != FOLLOWS), "no loss and no accuracy was logged"
+        (why for result, why in found if result != FOLLOWS),
+        "no logged value tells whether its results are as good",
     )
 
 
