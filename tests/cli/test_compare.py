@@ -272,7 +272,7 @@ def test_ends(code: str, status: str, why: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("EASYMP_OVERRIDE", "timeout=9")
     before = set(psutil.Process().children(recursive=True))
     task, folder = Task("x.py", timeout=0.3 if status == LATE else 60), tmp_path / "a b"
-    end = processes.run(task, Variant("x", {"strategy": "ddp"}), folder, 3)
+    end = processes.run(task, Variant("x", {"strategy": "ddp"}), folder, 3, lambda: None)
     assert (end.status, end.why) == (status, why)
     assert end.others is not None
     assert set(psutil.Process().children(recursive=True)) <= before

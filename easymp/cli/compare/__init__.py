@@ -83,8 +83,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     precisions = "of fp32, tf32, bf16, fp16, fp8, bf16-true, fp16-true, O0 to O3, auto (the script's own)"
     add("--precision", **several, metavar="A,B", help=precisions)
     add("--strategy", **several, metavar="A,B", help="of single, ddp, zero1, fsdp … (the script's own)")
-    processes = "how many (one an accelerator, 1 without any)"
-    add("--processes", **several, metavar="N,M", help=processes)
+    add("--processes", **several, metavar="N,M", help="how many (one an accelerator, 1 without any)")
     vary = (
         "values of any setting, such as gradient_accumulation_steps=1,4 or strategy_options.OPTION=A,B; or of {NAME} among the "
         "script's own arguments; may be repeated"
@@ -100,8 +99,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, metavar="SECONDS", help=timeout)
     metric = "compare this logged value (loss and accuracy); may be repeated"
     add("--metric", action="append", default=[], metavar="NAME", help=metric)
-    output = "a new folder for the reports (easymp-compare-DATE)"
-    add("--output", type=Path, metavar="DIR", help=output)
+    add("--output", type=Path, metavar="DIR", help="a new folder for the reports (easymp-compare-DATE)")
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("--json", action="store_true", help="print all of it as JSON, in place of the table")
 
@@ -133,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with env.override(**overrides(args.set)):
-                found = compare(task, chosen, folder.absolute(), args.repeats, args.seed, args.metric)
+                found = compare(task, chosen, folder.absolute(), args)
         finally:
             signal.signal(signal.SIGTERM, before)
     written, trouble = report.write(found)
@@ -145,23 +143,13 @@ def run(args: argparse.Namespace) -> int:
     return 130 if found.interrupted else int(any(plan.troubles for plan in found.summaries))
 
 
-def compare(
-    task: Task,
-    chosen: Sequence[Variant],
-    folder: Path,
-    repeats: int,
-    seed: int | None,
-    metrics: Sequence[str],
-) -> Comparison:
+def compare(task: Task, chosen: Sequence[Variant], folder: Path, args: argparse.Namespace) -> Comparison:
     """Run `task` under each of `chosen`, round by round, so that changes of the machine's load meet all of them.
 
-    A run that fails does not stop the others. After an interruption, the finished runs are kept.
-
-    Args:
-        folder: gets a folder a run, and in each the project's, so that no run resumes another.
-        seed: of the first round; each round counts one up. None leaves it to the script.
-        metrics: names of logged values to compare; none: loss and accuracy, or all of a few.
+    A run that fails does not stop the others. After an interruption, the finished runs are kept. `folder` gets a folder a run, and in
+    each the project's, so that no run resumes another.
     """
+    repeats = args.repeats
     runs: list[Run] = []
     count = len(chosen) * repeats
     for number, (index, variant) in product(range(1, repeats + 1), enumerate(chosen, 1)):
@@ -169,7 +157,7 @@ def compare(
         head = f"{len(runs) + 1}/{count} {plain(variant.name)}{again}"
         safe = "".join(x if x.isascii() and x.isalnum() else "-" for x in variant.name)[:100]
         place = folder / "runs" / f"{index}-{safe}-{number}"
-        its_seed = None if seed is None else seed + number - 1
+        its_seed = None if args.seed is None else args.seed + number - 1
         done = [run for run in runs if run.end.status == FINISHED and run.record and run.record.updates]
         alike = [run.record for run in done if run.variant is variant] or [run.record for run in done]
         progress = Progress(head, place, alike[-1] if alike else None)
@@ -180,7 +168,7 @@ def compare(
         progress.say(f"{end.status} after {duration(end.wall)}{more}", last=True)
         if end.status == INTERRUPTED:
             break
-    return conclude(task, runs, folder, metrics)
+    return conclude(task, runs, folder, args.metric)
 
 
 class Progress:

@@ -205,9 +205,6 @@ def _speeds(plans: Sequence[Summary], axes: Axes) -> None:
     axes.set_yticks([])
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
 def _page(found: Comparison, made: Sequence[Panel]) -> str:
     task, threads = found.task, found.machine.get("threads")
     runs = [run for summary in found.summaries for run in summary.runs]

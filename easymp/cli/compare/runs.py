@@ -58,9 +58,6 @@ def variants(varied: Mapping[str, Sequence[str]], arguments: Sequence[str] = ())
 
     Args:
         varied: values by name: a setting, ``strategy_options.FIELD``, "processes", or a name in braces among `arguments`.
-
-    Raises:
-        SettingError: a wrong name or value, or a value given twice.
     """
     in_words = {name for name in varied if any(f"{{{name}}}" in word for word in arguments)}
     known = {**NAMES, PROCESSES: LAUNCHING[PROCESSES]}
@@ -138,13 +135,7 @@ class End:
     others: float | None
 
 
-def run(
-    task: Task,
-    variant: Variant,
-    folder: Path,
-    seed: int | None = None,
-    tell: Callable[[], None] = lambda: None,
-) -> End:
+def run(task: Task, variant: Variant, folder: Path, seed: int | None, tell: Callable[[], None]) -> End:
     """Run the script to its end, and put its record and ``output.txt`` into `folder`, which is made.
 
     `tell` is called several times a second. An interruption (KeyboardInterrupt) stops the run and is an end like others.
@@ -218,9 +209,6 @@ def _others() -> float:
     own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     busy = sum(getattr(spent, name, 0.0) for name in BUSY_TIMES)
     return busy - sum(use.ru_utime + use.ru_stime for use in own)
-
-
-# -- the record
 
 
 class Point(NamedTuple):

@@ -195,11 +195,7 @@ def is_run(word: str) -> bool:
 
 
 def load(words: Sequence[str]) -> list[Run]:
-    """The runs named by `words`: recordings, or rows as log_with="jsonl" writes them. Those of one NAME are runs of one plan.
-
-    Raises:
-        SettingError: no run is there.
-    """
+    """The runs named by `words`: recordings, or rows as log_with="jsonl" writes them. Those of one NAME are runs of one plan."""
     named: dict[str, Variant] = {}
     runs: list[Run] = []
     for word in words:
