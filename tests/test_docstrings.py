@@ -164,10 +164,9 @@ def gaps(item: Public) -> Iterator[str]:
         yield "Example"
 
 
-@pytest.mark.parametrize("name", public())
-def test_a_public_docstring_is_complete(name: str) -> None:
-    missing = dict.fromkeys(gaps(public()[name]))
-    assert not missing, f"the docstring of {name} lacks {', '.join(missing)}"
+def test_public_docstrings_are_complete() -> None:
+    lacks = {name: list(dict.fromkeys(gaps(item))) for name, item in public().items()}
+    assert not {name: missing for name, missing in lacks.items() if missing}
 
 
 def test_names_of_other_libraries_have_a_summary() -> None:
