@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
-from weakref import ref
 
 import psutil
 import torch
@@ -77,8 +76,7 @@ class Console:
         self._progress, self._pending = Progress(run.window), Pending()
         self._logged: dict[str, Any] = {}  # the last value of each name
         self._listens = True
-        self._heard: tuple[Tensor, Any] | None = None  # a loss for the next mark, and its number of items
-        self._last: tuple[ref[Tensor], Any] | None = None  # the last one, while the script holds it
+        self._heard: tuple[Tensor, Any] | None = None  # the last loss, and its number of items
         self._seen: dict[str, Any] = {}  # loss and learning rate at the last mark
         self._counts: list[Tensor] = []  # tokens of each update since then
         self._sent: Mark | None = None  # a mark whose numbers are on their way
@@ -108,13 +106,15 @@ class Console:
         for row in rows:
             self._logged.update(row.values)
         self._listens = not any("loss" in name.lower() for name in self._logged)
+        self._heard = self._heard if self._listens else None
 
     def hear(self, loss: Tensor, items: Any) -> None:
-        """Note the loss of a micro-batch, if the script logs none. A reference to it would keep its graph: `detach` costs more."""
+        """Keep the loss of a micro-batch, if the script logs none.
+
+        It keeps its graph until the next backward, as the script's own variable does; `detach` would cost several microseconds.
+        """
         if self._listens:
-            self._last = ref(loss), items
-            if time.monotonic() >= self._due:
-                self._heard = loss.detach(), items
+            self._heard = loss, items
 
     def _stepped(self, optimizer: Any) -> None:
         if not self._progress.count(optimizer):
@@ -150,12 +150,8 @@ class Console:
         return bool(arrived)
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
-        if self._heard is None and self._listens and self._last is not None:
-            loss = self._last[0]()
-            self._heard = None if loss is None else (loss.detach(), self._last[1])
-        if self._heard is not None:
-            (loss, items), self._heard = self._heard, None
-            loss = local(loss).sum()
+        if self._listens and self._heard is not None:
+            loss, items = local(self._heard[0].detach()).sum(), self._heard[1]
             yield "loss", loss if items is None else loss / items
         if self._prepared.optimizers:
             yield "lr", self._prepared.optimizers[0].param_groups[0]["lr"]
@@ -188,6 +184,7 @@ class Console:
                 self._show(self._first, self._marks[-1], ended=True)
         finally:
             self._line.close()
+            self._heard = None
 
     # -- the line -----------------------------------------------------------------------------------------------------
 
