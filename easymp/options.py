@@ -61,7 +61,7 @@ def _check_table(name: str, given: Any, known: Mapping[str, tuple[Callable[[Any]
         _check(good(value), f"{key}={value!r} in {name} is not {words}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataLoaderConfiguration:
     """How prepared loaders read.
 

@@ -78,6 +78,7 @@ class Layer:
                 way = f": {instead[name]}"
             raise ImportError(f"{module}.{name} is not part of easymp.compat{way}")
 
+        vars(missing)["instead"] = instead
         return missing
 
 

@@ -5,6 +5,7 @@ Accelerators register here when they open and leave when they close, so one can 
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,7 +68,25 @@ def current_world(cpu: bool | None = None, backend: str | None = None, timeout: 
     return _open[-1].world
 
 
-class PartialState(Processes):
+class View:
+    """A view of the open run. Pickled, it shows the run that is open where it is used."""
+
+    def __reduce__(self) -> Any:
+        return copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        """After unpickling, the first use looks for the run."""
+        if name not in ("_run", "_world", "_window"):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        self.__init__()  # type: ignore[misc]
+        return vars(self)[name]
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Nothing: a view holds nothing, and the run that it shows ends with its Accelerator."""
+
+
+class PartialState(View, Processes):
     """The process and its ranks. Made without an Accelerator, it joins the other processes by itself.
 
     Args:
@@ -103,14 +122,17 @@ class PartialState(Processes):
         timeout: timedelta | float | None = None,
     ) -> None:
         group = InitProcessGroupKwargs(backend, init_method, 120.0 if timeout is None else timeout)
-        options = {"backend": backend, "init_method": init_method, "timeout": timeout}
-        given = [name for name, value in options.items() if value is not None]
-        if _open and given:
-            raise RefusedError(
-                f"PartialState({', '.join(given)}=…) in a run that is open: its process group is there. Make this PartialState before "
-                "the Accelerator, or pass InitProcessGroupKwargs to that one"
-            )
-        self._world = current_world(cpu, group.backend, None if timeout is None else group.seconds)
+        seconds = None if timeout is None else group.seconds
+        if _open:
+            world = _open[-1].world
+            asked = {"backend": (backend, world.backend), "timeout": (seconds, world.timeout)}
+            other = [name for name, (given, there) in asked.items() if None not in (given, there) and given != there]
+            if other:
+                raise RefusedError(
+                    f"PartialState({', '.join(other)}=…) in a run that is open with others: make this PartialState before the "
+                    "Accelerator, or pass InitProcessGroupKwargs to that one"
+                )
+        self._world = current_world(cpu, backend, seconds)
         if cpu and self.device.type != "cpu":
             raise RefusedError(
                 f"PartialState(cpu=True) in a run that is open on {self.device}: make it first, or pass cpu=True to the Accelerator"
@@ -123,7 +145,7 @@ class PartialState(Processes):
             run.world.close()
 
 
-class AcceleratorState(Processes):
+class AcceleratorState(View, Processes):
     """The process and the plan of the open Accelerator.
 
     Raises:
@@ -155,12 +177,17 @@ class AcceleratorState(Processes):
         return reported(self.plan.precision.value)
 
     @property
+    def fsdp_plugin(self) -> Any:
+        """The plugin of Accelerate's, where the Accelerator was given one for several processes; else None."""
+        return getattr(self._run.accelerator(), "_fsdp_plugin", None)
+
+    @property
     def deepspeed_plugin(self) -> None:
         """None, for scripts that ask: what DeepSpeed shards is strategy "zero1" or "fsdp" here."""
         return None
 
 
-class GradientState:
+class GradientState(View):
     """The open run's place in its accumulation window and in the loop over its data.
 
     Args:

@@ -17,14 +17,30 @@ from ...training.state import AcceleratorState, GradientState, PartialState, is_
 from ..layer import submodules
 from . import logging, utils
 from .accelerator import AcceleratedScheduler, Accelerator
+from .install import VERSION, install
 from .plugins import OFFLOADING, layer
 
-__version__ = "1.15.0"  # the interface that this layer follows, for scripts that ask
+__version__ = VERSION  # for scripts that ask
 
 OWN_TRACKER = (
     "pass its word to Accelerator(log_with=…), and find it by accelerator.get_tracker(word, unwrap=True)"
 )
+_OFFLOADING = (
+    "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map init_on_device "
+    "load_checkpoint_and_dispatch"
+)
+_HOOKS = (
+    "AlignDevicesHook CpuOffload ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module attach_align_device_hook "
+    "remove_hook_from_module remove_hook_from_submodules"
+)
 MODULES = {
+    "big_modeling": {
+        "init_empty_weights": utils.init_empty_weights,
+        "absent": dict.fromkeys(_OFFLOADING.split(), OFFLOADING),
+    },
+    "commands": {"absent": dict.fromkeys(("config", "launch"), "run `easymp config` and `easymp launch`")},
+    "hooks": {"absent": dict.fromkeys(_HOOKS.split(), OFFLOADING)},
+    "parallelism_config": {"ParallelismConfig": utils.ParallelismConfig},
     "data_loader": {
         "DataLoaderDispatcher": PreparedLoader,
         "DataLoaderShard": PreparedLoader,
@@ -62,6 +78,7 @@ _UTILS = (
     "FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs ParallelismConfig ProfileKwargs is_rich_available"
 )
 globals().update({name: getattr(utils, name) for name in _UTILS.split()})
+init_empty_weights = utils.init_empty_weights
 
 __all__ = [
     "Accelerator",
@@ -69,6 +86,8 @@ __all__ = [
     "PartialState",
     "debug_launcher",
     "find_executable_batch_size",
+    "init_empty_weights",
+    "install",
     "logging",
     "notebook_launcher",
     "skip_first_batches",
@@ -76,15 +95,9 @@ __all__ = [
 ]
 __all__ += [*MODULES, *_UTILS.split()]
 
-META = "build the model under `with torch.device('meta'):`; prepare gives it its values, easymp.load_weights those of a file"
-_OFFLOADING = (
-    "big_modeling cpu_offload cpu_offload_with_hook disk_offload dispatch_model hooks infer_auto_device_map "
-    "load_checkpoint_and_dispatch"
-)
 __getattr__ = layer.absent(
     "accelerate",
     {
-        **dict.fromkeys(("init_empty_weights", "init_on_device"), META),
         **dict.fromkeys(_OFFLOADING.split(), OFFLOADING),
         "load_checkpoint_in_model": "use easymp.load_weights(model, folder)",
         "prepare_pippy": "use Accelerator(strategy='pipeline'), which trains",

@@ -19,7 +19,13 @@ from ...distributed import read_ranks
 from ...distributed.processes import DistributedType
 from ...errors import SettingError
 from ...optim import PreparedScheduler
-from ...options import DataLoaderConfiguration, GradientAccumulationPlugin, LoggerType, ProjectConfiguration
+from ...options import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    LoggerType,
+    ProjectConfiguration,
+)
 from ...protocols import Source
 from ...settings import as_record, read_record, resolve
 from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
@@ -97,6 +103,14 @@ class Accelerator(accelerator.Accelerator):
             others["strategy"] = fsdp_plugin.strategy
             others["strategy_options"] = fsdp_plugin.options
             others["activation_checkpointing"] = fsdp_plugin.activation_checkpointing
+            self._fsdp_plugin = fsdp_plugin
+            if fsdp_plugin.strategy != "ddp":
+                given = list(kwargs_handlers or ())
+                kwargs_handlers = [it for it in given if not isinstance(it, DistributedDataParallelKwargs)]
+                if len(kwargs_handlers) < len(given):
+                    layer.ignore(
+                        {"DistributedDataParallelKwargs": f"strategy {fsdp_plugin.strategy} has no DDP"}
+                    )
         others.setdefault("scheduler_steps_per_process", not loading.split_batches)
         layer.use("Accelerator()", NATIVE)
         super().__init__(
@@ -146,6 +160,11 @@ class Accelerator(accelerator.Accelerator):
     def scaler(self) -> Any:
         """The loss scaler under fp16, else None."""
         return super().scaler if self._scaler.scales else None
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        """The prepared models; libraries ask whether there are any."""
+        return self._views()
 
     @property
     def multi_device(self) -> bool:

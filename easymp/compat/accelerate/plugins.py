@@ -73,6 +73,7 @@ class FullyShardedDataParallelPlugin:
     Attributes:
         strategy, options: the arguments of the Accelerator.
         activation_checkpointing: as the Accelerator's.
+        fsdp_version, state_dict_type: for libraries that ask; the latter as it was given.
 
     Raises:
         SettingError: an option that the plugin does not have, or a wrong value.
@@ -108,6 +109,8 @@ class FullyShardedDataParallelPlugin:
         host = offload is True or type(offload).__name__ == "CPUOffloadPolicy"
         self.options = kind and kind(reshard_after_forward=reshard, wrap=wrap, cpu_offload=host)
         self.activation_checkpointing = activation_checkpointing
+        self.fsdp_version = 2
+        self.state_dict_type = others.get("state_dict_type", "SHARDED_STATE_DICT")
         words = "" if kind is None or self.options == kind() else f", strategy_options={self.options!r}"
         words += ", activation_checkpointing=True" if activation_checkpointing else ""
         layer.use(
@@ -137,7 +140,7 @@ def _wrapped(policy: Any, classes: Sequence[str] | None, smallest: int | None) -
             "transformer_cls_names_to_wrap, or modules of min_num_params"
         )
     if classes:
-        return (classes,) if isinstance(classes, str) else tuple(classes)
+        return tuple(classes.split(",")) if isinstance(classes, str) else tuple(classes)
     return smallest or "blocks"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import operator
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any
@@ -26,12 +28,14 @@ from ...training.oom import find_executable_batch_size, out_of_memory, release_m
 from ...training.state import PartialState
 from ...training.wrapper import unwrap
 from ..layer import submodules
+from . import fsdp
 from .plugins import (
     DEEPSPEED,
     FP8,
     MEGATRON,
     OFFLOADING,
     QUANTIZED,
+    SHARDING,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
     TorchDynamoPlugin,
@@ -69,6 +73,26 @@ def find_device(data: Any) -> torch.device | None:
     return next((leaf.device for leaf in pytree.leaves(data) if isinstance(leaf, torch.Tensor)), None)
 
 
+@contextlib.contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Inside, parameters of new modules are on the meta device, and with `include_buffers` their buffers, too."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta:
+            kind, attributes = type(param), vars(param)
+            module._parameters[name] = kind(param.to("meta"), requires_grad=param.requires_grad)
+            vars(module._parameters[name]).update(attributes)
+
+    with torch.device("meta") if include_buffers else contextlib.nullcontext():
+        nn.Module.register_parameter = on_meta  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 # -- other and memory ---------------------------------------------------------------------------------------------
 
 
@@ -84,6 +108,12 @@ def extract_model_from_parallel(
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether torch.compile has wrapped `module`. Models that the Accelerator compiles keep their class."""
     return "_orig_mod" in module._modules
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model` is one of PEFT's."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
 
 
 def wait_for_everyone() -> None:
@@ -249,17 +279,40 @@ _operations = {
 _environment = {
     f.__name__: f for f in (get_int_from_env, parse_flag_from_env, patch_environment, str_to_bool)
 }
-_other = {f.__name__: f for f in (extract_model_from_parallel, is_compiled_module, wait_for_everyone)}
+_other = {
+    f.__name__: f for f in (extract_model_from_parallel, is_compiled_module, is_peft_model, wait_for_everyone)
+}
+_fsdp = {
+    f.__name__: f
+    for f in (fsdp.load_fsdp_model, fsdp.load_fsdp_optimizer, fsdp.save_fsdp_model, fsdp.save_fsdp_optimizer)
+}
 _versions = {f.__name__: f for f in (compare_versions, is_torch_version)}
 
+_OFFLOADING = (
+    "CustomDtype get_balanced_memory get_max_memory infer_auto_device_map load_offloaded_weights named_module_tensors "
+    "offload_state_dict offload_weight save_offload_index set_module_tensor_to_device"
+)
+_MODELING = f"{_OFFLOADING} clean_device_map compute_module_sizes convert_file_size_to_int get_max_layer_size"
+_DEEPSPEED = ("DeepSpeedSchedulerWrapper", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig")
 __path__: list[str] = []  # modules below this one are in the table
 submodules(
     __name__,
     {
-        "dataclasses": _dataclasses,
+        "constants": {
+            "FSDP_AUTO_WRAP_POLICY": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
+            "FSDP_SHARDING_STRATEGY": list(SHARDING),
+        },
+        "dataclasses": {**_dataclasses, "absent": {"get_module_class_from_name": OFFLOADING}},
+        "deepspeed": {name: stand_in(name, DEEPSPEED) for name in _DEEPSPEED},
         "environment": _environment,
         "imports": _imports,
+        "fsdp_utils": {
+            **_fsdp,
+            "absent": dict.fromkeys(("get_parameters_from_modules",), "name modules: FSDPOptions(ignore=…)"),
+        },
         "memory": _memory,
+        "modeling": {"absent": dict.fromkeys(_MODELING.split(), OFFLOADING)},
+        "offload": {"absent": dict.fromkeys(_OFFLOADING.split(), OFFLOADING)},
         "operations": _operations,
         "other": {**_other, "absent": _OTHER},
         "random": {"set_seed": set_seed, "absent": _RANDOM},
@@ -272,6 +325,7 @@ submodules(
 _names = {
     **_dataclasses,
     **_environment,
+    **_fsdp,
     **_imports,
     **_memory,
     **_operations,
@@ -279,15 +333,12 @@ _names = {
     **_versions,
     "set_seed": set_seed,
     "tqdm": tqdm,
-    **{name: stand_in(name, DEEPSPEED) for name in ("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig")},
+    **{name: stand_in(name, DEEPSPEED) for name in _DEEPSPEED},
     **{name: stand_in(name, MEGATRON) for name in ("MegatronLMDummyDataLoader", "MegatronLMDummyScheduler")},
 }
 globals().update(_names)
 __all__ = sorted(_names)
 
-_OFFLOADING = (
-    "get_balanced_memory get_max_memory infer_auto_device_map set_module_tensor_to_device offload_state_dict"
-)
 __getattr__ = layer.absent(
     "accelerate.utils",
     {
@@ -295,10 +346,6 @@ __getattr__ = layer.absent(
         **dict.fromkeys(("load_and_quantize_model", "has_4bit_bnb_layers"), QUANTIZED),
         **dict.fromkeys(
             ("load_checkpoint_in_model", "load_state_dict"), "use easymp.load_weights(model, place)"
-        ),
-        **dict.fromkeys(("load_fsdp_model", "load_fsdp_optimizer"), "use accelerator.load_state(folder)"),
-        **dict.fromkeys(
-            ("save_fsdp_model", "save_fsdp_optimizer"), "use accelerator.save_state(folder), or save_model"
         ),
         "merge_fsdp_weights": "run `easymp checkpoint merge FOLDER TARGET`",
         "compile_regions": "use Accelerator(compile='blocks')",
