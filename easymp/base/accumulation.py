@@ -112,6 +112,7 @@ class UpdateWindow:
         epochs: the running epoch of an ``accelerator.epochs(n)`` loop, and n; None before the first one.
         resuming: ids of loaders that a checkpoint left inside a pass: their next pass is the rest of it.
         went_on: whether one of them has gone on since.
+        full_passes: after a checkpoint at a loader's last batch the next pass is the next epoch, as in Accelerate, not an empty rest.
         enclosing: the loader of the innermost running loop.
         reading: the same, or, where there is no loop, that of an iterator which the script holds.
         outermost: the loader of the outermost running loop, or of such an iterator.
@@ -127,6 +128,7 @@ class UpdateWindow:
         self.epochs: tuple[int, int] | None = None
         self.resuming: set[int] = set()
         self.went_on = False
+        self.full_passes = False
         self.reset()
 
     def reset(self) -> None:

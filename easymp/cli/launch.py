@@ -7,6 +7,7 @@ examples:
   easymp launch --processes 2 train.py        two
   easymp launch --processes 2 -m pkg.train    as python -m
   easymp launch --set strategy=fsdp --set strategy_options.cpu_offload=true train.py
+  easymp launch --as accelerate train.py      `import accelerate` gives easymp, also in transformers
 
 on each of several machines, with the address of the first and a number of its own:
   easymp launch --nodes 2 --main-address node-a --node-rank 0 train.py
@@ -52,6 +53,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", help="a project file in place of easymp.toml, for the workers too")
     sets = "a setting for this run, over the script's own; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
+    name = "the script and its libraries get easymp under this name: accelerate"
+    add("--as", dest="name", choices=("accelerate",), help=name)
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="the script's path")
     rest = "the script's own arguments, unchanged"
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             rendezvous=rendezvous,
             grace=wanted.grace,
             numa=wanted.numa,
-            variables=variables,
+            variables=variables if args.name is None else {**variables, "EASYMP_AS": args.name},
         )
 
 
@@ -99,6 +102,7 @@ def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
         "--max-restarts": args.max_restarts,
         "--grace": args.grace,
         "--config": args.config,
+        "--as": args.name,
     }
     words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
     words += [word for pair in args.set for word in ("--set", pair)]

@@ -9,12 +9,22 @@
 | ``import horovod.torch as hvd`` | ``import easymp.compat.horovod as hvd`` |
 | ``from lightning.fabric import Fabric`` | ``from easymp.compat.lightning_fabric import Fabric`` |
 
+`install` gives a process easymp under the name ``accelerate``, for libraries such as transformers that import it.
+
 Each layer is thin: the loss scale, strategies, optimizers and checkpoints are the library's own. A layer warns at most once, and `explain`
 prints the ignored options, and the lines of easymp that do the same as the layer.
 """
 
 from __future__ import annotations
 
-from .layer import explain
+from typing import TYPE_CHECKING
 
-__all__ = ["explain"]
+from ..base.lazy import at_first_use
+
+if TYPE_CHECKING:
+    from .alias import install as install
+    from .layer import explain as explain
+
+__all__, __getattr__, __dir__ = at_first_use(
+    __name__, globals(), {"alias": ("install",), "layer": ("explain",)}
+)

@@ -255,7 +255,10 @@ class PreparedLoader:
     def _feed(self, skip: int) -> Iterator[Any]:
         """Batches and notes of the pass that begins."""
         over, self._over = self._over, False
-        if over:
+        if over and self._window.epochs is None and self._window.full_passes:
+            self.epoch, self.position = self.epoch + 1, 0
+            self._tell()
+        elif over:
             if self._window.epochs is None:
                 logger.warning(
                     "the checkpoint was taken at a loader's last batch, so nothing is left of that pass, and the loop over it has no "

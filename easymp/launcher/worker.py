@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import importlib.util
 import io
 import json
@@ -106,6 +107,9 @@ def main() -> NoReturn:
         faulthandler.enable(file=open(Path(error_file).with_name(FATAL), "w"))  # noqa: SIM115 (for good)
     code = 0
     try:
+        if env.read("EASYMP_AS") is not None:
+            importlib.import_module("easymp.compat.alias").install()
+            env.put({"EASYMP_AS": None})
         _run_module(name, arguments) if kind == "module" else _run_script(name, arguments)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -6,9 +6,10 @@ Accelerators register here when they open and leave when they close, so one can 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -126,7 +127,11 @@ class PartialState(View, Processes):
         if _open:
             world = _open[-1].world
             asked = {"backend": (backend, world.backend), "timeout": (seconds, world.timeout)}
-            other = [name for name, (given, there) in asked.items() if None not in (given, there) and given != there]
+            other = [
+                name
+                for name, (given, there) in asked.items()
+                if None not in (given, there) and given != there
+            ]
             if other:
                 raise RefusedError(
                     f"PartialState({', '.join(other)}=…) in a run that is open with others: make this PartialState before the "
@@ -210,15 +215,26 @@ class GradientState(View):
         tensor([1]) True True 1 -1
     """
 
-    adjust_scheduler: bool = True
+    plugin_kwargs: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # transformers' Trainer asks for "sync_each_batch"
+    adjust_scheduler: bool = True  # prepared schedulers count optimizer updates
 
     def __init__(self, window: UpdateWindow | None = None) -> None:
         self._window = window if window is not None else _newest("GradientState").window
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends its window."""
+        """Whether the current micro-step ends its window; a script that counts micro-steps itself sets it."""
         return self._window.sync
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self._window.sync = sync
+
+    def _set_sync_gradients(self, sync: bool) -> None:
+        """As the setter; transformers' Trainer calls it."""
+        self._window.sync = sync
 
     @property
     def num_steps(self) -> int:

@@ -182,7 +182,7 @@ def test_a_state_without_an_accelerator() -> None:
     state = PartialState(cpu=True, timeout=60)
     assert (state.num_processes, state.device.type, state.is_main_process) == (1, "cpu", True)
     with pytest.raises(RefusedError, match="in a run that is open"):
-        PartialState(timeout=60)
+        PartialState(timeout=30)
     state.destroy_process_group()
     assert not accelerate.state.is_initialized()
 

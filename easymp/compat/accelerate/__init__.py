@@ -14,10 +14,10 @@ from ...strategies.local_sgd import LocalSGD
 from ...trackers import GeneralTracker, on_main_process
 from ...training.oom import find_executable_batch_size, release_memory
 from ...training.state import AcceleratorState, GradientState, PartialState, is_open
+from ..alias import VERSION, install
 from ..layer import submodules
 from . import logging, utils
 from .accelerator import AcceleratedScheduler, Accelerator
-from .install import VERSION, install
 from .plugins import OFFLOADING, layer
 
 __version__ = VERSION  # for scripts that ask

@@ -17,7 +17,7 @@ from torch import nn
 from ... import accelerator
 from ...distributed import read_ranks
 from ...distributed.processes import DistributedType
-from ...errors import SettingError
+from ...errors import BatchError, SettingError
 from ...optim import PreparedScheduler
 from ...options import (
     DataLoaderConfiguration,
@@ -28,6 +28,7 @@ from ...options import (
 )
 from ...protocols import Source
 from ...settings import as_record, read_record, resolve
+from ...training.collectives import gather_object
 from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
 
 NATIVE = 'acc = Accelerator(mixed_precision="no", scheduler_steps_per_process=True, log_with="none")'
@@ -131,6 +132,7 @@ class Accelerator(accelerator.Accelerator):
             dynamo_backend=dynamo_backend,
             **others,
         )
+        self._window.full_passes = True
 
     _make_scheduler = AcceleratedScheduler
 
@@ -151,6 +153,14 @@ class Accelerator(accelerator.Accelerator):
     ) -> None:
         """As `easymp.Accelerator.log`; options of trackers that this run does not have wait for one that has."""
         super().log(values, step, self._for_this_run(log_kwargs))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `easymp.Accelerator.gather_for_metrics`; what it refuses (scalars, calls outside of loops) is gathered, with one warning."""
+        try:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        except BatchError as error:
+            layer.ignore({"gather_for_metrics": f"nothing was taken out of what it gathered: {error}"})
+        return gather_object(input_data) if use_gather_object else self.gather(input_data)
 
     def _for_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
         known = {word.value for word in LoggerType} - set(self._tracking.names)
@@ -173,6 +183,11 @@ class Accelerator(accelerator.Accelerator):
     @property
     def is_fsdp2(self) -> bool:
         return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: strategy and strategy_options say how models are split."""
+        return None
 
     @property
     def deepspeed_plugin(self) -> None:

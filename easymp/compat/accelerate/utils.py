@@ -93,6 +93,20 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def set_module_tensor_to_device(
+    module: nn.Module, tensor_name: str, device: Any, value: Any = None, dtype: Any = None, **options: Any
+) -> None:
+    """Put a parameter or buffer of `module` on `device`, with another `value` if one is given. `options` make no difference."""
+    *path, name = tensor_name.split(".")
+    owner = module.get_submodule(".".join(path))
+    old = getattr(owner, name)
+    new = (old.data if value is None else torch.as_tensor(value)).to(device, dtype or old.dtype)
+    if name in owner._buffers:
+        owner._buffers[name] = new
+    else:
+        owner._parameters[name] = type(old)(new, requires_grad=old.requires_grad)
+
+
 # -- other and memory ---------------------------------------------------------------------------------------------
 
 
@@ -290,7 +304,7 @@ _versions = {f.__name__: f for f in (compare_versions, is_torch_version)}
 
 _OFFLOADING = (
     "CustomDtype get_balanced_memory get_max_memory infer_auto_device_map load_offloaded_weights named_module_tensors "
-    "offload_state_dict offload_weight save_offload_index set_module_tensor_to_device"
+    "offload_state_dict offload_weight save_offload_index"
 )
 _MODELING = f"{_OFFLOADING} clean_device_map compute_module_sizes convert_file_size_to_int get_max_layer_size"
 _DEEPSPEED = ("DeepSpeedSchedulerWrapper", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig")
@@ -311,7 +325,10 @@ submodules(
             "absent": dict.fromkeys(("get_parameters_from_modules",), "name modules: FSDPOptions(ignore=…)"),
         },
         "memory": _memory,
-        "modeling": {"absent": dict.fromkeys(_MODELING.split(), OFFLOADING)},
+        "modeling": {
+            "set_module_tensor_to_device": set_module_tensor_to_device,
+            "absent": dict.fromkeys(_MODELING.split(), OFFLOADING),
+        },
         "offload": {"absent": dict.fromkeys(_OFFLOADING.split(), OFFLOADING)},
         "operations": _operations,
         "other": {**_other, "absent": _OTHER},
@@ -331,6 +348,8 @@ _names = {
     **_operations,
     **_other,
     **_versions,
+    "init_empty_weights": init_empty_weights,
+    "set_module_tensor_to_device": set_module_tensor_to_device,
     "set_seed": set_seed,
     "tqdm": tqdm,
     **{name: stand_in(name, DEEPSPEED) for name in _DEEPSPEED},

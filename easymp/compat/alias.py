@@ -1,4 +1,4 @@
-"""easymp under the name ``accelerate``, for scripts and libraries that import that package."""
+"""easymp under the name ``accelerate``, for scripts and libraries that import that package. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
-from .plugins import stand_in
-
 NAME, VERSION = "accelerate", "1.15.0"  # the interface that this layer follows
-OWN = __package__.removesuffix(NAME)  # type: ignore[union-attr]
+OWN = f"{__package__}."
 
 
 class Alias(ModuleType):
@@ -34,6 +32,8 @@ class Alias(ModuleType):
             instead = getattr(own.__getattr__, "instead", {})
             if name not in instead:
                 raise AttributeError(str(error)) from None
+            from .accelerate.plugins import stand_in  # imported by now
+
             vars(self)[name] = stand_in(f"{self.__name__}.{name}", instead[name])
             return vars(self)[name]
 
@@ -80,7 +80,7 @@ def install() -> None:
         RuntimeError: Accelerate itself is imported already.
 
     Example:
-        >>> from easymp.compat.accelerate import install
+        >>> from easymp.compat import install
         >>> install()
         >>> import accelerate
         >>> accelerate.Accelerator.__module__

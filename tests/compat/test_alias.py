@@ -1,0 +1,233 @@
+"""easymp under the name accelerate: for a script, and for the libraries that train by it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EASYMP = [sys.executable, "-m", "easymp"]
+NAMES = """
+import importlib.metadata, importlib.util, accelerate
+from accelerate import Accelerator, dispatch_model, init_empty_weights
+from accelerate.hooks import AlignDevicesHook
+from accelerate.utils import DistributedType, set_module_tensor_to_device
+import accelerate.utils.modeling, accelerate.big_modeling
+assert importlib.util.find_spec("accelerate") and importlib.metadata.version("accelerate") == accelerate.__version__
+assert not hasattr(accelerate, "nothing") and importlib.util.find_spec("accelerate.nothing") is None
+try:
+    dispatch_model(None)
+except Exception as error:
+    print(error)
+import torch
+with init_empty_weights():
+    model = torch.nn.Linear(2, 1)
+assert model.weight.is_meta
+set_module_tensor_to_device(model, "weight", "cpu", torch.ones(1, 2))
+set_module_tensor_to_device(model, "bias", "cpu", torch.zeros(1))
+acc = Accelerator(cpu=True)
+model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+acc.backward(model(torch.ones(2, 2)).sum())
+optimizer.step()
+print(type(acc).__module__, acc.num_processes, acc.gather(model.weight.detach()[0, :1]).tolist())
+acc.end_training()
+"""
+
+
+def run(*words: str, folder: Path) -> str:
+    env = {**os.environ, "EASYMP_LOG_WITH": "none"}
+    done = subprocess.run([*EASYMP, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_script_that_imports_accelerate_gets_easymp(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAMES)
+    printed = run("launch", "--as", "accelerate", "--processes", "2", "train.py", folder=tmp_path)
+    assert printed.count("easymp.compat.accelerate.accelerator 2 [0.8") == 2
+    assert "dispatch_model is not part of easymp" in printed
+
+
+def test_it_is_too_late_after_the_import_of_accelerate_itself() -> None:
+    code = (
+        "import sys, types; sys.modules['accelerate'] = types.ModuleType('accelerate')\n"
+        "from easymp.compat import install\ninstall()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "easymp launch --as accelerate" in done.stderr
+
+
+TRAINER = """
+import sys, torch, transformers
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+draw = torch.Generator().manual_seed(1)
+data = [{"input_ids": (row := torch.randint(0, 64, (16,), generator=draw)), "labels": row} for _ in range(64)]
+folder, options, resume = sys.argv[1], eval(sys.argv[2]), eval(sys.argv[3])
+args = TrainingArguments(
+    output_dir=folder, max_steps=6, save_steps=3, logging_steps=1, eval_strategy="steps", eval_steps=3, use_cpu=True, report_to=[],
+    per_device_train_batch_size=4, gradient_accumulation_steps=2, disable_tqdm=True, train_sampling_strategy="sequential", **options,
+)
+trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:10])
+trainer.train(resume_from_checkpoint=resume)
+trainer.save_model(folder + "/final")
+if trainer.is_world_process_zero():
+    rows = trainer.state.log_history
+    print("ROWS", [(row["step"], row.get("loss", row.get("eval_loss"))) for row in rows if "loss" in row or "eval_loss" in row])
+"""
+FSDP = {
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
+
+
+def rows(printed: str) -> str:
+    (found,) = re.findall(r"^ROWS (.*)$", printed, re.MULTILINE)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [(1, {}), (1, {"bf16": True}), (2, {}), (2, FSDP)],
+    ids=["one", "bf16", "ddp", "fsdp"],
+)
+def test_the_trainer_of_transformers(tmp_path: Path, processes: int, options: dict[str, object]) -> None:
+    """It trains, evaluates, saves and resumes, with the numbers of Accelerate where that is installed."""
+    pytest.importorskip("transformers")
+    (tmp_path / "train.py").write_text(TRAINER)
+    words = ("launch", "--processes", str(processes))
+    as_easymp = (*words, "--as", "accelerate", "train.py")
+    whole = rows(run(*as_easymp, str(tmp_path / "run"), repr(options), "None", folder=tmp_path))
+    resumed = run(
+        *as_easymp,
+        str(tmp_path / "run"),
+        repr(options),
+        repr(str(tmp_path / "run/checkpoint-3")),
+        folder=tmp_path,
+    )
+    assert rows(resumed) == whole
+    assert (tmp_path / "run/final/model.safetensors").is_file()
+    if not options:
+        pytest.importorskip("accelerate")
+        assert (
+            rows(run(*words, "train.py", str(tmp_path / "theirs"), repr(options), "None", folder=tmp_path))
+            == whole
+        )
+
+
+SFT = """
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+words = ["<pad>", "<eos>", "<unk>", *"a b c d e f g h i j".split()]
+tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=16, max_position_embeddings=64, **sizes))
+data = Dataset.from_dict({"text": ["a b c d e f g h", "b c d a", "i j i j i", "c d e f g a b"] * 8})
+args = SFTConfig(
+    output_dir="run", max_steps=4, save_steps=2, logging_steps=1, use_cpu=True, report_to=[], per_device_train_batch_size=4, bf16=False,
+    disable_tqdm=True, train_sampling_strategy="sequential", max_length=32, eos_token="<eos>", pad_token="<pad>",
+)
+trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+trainer.train()
+if trainer.is_world_process_zero():
+    print("ROWS", [(row["step"], row["loss"]) for row in trainer.state.log_history if "loss" in row])
+"""
+
+
+@pytest.mark.slow
+def test_the_sft_trainer_of_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    (tmp_path / "train.py").write_text(SFT)
+    ours = rows(run("launch", "--processes", "2", "--as", "accelerate", "train.py", folder=tmp_path))
+    assert ours.count("(") == 4
+    pytest.importorskip("accelerate")
+    assert rows(run("launch", "--processes", "2", "train.py", folder=tmp_path)) == ours
+
+
+DIFFUSERS = """
+import os, sys, torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, set_seed
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from sklearn.datasets import load_digits
+resumes = len(sys.argv) > 1
+acc = Accelerator(gradient_accumulation_steps=2, cpu=True, project_config=ProjectConfiguration(project_dir="run"))
+def save_hook(models, weights, output_dir):
+    if acc.is_main_process:
+        ema.save_pretrained(os.path.join(output_dir, "unet_ema"))
+        for model in models:
+            model.save_pretrained(os.path.join(output_dir, "unet"))
+            weights.pop()
+def load_hook(models, input_dir):
+    ema.load_state_dict(EMAModel.from_pretrained(os.path.join(input_dir, "unet_ema"), UNet2DModel).state_dict())
+    for _ in range(len(models)):
+        models.pop().load_state_dict(UNet2DModel.from_pretrained(input_dir, subfolder="unet").state_dict())
+acc.register_save_state_pre_hook(save_hook)
+acc.register_load_state_pre_hook(load_hook)
+set_seed(0)
+model = UNet2DModel(
+    sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
+    down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+)
+ema = EMAModel(model.parameters(), decay=0.99, model_cls=UNet2DModel, model_config=model.config)
+noising = DDPMScheduler(num_train_timesteps=100)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+images = torch.tensor(load_digits().images[:64], dtype=torch.float32)[:, None] / 8 - 1
+loader = torch.utils.data.DataLoader([{"input": image} for image in images], batch_size=8)
+schedule = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=2, num_training_steps=16)
+model, optimizer, loader, schedule = acc.prepare(model, optimizer, loader, schedule)
+step, first, losses = 0, 0, []
+if resumes:
+    acc.load_state("run/checkpoint-4")
+    step, first = 4, 4 // (len(loader) // 2)
+for epoch in range(first, 2):
+    for i, batch in enumerate(loader):
+        draw = torch.Generator().manual_seed(step * 10 + i)
+        noise = torch.randn(batch["input"].shape, generator=draw)
+        at = torch.randint(0, 100, (len(noise),), generator=draw)
+        with acc.accumulate(model):
+            loss = (model(noising.add_noise(batch["input"], noise, at), at).sample - noise).square().mean()
+            acc.backward(loss)
+            if acc.sync_gradients:
+                acc.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if acc.sync_gradients:
+            ema.step(model.parameters())
+            step += 1
+            if step == 4:
+                acc.save_state(f"run/checkpoint-{step}")
+        losses.append(round(acc.gather(loss.detach()[None]).mean().item(), 6))
+if acc.is_main_process:
+    DDPMPipeline(unet=acc.unwrap_model(model), scheduler=noising).save_pretrained("run")
+    print("ROWS", losses[-8:])
+acc.end_training()
+"""
+
+
+@pytest.mark.slow
+def test_a_training_script_of_diffusers(tmp_path: Path) -> None:
+    """Hooks that save a U-Net and its moving average, and a script that counts its own epochs when it resumes."""
+    pytest.importorskip("diffusers")
+    (tmp_path / "train.py").write_text(DIFFUSERS)
+    words = ("launch", "--processes", "1")
+    whole = rows(run(*words, "--as", "accelerate", "train.py", folder=tmp_path))
+    assert rows(run(*words, "--as", "accelerate", "train.py", "resume", folder=tmp_path)) == whole
+    pytest.importorskip("accelerate")
+    assert rows(run(*words, "train.py", folder=tmp_path)) == whole
