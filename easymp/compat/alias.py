@@ -32,8 +32,7 @@ class Alias(ModuleType):
             instead = getattr(own.__getattr__, "instead", {})
             if name not in instead:
                 raise AttributeError(str(error)) from None
-            from .accelerate.plugins import stand_in  # imported by now
-
+            stand_in = importlib.import_module(f"{OWN}{NAME}.plugins").stand_in
             vars(self)[name] = stand_in(f"{self.__name__}.{name}", instead[name])
             return vars(self)[name]
 

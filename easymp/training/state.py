@@ -183,7 +183,12 @@ class AcceleratorState(View, Processes):
 
     @property
     def fsdp_plugin(self) -> Any:
-        """The plugin of Accelerate's, where the Accelerator was given one for several processes; else None."""
+        """The `FullyShardedDataParallelPlugin` of a script of Accelerate on several processes; else None.
+
+        Example:
+            >>> Accelerator(cpu=True).state.fsdp_plugin is None
+            True
+        """
         return getattr(self._run.accelerator(), "_fsdp_plugin", None)
 
     @property

@@ -105,7 +105,7 @@ class Accelerator(accelerator.Accelerator):
             others["strategy_options"] = fsdp_plugin.options
             others["activation_checkpointing"] = fsdp_plugin.activation_checkpointing
             self._fsdp_plugin = fsdp_plugin
-            if fsdp_plugin.strategy != "ddp":
+            if fsdp_plugin.options is not None:
                 given = list(kwargs_handlers or ())
                 kwargs_handlers = [it for it in given if not isinstance(it, DistributedDataParallelKwargs)]
                 if len(kwargs_handlers) < len(given):
