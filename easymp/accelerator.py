@@ -386,13 +386,15 @@ class Accelerator(Collectives, Checkpoints):
         kind = precision.PRECISIONS.get(self.plan.precision.value)
         if kind is not None:
             return kind(self._autocast)  # type: ignore[call-arg]
-        return precision.Measured(
-            self._autocast, self._world, asked.probe and not asked.deterministic, self._decided
-        )
+        run = self._run  # and not the Accelerator, which optimizers would keep alive
 
-    def _decided(self, choice: Choice[str]) -> None:
-        self._run.plan = replace(self.plan, precision=choice)
-        logger.info("precision %s: %s", choice.value, choice.reason)
+        def decided(choice: Choice[str]) -> None:
+            run.plan = replace(run.plan, precision=choice)
+            logger.info("precision %s: %s", choice.value, choice.reason)
+
+        return precision.Measured(
+            self._autocast, self._world, asked.probe and not asked.deterministic, decided
+        )
 
     def __repr__(self) -> str:
         decided = (

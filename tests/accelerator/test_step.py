@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -95,3 +98,20 @@ def test_clipping_acts_once_a_window() -> None:
         assert norms[1] > 0.1
         clipped = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
         assert clipped == pytest.approx(0.1, rel=1e-4)
+
+
+def test_an_accelerator_that_is_dropped_is_closed() -> None:
+    def train() -> weakref.ref[Accelerator]:
+        acc = Accelerator(mixed_precision="auto", gradient_accumulation_steps=2, cpu=True)
+        model = nn.Linear(2, 1)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            with acc.accumulate(model):
+                acc.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        return weakref.ref(acc)
+
+    dropped = train()
+    gc.collect()
+    assert dropped() is None
