@@ -59,7 +59,10 @@ def _main(words: list[str]) -> int:
         parser.error(
             f"there is no command {name!r}{nearest(name, COMMANDS) or '.'} Known: {', '.join(COMMANDS)}"
         )
-    return module_of(name).run(parser_of(name).parse_args(rest))
+    module, parser = module_of(name), parser_of(name)
+    if hasattr(module, "reworded"):
+        rest = module.reworded(rest, parser)
+    return module.run(parser.parse_args(rest))
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

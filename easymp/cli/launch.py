@@ -7,7 +7,8 @@ examples:
   easymp launch --processes 2 train.py        two
   easymp launch --processes 2 -m pkg.train    as python -m
   easymp launch --set strategy=fsdp --set strategy_options.cpu_offload=true train.py
-  easymp launch --as accelerate train.py      `import accelerate` gives easymp, also in transformers
+  easymp launch --as accelerate train.py      `import accelerate` gives easymp, also in transformers; flags of
+                                              `accelerate launch` may follow: --num_processes 2 --mixed_precision bf16
 
 on each of several machines, with the address of the first and a number of its own:
   easymp launch --nodes 2 --main-address node-a --node-rank 0 train.py
@@ -25,13 +26,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import settings
 from ..base import env
+from ..base.lazy import modules_at_first_use
 from ..errors import SettingError
 from ..launcher import launch_script, slurm
 from ..launcher.entrypoints import check_script
 from ..settings import VARIABLE
+
+if TYPE_CHECKING:
+    from . import accelerate_flags
+else:
+    modules_at_first_use(globals(), "accelerate_flags")
 
 RESTARTS = 3  # where nodes may come and go: a node that leaves ends the ranks of the others
 
@@ -59,6 +67,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("script", metavar="SCRIPT", help="the script's path")
     rest = "the script's own arguments, unchanged"
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=rest)
+
+
+def reworded(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Behind ``--as accelerate`` flags of ``accelerate launch`` count, too."""
+    if words[:2] != ["--as", "accelerate"]:
+        return words
+    own = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}
+    return [*words[:2], *accelerate_flags.translate(words[2:], own)]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from easymp.cli import main
 
 EASYMP = [sys.executable, "-m", "easymp"]
 NAMES = """
@@ -59,6 +62,51 @@ def test_it_is_too_late_after_the_import_of_accelerate_itself() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "easymp launch --as accelerate" in done.stderr
+
+
+PLAN = """
+import sys
+from accelerate import Accelerator
+acc = Accelerator()
+acc.print(acc.num_processes, acc.mixed_precision, acc.gradient_accumulation_steps, acc.plan.strategy.value, *sys.argv[1:])
+acc.end_training()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "printed"),
+    [
+        (
+            "--num_processes 2 --mixed_precision bf16 --cpu --gradient_accumulation_steps=4",
+            "2 bf16 4 ddp --lr 1",
+        ),
+        ("--config_file accelerate.json --mixed_precision fp16 --cpu", "2 fp16 1 fsdp --lr 1"),
+        ("--processes 1", "1 no 1 single --lr 1"),
+    ],
+)
+def test_flags_of_accelerate_launch(flags: str, printed: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAN)
+    file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": False}, "num_processes": 2}
+    (tmp_path / "accelerate.json").write_text(json.dumps(file))
+    words = ("launch", "--as", "accelerate", *flags.split(), "train.py", "--lr", "1")
+    assert run(*words, folder=tmp_path).strip() == printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tpu", "--tpu of accelerate launch has no counterpart"),
+        ("--zero_stage 2", "not in force"),
+        ("--num_processes two", "num_processes = two is not a number"),
+        ("--num_processes", "has no value"),
+    ],
+)
+def test_flags_of_accelerate_launch_that_are_refused(
+    flags: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = [] if words == "has no value" else ["train.py"]
+    assert main(["launch", "--as", "accelerate", *flags.split(), *script]) == 1
+    assert words in capfd.readouterr().err
 
 
 TRAINER = """

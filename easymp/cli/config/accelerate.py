@@ -15,6 +15,7 @@ from ...registry import ALIASES
 from ...settings import as_table
 from . import deepspeed
 from .rules import (
+    Document,
     Importer,
     Rule,
     Rules,
@@ -44,8 +45,12 @@ def import_file(path: str | Path) -> Importer:
     Raises:
         SettingError: no such file, one of neither library, not readable, or a wrong value; with the line.
     """
-    document = read_document(path)
-    content = document.content
+    return import_document(read_document(path), Path(path).parent)
+
+
+def import_document(document: Document, folder: Path) -> Importer:
+    """As `import_file`, of a document that was read; a file that it names is in `folder`, or in the working directory."""
+    path, content = document.name, document.content
     ours, theirs = (len(content.keys() & keys) for keys in (ACCELERATE, deepspeed.DEEPSPEED))
     if not ours and not theirs:
         raise SettingError(
@@ -59,7 +64,7 @@ def import_file(path: str | Path) -> Importer:
     take.walk(content, _in_force(content))
     named = _section(content, "deepspeed_config").get("deepspeed_config_file")
     if named and _kind(content) == "DEEPSPEED":
-        beside = Path(path).parent / str(named)  # Accelerate looks in the working directory only
+        beside = folder / str(named)  # Accelerate looks in the working directory only
         inner = read_document(named if Path(str(named)).is_file() else beside)
         take.begin(inner, "DeepSpeed", None if _alone(content) else deepspeed.strategy(inner.content))
         deepspeed.take_all(take)
