@@ -3,9 +3,6 @@
 A row has ``_step``, ``_time`` (seconds since 1970) and the values by name. JSON has no NaN and no infinities: they are the words "NaN",
 "Infinity" and "-Infinity", which float(), pandas.read_json and JavaScript's Number read as numbers.
 
-A table has a row for each of its rows, with ``_table``, its name. Images are PNG files in ``log-images``, and a row with ``_images`` and
-`files` names them.
-
 A row of a table has ``_table``, the table's name, and the values by column. Images are PNG files in the folder ``log-images``, which a row
 with ``_images``, their name, lists as `files`.
 
@@ -22,6 +19,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -123,11 +121,13 @@ class JsonLines:
         """Write arrays of shape NHWC (uint8) as PNG files beside the rows, and a row with ``_images``, the name, and their `files`."""
         for name, images in values.items():
             safe = "".join(x if x.isalnum() or x in "-." else "_" for x in name)
-            files = [f"{self.path.stem}-images/{safe}-{step or 0:08d}-{i}.png" for i in range(len(images))]
-            for file, image in zip(files, images):
-                place = self.path.parent / file
-                place.parent.mkdir(exist_ok=True)
-                place.write_bytes(png(image))
+            folder, files = self.path.parent / f"{self.path.stem}-images", []
+            for i, image in enumerate(images):
+                place = folder / f"{safe}-{step or 0:08d}-{i}"
+                path, file = first_free(place, partial(_create, suffix=".png"))
+                with file:
+                    file.write(png(image))
+                files.append(f"{folder.name}/{path.name}")
             self.write([Row(step or 0, time.time(), {"_images": name, "files": files})])
 
     def log_table(
@@ -157,8 +157,8 @@ class JsonLines:
             self._file = None
 
 
-def _create(path: Path) -> tuple[Path, BinaryIO]:
-    path = path.with_name(f"{path.name}.jsonl")
+def _create(path: Path, suffix: str = ".jsonl") -> tuple[Path, BinaryIO]:
+    path = path.with_name(path.name + suffix)
     return path, open(path, "xb", buffering=0)
 
 

@@ -188,6 +188,14 @@ def test_json_lines_have_rows_of_tables_and_files_of_images(tmp_path: Path) -> N
     ]
 
 
+def test_json_lines_keep_all_images_of_one_step(tmp_path: Path) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+        for name, value in (("a/b", 1), ("a/b", 2), ("a_b", 3)):
+            acc.log_images(name, np.full((1, 1), value, np.uint8))
+    files = [file for row in rows(tmp_path) for file in row["files"]]
+    assert [pixels(tmp_path / file)[1] for file in files] == [b"\0\1", b"\0\2", b"\0\3"]
+
+
 def test_trackers_without_them_say_so_once(tmp_path: Path, caplog: Any) -> None:
     class Plain(Album):
         name = "plain"
