@@ -96,6 +96,7 @@ def test_without_a_step_updates_are_counted(tmp_path: Path) -> None:
             "init_kwargs: 'tensorboard'",
         ),
         (lambda acc: (acc.log({"x": 1}), acc.init_trackers("x")), StepError, "Call it first"),
+        (lambda acc: (acc.log_table("x", ["a"], []), acc.init_trackers("x")), StepError, "Call it first"),
         (lambda acc: (acc.end_training(), acc.log({"x": 1})), StepError, "after end_training"),
     ],
 )

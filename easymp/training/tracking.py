@@ -46,12 +46,12 @@ class Tracking:
         self._main = run.world.rank == 0
         folder = Path(project.logging_dir or os.curdir)
         keep = [name for name in self.names if name in own or not trackers.TRACKERS[name].watches]
+        self._in_files = [name for name in keep if name in trackers.TRACKERS]
         self.logbook = trackers.Logbook(keep if self._main else [], own, folder, self._facts)
-        self._console: Any = None
         if self._main and len(keep) < len(self.names):
-            self._console = self.logbook.attached["console"] = trackers.Console(run, prepared)
-            self.logbook.hear, self.logbook.waiting = self._console.hear, True
-        self._calls = 0
+            console = self.logbook.attached["console"] = trackers.Console(run, prepared)
+            self.logbook.hear, self.logbook.waiting = console.hear, True
+        self._begun, self._calls = False, 0
 
     def _facts(self) -> dict[str, Any]:
         plan = self._run.plan
@@ -63,21 +63,18 @@ class Tracking:
             raise SettingError(f"init_trackers({project_name!r}): pass a name, which names files and folders")
         options = self._by_name(init_kwargs, "init_kwargs")
         self._check_place()
-        if self._calls:
+        if self._begun:
             raise StepError(
                 "init_trackers() after log(): rows have been logged to another name. Call it first"
             )
-        if self._console is not None:
-            self._console.configure(options.get("console", {}))
+        if "console" in self.logbook.attached:
+            self.logbook.attached["console"].configure(options.get("console", {}))
         self.logbook.describe(project_name, {} if config is None else config, options)
 
     def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Options) -> None:
-        if not self._calls:
-            self._check_place()
-        row = trackers.checked_values(values)
-        updates = self._updates
+        row, updates = trackers.checked_values(values), self._updates
+        step = self._begin(step)
         self._calls += 1
-        step = trackers.checked_step(updates if step is None else step)
         options = self._by_name(log_kwargs, "log_kwargs")
         for name in options:
             if name in trackers.TRACKERS and not trackers.TRACKERS[name].takes_options:
@@ -91,7 +88,7 @@ class Tracking:
         return max((optimizer.updates for optimizer in self._optimizers), default=self._calls)
 
     def log_images(self, name: str, images: Any, step: int | None) -> None:
-        step = self._begin_show("log_images", name, step)
+        step = self._begin(step, f"log_images({name!r})", name)
         array, changed = trackers.checked_images(images, convert=self._main)
         if self._main:
             if changed:
@@ -101,20 +98,24 @@ class Tracking:
             self.logbook.show(self.names, "log_images", {name: array}, step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Any], step: int | None) -> None:
-        step = self._begin_show("log_table", name, step)
+        step = self._begin(step, f"log_table({name!r})", name)
         names, data = trackers.checked_table(columns, rows)
         if self._main:
             self.logbook.show(self.names, "log_table", name, columns=names, data=data, step=step)
 
-    def _begin_show(self, call: str, name: str, step: int | None) -> int:
+    def _begin(self, step: int | None, call: str = "log()", name: str = "values") -> int:
         if not isinstance(name, str) or not name:
-            raise SettingError(f"{call}({name!r}): pass a name, such as 'predictions'")
-        self._check_place()
-        return trackers.checked_step(self._updates if step is None else step)
+            raise SettingError(f"{call}: pass a name, such as 'predictions'")
+        if not self._begun:
+            self._check_place()
+        step = trackers.checked_step(self._updates if step is None else step)
+        self._begun = True
+        return step
 
     def all(self) -> list[Any]:
         self._check_place()
-        return [*self.logbook.trackers.values(), *([] if self._console is None else [self._console])]
+        watching = [one for name, one in self.logbook.attached.items() if name in trackers.TRACKERS]
+        return [*self.logbook.trackers.values(), *watching]
 
     def get(self, name: str, unwrap: bool) -> Any:
         self._check_name(name, "get_tracker")
@@ -132,11 +133,9 @@ class Tracking:
 
     def _check_place(self) -> None:
         place = self._project.logging_dir or ""
-        known = trackers.TRACKERS
-        in_files = [name for name in self.names if name in known and not known[name].watches]
-        if "://" in place and in_files:
+        if "://" in place and self._in_files:
             raise SettingError(
-                f"{in_files[0]} writes to a local folder, and the project is at {place}: pass "
+                f"{self._in_files[0]} writes to a local folder, and the project is at {place}: pass "
                 "ProjectConfiguration(project_dir=..., logging_dir='a/local/folder'), or log_with='none'"
             )
 
