@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError(f"No curves: {lacking}")
     html = args.html or (None if args.output else Path("easymp-plot.html"))
     made = list(panels(runs, names, args.x))
+    if not made:
+        raise SettingError(f"No curves: of {', '.join(names)} no run has logged a finite number")
     if html:
         write_page(runs, made, html)
     if args.output:
@@ -105,7 +108,12 @@ def read(places: Sequence[Path]) -> list[Run]:
                 f"{place}: {why}. Pass the file of rows (log.jsonl), or the run's project folder"
             )
         files |= dict.fromkeys(path.resolve() for path in found)
-    return [_read(path, name) for path, name in zip(files, _names(list(files)))]
+    runs = [_read(path, name) for path, name in zip(files, _names(list(files)))]
+    if not any(run.rows for run in runs):
+        raise SettingError(
+            f"{next(iter(files))} has no rows of a run: pass a file that log_with='jsonl' has written"
+        )
+    return runs
 
 
 def _names(files: Sequence[Path]) -> list[str]:
@@ -123,18 +131,17 @@ def _about(path: Path) -> Path:
 
 def _read(path: Path, name: str) -> Run:
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:  # the last line of a running process, half written
             continue
         if isinstance(row, dict) and {"_step", "_time"} <= row.keys():
             rows.append(row)
-    if not rows:
-        raise SettingError(f"{path} has no rows of a run: pass a file that log_with='jsonl' has written")
     about = json.loads(_about(path).read_text(encoding="utf-8")) if _about(path).is_file() else {}
-    starts = about.get("starts") or [{"time": rows[0]["_time"], "config": {}}]
-    began = min(starts[0]["time"], rows[0]["_time"])  # a tracker starts with the first rows that it gets
+    starts = about.get("starts") or [{"time": math.inf, "config": {}}]
+    # A tracker starts with the first rows that it gets.
+    began = min([starts[0]["time"], *(row["_time"] for row in rows[:1])])
     points: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows:
         for key, value in row.items():

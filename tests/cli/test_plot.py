@@ -100,6 +100,23 @@ def test_mistakes_are_named(
     assert said in capsys.readouterr().err
 
 
+def test_runs_without_rows_or_finite_numbers(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, values in (("begun", ()), ("nan", ("NaN",)), ("good", (1, 2))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.json").write_text("{}")
+        with open(tmp_path / name / "log.jsonl", "w") as file:
+            file.writelines(json.dumps({"_step": 1, "_time": 5, "loss": value}) + "\n" for value in values)
+            file.write('{"_step": 4, "_ti')
+    assert main(["plot", ".", "--output", "all.svg"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert table == [["begun", "0", "0", "–"], ["good", "2", "1", "2"], ["nan", "1", "1", "nan"]]
+    assert main(["plot", "nan", "--output", "none.svg"]) == 1
+    assert "No curves: of loss no run has logged a finite number" in capsys.readouterr().err
+    assert main(["plot", "begun"]) == 1
+    assert "log.jsonl has no rows of a run" in capsys.readouterr().err
+
+
 def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
     runs: Path, monkeypatch: Any, capsys: Any
 ) -> None:
