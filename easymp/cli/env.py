@@ -13,16 +13,22 @@ import argparse
 import dataclasses
 import platform
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import easymp
 
 from .. import cuda, distributed
+from ..base.lazy import modules_at_first_use
 from ..base.units import size
 from ..hardware import Hardware
-from ..hardware.gpus import describe
 from ..settings import resolve
 from ..version import __version__
 from .terminal import print_json, table
+
+if TYPE_CHECKING:
+    from ..hardware import gpus
+else:  # it imports torch
+    modules_at_first_use(globals(), gpus=".hardware.gpus")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _elsewhere(args: argparse.Namespace, settings: easymp.Settings) -> int:
-    there = describe(args.machine)
+    there = gpus.describe(args.machine)
     world = there.nodes * there.processes
     ranks = distributed.Ranks(0, world, 0, there.processes, f"--for {args.machine}")
     plan = easymp.make_plan(settings, there.hardware, ranks)

@@ -7,7 +7,7 @@
 | ``from torch.cuda.amp import autocast, GradScaler`` | ``from easymp.compat.torch_cuda.amp import autocast, GradScaler`` |
 | ``import deepspeed`` | ``from easymp.compat import deepspeed`` |
 | ``import horovod.torch as hvd`` | ``import easymp.compat.horovod as hvd`` |
-| ``from lightning.fabric import Fabric`` | ``from easymp.compat.lightning_fabric import Fabric`` |
+| ``from lightning_fabric import Fabric`` | ``from easymp.compat.lightning_fabric import Fabric`` |
 
 `install` gives a process easymp under the name ``accelerate``, for libraries such as transformers that import it.
 

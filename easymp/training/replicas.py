@@ -33,6 +33,7 @@ ADDED = "add it to the model before prepare(), or call free_memory() and prepare
 MAY_DIFFER = {
     *("mixed_precision", "strategy", "gradient_accumulation_steps", "cpu", "timeout", "memory"),
     *("project_dir", "log_with", "sources"),
+    *("strategy_options", "dataloader_config", "scaler_options"),  # which are compared as records
 }
 FIRST = 3  # updates that are compared one by one
 CHUNK = 2**20  # elements that are summed at a time

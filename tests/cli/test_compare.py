@@ -33,6 +33,11 @@ SLEEP = "import time; time.sleep(60)"
 EVIL = "<script>alert(1)</script>\"'&$\\frac{1}"
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)

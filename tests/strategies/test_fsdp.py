@@ -291,7 +291,10 @@ def test_a_class_that_no_module_has() -> None:
     ("options", "words"),
     [
         ({"reshard": True}, "strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'"),
-        (DistributedDataParallelKwargs(), "is a DistributedDataParallelKwargs, but strategy 'fsdp' takes"),
+        (
+            DistributedDataParallelKwargs(),
+            "takes FSDPOptions, or a dict of its fields, not a DistributedDataParallelKwargs",
+        ),
     ],
 )
 def test_wrong_options(ranks, options: Any, words: str) -> None:
