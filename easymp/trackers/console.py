@@ -44,9 +44,7 @@ EVERY = 30.0  # seconds between two lines of a log file; less before the second 
 SOON = 5.0
 REDRAWN = 0.25  # seconds between two states of the line on a terminal
 RECENT = 10.0  # seconds over which rates are taken on a terminal
-UNFINISHED = (
-    2.0  # seconds that the script's own unfinished line (a prompt, dots) keeps the terminal's last line
-)
+UNFINISHED = 2.0  # seconds for which a line that the script has not ended (a prompt, dots) stays the last one
 MANY = 1000  # counts of tokens that are kept before they are added up
 GAP = "  "
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -80,7 +78,7 @@ class Console:
         self._first: Mark | None = None
         self._marks: deque[Mark] = deque()  # the recent ones
         self._every, self._due = EVERY, 0.0
-        self._line: Bar | Lines | None = None
+        self._bar: Bar | None = None  # on a terminal and in a notebook
         self._flops, self._counting = Flops(run, prepared), True
         self._window.stepped.append(self._stepped)
 
@@ -125,7 +123,7 @@ class Console:
             if now >= self._due and self._look(now):
                 self._show(self._marks[0])
                 later = self._every if len(self._marks) > 1 else min(SOON, self._every)
-                self._due = now + (REDRAWN if isinstance(self._line, Bar) else later)
+                self._due = now + (REDRAWN if self._bar else later)
         except Exception as error:  # of a stream that is closed: the training is worth more
             self._due = math.inf
             logger.error("tracker console: %s: %s; the training goes on", type(error).__name__, error)
@@ -137,11 +135,9 @@ class Console:
             self._pending.add(Row(self._sent.updates, now, dict(self._numbers())))
             self._pending.send()
         for row in self._pending.arrived(wait):
-            neighbours = (
-                self._run.world.size // self._prepared.strategy.data_size
-            )  # they count the same tokens
-            before = self._marks[-1].tokens if self._marks else 0.0
-            mark = self._sent._replace(tokens=before + row.values.pop("tokens", 0.0) / neighbours)
+            # Ranks that see the same data count the same tokens.
+            tokens = row.values.pop("tokens", 0.0) * self._prepared.strategy.data_size / self._run.world.size
+            mark = self._sent._replace(tokens=tokens + (self._marks[-1].tokens if self._marks else 0.0))
             self._sent, self._seen, self._first = None, row.values, self._first or mark
             self._marks.append(mark)
             while len(self._marks) > 2 and mark.time - self._marks[1].time >= RECENT:
@@ -170,15 +166,13 @@ class Console:
                     self._show(self._first, ended=True)
         finally:
             self._heard = None
-            if self._line is not None:
-                self._line.close()
+            if self._bar is not None:
+                self._bar.close()
 
     # -- the line -----------------------------------------------------------------------------------------------------
 
     def _show(self, since: Mark, ended: bool = False) -> None:
         """Show the last mark, with rates since another one."""
-        if self._line is None:
-            self._line = line_on(sys.stderr)
         mark, first = self._marks[-1], self._first or since
         ahead = self._progress.ahead(mark.updates)
         seconds, made = mark.time - first.time, mark.updates - first.updates
@@ -188,7 +182,14 @@ class Console:
         elif ahead.total is not None and made:
             left = duration(seconds * (ahead.total - ahead.done) / made)
             parts.append((1, f"{left} left" + ("" if ahead.whole else " of this epoch")))
-        self._line.show(parts, ahead)
+        notebook = type(sys.stderr).__module__.startswith("ipykernel")
+        if self._bar is None and (notebook or is_terminal(sys.stderr)):
+            self._bar = Bar(sys.stderr, not notebook)
+        if self._bar is not None:
+            self._bar.show(parts, ahead)
+        else:
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')}{GAP}{fitted(parts)}\n")
+            sys.stderr.flush()
 
     def _position(self, updates: int, ahead: Ahead) -> Iterator[Part]:
         epochs, loader = self._window.epochs, self._window.reading
@@ -216,8 +217,8 @@ class Console:
                 yield 3, f"{rate((mark.tokens - since.tokens) / seconds)} tokens/s"
             elif mark.samples and since.samples is not None:
                 yield 3, f"{rate((mark.samples - since.samples) / seconds)} samples/s"
-            if utilization := self._flops.utilization(updates):
-                yield 5, f"MFU {utilization:.1%}"
+            if self._flops.share:
+                yield 5, f"MFU {self._flops.share * updates:.1%}"
         device = self._run.world.device
         module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         on_device = hasattr(module, "max_memory_allocated")
@@ -242,12 +243,16 @@ class Counter(FlopCounterMode):
 
 
 class Flops:
-    """Counts the FLOPs of one update of this rank, where the peak of its device is known."""
+    """Counts the FLOPs of one update of this rank, where the peak of its device is known.
+
+    Attributes:
+        share: of that peak, at one update a second; 0 where it is not known.
+    """
 
     def __init__(self, run: Any, prepared: Any) -> None:
         self._run, self._prepared = run, prepared
         self._counter: Counter | None = None
-        self._count, self._peak = 0.0, 0.0
+        self._peak = self.share = 0.0
 
     def step(self) -> bool:
         """An update has ended: begin to count, or end it; returns whether the next update's end matters, too."""
@@ -280,25 +285,13 @@ class Flops:
             # The layers of tensor parallelism multiply DTensors, and are counted as if whole.
             world, strategy = self._run.world, self._prepared.strategy
             shares = world.size // strategy.data_size if strategy.splits_layers else 1
-            self._count = 0.0 if counter.failed else counter.get_total_flops() / shares
-
-    def utilization(self, updates: float) -> float:
-        """The share of the peak at this number of updates a second; 0 where it is not known."""
-        return self._count * updates / self._peak if self._peak else 0.0
+            self.share = 0.0 if counter.failed else counter.get_total_flops() / shares / self._peak
 
 
 # -- where the line stands ---------------------------------------------------------------------------------------------
 
 
-def line_on(stream: Any) -> Bar | Lines:
-    terminal = _is_terminal(stream)
-    if not terminal and type(stream).__module__.partition(".")[0] != "ipykernel":
-        return Lines(stream)
-    with isolated():  # packages may draw random numbers at import
-        return Bar(stream, terminal)
-
-
-def _is_terminal(stream: Any) -> bool:
+def is_terminal(stream: Any) -> bool:
     return bool(getattr(stream, "isatty", bool)())  # a script's own stream may have `write` only
 
 
@@ -310,20 +303,6 @@ def fitted(parts: Sequence[Part], columns: float = math.inf) -> str:
     return GAP.join(text for _, text in kept)
 
 
-class Lines:
-    """Whole lines, each with the time of the day, where a line cannot be updated in place."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def show(self, parts: Sequence[Part], ahead: Ahead) -> None:
-        self._stream.write(f"{time.strftime('%H:%M:%S')}{GAP}{fitted(parts)}\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """All is written."""
-
-
 class Bar:
     """One line that tqdm updates in place, on a terminal or in a notebook.
 
@@ -331,7 +310,8 @@ class Bar:
     """
 
     def __init__(self, stream: Any, terminal: bool) -> None:
-        from tqdm.auto import tqdm
+        with isolated():  # packages may draw random numbers at import
+            from tqdm.auto import tqdm
 
         # Without tqdm's thread, which redraws bars that stand still; and on the last line, where that of an earlier run may stand.
         kind = type("Line", (tqdm,), {"monitor_interval": 0})
@@ -340,7 +320,7 @@ class Bar:
         self._unfinished = 0.0  # when the script has written a part of a line
         self._write, self._undo = stream.write, ExitStack()
         for own in {sys.stdout, sys.stderr} if terminal else ():
-            if _is_terminal(own):
+            if is_terminal(own):
                 self._undo.callback(setattr, own, "write", own.write)
                 own.write = partial(self._aside, own.write)
 
