@@ -11,7 +11,6 @@ import io
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -91,15 +90,15 @@ def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def curves(
+    axes: Axes,
     lines: Sequence[Line],
     names: Sequence[str],
     across: str,
-    up: str = "",
-    *,
+    up: str,
     share: bool = False,
     from_zero: bool = False,
-) -> Callable[[Axes], None]:
-    """A function that draws `lines`, with one legend entry for each main line.
+) -> None:
+    """Draw `lines`, with one legend entry for each main line.
 
     Args:
         names: of the series, by number.
@@ -107,18 +106,6 @@ def curves(
         share: values from 0 to 1 are shown as percent.
         from_zero: the vertical axis begins at 0. Otherwise it is logarithmic where values differ by more than `LOG` times.
     """
-    return partial(_curves, lines, names, across, up, share, from_zero)
-
-
-def _curves(
-    lines: Sequence[Line],
-    names: Sequence[str],
-    across: str,
-    up: str,
-    share: bool,
-    from_zero: bool,
-    axes: Axes,
-) -> None:
     values = [value for line in lines for _, value in line.points]
     if from_zero:
         axes.set_ylim(0, 1.05 * max(values))

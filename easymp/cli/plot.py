@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if not made:
         raise SettingError(f"No curves: of {', '.join(names)} no run has logged a finite number")
     if html:
-        write_page(runs, made, html)
+        write_page(runs, names, made, html)
     if args.output:
         args.output.write_bytes(draw(made, min(2, len(made)), form))
     print("\nwrote " + "\n      ".join(str(path) for path in (html, args.output) if path))
@@ -200,7 +201,7 @@ def panels(runs: Sequence[Run], names: Sequence[str], across: str) -> Iterator[P
     """A panel for each name, with a curve for each run."""
     longest = max((at for run in runs for points in run.points.values() for _, at, _ in points), default=0)
     _, seconds, unit = next(span for span in SPANS if longest >= span[0])
-    axis = "step" if across == "step" else f"{unit} since the start"
+    axis, titles = "step" if across == "step" else f"{unit} since the start", [run.name for run in runs]
     for name in names:
         lines = []
         for series, run in enumerate(runs):
@@ -208,12 +209,11 @@ def panels(runs: Sequence[Run], names: Sequence[str], across: str) -> Iterator[P
             drawn = [(step if across == "step" else at / seconds, value) for step, at, value in points]
             lines += smoothed(series, drawn)
         if lines:
-            yield name, curves(lines, [run.name for run in runs], axis, name)
+            yield name, partial(curves, lines=lines, names=titles, across=axis, up=name)
 
 
-def write_page(runs: Sequence[Run], made: Sequence[Panel], file: Path) -> None:
+def write_page(runs: Sequence[Run], names: Sequence[str], made: Sequence[Panel], file: Path) -> None:
     """One HTML file: a picture for each panel, and a table of the runs with the settings that differ."""
-    names = [name for name, _ in made]
     keys = dict.fromkeys(key for run in runs for key in run.config)
     unlike = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
     settings = [

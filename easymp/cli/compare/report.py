@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...base.units import duration, rate, size
 from ...base.units import unit as unit_of
 from ...settings import OVERRIDE
-from ..curves import NOISY, OUTLIER, Line, Panel, colour, draw, logarithmic, missing, page, smoothed
-from ..curves import curves as drawn
+from ..curves import NOISY, OUTLIER, Line, Panel, colour, curves, draw, logarithmic, missing, page, smoothed
 from .runs import Record
 from .summary import Summary, middle
 from .verdict import Comparison, is_busy, ratio
@@ -160,21 +159,22 @@ def write(found: Comparison) -> tuple[list[Path], str]:
 
 def panels(found: Comparison) -> Iterator[Panel]:
     """The plots that have something to show, in their order."""
-    names, plans = [plan.name for plan in found.summaries], found.summaries
+    plans, drawn = found.summaries, partial(curves, names=[plan.name for plan in found.summaries])
     if any(plan.speeds for plan in plans):
         yield f"Speed, {plans[0].unit} a second", partial(_speeds, plans)
     axes = ((0, "updates", "optimizer updates"), (1, "seconds", "seconds from the first update"))
     for metric, (key, by, across) in product(found.metrics[:2], axes):
         lines = _lines(plans, lambda r, m=metric, k=key: [(p[k], p.value) for p in r.curves.get(m.name, ())])
         if lines:
-            yield f"{metric.name} by {by}", drawn(lines, names, across, metric.name, share=metric.share)
+            fill = partial(drawn, lines=lines, across=across, up=metric.name, share=metric.share)
+            yield f"{metric.name} by {by}", fill
     peaks = [max(plan.peaks) for plan in plans if plan.peaks]
     name, bytes_ = unit_of(max(peaks, default=1))
     lines = _lines(plans, lambda record: [(at, count / bytes_) for at, count in record.memory])
     if lines and not _alike(peaks):
         device = any(record.device_memory for plan in plans for record in plan.records)
         title = "Memory allocated on the device" if device else "Memory of the process"
-        yield title, drawn(lines, names, "seconds from the first update", f"memory, {name}", from_zero=True)
+        yield title, partial(drawn, lines=lines, across=axes[1][2], up=f"memory, {name}", from_zero=True)
 
 
 def _lines(plans: Sequence[Summary], read: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
