@@ -77,10 +77,10 @@ class View:
 
     def __getattr__(self, name: str) -> Any:
         """After unpickling, the first use looks for the run."""
-        if name not in ("_run", "_world", "_window"):
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        self.__init__()  # type: ignore[misc]
-        return vars(self)[name]
+        if name in ("_run", "_world", "_window") and not vars(self).keys() & {"_world", "_window"}:
+            self.__init__()  # type: ignore[misc]
+            return getattr(self, name)
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
