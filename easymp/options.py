@@ -61,9 +61,9 @@ def _check_table(name: str, given: Any, known: Mapping[str, tuple[Callable[[Any]
         _check(good(value), f"{key}={value!r} in {name} is not {words}")
 
 
-@dataclass
+@dataclass(slots=True)
 class DataLoaderConfiguration:
-    """How prepared loaders read.
+    """How prepared loaders read. A change of a field counts for loaders that are prepared after it.
 
     Attributes:
         split_batches: the loader's batch size is that of all ranks together; each gets its part.

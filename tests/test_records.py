@@ -80,3 +80,21 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 def test_wrong_values_are_refused(record: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         getattr(easymp, record)(**options)
+
+
+def order(acc: easymp.Accelerator) -> list[list[int]]:
+    loader = torch.utils.data.DataLoader(range(16), batch_size=4, shuffle=True)
+    return [batch.tolist() for batch in acc.prepare(loader)]
+
+
+def test_a_loader_record_may_change_before_a_loader_is_prepared() -> None:
+    record = easymp.DataLoaderConfiguration(data_seed=1)
+    acc = easymp.Accelerator(cpu=True, dataloader_config=record)
+    other = easymp.Accelerator(cpu=True, dataloader_config=easymp.DataLoaderConfiguration(data_seed=2))
+    first, record.data_seed = order(acc), 2
+    assert order(acc) == order(other) != first
+    record.even_batches = "yes"  # type: ignore[assignment]
+    with pytest.raises(SettingError, match="even_batches='yes' is neither True nor False"):
+        order(acc)
+    with pytest.raises(AttributeError):
+        record.split_batch = True  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from ..data import PreparedLoader, SkippedLoader, prepare_loader
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, StepError
 from ..logging import get_logger
-from ..options import DataLoaderConfiguration
+from ..options import DataLoaderConfiguration, check_fields
 from ..plan import AUTO
 from ..precision import Scaler
 from ..precision.policies import LOW, raise_weights
@@ -458,6 +458,7 @@ class Preparation:
 
     def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
         run, share = self._run, (self.strategy.data_rank, self.strategy.data_size)
+        check_fields(self._options.loading)  # a script may have changed one
         prepared = prepare_loader(
             loader, run.window, run.world, *share, self._options.loading, self.seed, place
         )
