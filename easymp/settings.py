@@ -56,7 +56,7 @@ class ProjectFile:
         """``"easymp.toml, line 3"``: the place of `key` of `table`; without a line where the file spells it in an unknown way."""
         keys = (table, key) if table else (key,)
         for s in self._statements:
-            if s.keys == keys or (s.keys == () and s.table[:1] == keys):
+            if s.keys[: len(keys)] == keys or (s.keys == () and s.table[:1] == keys):
                 return f"{self.path}, line {self.text.count(chr(10), 0, s.begin) + 1}"
         return str(self.path)
 

@@ -208,6 +208,7 @@ def test_wrong_variables(variable: str, value: str, words: str, monkeypatch: pyt
         ("seed = 1\n[launch]\nnodes = '2'\n[sede]\nx = 1", "line 4: 'sede' is not a setting"),
         ("processes = 2", r"line 1: 'processes' is not a setting: it belongs to the table \[launch\]"),
         ("seed = ", "easymp.toml is not valid TOML"),
+        ("seed = 1\nsede.x = 1", "line 2: 'sede' is not a setting"),
     ],
 )
 def test_wrong_files(text: str, words: str) -> None:
