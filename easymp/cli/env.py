@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = resolve()
-    if args.machine:
+    if args.machine is not None:
         return _elsewhere(args, settings)
     hardware = easymp.detect()
     plan = easymp.make_plan(settings, hardware, distributed.read_ranks())

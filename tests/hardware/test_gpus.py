@@ -13,6 +13,7 @@ from .machines import MACHINES
     {
         "NVIDIA H100 80GB HBM3": "H100",
         "NVIDIA H100 PCIe": "H100 PCIe",
+        "NVIDIA H800 PCIe": "H800 PCIe",
         "NVIDIA A100-SXM4-80GB": "A100",
         "NVIDIA A10": "A10",
         "NVIDIA A10G": "A10G",
@@ -98,7 +99,7 @@ def test_nodes_processes_and_memory(text, nodes, processes, memory):
 def test_what_a_description_leaves_open_is_said():
     assert "40 or 80 GB; 40 are assumed, A100-80GB says otherwise" in describe("8xA100").unknown[0]
     alike = describe("64x80GB")
-    assert "H100, H100 PCIe, H800, A100, A800" in alike.unknown[0]
+    assert "H100, H100 PCIe, H800, H800 PCIe, A100, A800" in alike.unknown[0]
     assert alike.hardware.devices[0].bf16 and not alike.hardware.devices[0].fp8
     assert "8 are assumed; 4x16x80GB says otherwise" in alike.unknown[-1]
     assert "instructions of the processor" in describe("4xcpu").unknown[0]

@@ -75,7 +75,7 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
     place = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
     there = file.target(place, writable=not args.dry_run)
     foreign = import_file(args.foreign) if args.foreign else None
-    elsewhere = describe(args.machine) if args.machine else None
+    elsewhere = describe(args.machine) if args.machine is not None else None
     presets = [Preset("--set", ahead, settled=True)]
     presets += [Preset(f"--for {args.machine}", launched(elsewhere), settled=True)] if elsewhere else []
     presets += [Preset(args.foreign, foreign.values)] if foreign else []
