@@ -18,6 +18,8 @@ import torch
 from ..distributed import Ranks
 from ..errors import EasympWarning, nearest
 from ..logging import get_logger
+from ..protocols import Source
+from ..settings import Settings
 
 logger = get_logger(__name__)
 
@@ -83,6 +85,11 @@ class Layer:
 
 
 LAYERS: list[Layer] = []
+
+
+def unless_set(asked: Settings, name: str, given: Any, default: str) -> Any:
+    """The value of an argument: `default` where neither the script nor the environment nor a file says another."""
+    return default if given is None and asked.source(name)[0] is Source.DEFAULT else given
 
 
 def explain() -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import pickle
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -317,3 +320,28 @@ def sharded() -> tuple[str, str, int]:
 
 def test_a_plugin_for_fsdp_on_two_ranks(ranks: Ranks) -> None:
     assert ranks(sharded) == [("FSDP", "fsdp", 4), ("FSDP", "fsdp", 0)]
+
+
+def test_second_arguments_of_checkpoints_are_accelerates(tmp_path: Path) -> None:
+    acc = Accelerator(cpu=True)
+    model = acc.prepare(nn.Linear(2, 1))
+    assert Path(acc.save_state(tmp_path / "one", True), "COMMIT").exists()  # and not in the background
+    nn.init.zeros_(model.weight)
+    acc.load_state(tmp_path / "one", None)
+    assert model.weight.abs().sum() > 0
+    with pytest.raises(easymp.RefusedError, match="safe_serialization"):
+        acc.save_state(tmp_path / "two", False)
+    with pytest.raises(easymp.RefusedError, match="load_kwargs"):
+        acc.load_state(tmp_path / "one", {"weights_only": True})
+
+
+def test_objects_are_gathered_outside_of_loops() -> None:
+    assert Accelerator(cpu=True).gather_for_metrics(["a", 1]) == ["a", 1]
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_copies_of_states_show_the_run(again: Any) -> None:
+    acc = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    process, whole, window = (again(s) for s in (PartialState(), acc.state, acc.gradient_state))
+    assert not hasattr(process, "_window") and not hasattr(window, "_world") and not hasattr(window, "none")
+    assert (process.num_processes, whole.mixed_precision, window.num_steps) == (1, "no", 2)

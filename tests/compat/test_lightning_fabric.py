@@ -157,6 +157,52 @@ def test_parts_are_one_file_and_filters_choose(tmp_path: Path) -> None:
     fabric.easymp.close()
 
 
+def test_values_of_a_whole_checkpoint(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu")
+    model, optimizer = fabric.setup(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+    state = {"model": model, "optimizer": optimizer, "best": torch.tensor(1.5), "step": 3}
+    fabric.save(tmp_path / "last", state)
+    nn.init.zeros_(model.weight)
+    assert fabric.load(tmp_path / "last") == {"best": torch.tensor(1.5), "step": 3}
+    assert model.weight.abs().sum() == 0  # without a state nothing is loaded
+    state["best"] = torch.tensor(0.0)
+    assert fabric.load(tmp_path / "last", state) == {}
+    assert state["best"] == 1.5 and model.weight.abs().sum() > 0
+    fabric.easymp.close()
+
+
+def errors_of_rank_0(folder: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2)
+    model = fabric.setup(nn.Linear(2, 1))
+    fabric.setup(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match=r"read by torch\.load"):
+        fabric.save(Path(folder, "part.ckpt"), {"model": model})
+    fabric.barrier()
+    fabric.easymp.close()
+
+
+def test_all_ranks_hear_why_a_file_is_not_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(errors_of_rank_0, str(tmp_path), processes=2)
+
+
+def test_settings_count_where_the_script_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("EASYMP_LOG_WITH", "jsonl")
+    fabric, other = Fabric(accelerator="cpu"), Fabric(accelerator="cpu", precision="32-true")
+    assert fabric.easymp.mixed_precision == "bf16" and [t.name for t in fabric.easymp.trackers] == ["jsonl"]
+    fabric.easymp.close()
+    assert other.easymp.mixed_precision == "no"
+    other.easymp.close()
+
+
+def test_what_setup_returned_is_wrapped() -> None:
+    fabric = Fabric(accelerator="cpu")
+    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    wrapped = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert all(L.is_wrapped(part) for part in wrapped) and not L.is_wrapped(other)
+    fabric.easymp.close()
+
+
 def test_models_of_a_whole_checkpoint_load_alone(tmp_path: Path) -> None:
     trained(str(tmp_path), stop=2)
     fabric = Fabric(accelerator="cpu")

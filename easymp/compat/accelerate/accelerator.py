@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ... import accelerator
+from ...base.pytree import leaves
+from ...checkpoint.api import Path
+from ...checkpoint.load import Loaded
 from ...distributed import read_ranks
 from ...distributed.processes import DistributedType
-from ...errors import BatchError, SettingError
+from ...errors import BatchError, RefusedError, SettingError
 from ...optim import PreparedScheduler
 from ...options import (
     DataLoaderConfiguration,
@@ -26,9 +29,9 @@ from ...options import (
     LoggerType,
     ProjectConfiguration,
 )
-from ...protocols import Source
 from ...settings import as_record, read_record, resolve
 from ...training.collectives import gather_object
+from ..layer import unless_set
 from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
 
 NATIVE = 'acc = Accelerator(mixed_precision="no", scheduler_steps_per_process=True, log_with="none")'
@@ -116,14 +119,14 @@ class Accelerator(accelerator.Accelerator):
         layer.use("Accelerator()", NATIVE)
         super().__init__(
             device_placement=device_placement,
-            mixed_precision=_or(mixed_precision, "no", asked.source("mixed_precision")[0]),
+            mixed_precision=unless_set(asked, "mixed_precision", mixed_precision, "no"),
             gradient_accumulation_steps=gradient_accumulation_steps,
             cpu=cpu,
             dataloader_config=loading,
             deepspeed_plugin=deepspeed_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            log_with=_or(log_with, "none", asked.source("log_with")[0]),
+            log_with=unless_set(asked, "log_with", log_with, "none"),
             project_dir=project_dir,
             project_config=project_config,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
@@ -160,7 +163,22 @@ class Accelerator(accelerator.Accelerator):
             return super().gather_for_metrics(input_data, use_gather_object)
         except BatchError as error:
             layer.ignore({"gather_for_metrics": f"nothing was taken out of what it gathered: {error}"})
-        return gather_object(input_data) if use_gather_object else self.gather(input_data)
+        objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
+        return gather_object(input_data) if objects else self.gather(input_data)
+
+    def save_state(
+        self, output_dir: Path | None = None, safe_serialization: bool = True, **options: Any
+    ) -> str:
+        """As `easymp.Accelerator.save_state`, with Accelerate's second argument."""
+        return super().save_state(output_dir=output_dir, safe_serialization=safe_serialization, **options)
+
+    def load_state(self, input_dir: Path | None = None, load_kwargs: Any = None, **options: Any) -> Loaded:
+        """As `easymp.Accelerator.load_state`, with Accelerate's second argument, of which only None is taken."""
+        if load_kwargs is not None:
+            raise RefusedError(
+                f"load_state(load_kwargs={load_kwargs!r}) is not honoured: files are read in one way. Leave it out"
+            )
+        return super().load_state(input_dir=input_dir, **options)
 
     def _for_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
         known = {word.value for word in LoggerType} - set(self._tracking.names)
@@ -198,8 +216,3 @@ class Accelerator(accelerator.Accelerator):
     def fp8_backend(self) -> None:
         """None: fp8 is torch's own."""
         return None
-
-
-def _or(given: Any, default: str, source: Source) -> Any:
-    """`default` where neither the script nor the environment nor a file says another."""
-    return default if given is None and source is Source.DEFAULT else given

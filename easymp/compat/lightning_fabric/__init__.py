@@ -7,6 +7,7 @@ double precision, quantization.
 
 from __future__ import annotations
 
+from ...training.state import accelerators
 from ..layer import submodules
 from .choices import DDPStrategy, FSDPStrategy, layer, seed_everything
 from .fabric import Fabric
@@ -16,7 +17,9 @@ __all__ = ["Fabric", "is_wrapped", "seed_everything"]
 
 def is_wrapped(obj: object) -> bool:
     """Whether `obj` came from a setup method."""
-    return type(obj).__module__.startswith("easymp.") or type(obj).__name__.startswith("Prepared")
+    prepared = (view for acc in accelerators() for view in acc._views())  # a model may stay the given one
+    own = type(obj).__module__.startswith("easymp.") or type(obj).__name__.startswith("Prepared")
+    return own or any(obj is view for view in prepared)
 
 
 ITS_OWN = "pass loggers='tensorboard', 'wandb', 'jsonl' …, or an object of Lightning's loggers"

@@ -14,7 +14,7 @@ from ..layer import Layer
 
 layer = Layer("Lightning Fabric")
 PRECISIONS = {
-    **dict.fromkeys(("None", "32", "32-true"), "no"),
+    **dict.fromkeys(("32", "32-true"), "no"),
     **dict.fromkeys(("16", "16-mixed"), "fp16"),
     **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
     "16-true": "fp16-true",
@@ -79,9 +79,9 @@ def _known(name: str, given: str, known: Mapping[str, Any]) -> Any:
     return known[given]
 
 
-def precision(given: Any) -> str:
-    """The precision of the Accelerator."""
-    return _known("precision", str(given), PRECISIONS)
+def precision(given: Any) -> str | None:
+    """The precision of the Accelerator; None where the script does not say it."""
+    return None if given is None else _known("precision", str(given), PRECISIONS)
 
 
 def strategy(given: Any) -> Chosen:

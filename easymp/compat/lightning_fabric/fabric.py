@@ -17,12 +17,15 @@ from ... import launcher
 from ...accelerator import Accelerator
 from ...base.pytree import recursively_apply, send_to_device
 from ...checkpoint.accelerate_import import read_state_dict
-from ...checkpoint.codec import unpack
 from ...checkpoint.folders import open_checkpoint
 from ...checkpoint.huggingface import load as load_tree
+from ...checkpoint.load import Reading
+from ...checkpoint.snapshot import on_rank_0
 from ...checkpoint.weights import load_weights
 from ...distributed import read_ranks
 from ...errors import CheckpointError, NonfiniteError, RefusedError, SettingError, StepError
+from ...settings import resolve
+from ..layer import unless_set
 from . import choices
 from .choices import seed_everything
 
@@ -108,7 +111,7 @@ class Fabric:
         self.callbacks = _as_list(callbacks)
         given = _as_list(loggers)
         self.loggers = [item for item in given if hasattr(item, "log_metrics")]
-        self._log_with = [item for item in given if not hasattr(item, "log_metrics")] or "none"
+        self._log_with = [item for item in given if not hasattr(item, "log_metrics")] or None
         self._made: Accelerator | None = None
         self._remembered = Remembered()
         if type(self).run is not Fabric.run:
@@ -138,14 +141,16 @@ class Fabric:
                     f"devices={self._devices} in one process: call fabric.launch() first, or start it with easymp launch"
                 )
             chosen = self._strategy if several else choices.Chosen("auto")
-            choices.layer.use("Fabric", NATIVE.format(precision=self._precision, strategy=chosen.strategy))
+            asked = resolve()
+            precision = unless_set(asked, "mixed_precision", self._precision, "no")
+            choices.layer.use("Fabric", NATIVE.format(precision=precision, strategy=chosen.strategy))
             self._made = Accelerator(
-                mixed_precision=self._precision,
-                strategy=chosen.strategy,
+                mixed_precision=precision,
+                strategy=None if chosen.strategy == "auto" else chosen.strategy,
                 strategy_options=chosen.options,
                 activation_checkpointing=chosen.activation_checkpointing,
                 cpu=self._cpu or None,
-                log_with=self._log_with,
+                log_with=unless_set(asked, "log_with", self._log_with, "none"),
             )
             self._made.register_for_checkpointing(self._remembered)
         return self._made
@@ -351,8 +356,7 @@ class Fabric:
             tree[key] = acc.get_state_dict(item) if isinstance(item, nn.Module) else item.state_dict()
         for key, keep in (filter or {}).items():
             tree[key] = {name: value for name, value in tree[key].items() if keep(name, value)}
-        acc.save(tree, path)
-        acc.wait_for_everyone()
+        on_rank_0(acc._world, lambda: acc.save(tree, path))
 
     def load(
         self,
@@ -365,7 +369,8 @@ class Fabric:
         """Load what `save` wrote into the models and optimizers of `state`, and replace its other values; all ranks call it.
 
         Returns:
-            The saved values that `state` does not name; all of a file for ``state=None``.
+            The saved values that `state` does not name. For ``state=None`` nothing is loaded, and these are all of a file, or all
+            of a checkpoint apart from its models and optimizers.
 
         Raises:
             CheckpointError: it is not there, damaged, or does not fit.
@@ -385,8 +390,10 @@ class Fabric:
                 elif strict:
                     raise KeyError(f"{path} has no {key!r}: it has {', '.join(found)}")
         else:
-            saved = self._saved_names(path)
-            if state is not None and names != saved["names"]:
+            saved = self._saved(path)
+            if state is not None and names == saved["names"]:
+                acc.load_state(path, strict=strict)
+            else:
                 models = [key for key in names if isinstance(wanted[key], nn.Module)]
                 if len(models) < len(names):
                     raise CheckpointError(
@@ -394,11 +401,7 @@ class Fabric:
                     )
                 for key in models:
                     load_weights(wanted[key], path, strict=strict, which=saved["names"].get(key, "model"))
-                found = saved["values"]
-            else:
-                acc.load_state(path, strict=strict)
-                found = self._remembered.values["values"]
-            found = dict(found)
+            found = dict(saved["values"])
         for key in rest:
             if key in found:
                 wanted[key] = found.pop(key)
@@ -448,13 +451,15 @@ class Fabric:
         return names, rest
 
     @staticmethod
-    def _saved_names(path: str | os.PathLike[str]) -> dict[str, Any]:
-        states = open_checkpoint(path).manifest.states
-        found = unpack(states.get(STATE, {}), _no_tensors)
+    def _saved(path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The names of models and optimizers in a checkpoint, and its other values."""
+        reading = Reading(open_checkpoint(path))
+        found = reading.state(STATE) if STATE in reading else {}
         if found.keys() != {"names", "values"}:
             raise CheckpointError(
                 f"{path} was not saved by Fabric.save: read it by easymp.Accelerator.load_state"
             )
+        reading.run()
         return found
 
     # -- callbacks and logs -------------------------------------------------------------------------------------------
@@ -480,7 +485,7 @@ class Fabric:
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log numbers, on rank 0."""
-        if self._log_with != "none":
+        if self.easymp._tracking.names:
             self.easymp.log(metrics, step)
         if self.is_global_zero and self.loggers:
             plain = {n: v.item() if isinstance(v, Tensor) else v for n, v in metrics.items()}
@@ -504,9 +509,3 @@ def _refuse_groups(call: str, group: Any, sync_grads: bool) -> None:
         raise RefusedError(
             f"{call}(group=…, sync_grads=True): all ranks take part, without gradients; leave it out"
         )
-
-
-def _no_tensors(name: str) -> Any:
-    raise CheckpointError(
-        f"{name} is a tensor: pass all models and optimizers to load, or keep tensors in the model"
-    )
