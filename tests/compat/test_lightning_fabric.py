@@ -185,7 +185,10 @@ def test_all_ranks_hear_why_a_file_is_not_saved(ranks: Ranks, tmp_path: Path) ->
     ranks(errors_of_rank_0, str(tmp_path), processes=2)
 
 
-def test_settings_count_where_the_script_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_count_where_the_script_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("EASYMP_LOG_WITH", "jsonl")
     fabric, other = Fabric(accelerator="cpu"), Fabric(accelerator="cpu", precision="32-true")
