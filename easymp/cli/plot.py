@@ -29,7 +29,7 @@ from typing import Any
 from ..base.units import flat
 from ..errors import SettingError, nearest
 from .curves import NOISY, Panel, curves, draw, missing, page, smoothed
-from .terminal import plain, table
+from .terminal import table
 
 SPANS = ((2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
 """Length of the longest run from which a unit of time is used, its seconds, and its name."""
@@ -191,7 +191,7 @@ def last(runs: Sequence[Run], names: Sequence[str]) -> Iterator[list[str]]:
     for run in runs:
         step = max((points[-1][0] for points in run.points.values()), default=0)
         values = [f"{run.points[name][-1][2]:.4g}" if name in run.points else "–" for name in names]
-        yield [plain(run.name), f"{run.rows:,}", f"{step:,}", *values]
+        yield [run.name, f"{run.rows:,}", f"{step:,}", *values]
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------
