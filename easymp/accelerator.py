@@ -28,7 +28,7 @@ from .base.lazy import modules_at_first_use
 from .base.rng import set_seed
 from .base.torch_flags import switch
 from .checkpoint.api import Checkpoints
-from .errors import RefusedError, SettingError, StepError, failing, nearest
+from .errors import PrepareError, RefusedError, SettingError, StepError, failing, nearest
 from .logging import get_logger
 from .registry import reported
 from .training import wrapper
@@ -1326,12 +1326,20 @@ class Accelerator(Collectives, Checkpoints):
         Returns:
             Updates, incomplete windows at the end of a pass included.
 
+        Raises:
+            PrepareError: on several processes, a loader that is not prepared.
+
         Example:
             >>> acc = Accelerator(cpu=True, gradient_accumulation_steps=4)
             >>> loader = acc.prepare(torch.utils.data.DataLoader(range(10)))
             >>> acc.total_updates(loader, epochs=2)  # of 10 micro-batches each
             6
         """
+        if self._prepared.strategy.data_size > 1 and isinstance(loader, DataLoader):
+            raise PrepareError(
+                "total_updates() of a loader that is not prepared counts the batches of all ranks: prepare the loader first, then make the "
+                "schedule, and prepare the rest"
+            )
         each = len(loader)
         steps = self._window.accumulation
         return epochs * math.ceil(each / steps) if self._window.end_with_loader else epochs * each // steps

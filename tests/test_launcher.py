@@ -476,3 +476,32 @@ def test_torchrun_restarts_a_killed_rank(script, tmp_path):
         code, said = torchrun("--standalone", "--max-restarts", "1", script(TRAIN), str(target), "die")
         assert code == 0, said
         assert Path(f"{target}0").read_text() == Path(f"{target}1").read_text()
+
+
+SAVES = """
+import time, torch
+from torch.utils.data import DataLoader
+from easymp import Accelerator
+acc = Accelerator(cpu=True, project_dir="run", save_on_signal=True, log_with="none")
+model = torch.nn.Linear(1, 1)
+loader = DataLoader(torch.zeros(4000, 1), batch_size=1, num_workers=2)
+model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+for batch in loader:
+    acc.backward(model(batch).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    open("begun", "w").close()
+    time.sleep(0.05)
+"""
+
+
+def test_a_rank_whose_loader_has_workers_saves_itself_at_a_signal(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVES)
+    words = [sys.executable, "-m", "easymp", "launch", "--processes", "2", "train.py"]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        while not (tmp_path / "begun").exists() and launcher.poll() is None:
+            time.sleep(0.05)
+        launcher.send_signal(signal.SIGTERM)
+        said = launcher.communicate(timeout=100)[1]
+    assert launcher.returncode == 75, said
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -89,12 +90,17 @@ class Agent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         self.stopped.clear()
         context, stopped, first = self._pcontext, self.stopped, worker_group.workers[0].global_rank
-        close = context.close
+        close, handlers = context.close, getattr(context, "subprocess_handlers", {}).values()
+        for handler in handlers:
+            handler.close = partial(_close_rank, handler.proc, handler.close)
 
         def noted(*args: Any, **options: Any) -> None:
             if not stopped:
                 stopped.update(first + local for local, process in context.pids().items() if _alive(process))
             close(*args, **options)
+            for handler in handlers:
+                with suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, signal.SIGTERM)  # processes that the rank left behind
 
         context.close = noted
         return started
@@ -115,6 +121,14 @@ class Agent(LocalElasticAgent):
         for process in self._pcontext.pids().values() if self._pcontext is not None else ():
             if _alive(process):
                 os.kill(process, signal.SIGKILL)
+
+
+def _close_rank(rank: Any, close: Callable[..., None], death_sig: Any = None) -> None:
+    """Signal the rank alone: workers of its DataLoaders would die at once, and a rank without them cannot save itself."""
+    if death_sig in (None, signal.SIGKILL):
+        close(death_sig)
+    else:
+        rank.send_signal(death_sig)
 
 
 def _alive(child: int) -> bool:

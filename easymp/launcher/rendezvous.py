@@ -208,7 +208,8 @@ def refuse_taken(config: RendezvousConfig) -> None:
             which = "the main node, which is this one," if several else "this machine"
             other = "on all nodes" if several else "or leave it out to have a free one found"
             raise WorldError(
-                f"port {port} on {which} is taken by another program: pass a free one, --main-address {config.address}:PORT, "
+                f"port {port} on {which} is taken, by another program or by another launcher of this run (pass --node-rank to each): "
+                f"pass a free one, --main-address {config.address}:PORT, "
                 f"{other}; `ss -ltnp 'sport = :{port}'` shows who listens there"
             ) from None
 

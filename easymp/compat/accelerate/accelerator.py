@@ -34,7 +34,9 @@ from ...training.collectives import gather_object
 from ..layer import unless_set
 from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
 
-NATIVE = 'acc = Accelerator(mixed_precision="no", scheduler_steps_per_process=True, log_with="none")'
+NATIVE = """
+acc = Accelerator(mixed_precision={precision!r}, gradient_accumulation_steps={steps}, scheduler_steps_per_process=True, log_with={log!r})
+"""
 
 
 class AcceleratedScheduler(PreparedScheduler):
@@ -116,7 +118,6 @@ class Accelerator(accelerator.Accelerator):
                         {"DistributedDataParallelKwargs": f"strategy {fsdp_plugin.strategy} has no DDP"}
                     )
         others.setdefault("scheduler_steps_per_process", not loading.split_batches)
-        layer.use("Accelerator()", NATIVE)
         super().__init__(
             device_placement=device_placement,
             mixed_precision=unless_set(asked, "mixed_precision", mixed_precision, "no"),
@@ -136,6 +137,12 @@ class Accelerator(accelerator.Accelerator):
             **others,
         )
         self._window.full_passes = True
+        how = {
+            "precision": self.mixed_precision,
+            "steps": self._window.accumulation,
+            "log": log_with or "none",
+        }
+        layer.use("Accelerator()", NATIVE.format(**how))
 
     _make_scheduler = AcceleratedScheduler
 
