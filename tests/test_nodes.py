@@ -190,8 +190,8 @@ def test_a_taken_port_is_said_by_the_main_node_and_at_once(script, capsys):
         words = ["launch", "--main-address", f"127.0.0.1:{port}"]
         assert main([*words, "--nodes", "2", "--node-rank", "0", script("")]) == 1
         assert capsys.readouterr().err.startswith(
-            f"easymp: port {port} on the main node, which is this one, is taken by another program: pass a free one, "
-            "--main-address 127.0.0.1:PORT, on all nodes;"
+            f"easymp: port {port} on the main node, which is this one, is taken, by another program or by another "
+            "launcher of this run (pass --node-rank to each): pass a free one, --main-address 127.0.0.1:PORT, on all nodes;"
         )
         assert main([*words, script("")]) == 1
         assert f"port {port} on this machine is taken" in capsys.readouterr().err
