@@ -8,6 +8,7 @@ from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
     from .process_group import World as World
+    from .process_group import check_backend as check_backend
     from .process_group import first_difference as first_difference
     from .process_group import locate as locate
     from .process_group import odd_one_out as odd_one_out
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ranks": ("Ranks", "read_ranks"),
-    "process_group": ("World", "first_difference", "locate", "odd_one_out"),
+    "process_group": ("World", "check_backend", "first_difference", "locate", "odd_one_out"),
 }
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

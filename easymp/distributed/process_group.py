@@ -74,11 +74,7 @@ class World:
         debug: bool | None = None,
         backend: str | None = None,
     ) -> None:
-        there = BACKENDS.get(device.type, "gloo")
-        if backend is not None and backend not in (there, there.rpartition(":")[2]):
-            raise RefusedError(
-                f"backend={backend!r} on {device.type}: collectives there are {there!r}. Leave it out"
-            )
+        check_backend(backend, device)
         self.ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = ranks.local_rank, ranks.local_size
@@ -455,6 +451,15 @@ class World:
         if self.watch is not None and not isinstance(error, WorldError) and Watch.caused_by_peer(error):
             said = str(error).splitlines()[0]
             raise WorldError(f"rank {self.rank} gave up in {what}: {said}\n{self.watch.report()}") from error
+
+
+def check_backend(backend: str | None, device: torch.device) -> None:
+    """Raises RefusedError for another `backend` than the one of collectives on `device`; None is any."""
+    there = BACKENDS.get(device.type, "gloo")
+    if backend is not None and backend not in (there, there.rpartition(":")[2]):
+        raise RefusedError(
+            f"backend={backend!r} on {device.type}: collectives there are {there!r}. Leave it out"
+        )
 
 
 def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:

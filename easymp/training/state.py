@@ -17,7 +17,7 @@ import torch
 from .. import hardware
 from ..base.accumulation import UpdateWindow
 from ..data import PreparedLoader
-from ..distributed import World, locate, read_ranks
+from ..distributed import World, check_backend, locate, read_ranks
 from ..distributed.processes import Processes
 from ..errors import RefusedError, StepError
 from ..options import InitProcessGroupKwargs
@@ -126,16 +126,11 @@ class PartialState(View, Processes):
         seconds = None if timeout is None else group.seconds
         if _open:
             world = _open[-1].world
-            asked = {"backend": (backend, world.backend), "timeout": (seconds, world.timeout)}
-            other = [
-                name
-                for name, (given, there) in asked.items()
-                if None not in (given, there) and given != there
-            ]
-            if other:
+            check_backend(backend, world.device)
+            if seconds not in (None, world.timeout):
                 raise RefusedError(
-                    f"PartialState({', '.join(other)}=…) in a run that is open with others: make this PartialState before the "
-                    "Accelerator, or pass InitProcessGroupKwargs to that one"
+                    f"PartialState(timeout={timeout!r}) in a run that is open with {world.timeout:g} seconds: make this PartialState "
+                    "before the Accelerator, or pass InitProcessGroupKwargs to that one"
                 )
         self._world = current_world(cpu, backend, seconds)
         if cpu and self.device.type != "cpu":

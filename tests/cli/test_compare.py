@@ -425,7 +425,7 @@ def test_runs_that_only_logged_rows_are_compared_by_their_steps(monkeypatch, fon
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_reads_the_page_at_any_width(scheme, recordings, fonts, tmp_path, capsys):
     browsers = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or pytest.skip("chromium is not installed")
+    chromium = shutil.which("chromium") or pytest.skip("optional package is not installed: chromium")
     main(["compare", *recordings, "--output", "out"])
     with browsers.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

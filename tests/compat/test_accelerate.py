@@ -185,6 +185,9 @@ def test_a_state_without_an_accelerator() -> None:
     assert (state.num_processes, state.device.type, state.is_main_process) == (1, "cpu", True)
     with pytest.raises(RefusedError, match="in a run that is open"):
         PartialState(timeout=30)
+    with pytest.raises(RefusedError, match="backend='nccl' on cpu"):
+        PartialState(backend="nccl")
+    assert PartialState(backend="gloo", timeout=60).num_processes == 1
     state.destroy_process_group()
     assert not accelerate.state.is_initialized()
 
