@@ -10,8 +10,9 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.abc import MetaPathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +36,7 @@ class Layer:
         self.name = name
         self.ignored: dict[str, str] = {}  # option → why it has no effect, or what to do instead
         self.native: dict[str, str] = {}  # feature in use → lines of easymp that do the same
+        self.refused: dict[str, str] = {}  # module of the original → what to use instead
         self._warned = False
         LAYERS.append(self)
 
@@ -76,8 +78,8 @@ class Layer:
             if name.startswith("__"):
                 raise AttributeError(name)
             way = nearest(name, known()) or f". Here are {', '.join(known())}"
-            if name in instead:
-                way = f": {instead[name]}"
+            if found := instead.get(name) or self.refused.get(f"{module}.{name}"):
+                way = f": {found}"
             raise ImportError(f"{module}.{name} is not part of easymp.compat{way}")
 
         vars(missing)["instead"] = instead
@@ -119,26 +121,49 @@ def explain() -> str:
     return text
 
 
-def submodules(package: str, table: Mapping[str, Mapping[str, Any]], layer: Layer, original: str) -> None:
+class _Refused(MetaPathFinder):
+    """Fails imports of the modules that a layer refuses, with their replacement.
+
+    Attributes:
+        words: the module's full name → the error's words.
+    """
+
+    words: ClassVar[dict[str, str]] = {}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname in self.words:
+            raise ModuleNotFoundError(self.words[fullname], name=fullname)
+
+
+def submodules(
+    package: str, table: Mapping[str, Mapping[str, Any] | str], layer: Layer, original: str
+) -> None:
     """Register modules that hold names of `package` at the addresses by which scripts import them.
 
     Args:
         package: its ``__name__``.
         table: address below `package` → the module's names; the key ``"absent"`` has replacements by name, as for `Layer.absent`.
+            A string in place of the names refuses the module, and all below it, with this replacement.
         original: the name of the library's own package, for messages.
     """
+    if not any(isinstance(finder, _Refused) for finder in sys.meta_path):
+        sys.meta_path.append(_Refused())
     for address, names in table.items():
+        parent, _, leaf = f"{package}.{address}".rpartition(".")
+        vars(sys.modules[parent]).setdefault("__path__", [])  # a file may have modules below it, too
+        if isinstance(names, str):
+            layer.refused[f"{original}.{address}"] = names
+            _Refused.words[f"{parent}.{leaf}"] = f"{original}.{address} is not part of easymp.compat: {names}"
+            continue
         names = dict(names)
-        module = ModuleType(f"{package}.{address}", f"``{original}.{address}``.")
+        module = ModuleType(f"{parent}.{leaf}", f"``{original}.{address}``.")
         instead = names.pop("absent", {})
         listed = sorted(names)
         vars(module).update(names, __all__=listed, __path__=[])
         vars(module)["__getattr__"] = layer.absent(f"{original}.{address}", instead, partial(list, listed))
         sys.modules[module.__name__] = module
-        parent, _, leaf = module.__name__.rpartition(".")
-        vars(sys.modules[parent]).setdefault(
-            leaf, module
-        )  # a function of the same name wins: accelerate.utils.tqdm
+        # A function or class of the same name wins: accelerate.utils.tqdm, apex.parallel.LARC.
+        vars(sys.modules[parent]).setdefault(leaf, module)
 
 
 def device_of(ranks: Ranks) -> torch.device:

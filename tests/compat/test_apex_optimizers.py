@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import warnings
 
@@ -265,3 +266,11 @@ def test_networks_in_half():
 def test_absent_names_say_what_to_take(module, name, words):
     with pytest.raises(ImportError, match=words):
         getattr(module, name)
+
+
+@pytest.mark.parametrize(
+    "path", ["mlp", "contrib.multihead_attn", "transformer.tensor_parallel", "RNN.models"]
+)
+def test_absent_modules_say_what_to_take(path):
+    with pytest.raises(ModuleNotFoundError, match=r"apex\.\w+ is not part of easymp.compat: (use|torch has)"):
+        importlib.import_module(f"easymp.compat.apex.{path}")
