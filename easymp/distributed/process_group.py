@@ -489,6 +489,8 @@ def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
 
 
 def _open_store(ranks: Ranks, limit: timedelta) -> dist.Store:
+    if ranks.size == 1:  # no port, and no look-up of names
+        return dist.HashStore()
     address, port = ranks.meeting or (env.read("MASTER_ADDR"), env.integer("MASTER_PORT"))
     if address is None or port is None:
         missing = "MASTER_ADDR" if address is None else "MASTER_PORT"

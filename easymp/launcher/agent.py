@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -26,6 +27,7 @@ import psutil
 import torch
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from ..base import env
@@ -104,6 +106,10 @@ class Agent(LocalElasticAgent):
 
         context.close = noted
         return started
+
+    def _construct_event(self, state: str, source: EventSource, *facts: Any, **more: Any) -> Event:
+        """An event for torch's log, without the full name of this host: a silent name server would delay the start of the ranks."""
+        return Event(f"torchelastic.worker.status.{state}", source)
 
     def _exit_barrier(self) -> None:
         """Wait for the other nodes' ranks when those here have ended well."""
@@ -275,8 +281,8 @@ def surroundings(config: RendezvousConfig, threads: int) -> dict[str, str | None
         # Not a signal's name: elastic would install its handlers over ours.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "none",
     }
-    if config.limit > 1 and not env.read("GLOO_SOCKET_IFNAME"):
-        # gloo would take the address that the host's name stands for, on many machines the loopback's.
+    if not env.read("GLOO_SOCKET_IFNAME") and (config.limit > 1 or sys.platform == "linux"):
+        # gloo would look up the address of the host's name: on many machines the loopback's, and a name server may not answer.
         found["GLOO_SOCKET_IFNAME"] = interface(own_address(config.address, config.port))
     return found
 

@@ -251,7 +251,7 @@ def no_address():
 
 def test_missing_address_names_the_variable(ranks):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        (failure,) = ranks.fails(no_address, processes=1, env={name: None})
+        (failure,) = ranks.fails(no_address, processes=1, env={name: None, "WORLD_SIZE": "2"})
         assert failure.type == "WorldError"
         assert f"{name} is not" in failure.message
 
