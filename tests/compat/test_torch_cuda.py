@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
+import inspect
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from easymp import SettingError, StepError
 from easymp.compat import explain
 from easymp.compat.torch_cuda import amp
+from easymp.compat.torch_cuda.amp import autocast_mode, grad_scaler
 
 GradScaler, autocast = amp.GradScaler, amp.autocast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,75 +119,132 @@ def test_functions_with_casts_of_their_own():
     assert a.grad is not None
 
 
-NUMBERS = {"init_scale": 256.0, "growth_interval": 3}
+def overflow(optimizer):
+    optimizer.param_groups[0]["params"][0].grad.fill_(float("inf"))
 
 
-def steps(scaler, found):
-    """The scale after each step of `found`: good, or an overflow; and the parameter."""
-    p = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    scales = []
-    for good in found:
-        scaler.scale((p * 0.5).sum()).backward()
-        if not good:
-            p.grad[0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return scales, p.detach().tolist()
-
-
-def test_the_numbers_can_be_set():
-    scaler = GradScaler(**NUMBERS)
+def test_the_numbers_can_be_set_saved_and_pickled():
+    scaler = GradScaler(256.0, growth_interval=3)
     scaler.set_growth_factor(3.0)
     scaler.set_backoff_factor(0.25)
     scaler.set_growth_interval(1)
-    assert steps(scaler, [True, False])[0] == [768.0, 192.0]
-    with pytest.raises(SettingError, match=r"growth_factor=0\.5 of the loss scale must be above 1"):
-        scaler.set_growth_factor(0.5)
-    scaler.update(8.0)
-    assert scaler.get_scale() == 8.0
-    assert steps(copy.deepcopy(scaler), [True])[0] == [24.0]
-    assert scaler.is_enabled()
-    assert not GradScaler(enabled=False).is_enabled()
-
-
-def test_each_wrong_order_says_which_call_came_too_early():
-    scaler, p = GradScaler(), nn.Parameter(torch.ones(2))
+    p = nn.Parameter(torch.ones(2, device=DEVICE))
     optimizer = torch.optim.SGD([p], lr=0.1)
-    with pytest.raises(StepError, match="before any backward"):
+    scales = []
+    for good in (True, False):
+        scaler.scale((p * 0.5).sum()).backward()
+        good or overflow(optimizer)
         scaler.step(optimizer)
-    scaler = GradScaler()
-    with pytest.raises(StepError, match=r"update\(\) before any step\(\)"):
         scaler.update()
-    scaler.scale(p.sum()).backward()
-    scaler.unscale_(optimizer)
-    with pytest.raises(StepError, match="unscale_ was called twice"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(StepError, match=r"unscale_ was called after step\(\)"):
-        scaler.unscale_(optimizer)
-    with pytest.raises(StepError, match=r"step\(\) was called twice"):
+        scales.append(scaler.get_scale())
+    assert scales == [768.0, 192.0]
+    scaler.update(8.0)
+    for copied in (pickle.loads(pickle.dumps(scaler)), GradScaler()):
+        copied.load_state_dict(scaler.state_dict())
+        assert (
+            copied.state_dict()
+            == scaler.state_dict()
+            == torch.amp.GradScaler(DEVICE, 8.0, 3.0, 0.25, 1).state_dict()
+        )
+    off = GradScaler(enabled=False)
+    assert scaler.is_enabled() and not off.is_enabled() and off.state_dict() == {} and off.scale(p) is p
+    with pytest.raises(AssertionError, match="growth factor must be"):
+        GradScaler(growth_factor=0.5)
+
+
+def test_errors_are_torchs():
+    scaler, p = GradScaler(2.0), nn.Parameter(torch.ones(2, device=DEVICE))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    with pytest.raises(AssertionError, match="did not use scaler"):
         scaler.step(optimizer)
-    half = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    scaler = GradScaler(init_scale=2.0)
+    loss = scaler.scale(p.sum())
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer)  # without gradients
+    loss.backward()
+    scaler = GradScaler(2.0)
+    scaler.scale(p.sum())
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="has already been called"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="Closure use"):
+        scaler.step(optimizer, closure=lambda: 0.0)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="after step"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="has already been called"):
+        scaler.step(optimizer)
+    half = nn.Parameter(torch.ones(2, dtype=torch.float16, device=DEVICE))
     scaler.scale(half.sum()).backward()
-    with pytest.raises(StepError, match="a gradient is float16"):
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         scaler.unscale_(torch.optim.SGD([half], lr=0.1))
+    with pytest.raises(ValueError, match="must be a Tensor"):
+        scaler.scale(1.0)
 
 
 def test_one_overflow_skips_that_optimizer_only():
     scaler = GradScaler(init_scale=4.0)
-    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    a, b = nn.Parameter(torch.ones(1, device=DEVICE)), nn.Parameter(torch.ones(1, device=DEVICE))
     one, other = torch.optim.SGD([a], lr=0.1), torch.optim.SGD([b], lr=0.1)
     scaler.scale((a + b).sum()).backward()
-    a.grad.fill_(float("inf"))
+    overflow(one)
     scaler.step(one)
     scaler.step(other)
     scaler.update()
     assert (a.item(), scaler.get_scale()) == (1.0, 2.0)
     assert b.item() == pytest.approx(0.9)
+
+
+def test_an_optimizer_that_scales_by_itself_is_told():
+    seen = []
+
+    class Mine(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=0.1)
+            self._step_supports_amp_scaling = True  # of this instance
+
+        def step(self, closure=None):
+            seen.append((self.grad_scale.item(), self.found_inf.item()))
+
+    p = nn.Parameter(torch.ones(1, device=DEVICE))
+    scaler, optimizer = GradScaler(4.0), Mine([p])
+    for bad in (False, True):
+        scaler.scale(p.sum()).backward()
+        bad and overflow(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert seen == [(4.0, 0.0), (4.0, 1.0)] and p.grad.isinf().all() and scaler.get_scale() == 2.0
+
+
+def test_what_libraries_read_of_a_scaler_is_there():
+    scaler, p = GradScaler(4.0), nn.Parameter(torch.ones(1, device=DEVICE))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    assert scaler._scale is None and scaler._init_growth_tracker == 0 and scaler._growth_tracker is None
+    scaler.scale(p.sum()).backward()
+    assert scaler._get_growth_tracker() == 0 and scaler._check_scale_growth_tracker("step")[0] == 4.0
+    found = scaler._unscale_grads_(optimizer, torch.tensor(0.5), torch.tensor(0.0), True)
+    assert p.grad == 2.0 and not any(found.values())
+    scaler.unscale_(optimizer)
+    assert scaler._found_inf_per_device(optimizer).keys() == {p.device}
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is grad_scaler.OptState.UNSCALED
+
+
+def test_names_and_signatures_are_torchs():
+    theirs = torch.cuda.amp
+    assert set(theirs.__all__) == set(amp.__all__)
+    for name in ("autocast", "GradScaler"):
+        there, here = (inspect.signature(getattr(module, name).__init__) for module in (theirs, amp))
+        assert [(p.name, p.default) for p in there.parameters.values()] == [
+            (p.name, p.default) for p in here.parameters.values()
+        ]
+        assert isinstance(getattr(amp, name)(), getattr(torch.amp, name))
+    for name in ("custom_fwd", "custom_bwd"):
+        assert [*inspect.signature(getattr(theirs, name)).parameters] == [
+            *inspect.signature(getattr(amp, name)).parameters
+        ]
+    assert {n for n in vars(torch.amp.GradScaler) if n not in vars(amp.GradScaler)} <= {*dir(GradScaler)}
+    assert grad_scaler.GradScaler is GradScaler and autocast_mode.custom_fwd is amp.custom_fwd
 
 
 def test_names_that_are_not_here_and_the_native_lines(capsys):

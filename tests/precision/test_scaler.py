@@ -1,4 +1,4 @@
-"""The loss scale: its rules against golden sequences and torch's own scaler. compat/test_torch_cuda.py has the order of calls."""
+"""The loss scale: its rules against golden sequences and torch's own scaler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from easymp import GradScalerKwargs, SettingError, StepError
-from easymp.compat.torch_cuda.amp import GradScaler
 from easymp.distributed import World, read_ranks
 from easymp.precision import Scaler
 
@@ -41,6 +40,10 @@ def values(rule: GradScalerKwargs, steps: str) -> list[float]:
     """The scale after each step."""
     scaler, found = Scaler(rule), {"o": torch.tensor(1.0), "g": torch.tensor(0.0)}
     return [(scaler.advance(found[step]), scaler.get_scale())[1] for step in steps]
+
+
+def GradScaler(init_scale: float, **rule: object) -> Scaler:
+    return Scaler(GradScalerKwargs(init_scale, **rule))
 
 
 RULE = {"init_scale": 256.0, "growth_interval": 3}
@@ -179,7 +182,7 @@ def test_step_for_step_as_torch(before: list[str], after: list[str], kind: str) 
     (ours, theirs), (mine, his) = pair(), (optimizer(), optimizer())
     assert train(ours, mine, before) == train(theirs, his, before)
     torch.testing.assert_close(mine.param_groups[0]["params"], his.param_groups[0]["params"], rtol=0, atol=0)
-    assert ours.state_dict() == theirs.state_dict()
+    assert ours.state_dict() == {**theirs.state_dict(), "hysteresis": 1}
     # Each goes on from the other's state.
     swapped_ours, swapped_theirs = pair()
     swapped_ours.load_state_dict(theirs.state_dict())
@@ -209,6 +212,28 @@ def test_an_update_by_hand() -> None:
         assert scaler.get_scale() == 8
         scaler.update(torch.tensor(16.0))
         assert scaler.get_scale() == 16
+
+
+def test_each_wrong_order_says_which_call_came_too_early() -> None:
+    scaler, p = GradScaler(2.0), parameter()
+    optimizer = sgd(p)
+    with pytest.raises(StepError, match="before any backward"):
+        scaler.step(optimizer)
+    with pytest.raises(StepError, match=r"update\(\) before any step\(\)"):
+        GradScaler(2.0).update()
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(StepError, match="unscale_ was called twice"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(StepError, match=r"unscale_ was called after step\(\)"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(StepError, match=r"step\(\) was called twice"):
+        scaler.step(optimizer)
+    half = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    scaler.scale(half.sum()).backward()
+    with pytest.raises(StepError, match="a gradient is float16"):
+        scaler.unscale_(sgd(half))
 
 
 def test_sparse_gradients() -> None:
@@ -265,7 +290,7 @@ def test_momentum_of_a_skipped_first_step_is_not_left_to_chance() -> None:
 
 
 def test_off_is_the_identity() -> None:
-    scaler, p = GradScaler(enabled=False), parameter()
+    scaler, p = Scaler(enabled=False), parameter()
     optimizer, loss = sgd(p), (p * 2).sum()
     assert scaler.scale(loss) is loss
     scaler.update()

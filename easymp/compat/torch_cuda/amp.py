@@ -1,22 +1,18 @@
 """``torch.cuda.amp`` on any device: autocast, GradScaler, custom_fwd and custom_bwd by torch's signatures.
 
-torch's own turn themselves off, in a warning, on a machine without CUDA; these work on the accelerator that is here, and on the CPU
-where there is none (in real fp16 unless a dtype is given). The scaler is the library's own, with torch's rule. Not here:
-internals of torch's GradScaler (``_per_optimizer_states``, ``_found_inf_per_device``).
+torch's own turn themselves off, in a warning, on a machine without CUDA. These are torch's, on the accelerator that is here, and on the CPU
+where there is none (in real fp16 unless a dtype is given).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
-from ...errors import SettingError
-from ...options import GradScalerKwargs
-from ...precision import Scaler
-from ..layer import Layer
+from ..layer import Layer, submodules
 
 __all__ = ["GradScaler", "amp_definitely_not_available", "autocast", "custom_bwd", "custom_fwd"]
 
@@ -35,8 +31,8 @@ __getattr__ = layer.absent("torch.cuda.amp", {}, lambda: __all__)
 
 def device_type() -> str:
     """Type of the accelerator of this machine, or "cpu"."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found.type if found is not None else "cpu"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
 
 
 class autocast(torch.autocast):
@@ -55,19 +51,15 @@ class autocast(torch.autocast):
         super().__init__(device_type(), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
-class GradScaler(Scaler):
-    """Scales losses and skips steps that overflowed; torch's methods, order of calls and state dict.
-
-    Calls in a wrong order are `StepError`, a RuntimeError that says which call came too early.
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` on the device that is here, with its methods, errors, state dict and pickle.
 
     Args:
         init_scale: the first scale.
         growth_factor: multiplies the scale after `growth_interval` good steps in a row.
         backoff_factor: multiplies the scale after an overflow.
+        growth_interval: good steps in a row.
         enabled: False scales by one and skips nothing.
-
-    Raises:
-        SettingError: a number outside of its range.
     """
 
     def __init__(
@@ -80,53 +72,8 @@ class GradScaler(Scaler):
     ) -> None:
         layer.use("autocast and GradScaler", NATIVE)
         super().__init__(
-            GradScalerKwargs(init_scale, growth_factor, backoff_factor, growth_interval), enabled=enabled
+            *(device_type(), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         )
-
-    def _rule(self, **changes: Any) -> None:
-        self.rule = dataclasses.replace(self.rule, **changes)
-
-    def get_growth_factor(self) -> float:
-        return self.rule.growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        self._rule(growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        return self.rule.backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        self._rule(backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        return self.rule.growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        self._rule(growth_interval=new_interval)
-
-    def is_enabled(self) -> bool:
-        return self.enabled
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's five keys; empty where it is not enabled."""
-        return {name: value for name, value in super().state_dict().items() if name != "hysteresis"}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Scale, counters and, unlike the library's own scaler, the rule, as torch's does.
-
-        Raises:
-            SettingError: a key is missing; nothing has changed.
-        """
-        if self.enabled and state_dict:
-            absent = [name for name in self.state_dict() if name not in state_dict]
-            if absent:
-                raise SettingError(
-                    f"this state has no {', '.join(absent)}: pass what state_dict() of a GradScaler returned, torch's or this one's"
-                )
-            self._rule(
-                **{name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
-            )
-        super().load_state_dict(state_dict)
 
 
 def custom_fwd(
@@ -144,3 +91,15 @@ def custom_bwd(bwd: Callable[..., Any]) -> Callable[..., Any]:
 def amp_definitely_not_available() -> bool:
     """False: every machine has a CPU."""
     return False
+
+
+submodules(
+    __name__,
+    {
+        "autocast_mode": {"autocast": autocast, "custom_bwd": custom_bwd, "custom_fwd": custom_fwd},
+        "common": {"amp_definitely_not_available": amp_definitely_not_available},
+        "grad_scaler": {"GradScaler": GradScaler, "OptState": OptState},
+    },
+    layer,
+    "torch.cuda.amp",
+)
