@@ -3,7 +3,8 @@
 On a terminal and in a notebook tqdm draws the line and updates it in place. Elsewhere (a log file, a pipe) whole lines follow one another:
 one at the first update, one after 5 seconds, then one every 30 seconds. A part that is not known is left out:
 
-- The loss is the one that the script logs. If it logs none, it is the last micro-batch's of the main process, as `backward` got it.
+- The loss is the one that the script logs. If it logs none, it is the last micro-batch's of the main process, as `backward` got it. It is
+  looked at a few times a second and at the end of an epoch; one that is older than its line stands there with its step.
 - The number of epochs and the time left to the end come from ``accelerator.epochs(n)`` and the length of the loader. In another loop
   over a prepared loader the time left is that of the epoch.
 - Tokens a second are counted where ``backward(loss, num_items=...)`` says how many a micro-batch has.
@@ -42,7 +43,7 @@ from .rows import Pending, Row
 logger = get_logger(__name__)
 EVERY = 30.0  # seconds between two lines of a log file; less before the second one
 SOON = 5.0
-REDRAWN = 0.25  # seconds between two states of the line on a terminal
+REDRAWN = 0.25  # seconds between two states of the line on a terminal, and between two looks at the loss
 RECENT = 10.0  # seconds over which rates are taken on a terminal
 UNFINISHED = 2.0  # seconds for which a line that the script has not ended (a prompt, dots) stays the last one
 MANY = 1000  # counts of tokens that are kept before they are added up
@@ -62,25 +63,34 @@ class Mark(NamedTuple):
 
 
 class Console:
-    """Watches one run. ``init_kwargs={"console": {"every": 60}}`` sets the seconds between two lines of a log file."""
+    """Watches one run. ``init_kwargs={"console": {"every": 60}}`` sets the seconds between two lines of a log file.
+
+    Args:
+        listen: called with `_hear` for the loss of each backward from then on, and with None to end that.
+    """
 
     name = "console"
 
-    def __init__(self, run: Any, prepared: Any) -> None:
+    def __init__(self, run: Any, prepared: Any, listen: Callable[[Any], None]) -> None:
         self._run, self._prepared, self._window = run, prepared, run.window
         self._progress, self._pending = Progress(run.window), Pending()
         self._logged: dict[str, Any] = {}  # the last value of each name
-        self._listens = True
-        self._heard: tuple[Tensor, Any] | None = None  # the last loss, and its number of items
-        self._seen: dict[str, Any] = {}  # loss and learning rate at the last mark
+        self._listen, self._listens = listen, True  # until the script logs a loss
+        self._heard: tuple[Tensor, Any] | None = None  # the loss of a backward, and its number of items
+        self._loss: tuple[int, Tensor] | None = (
+            None  # the last one that was looked at, without graph, and its update
+        )
+        self._seen: dict[str, Any] = {}  # loss, its update, and the learning rate at the last mark
         self._counts: list[Tensor] = []  # tokens of each update since then
         self._sent: Mark | None = None  # a mark whose numbers are on their way
         self._first: Mark | None = None
         self._marks: deque[Mark] = deque()  # the recent ones
         self._every, self._due = EVERY, 0.0
+        self._now = self._next = 0.0  # when the last update ended, and when the loss is to be looked at again
         self._bar: Bar | None = None  # on a terminal and in a notebook
         self._flops, self._counting = Flops(run, prepared), True
         self._window.stepped.append(self._stepped)
+        listen(self._hear)
 
     def configure(self, options: Mapping[str, Any]) -> None:
         every = options.get("every", EVERY)
@@ -94,27 +104,35 @@ class Console:
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._logged.update(row.values)
-        self._listens = not any("loss" in name.lower() for name in self._logged)
-        self._heard = self._heard if self._listens else None
+        if self._listens and any("loss" in name.lower() for name in self._logged):
+            self._listens = False
+            self._listen(None)
 
-    def hear(self, loss: Tensor, items: Any) -> None:
-        """Keep the loss of a micro-batch, if the script logs none.
-
-        It keeps its graph until the next backward, as the script's own variable does; `detach` would cost several microseconds.
-        """
-        if self._listens:
-            self._heard = loss, items
+    def _hear(self, loss: Tensor, items: Any) -> None:
+        """Keep the loss of a micro-batch. Called around the updates only that show it: a kept graph costs microseconds."""
+        self._heard = loss, items
 
     def _stepped(self, optimizer: Any) -> None:
-        if not self._progress.count(optimizer):
+        progress, window = self._progress, self._window
+        if not progress.count(optimizer):
             return
-        window = self._window
         if window.items is not None:
             self._counts.append(window.items)
             window.items = None
             if len(self._counts) == MANY:
                 self._counts = [torch.stack(self._counts).sum()]
-        now = time.monotonic()
+        before, now = self._now, time.monotonic()
+        self._now = now
+        if self._heard is not None:
+            (loss, items), self._heard = self._heard, None
+            loss = local(loss.detach()).sum()
+            self._loss = progress.updates, loss if items is None else loss / items
+            self._next = now + REDRAWN
+            self._listen(None)
+        # Listen to the next update if it may end when a line or a look is due, or ends the epoch.
+        soon = now + 2 * (now - before) >= min(self._next, self._due) or progress.updates + 1 == progress.end
+        if soon and self._listens:
+            self._listen(self._hear)
         if now < self._due and not self._counting:
             return
         try:
@@ -145,9 +163,8 @@ class Console:
         return self._sent is None
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
-        if self._listens and self._heard is not None:
-            loss, items = local(self._heard[0].detach()).sum(), self._heard[1]
-            yield "loss", loss if items is None else loss / items
+        if self._listens and self._loss is not None:
+            yield from zip(("update", "loss"), self._loss)
         if self._prepared.optimizers:
             yield "lr", self._prepared.optimizers[0].param_groups[0]["lr"]
         if self._counts:
@@ -165,7 +182,7 @@ class Console:
                 if self._first is not None:
                     self._show(self._first, ended=True)
         finally:
-            self._heard = None
+            self._heard = self._loss = None
             if self._bar is not None:
                 self._bar.close()
 
@@ -176,7 +193,7 @@ class Console:
         mark, first = self._marks[-1], self._first or since
         ahead = self._progress.ahead(mark.updates)
         seconds, made = mark.time - first.time, mark.updates - first.updates
-        parts = [*self._position(mark.updates, ahead), *self._values(), *self._rates(since, mark)]
+        parts = [*self._position(mark.updates, ahead), *self._values(mark.updates), *self._rates(since, mark)]
         if ended:
             parts.append((1, f"{duration(seconds)} in all"))
         elif ahead.total is not None and made:
@@ -199,9 +216,12 @@ class Console:
             yield 1, f"epoch {loader.epoch + 1}"
         yield 0, f"step {updates:,}" + (f"/{ahead.total:,}" if ahead.total and ahead.whole else "")
 
-    def _values(self) -> Iterator[Part]:
+    def _values(self, updates: int) -> Iterator[Part]:
         """The logged values, and the loss and the learning rate where the script logs none."""
-        values = {"loss": self._seen["loss"]} if self._listens and "loss" in self._seen else {}
+        values: dict[str, Any] = {}
+        if self._listens and "loss" in self._seen:
+            older = f" of step {self._seen['update']:,}" if self._seen["update"] < updates else ""
+            values["loss"] = f"{self._seen['loss']:.4g}{older}"
         values |= self._logged
         if "lr" in self._seen and not {"lr", "learning_rate"} & values.keys():
             values["lr"] = self._seen["lr"]

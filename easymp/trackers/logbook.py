@@ -38,8 +38,7 @@ class Logbook:
 
     Attributes:
         attached: further trackers by name, started already; they get rows and are left out of checkpoints.
-        hear: called with each loss before its backward, and its number of items or None.
-        waiting: whether `poll` is to be called: rows or the error of a tracker wait, or `hear` is set.
+        waiting: whether `poll` is to be called: rows or the error of a tracker wait, or someone listens.
     """
 
     def __init__(
@@ -59,12 +58,17 @@ class Logbook:
         self._said: set[str] = set()
         self._lost: dict[str, int] = {}
         self._over = False
-        self.hear: Callable[[Tensor, Any], None] | None = None
+        self._hear: Callable[[Tensor, Any], None] | None = None
         self.waiting = False
 
     def describe(self, run: str, config: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the run's name, its hyperparameters, and by a tracker's name further options."""
         self.run, self._config, self._options = run, config, options
+
+    def listen(self, hear: Callable[[Tensor, Any], None] | None) -> None:
+        """Call `hear` with each loss before its backward, and its number of items or None, from now on; None: no longer."""
+        self._hear = hear
+        self.waiting = bool(self._pending) or self._failure is not None or hear is not None
 
     @property
     def trackers(self) -> dict[str, Any]:
@@ -88,8 +92,8 @@ class Logbook:
         Args:
             loss, items: of the backward that begins, where one does.
         """
-        if self.hear is not None and loss is not None:
-            self.hear(loss, items)
+        if self._hear is not None and loss is not None:
+            self._hear(loss, items)
             if not self._pending and self._failure is None:
                 return
         now = time.monotonic()
@@ -105,7 +109,7 @@ class Logbook:
         self._hand_over(self._pending.arrived(wait=True))
 
     def _hand_over(self, rows: list[Row]) -> None:
-        self.waiting = bool(self._pending) or self._failure is not None or self.hear is not None
+        self.listen(self._hear)
         if rows:
             for name, tracker in (*self._started().items(), *self.attached.items()):
                 self._try(name, partial(tracker.write, rows), len(rows))

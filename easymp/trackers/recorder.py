@@ -136,12 +136,13 @@ class Progress:
 
     Attributes:
         began: updates before the running pass of the loader, as far as this process has made them.
+        end: updates at the end of that pass; 0 where the loader has no length.
     """
 
     def __init__(self, window: Any) -> None:
         self._window = window
         self.updates, self.samples = 0, 0
-        self.began = 0
+        self.began = self.end = 0
         self._pass: tuple[int, int] = (0, 0)  # loader and epoch at the last update, and its position
         self._position = 0
         self._total: int | None = None  # updates in the training, once known
@@ -158,26 +159,35 @@ class Progress:
             now, position = (id(loader), loader.epoch), loader.position
             if now != self._pass:
                 self._pass, self._position, self.began = now, 0, updates - 1
+                done, each = self._of_pass(updates) or (updates, 0)
+                self.end = updates - done + each
             self.samples += position - self._position
             self._position = position
         return True
 
     def ahead(self, updates: int) -> Ahead:
         """What lies ahead of the first `updates`, as far as ``accelerator.epochs(n)`` and the loader's length tell."""
-        window, loader = self._window, self._window.reading
-        try:
-            batches = len(loader)
-        except TypeError:  # there is no loader, or it has no length
+        of_pass, epochs = self._of_pass(updates), self._window.epochs
+        if of_pass is None:
             return Ahead(updates, self._total if self._total and self._total >= updates else None, True)
-        each, done = -(-batches // window.accumulation), updates - self.began
-        if loader.total_batch_size:  # also after a resume inside a pass
-            micro = -(-loader.position // loader.total_batch_size)
-            done = -(-micro // window.accumulation)
-        if window.epochs is None:
+        done, each = of_pass
+        if epochs is None:
             return Ahead(done, each, False)
-        epoch, count = window.epochs
+        epoch, count = epochs
         self._total = updates - done + each * (count - epoch)
         return Ahead(updates, self._total if self._total >= updates else None, True)
+
+    def _of_pass(self, updates: int) -> tuple[int, int] | None:
+        """Updates made in the running pass of the loader, and in a whole one; None without a loader that has a length."""
+        window, loader = self._window, self._window.reading
+        try:
+            each = -(-len(loader) // window.accumulation)
+        except TypeError:
+            return None
+        if not loader.total_batch_size:
+            return updates - self.began, each
+        micro = -(-loader.position // loader.total_batch_size)  # also after a resume inside a pass
+        return -(-micro // window.accumulation), each
 
 
 class Sampler(threading.Thread):

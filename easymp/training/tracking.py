@@ -49,8 +49,7 @@ class Tracking:
         self._in_files = [name for name in keep if name in trackers.TRACKERS]
         self.logbook = trackers.Logbook(keep if self._main else [], own, folder, self._facts)
         if self._main and len(keep) < len(self.names):
-            console = self.logbook.attached["console"] = trackers.Console(run, prepared)
-            self.logbook.hear, self.logbook.waiting = console.hear, True
+            self.logbook.attached["console"] = trackers.Console(run, prepared, self.logbook.listen)
         self._begun, self._calls = False, 0
 
     def _facts(self) -> dict[str, Any]:

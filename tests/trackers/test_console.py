@@ -74,11 +74,29 @@ def lines(said: str) -> list[str]:
 
 
 def test_the_first_update_and_the_end_are_lines_of_their_own(tmp_path: Path, capsys: Any) -> None:
-    train(tmp_path)
+    losses: list[float] = []
+    train(tmp_path, logs=lambda acc, update, loss: losses.append(loss.item()))
     first, last = lines(capsys.readouterr().err)
+    assert f"  loss {losses[0]:.4g}  " in first and f"  loss {losses[-1]:.4g}  " in last
     assert re.match(r"epoch 1/2  step 1/6  loss -?[\d.]+  lr 0.125  memory [\d.]+ [MG]iB$", first)
     assert re.match(r"epoch 2/2  step 6/6  loss -?[\d.]+  lr 0.125  \S+ updates/s  \S+ samples/s", last)
     assert last.endswith(" s in all")
+
+
+def test_a_loss_that_is_older_than_its_line_stands_with_its_step(tmp_path: Path, capsys: Any) -> None:
+    with Accelerator(cpu=True, log_with="console", project_dir=tmp_path) as acc:
+        model = torch.nn.Linear(2, 1)
+        model, optimizer, loader = acc.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(900, 2), 2)
+        )
+        for step, x in enumerate(loader, 1):
+            acc.backward(model(x).mean())
+            optimizer.step()
+            if step == 300:
+                break
+    last = lines(capsys.readouterr().err)[-1]
+    found = re.search(r"step 300  loss -?[\d.]+(?: of step (\d+))?  ", last)
+    assert found is not None and int(found[1] or 300) <= 300
 
 
 def test_an_interval_of_log_lines_can_be_chosen(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
