@@ -20,7 +20,7 @@ from .nvidia import facts_for
 GB = 10**9
 NODE = 8  # GPUs of a node, where a description names more and no nodes
 VARIANTS = re.compile(
-    r"\b(laptop|mobile|max-q|mig|ti|super|server|d)\b"
+    r"\b(laptop|mobile|max-q|mig|ti|super|server|d|fhhl)\b"
 )  # other chips, clocks or a part of one
 
 
@@ -106,10 +106,8 @@ GPUS = (
     _nvidia("V100", "16 32", 70, 15.7, 0, 125),
     _nvidia("V100 PCIe", "16 32", 70, 14, 0, 112),
     _nvidia("V100S", "32", 70, 16.4, 0, 130),
-    _nvidia("P100", "16", 60, 10.6, 0, 21.2),
-    _nvidia("P100 PCIe", "16", 60, 9.3, 0, 18.7),
     _amd("MI355X", 288, "gfx950", 157.3, 2516.6, 2516.6, 5033.2),
-    _amd("MI350X", 288, "gfx950", 144.2, 2309.6, 2309.6, 4614),
+    _amd("MI350X", 288, "gfx950", 144.2, 2306.9, 2306.9, 4613.7),
     _amd("MI325X", 256, "gfx942", 163.4, 1307.4, 1307.4, 2614.9),
     _amd("MI300X", 192, "gfx942", 163.4, 1307.4, 1307.4, 2614.9),
     _amd("MI300A", 128, "gfx942", 122.6, 980.6, 980.6, 1961.2),
