@@ -568,7 +568,9 @@ class Checkpoints:
         by = f" by signal {number}" if number else ""
         logger.warning("preempted%s: saved %s, and exiting with %d", by, folders.shown(place), RESTART)
         self.close()
-        raise SystemExit(RESTART)
+        end = SystemExit(RESTART)
+        end.add_note(folders.shown(place))  # for the launcher's last line
+        raise end
 
     # -- export -------------------------------------------------------------------------------------------------------
 

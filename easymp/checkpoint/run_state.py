@@ -10,7 +10,7 @@ import copy
 import importlib
 import random
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,15 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 RANDOM = "state/random"
+LENGTHS = (
+    "total_steps",
+    "T_max",
+    "T_0",
+    "total_iters",
+    "step_size",
+    "milestones",
+    "_milestones",
+)  # of torch's schedules
 
 
 def numbered(word: str, number: int) -> str:
@@ -131,6 +140,7 @@ class ScheduleState(ObjectState):
     def __init__(self, name: str, scheduler: PreparedScheduler) -> None:
         super().__init__(name, scheduler, free=not is_known(scheduler.scheduler) or ())
         self._behind = f"{self._name}/behind"
+        self._kind = type(scheduler.scheduler).__name__
 
     def collect(self, into: Snapshot) -> None:
         super().collect(into)
@@ -139,11 +149,30 @@ class ScheduleState(ObjectState):
 
     def restore(self, source: Reading) -> Callable[[], None]:
         super().restore(source)
+        if self._name in source:
+            self._compare_lengths(source.state(self._name))
         if self._behind not in source:
             return leave
         behind = source.state(self._behind)
         check_like(self._behind, behind, self._thing.behind)
         return lambda: setattr(self._thing, "behind", behind)
+
+    def _compare_lengths(self, saved: Any) -> None:
+        here = dict(lengths(self._thing.state_dict()))
+        for name, at in lengths(saved):
+            if here.get(name, at) != at:
+                logger.warning(
+                    f"{self.name}: {self._kind} continues with {name}={at} of the checkpoint, and not with {here[name]} of this script: a "
+                    "schedule keeps the length that it was saved with. Set it after the load to change it"
+                )
+
+
+def lengths(state: Any) -> Iterator[tuple[str, Any]]:
+    """What the state of a schedule of torch says about its length, and those of the schedules in it."""
+    if isinstance(state, Mapping):
+        yield from ((name, state[name]) for name in LENGTHS if name in state)
+        for number, inner in enumerate(state.get("_schedulers") or ()):
+            yield from ((f"_schedulers[{number}].{name}", value) for name, value in lengths(inner))
 
 
 class LeftOut:

@@ -70,9 +70,9 @@ class RanksFailed(Exception):
 
 
 class Interrupted(Exception):
-    """A signal stopped the launcher (that of `node`, if named), and the workers with it; `saved`: those can be started again."""
+    """A signal stopped the launcher (that of `node`, if named), and the workers with it; `saved` names the checkpoint that they saved."""
 
-    def __init__(self, number: int, saved: bool = False, node: str = "") -> None:
+    def __init__(self, number: int, saved: str = "", node: str = "") -> None:
         super().__init__(signal.Signals(number).name)
         self.number, self.saved, self.node = number, saved, node
 
@@ -242,10 +242,11 @@ def collect(directory: Path, codes: Mapping[int, int], first_rank: int = 0) -> l
     return sorted(found.values(), key=blame)
 
 
-def _saved(directory: Path) -> bool:
-    """Whether ranks have ended with a record, and all of them with the code for a saved state."""
+def _saved(directory: Path) -> str:
+    """The checkpoint that the ranks saved, or "": ranks have ended with a record, and all of them with the code for a saved state."""
     failures = collect(directory, {})
-    return bool(failures) and all(failure.code == RESTART for failure in failures)
+    saved = bool(failures) and all(failure.code == RESTART for failure in failures)
+    return (failures[0].message or "their state") if saved else ""
 
 
 def blame(failure: Failure) -> tuple[int, float, int]:
@@ -276,6 +277,9 @@ def surroundings(config: RendezvousConfig, threads: int) -> dict[str, str | None
     found: dict[str, str | None] = {
         # Each worker would otherwise take all cores.
         "OMP_NUM_THREADS": env.read("OMP_NUM_THREADS") or str(threads),
+        # Of a rank whose peer was killed, torch's store prints 40 lines of C++ frames as a warning. Errors stay.
+        "TORCH_CPP_LOG_LEVEL": env.read("TORCH_CPP_LOG_LEVEL")
+        or (None if env.read("TORCH_DISTRIBUTED_DEBUG") else "ERROR"),
         # The agent's store keeps the keys of an earlier attempt, and a restarted gloo reads them: pytorch issue 135712.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # Not a signal's name: elastic would install its handlers over ours.

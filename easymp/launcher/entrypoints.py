@@ -103,8 +103,11 @@ def launch_script(
         return error.failures[0].exit_code
     except agent.Interrupted as error:
         by = f"stopped by {signal_name(error.number)}{f' on {error.node}' * bool(error.node)}"
-        saved = "; the ranks saved their state and can be started again" if error.saved else ""
-        print(by + saved, file=sys.stderr, flush=True)  # noqa: T201
+        if error.saved:
+            by += f"; the ranks saved {error.saved} and can be started again"
+        elif error.number != signal.SIGINT:
+            by += "; no checkpoint was saved: at SIGTERM and SIGUSR1 ranks save one, once they have called Accelerator.resume()"
+        print(by, file=sys.stderr, flush=True)  # noqa: T201
         return RESTART if error.saved else 128 + error.number
     return 0
 

@@ -241,7 +241,7 @@ class Report:
         failures: of its ranks, likeliest cause first.
         caused: whether the cause is there, and not another rank that was lost.
         signal: that stopped its launcher.
-        saved: its ranks can be started again.
+        saved: the checkpoint that its ranks saved, so that they can be started again.
         node: ``"node 1 (host)"``.
         main: it is the node that the others meet at.
     """
@@ -249,7 +249,7 @@ class Report:
     failures: tuple[Failure, ...] = ()
     caused: bool = False
     signal: int | None = None
-    saved: bool = False
+    saved: str = ""
     node: str = ""
     main: bool = False
 

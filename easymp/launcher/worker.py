@@ -53,7 +53,7 @@ class Failure(NamedTuple):
         if self.code < 0:
             return f"killed by {signal_name(-self.code)}"
         if self.code == RESTART:
-            return f"told to stop, it saved its state and can be started again (exit code {RESTART})"
+            return f"told to stop, it saved {self.message or 'its state'} and can be started again (exit code {RESTART})"
         return f"exit code {self.code}"
 
 
@@ -67,7 +67,7 @@ def record(path: str | None, rank: int, error: BaseException, code: int, tb: Tra
     elif error.code is not None and not isinstance(error.code, int):
         text = f"{error.code}\n"
     if isinstance(error, SystemExit):
-        kind = message = ""
+        kind, message = "", "".join(getattr(error, "__notes__", ()))  # the checkpoint of a preempted run
     fresh = Path(path).with_name(f"{RECORD}.tmp")  # this rank may be killed while it writes
     failure = Failure(rank, code, kind, message, text, time.time())
     fresh.write_text(json.dumps(failure._asdict()), encoding="utf-8")

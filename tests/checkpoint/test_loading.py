@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from easymp import Accelerator, CheckpointError
 
@@ -73,6 +74,25 @@ def saved(tmp_path: Path) -> Path:
     with Run(net(3, 4, 2)).acc as acc:
         acc.save_state(tmp_path / "a")
     return tmp_path / "a"
+
+
+def test_a_schedule_of_another_length_is_named_with_both_numbers(tmp_path: Path, caplog: Any) -> None:
+    def schedule(length: int) -> tuple[Accelerator, Any]:
+        acc, model = Accelerator(cpu=True), net(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        inner = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, length)]
+        return acc, acc.prepare(model, optimizer, SequentialLR(optimizer, inner, [2]))[2]
+
+    acc, _ = schedule(10)
+    with acc:
+        acc.save_state(tmp_path / "a")
+    for length in (10, 20):
+        acc, made = schedule(length)
+        with acc:
+            acc.load_state(tmp_path / "a")
+            assert made.scheduler._schedulers[1].T_max == 10
+    (said,) = [record.message for record in caplog.records if "continues with" in record.message]
+    assert "SequentialLR continues with _schedulers[1].T_max=10 of the checkpoint, and not with 20" in said
 
 
 MISFITS = {
