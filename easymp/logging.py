@@ -7,11 +7,13 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from .base import env
+from .base.ranks import LAUNCHERS
 
 __all__ = ["get_logger"]
 
 
-RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+RANKS = [launcher.rank for launcher in LAUNCHERS]
+LOCAL_RANKS = [launcher.local_rank for launcher in LAUNCHERS if launcher.local_rank]
 
 
 def is_main() -> bool:
@@ -21,9 +23,7 @@ def is_main() -> bool:
 
 def is_local_main() -> bool:
     """Whether this process is the first on its node."""
-    return (
-        _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", *RANKS) == 0
-    )
+    return _number(*LOCAL_RANKS, *RANKS) == 0
 
 
 def _number(*names: str) -> int:

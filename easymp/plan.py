@@ -158,6 +158,7 @@ def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]
         return Choice("cpu", why, Source.DETECTED)
     alone = ranks.bound or ranks.unknown == "rank"  # on a machine of its own, as far as is known
     own = 0 if alone and len(hardware.devices) == 1 else ranks.local_rank
+    own = own if ranks.device is None else ranks.device
     if own >= len(hardware.devices):
         raise RefusedError(
             f"this is process {ranks.local_rank} of its node (counted from 0), which has {len(hardware.devices)} "

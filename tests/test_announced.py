@@ -21,7 +21,18 @@ from easymp import Accelerator, SettingError, WorldError
 from easymp.cli import main
 
 ROOT = str(Path(__file__).resolve().parent.parent)
-PREFIXES = ("OMPI_", "MV2_", "PMI_", "PMIX_", "MPI_LOCAL", "PET_", "SLURM_", "SUBMITIT_", "TORCHELASTIC_")
+PREFIXES = (
+    "OMPI_",
+    "MV2_",
+    "PMI_",
+    "PMIX_",
+    "MPI_LOCAL",
+    "PET_",
+    "SLURM_",
+    "SUBMITIT_",
+    "TORCHELASTIC_",
+    "SKYPILOT_",
+)
 NAMES = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT ENVIRONMENT EASYMP_LAUNCHER".split()
 )
@@ -98,7 +109,9 @@ PMI = {"PMI_RANK": "{rank}", "PMI_SIZE": "{size}"}
         ({"SUBMITIT_LOCAL_GLOBALID": "{rank}", "SUBMITIT_LOCAL_LOCALID": "{rank}", "SUBMITIT_LOCAL_NTASKS": "{size}", **PORT}, "submitit"),
         ({**SLURM, **PORT}, "Slurm's srun"),
         (PET, "PET_NNODES and PET_NPROC_PER_NODE"),
-        ({**PET, "PET_NPROC_PER_NODE": "1"}, "PET_NNODES and PET_NPROC_PER_NODE"),
+        # TrainJob, where the pod has one accelerator or none
+        ({**PET, "PET_NPROC_PER_NODE": "auto"}, "PET_NNODES and PET_NPROC_PER_NODE"),
+        ({"SKYPILOT_NUM_NODES": "{size}", "SKYPILOT_NODE_RANK": "{rank}", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", **PORT}, "SkyPilot"),
         ({"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET, **PET, "PET_NPROC_PER_NODE": "auto"}, "RANK and WORLD_SIZE"),  # PyTorchJob
         # a rank that torchrun started in a pod
         ({"RANK": "{rank}", "WORLD_SIZE": "{size}", "LOCAL_RANK": "{rank}", **MEET, **PET, "PET_NNODES": "1"}, "RANK and WORLD_SIZE"),
@@ -170,24 +183,24 @@ URI = "7.0;tcp://192.0.2.2,10.0.0.1:56327;tcp6://[fd00::2]:60173"
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (TWO, "Open MPI's mpirun announces 2 processes on several machines, and not where rank 0 runs: export .*mpirun -x MASTER_ADDR"),
+        (TWO, "Open MPI's mpirun 2 processes on several machines by .*, and not where rank 0 runs: export .*mpirun -x MASTER_ADDR"),
         # rank 0 is not beside mpirun, whose address the others would take
         ({**TWO, "OMPI_COMM_WORLD_RANK": 0, "OMPI_MCA_orte_hnp_uri": URI, "OMPI_MCA_orte_local_daemon_uri": "other"}, "not where rank 0"),
         ({"RANK": 1}, "RANK=1 is in the environment but WORLD_SIZE is not"),
         ({"WORLD_SIZE": 2}, "WORLD_SIZE=2 is in the environment but RANK is not"),
-        ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 does not lie in 0 … WORLD_SIZE - 1 = 1"),
-        ({"RANK": -1, "WORLD_SIZE": 2}, "RANK=-1 does not lie"),
+        ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 and WORLD_SIZE=2 contradict each other: a rank lies in 0 … 1"),
+        ({"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 2}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 and WORLD_SIZE=4 "),
         ({"OMPI_COMM_WORLD_SIZE": 2}, "OMPI_COMM_WORLD_SIZE=2 is in the environment but OMPI_COMM_WORLD_RANK is not"),
-        ({"PMI_RANK": 2, "PMI_SIZE": 2}, "PMI_RANK=2 does not lie in 0 … PMI_SIZE - 1 = 1"),
         ({"PMIX_RANK": 1}, "PMIX_RANK=1 is in the environment, and no variable says how many processes there are"),
-        ({"RANK": 0, "WORLD_SIZE": 1, **TWO, "MASTER_ADDR": "a"}, "WORLD_SIZE=1 .* Open MPI's mpirun announces 2 processes: unset"),
+        ({"RANK": 0, "WORLD_SIZE": 1, **TWO, "MASTER_ADDR": "a"}, "WORLD_SIZE=1 announce one .* by .*_RANK=1 and OMPI_COMM_WORLD_SIZE=2"),
         ({"PET_NNODES": 2, "PET_MASTER_ADDR": "a"}, "PET_NNODES=2 is in the environment but PET_NODE_RANK is not"),
-        ({"PET_NNODES": 2, "PET_NODE_RANK": 2, "PET_MASTER_ADDR": "a"}, "PET_NODE_RANK=2 does not lie in 0 … 1"),
+        ({"PET_NNODES": 2, "PET_NODE_RANK": 2, "PET_MASTER_ADDR": "a"}, "PET_NNODES=2 and node rank 2 contradict each other"),
         ({"PET_NNODES": 2, "PET_NODE_RANK": 0}, "PET_NNODES=2 is in the environment but PET_MASTER_ADDR is not"),
         ({"PET_NNODES": "two"}, "PET_NNODES='two' is not a number of nodes"),
         # what only a launcher can join
-        ({"PET_NPROC_PER_NODE": 4}, "1 node with 4 processes each, .*: start it with torchrun or `easymp launch`"),
-        ({"PET_NNODES": 2, "PET_NODE_RANK": 0, "PET_MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "gpu"}, "2 nodes with several processes"),
+        ({"PET_NPROC_PER_NODE": 4}, "NODE=4 announce 1 node with 4 processes each, .*: start it with torchrun or `easymp launch`"),
+        ({"SKYPILOT_NUM_NODES": 2, "SKYPILOT_NODE_IPS": "a\nb"}, "SKYPILOT_NUM_NODES=2 is in .* but SKYPILOT_NODE_RANK is not"),
+        ({"SKYPILOT_NUM_NODES": 2, "SKYPILOT_NODE_RANK": 0, "SKYPILOT_NODE_IPS": "a"}, "SKYPILOT_NUM_NODES=2 and 1 lines in"),
         ({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "a:29400"}, "start it with torchrun or `easymp launch`"),
         ({"RANK": 1, "WORLD_SIZE": 8, "MASTER_ADDR": "a", "PET_NNODES": 2, "PET_NPROC_PER_NODE": 4}, "2 nodes with 4 processes each"),
     ],
@@ -196,6 +209,17 @@ def test_what_cannot_be_joined_is_refused_by_name(says, said, words):
     says(**said)
     with pytest.raises(WorldError, match=words):
         Accelerator(cpu=True)
+
+
+def test_a_pod_of_several_accelerators_needs_a_launcher(says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for said in (
+        {"PET_NNODES": 2, "PET_NODE_RANK": 0, "PET_MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "gpu"},
+        {"SKYPILOT_NUM_NODES": 2, "SKYPILOT_NODE_RANK": 0, "SKYPILOT_NODE_IPS": "a\nb"},
+    ):
+        says(**said)
+        with pytest.raises(WorldError, match=r"announce 2 nodes with several .*: start it with torchrun"):
+            Accelerator(cpu=True)
 
 
 def test_words_where_numbers_belong(says):
@@ -248,9 +272,13 @@ def test_launch_takes_its_part(ranks, tmp_path, said, seats):
 @pytest.mark.parametrize(
     ("said", "flags", "words"),
     [
-        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "a"}, ["--nodes", "1"], "nodes='1', but RANK"),
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "a"},
+            ["--nodes", "1"],
+            "nodes='1' and WORLD_SIZE=2 contradict",
+        ),
         ({"RANK": 0, "WORLD_SIZE": 2}, [], "2 nodes must know where to meet: pass --main-address"),
-        ({**TWO}, [], "announces 2 processes on several machines, and not where rank 0 runs"),
+        ({**TWO}, [], "announces 2 processes on several machines by OMPI_COMM_WORLD_SIZE=2"),
         ({"RANK": 1, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "x"}, [], "rank 1 of 2, which torchrun"),
     ],
 )
@@ -330,8 +358,8 @@ def test_open_mpi_on_two_hosts(another_host):
     done = by_mpirun(program, *rsh, "host-a:1,host-b:1")  # rank 0 is not beside mpirun
     assert done.returncode != 0
     assert (
-        "Open MPI's mpirun announces 2 processes on several machines, and not where rank 0 runs: export its address"
-        in done.stderr
+        "Open MPI's mpirun announces 2 processes on several machines by OMPI_COMM_WORLD_SIZE=2 and OMPI_COMM_WORLD_LOCAL_SIZE=1, and not "
+        "where rank 0 runs: export its address" in done.stderr
     )
 
 

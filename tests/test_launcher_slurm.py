@@ -199,9 +199,11 @@ def test_what_does_not_fit_is_said(slurm):
     with pytest.raises(SettingError, match=r"Slurm's job has 2 nodes, .* on the first one only: write srun"):
         met()
     slurm(**ONE_A_NODE)
-    with pytest.raises(SettingError, match="nodes='2', but Slurm's srun announced 8: leave --nodes out"):
+    with pytest.raises(
+        SettingError, match="nodes='2' and SLURM_STEP_NUM_TASKS=8 contradict each other: leave --nodes out"
+    ):
         met("2")
-    with pytest.raises(SettingError, match="nodes='1', but"):  # not eight trainings
+    with pytest.raises(SettingError, match="nodes='1' and"):  # not eight trainings
         met("1")
 
 

@@ -9,8 +9,8 @@ import torch
 
 from easymp import EasympWarning, WorldError
 from easymp.base import env
+from easymp.base.ranks import hosts
 from easymp.distributed import Ranks, World, read_ranks
-from easymp.distributed.ranks import hosts
 
 # Rank 5 of 8, on the second of two nodes.
 TASK = {
@@ -111,17 +111,17 @@ def test_a_batch_script_that_forgets_srun_is_told_so(slurm):
     ("changes", "words"),
     [
         ({"SLURM_NTASKS": None}, "SLURM_NTASKS is not"),
-        ({"SLURM_NTASKS": 5}, "does not lie in 0 … 4: SLURM_NTASKS=5"),
-        ({"SLURM_STEP_NUM_TASKS": 5}, "does not lie in 0 … 4: SLURM_STEP_NUM_TASKS=5"),
+        ({"SLURM_NTASKS": 5}, "SLURM_PROCID=5 and SLURM_NTASKS=5 contradict each other"),
+        ({"SLURM_STEP_NUM_TASKS": 5}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=5 contradict each other"),
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not"),
-        ({"SLURM_JOB_NODELIST": None}, "SLURM_JOB_NODELIST is not.* or export MASTER_ADDR"),
+        ({"SLURM_JOB_NODELIST": None}, "SLURM_JOB_NODELIST=None does not say where .* or export MASTER_ADDR"),
         ({"SLURM_JOB_NODELIST": "n[1"}, r"'n\[1' is not a list of hosts"),
-        ({"SLURM_JOB_ID": None}, "SLURM_JOB_ID is not.* or export MASTER_PORT"),
-        ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID='12_3' is not a number"),
-        ({"SLURM_TASKS_PER_NODE": "4(x"}, r"SLURM_TASKS_PER_NODE='4\(x' is not a list of counts"),
-        ({"SLURM_TASKS_PER_NODE": "4"}, "do not lie in SLURM_TASKS_PER_NODE='4'"),
-        ({"SLURM_TASKS_PER_NODE": "7,1"}, "do not lie in SLURM_TASKS_PER_NODE='7,1'"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "do not lie in SLURM_STEP_TASKS_PER_NODE='4'"),
+        ({"SLURM_JOB_ID": None}, "SLURM_JOB_ID=None does not say where .* or export MASTER_PORT"),
+        ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID='12_3' does not say"),
+        ({"SLURM_TASKS_PER_NODE": "4(x"}, r"SLURM_TASKS_PER_NODE=4\(x contradict"),
+        ({"SLURM_TASKS_PER_NODE": "4"}, "SLURM_LOCALID=1 and SLURM_TASKS_PER_NODE=4 contradict"),
+        ({"SLURM_TASKS_PER_NODE": "7,1"}, "SLURM_TASKS_PER_NODE=7,1 contradict"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_STEP_TASKS_PER_NODE=4 contradict"),
     ],
 )
 def test_contradictions(slurm, changes, words):
@@ -175,22 +175,9 @@ def test_hosts(text, names):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "separated by commas"),
-        ("n[1-2", "brackets that are closed"),
-        ("n1]", "brackets that are closed"),
-        ("n[1-[2-3]]", "brackets that are closed"),
-        ("a,,b", "separated by commas"),
-        ("a b", "separated by commas"),
-        ("n[]", r"\[\] should hold numbers"),
-        ("n[a-b]", r"\[a-b\] should hold numbers"),
-        ("n[1-2-3]", r"\[1-2-3\] should hold numbers"),
-        ("n[1,]", r"\[1,\] should hold numbers"),
-        ("n[9-5]", "9-5 counts down"),
-    ],
+    "text", ["", "n[1-2", "n1]", "n[1-[2-3]]", "a,,b", "a b", "n[]", "n[a-b]", "n[1-2-3]", "n[1,]", "n[9-5]"]
 )
-def test_what_is_no_list_is_quoted_with_the_reason(text, words):
-    with pytest.raises(WorldError, match=words) as caught:
+def test_what_is_no_list_is_quoted(text):
+    with pytest.raises(WorldError, match="is not a list of hosts") as caught:
         hosts(text)
     assert repr(text) in str(caught.value)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
+    from ..base.ranks import Ranks as Ranks
+    from ..base.ranks import read_ranks as read_ranks
     from .process_group import World as World
     from .process_group import check_backend as check_backend
     from .process_group import first_difference as first_difference
     from .process_group import locate as locate
     from .process_group import odd_one_out as odd_one_out
-    from .ranks import Ranks as Ranks
-    from .ranks import read_ranks as read_ranks
 
 _HOMES = {
-    "ranks": ("Ranks", "read_ranks"),
+    ".base.ranks": ("Ranks", "read_ranks"),
     "process_group": ("World", "check_backend", "first_difference", "locate", "odd_one_out"),
 }
 

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base import env
+from ..base.ranks import LOOPBACK, Ranks
 from ..base.torch_flags import TORCH
 from ..errors import ALIKE, RefusedError, WorldError, failing
 from .hang_report import Watch
-from .ranks import Ranks
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -45,7 +45,6 @@ MOVABLE = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8,
 }  # fmt: skip
 
-LOOPBACK = "127.0.0.1"
 BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
 # A group that is bound to its device connects at once, and parts of it (those of a mesh of two dimensions) are split from it. Before
 # 2.10 torch splits no group of two backends: 2.8 stops with an assertion, and in 2.9 gloo's parts meet under one name.

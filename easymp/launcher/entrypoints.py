@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .. import hardware, settings
-from ..base import env
+from ..base import env, ranks
 from ..base.lazy import modules_at_first_use
-from ..distributed import ranks
 from ..errors import EasympWarning, RefusedError, SettingError, WorldError
 from ..logging import get_logger
 from ..registry import PrecisionName

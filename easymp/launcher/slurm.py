@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from ..base import env
-from ..distributed import ranks
-from ..distributed.ranks import BATCH
+from ..base import env, ranks
 from ..errors import SettingError
 from .rendezvous import RendezvousConfig, read_config, read_nodes
 from .worker import RESTART
@@ -59,7 +57,7 @@ def find_nodes(
     """
     least, most = read_nodes(nodes or "1")
     found, why = ranks.read_node()
-    if why == BATCH and nodes is None and (count := env.integer("SLURM_JOB_NUM_NODES", 1)) > 1:
+    if why == ranks.BATCH and nodes is None and (count := env.integer("SLURM_JOB_NUM_NODES", 1)) > 1:
         raise SettingError(
             f"Slurm's job has {count} nodes, and its batch script runs on the first one only: write srun before the command, which "
             "starts it on all (`easymp launch --slurm print` shows how), or pass --nodes 1 to use this one"
@@ -68,7 +66,8 @@ def find_nodes(
         return read_config(nodes, node_rank, main_address, main_port, wait), {}
     if nodes and not least <= found.size <= most:
         raise SettingError(
-            f"nodes={nodes!r}, but {found.by} announced {found.size}: leave --nodes out, or start as many launchers, one on each node"
+            f"nodes={nodes!r} and {ranks.said(found.by.size)} contradict each other: leave --nodes out, and start a launcher on each "
+            f"node, or unset {found.by.size} for a run of this machine alone"
         )
     there = str(found.size) if found.most is None else f"{found.size}:{found.most}"
     rank = found.rank if node_rank is None else node_rank

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from easymp import DataLoaderConfiguration, PreparedLoader
 from easymp.base.accumulation import UpdateWindow
+from easymp.base.ranks import Ranks
 from easymp.data import prepare_loader
 from easymp.distributed.process_group import World
-from easymp.distributed.ranks import Ranks
 
 CPU = torch.device("cpu")
 

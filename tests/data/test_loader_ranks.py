@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from easymp import BatchError, skip_first_batches
+from easymp.base.ranks import read_ranks
 from easymp.distributed.process_group import World
-from easymp.distributed.ranks import read_ranks
 
 from .loaders import CPU, Numbers, Stream, numbers, passes, prepared
 
