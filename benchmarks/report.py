@@ -54,6 +54,26 @@ def here(*packages: str) -> str:
     )
 
 
+def forget_peak(device: torch.device) -> int:
+    """Begin to look for the peak of memory; returns the bytes that are in use."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes that were in use since `forget_peak`: on the device, or of this process."""
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
 def options(parser: argparse.ArgumentParser, name: str, machine: str | None = None) -> None:
     """Where the result goes. `machine`: what it was measured on, the processor by default."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a result file")

@@ -136,6 +136,10 @@ if not TYPE_CHECKING:  # type checkers would take a module's `__getattr__` for o
         __name__,
         globals(),
         {module: names.split() for module, names in _HOMES.items()},
+        inner={
+            "nn": ["nn"],
+            "optim": ["optim"],
+        },  # not in __all__, or ``import *`` would replace torch's modules of these names
         elsewhere=dict.fromkeys(
             _ACCELERATES.split(), "easymp.compat.accelerate has it, or says what replaces it"
         ),

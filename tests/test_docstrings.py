@@ -25,6 +25,7 @@ import torch
 
 import easymp
 import easymp.compat
+import easymp.nn
 import easymp.optim
 from easymp import errors
 
@@ -66,6 +67,7 @@ def public() -> dict[str, Public]:
     places: list[tuple[str, Any]] = [(name, getattr(easymp, name)) for name in easymp.__all__]
     places += [(f"optim.{name}", getattr(easymp.optim, name)) for name in OPTIM]
     places.append(("compat.explain", easymp.compat.explain))
+    places += [(f"nn.{name}", getattr(easymp.nn, name)) for name in easymp.nn.__all__]
     memory = vars(easymp.memory).items()
     places += [
         (f"memory.{name}", value)

@@ -36,7 +36,7 @@ def at_first_use(
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = imported(f".{home[name]}", package)
-        value = namespace[name] = module if home[name].endswith(f".{name}") else getattr(module, name)
+        value = namespace[name] = module if f".{home[name]}".endswith(f".{name}") else getattr(module, name)
         return value
 
     return listed, load, lambda: listed

@@ -1,0 +1,181 @@
+"""linear_cross_entropy: the numbers of the plain pair, in every precision and strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from easymp import Accelerator, BatchError, SettingError, TensorParallelOptions
+from easymp.nn import linear_cross_entropy
+
+WORDS = 101
+
+
+def data(dtype: torch.dtype, bias: bool) -> tuple[list[Tensor], Tensor]:
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape, dtype=dtype) for shape in ((3, 67, 16), (WORDS, 16), (WORDS,))]
+    targets = torch.randint(WORDS, (3, 67))
+    targets[0, :5] = -100
+    return [t.requires_grad_() for t in inputs[: 3 if bias else 2]], targets
+
+
+def apart(got: Any, right: Any) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(got, right))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_the_plain_pair(reduction: str, bias: bool) -> None:
+    for smoothing in (0.0, 0.1):
+        (hidden, weight, *more), targets = data(torch.float32, bias)
+        inputs, first = [hidden, weight, *more], more[0] if more else None
+        logits = F.linear(hidden, weight, first).flatten(0, 1)
+        plain = F.cross_entropy(logits, targets.flatten(), reduction=reduction, label_smoothing=smoothing)
+        arrived = torch.randn_like(plain)
+        ours = linear_cross_entropy(
+            *(hidden, weight, targets),
+            bias=first,
+            reduction=reduction,
+            label_smoothing=smoothing,
+            chunk_tokens=50,
+        )
+        torch.testing.assert_close(ours.view_as(plain), plain)
+        right = torch.autograd.grad(plain, inputs, arrived)
+        for again in (True, False):  # the second backward makes the logits anew
+            found = torch.autograd.grad(ours, inputs, arrived.view_as(ours), retain_graph=again)
+            assert apart(found, right) < 1e-6
+
+
+def test_its_gradients_are_those_of_its_values() -> None:
+    inputs, targets = data(torch.float64, True)
+    small = [t.detach()[..., :3, :4].requires_grad_() for t in inputs[:2]]
+    for reduction in ("mean", "none"):
+        assert torch.autograd.gradcheck(
+            lambda h, w, r=reduction: linear_cross_entropy(
+                h, w, targets[:, :3] % 3, reduction=r, chunk_tokens=4
+            ),
+            small,
+            nondet_tol=1e-12,
+        )
+
+
+def test_no_target_counts() -> None:
+    (hidden, weight), targets = data(torch.float32, False)
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100))
+    loss.backward()
+    assert loss.isnan()
+    assert hidden.grad is not None and not hidden.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_it_is_as_exact_as_the_plain_pair(dtype: torch.dtype) -> None:
+    inputs, targets = data(torch.float32, True)
+    hidden, weight, bias = inputs
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    exact = F.cross_entropy(F.linear(*wide).flatten(0, 1), targets.flatten())
+    right = torch.autograd.grad(exact, wide)
+    with torch.autocast("cpu", dtype):
+        plain = F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, 1), targets.flatten())
+        ours = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=50)
+    assert ours.dtype == torch.float32
+    assert abs(ours - exact) < 0.01
+    assert apart(torch.autograd.grad(ours, inputs), right) < 1.5 * apart(
+        torch.autograd.grad(plain, inputs), right
+    )
+
+
+@pytest.mark.slow
+def test_it_is_compiled_whole() -> None:
+    (hidden, weight), targets = data(torch.float32, False)
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    losses = [f(hidden, weight, targets, chunk_tokens=64) for f in (compiled, linear_cross_entropy)]
+    ours, right = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
+    assert apart(ours, right) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "said"),
+    [
+        ({"weight": torch.ones(5, 3)}, BatchError, "weight (5, 3)"),
+        ({"bias": torch.ones(5)}, BatchError, "(5,), not (101,)"),
+        ({"targets": torch.ones(3, 67)}, BatchError, "float32, not int64"),
+        ({"reduction": "max"}, SettingError, "'max' is not one of mean, sum, none"),
+        ({"label_smoothing": 2.0}, SettingError, "0 to 1"),
+        ({"chunk_tokens": 0}, SettingError, "at least 1"),
+    ],
+)
+def test_what_is_wrong_is_named(changed: dict[str, Any], error: type[Exception], said: str) -> None:
+    (hidden, weight), targets = data(torch.float32, False)
+    with pytest.raises(error) as raised:
+        linear_cross_entropy(**{"hidden": hidden, "weight": weight, "targets": targets, **changed})
+    assert said in str(raised.value)
+
+
+class Language(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = nn.Embedding(WORDS, 16)
+        self.hidden = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.head = nn.Linear(16, WORDS, bias=not tied)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor, targets: Tensor, plain: bool) -> Tensor:
+        y = self.hidden(self.words(x))
+        if plain:
+            return F.cross_entropy(self.head(y).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+        return linear_cross_entropy(
+            y, self.head.weight, targets, bias=self.head.bias, label_smoothing=0.1, chunk_tokens=7
+        )
+
+
+def losses(strategy: str, tied: bool, plain: bool, **words: Any) -> list[float]:
+    """Of five steps on the same batch, which is the next word of a sequence; data ranks share it."""
+    with Accelerator(strategy=strategy, cpu=True, mixed_precision="fp32", **words) as acc:
+        model = Language(tied)
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        sequence = torch.arange(41).remainder(WORDS).repeat(4, 1)
+        x, targets = sequence[:, :-1], sequence[:, 1:]
+        told = []
+        for _ in range(5):
+            loss = model(x, targets, plain)
+            acc.backward(loss)
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        return told
+
+
+def on_two_ranks() -> list[tuple[str, bool, list[float]]]:
+    split = TensorParallelOptions(plan={"words": "rowwise_rep", "head": "colwise_rep"})
+    ways = [("ddp", {}), ("fsdp", {}), ("tensor_parallel", {"strategy_options": split})]
+    return [
+        (name, tied, losses(name, tied, False, **words)) for name, words in ways for tied in (False, True)
+    ]
+
+
+def test_every_strategy_trains_as_the_plain_pair_does(ranks: Any) -> None:
+    right = {tied: losses("single", tied, True) for tied in (False, True)}
+    for told in ranks(on_two_ranks):
+        for name, tied, found in told:
+            assert found == pytest.approx(right[tied], rel=1e-5), (name, tied)
+
+
+def shards() -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    with Accelerator(strategy="ddp", cpu=True):
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        (hidden, weight), targets = data(torch.float32, False)
+        linear_cross_entropy(hidden, distribute_tensor(weight.detach(), mesh), targets)
+
+
+def test_shards_of_unknown_kind_are_refused(ranks: Any) -> None:
+    for failure in ranks.fails(shards):
+        assert "inside the forward of the module that holds the weight" in failure.message
