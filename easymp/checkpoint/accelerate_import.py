@@ -1,8 +1,8 @@
 """Folders of Hugging Face Accelerate's `save_state` (file names and contents of version 1.15), and state dicts of torch.save.
 
 Accelerate writes weights as safetensors and the rest with torch.save, which makes pickles: reading one can run any code of its writer.
-Only safetensors are read until the caller says that he trusts the folder. Then torch's reader for plain data goes first, and the one that
-runs code takes only what that one refuses. This is the only file of easymp that reads pickles.
+Only safetensors are read until the caller says that they trust the folder. Then torch's reader for plain data is tried first; the reader
+that runs code gets only the files that the first one refuses. This is the only file of easymp that reads pickles.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _unreadable(path: Any, error: Exception, more: str = "") -> CheckpointError:
 
 
 def _numpy_arrays_allowed() -> AbstractContextManager[Any]:
-    """Inside, numpy's arrays of numbers count as plain data: its random state is one."""
+    """Let torch's safe reader load NumPy arrays of numbers, which NumPy's random state needs."""
     import _codecs  # old protocols spell bytes as encoded text
 
     import numpy
@@ -207,10 +207,10 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 class Translated(Reading):
-    """A folder of Accelerate's in the terms of our checkpoints, in memory, so that loading takes the same way.
+    """A folder of Accelerate's `save_state`, held in memory in the form of our checkpoints, so that the same code loads it.
 
-    `models`, `parts` and `seed` are those of the run that loads. The folder tells parameters of an optimizer and objects of a run by their
-    order, so the live ones take them in theirs. `read_accelerate` explains the risk of `allow_pickle`.
+    `models`, `parts` and `seed` are those of the run that loads. The folder identifies parameters and objects by order alone, so they are
+    matched with the live ones in order. `read_accelerate` explains the risk of `allow_pickle`.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Translated(Reading):
 def _translate(
     found: AccelerateStates, models: Sequence[nn.Module], optimizers: Sequence[OptimizerState], seed: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """States by their names in our checkpoints, and further names of tied weights."""
+    """Return the states under the names that our checkpoints use, and the aliases of tied weights."""
     trees: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     for i, weights in enumerate(found.models):
@@ -276,14 +276,14 @@ def _translate(
 
 
 def _tied(live: Mapping[str, Any], there: Collection[str]) -> dict[str, str]:
-    """Names of the live model that are not there → the name of the same tensor that is: Accelerate writes tied weights once."""
+    """Map each missing name of a tied weight to the name under which Accelerate wrote it."""
     names = {canonical(name): id(value) for name, value in live.items()}
     first = {value: name for name, value in names.items() if name in there}
     return {n: first[value] for n, value in names.items() if n not in there and value in first}
 
 
 def _by_name(state: Mapping[str, Any], optimizer: OptimizerState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """torch's `state_dict` of an optimizer, by names of parameters in place of numbers."""
+    """Key an optimizer's `state_dict` by parameter names instead of numbers."""
     groups, saved = [group["params"] for group in optimizer.groups()], state["param_groups"]
     had, has = [len(group["params"]) for group in saved], list(map(len, groups))
     if had != has:
@@ -304,7 +304,7 @@ def _by_name(state: Mapping[str, Any], optimizer: OptimizerState) -> tuple[dict[
 
 
 def _streams(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Random states as `run_state` has them; those of accelerators begin anew."""
+    """Random states in the form of `run_state`. Accelerators' streams start from the seed."""
     version, words, gauss = found["random_state"]
     streams: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},

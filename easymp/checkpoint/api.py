@@ -126,14 +126,14 @@ class Checkpoints:
         return folders.inside(*folders.parted(self._root))
 
     def _claim_early(self) -> None:
-        """Lock when an optimizer is prepared: if `project_dir` is named by then, or the run asks for saves in the default one."""
+        """Lock the project folder when the first optimizer is prepared, if the run will save there."""
         project = self._project
         saves = project.total_limit is not None or project.automatic_checkpoint_naming or self._save_on_signal
         if saves or project.project_dir is not None:
             self._claim_project(reading=not saves)
 
     def _claim_project(self, reading: bool = False) -> None:
-        """Lock the project's checkpoints for this process until `close`; `reading` does without if the folder is read-only."""
+        """Lock the project's checkpoints for this process until `close`. With `reading`, a read-only folder is not locked."""
 
         def claim() -> bool:
             root, name = folders.parted(self._root)
@@ -328,7 +328,7 @@ class Checkpoints:
         return self._saves
 
     def _settle_saves(self) -> None:
-        """Wait for a save in the background; raises its error."""
+        """Wait for a background save, and raise its error."""
         if self._saves is not None:
             self._saves.wait()
 

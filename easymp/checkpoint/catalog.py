@@ -47,7 +47,7 @@ TRACKING = "state/tracking"  # names and positions of logs, which differ between
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder that is a checkpoint, or was to become one.
+    """A folder that is a checkpoint or an unfinished save.
 
     Attributes:
         name: of the folder.
@@ -337,7 +337,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Unequal:
-    """Another difference: dtype and shape of a tensor, or a value in a state, by its path."""
+    """A difference in dtype, shape, or a value of a state, with its path."""
 
     path: str
     one: str
@@ -484,7 +484,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Names of folders: checkpoints that stay, checkpoints that go, leftovers of dead writers that go, and those being written now.
+    """Names of folders: checkpoints kept, checkpoints removed, leftovers of dead writers removed, and folders being written now.
 
     Attributes:
         size: bytes in what goes.
@@ -498,7 +498,7 @@ class Pruned:
 
 
 def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abandoned: bool = False) -> Pruned:
-    """Remove older committed checkpoints below the folder or URL `root`, and what dead writers left.
+    """Remove older committed checkpoints below the folder or URL `root`, and leftovers of dead writers.
 
     The last `keep` checkpoints of the current line stay, and the last one of each other line. So do checkpoints that are not named by a
     step, and folders without COMMIT, unless their writer is known to be dead.
@@ -506,7 +506,7 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
     Args:
         keep: 1 or more.
         abandoned: remove the last checkpoints of other lines, too.
-        dry_run: say what would go, and remove nothing.
+        dry_run: report what would be removed, and remove nothing.
 
     Raises:
         SettingError: `keep` is not 1 or more.
@@ -531,7 +531,7 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
     for checkpoint in dict.fromkeys([*old, *owners]):
         gone = committed_saves(storage, checkpoint) if checkpoint in old else []
         try:
-            # Named in the lock, so that the next writer knows what was left half done after a kill.
+            # The lock names it, so that the next writer can clean up after a kill.
             lock = claim(storage, checkpoint, gone[-1] if gone else "")
         except CheckpointError:
             busy.append(checkpoint)

@@ -48,10 +48,10 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes, 1 and
 
 
 def dumps(value: Any) -> bytes:
-    """`value`, made of JSON's own types, as text that `loads` takes.
+    """Encode `value`, which has JSON's own types only.
 
     Raises:
-        CheckpointError: it is made of others.
+        CheckpointError: `value` holds another type.
     """
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
@@ -64,7 +64,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(text: bytes, what: str) -> Any:
-    """The value of a JSON text; `what` names the file in messages.
+    """Decode a JSON text; `what` names the file in messages.
 
     Raises:
         CheckpointError: it is not JSON, or of a kind that easymp never writes.
@@ -162,7 +162,7 @@ WORDS: dict[type, Callable[[Any], str]] = {  # values that are stored as one str
 
 
 def pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` in JSON's types; its tensors are put into `tensors` under their paths, which begin with `path`.
+    """Convert `value` to JSON's types; put its tensors into `tensors` under paths that begin with `path`.
 
     Raises:
         CheckpointError: something that has no such form; the path says where.
@@ -313,7 +313,7 @@ def _refusal(value: Any, hashed: bool) -> str:
 
 
 def _named(kind: Any) -> str:
-    """A class as a reader would write it."""
+    """The name of a class in messages."""
     name = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
     module = getattr(kind, "__module__", "builtins")
     return name if module in ("builtins", "__main__") else f"{module}.{name}"
@@ -323,7 +323,7 @@ def _named(kind: Any) -> str:
 
 
 def unpack(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """The value that `pack` was given; `tensor` brings the tensor of a name.
+    """Rebuild the value that `pack` was given; `tensor` returns the tensor of a name.
 
     An array shares the memory of its tensor, so that one that is filled later fills the array. Other results of `tensor` are put in place
     as they are.

@@ -1,4 +1,4 @@
-"""How a folder becomes a checkpoint, and the one that it replaces goes: at no instant is there neither.
+"""Commit a folder as a checkpoint and remove the one that it replaces. One of the two exists at every instant.
 
 The order of a save: claim, folder → every file written and fsynced → manifest → folder fsynced → COMMIT → folder fsynced → renamed → parent
 folder fsynced → only then removals. Where folders can be renamed (`Renamed`), a checkpoint is written under a temporary name, and the last
@@ -23,10 +23,10 @@ logger = get_logger(__name__)
 
 
 def begin(storage: Storage, checkpoint: str, by: Saved | None = None) -> Commit:
-    """Claim `checkpoint` of `storage`, clean up after writers that died, and make the folder of the new one.
+    """Lock `checkpoint` of `storage`, clean up after dead writers, and make the folder of the new save.
 
     Args:
-        by: the new one's place among others. One that has its name and is not on its line gets another name; without `by`, it is replaced.
+        by: lineage of the new save. An existing checkpoint of this name on another line is renamed; without `by`, it is replaced.
 
     Raises:
         CheckpointError: another process writes it, or its name is taken by other files.
@@ -70,10 +70,10 @@ class Commit(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """All files and COMMIT are there: from now on it counts."""
+        """Make the folder the checkpoint. All files and COMMIT are on disk."""
 
     def close(self) -> None:
-        """Remove a folder that does not count, and release the claim."""
+        """Remove an uncommitted folder, and release the lock."""
         if not self._keep:
             take_away(self._storage, self.folder)
         self._claim.release()
@@ -130,7 +130,7 @@ class Renamed(Commit):
             self._finish_beside(next_save(there, name))
 
     def _finish_beside(self, second: str) -> None:
-        """The names cannot be swapped: a second name counts until the first one is free."""
+        """Commit under a second name until the first one is free, since names cannot be swapped here."""
         storage, name = self._storage, self._checkpoint
         storage.rename(self.folder, second)
         try:
@@ -176,7 +176,7 @@ class InPlace(Commit):
 
 
 def _remove_uncommitted(storage: Storage, checkpoint: str, left: Mapping[str, Any]) -> None:
-    """Remove a dead writer's files of this checkpoint, beside the save that counts; `left` are its words, which name its folder."""
+    """Remove a dead writer's files of this checkpoint; `left` is the lock's content, which names its folder."""
     saves = saves_of(storage.list(), checkpoint)
     counts = next((save for save in saves if is_committed(storage, save)), None)
     for save in saves:

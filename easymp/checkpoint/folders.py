@@ -41,7 +41,7 @@ _TEMPORARY = re.compile(r"\.tmp-(.+)(-[0-9a-f]{8}|\.lock)")
 
 
 def inside(folder: str, name: str) -> str:
-    """`name` in `folder`; either may be ""."""
+    """Join `folder` and `name`; either may be ""."""
     return f"{folder.rstrip('/')}/{name}" if folder and name else folder or name
 
 
@@ -53,19 +53,19 @@ def step_folder(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """The step that a folder, saved again or not, is named by; None for other names."""
+    """The step in a checkpoint folder's name; None for other names."""
     found = _STEP.fullmatch(checkpoint_of(folder))
     return int(found[1]) if found else None
 
 
 def checkpoint_of(folder: str) -> str:
-    """The checkpoint that a folder is one save of."""
+    """The checkpoint's name without the number of the save."""
     found = _AGAIN.fullmatch(folder)
     return found[1] if found else folder
 
 
 def save_of(folder: str) -> int:
-    """Which save of its checkpoint a folder is, from 1."""
+    """The number of the save in a folder's name, from 1."""
     found = _AGAIN.fullmatch(folder)
     return int(found[2]) if found else 1
 
@@ -82,7 +82,7 @@ def next_save(names: Iterable[str], checkpoint: str) -> str:
 
 
 def aside(names: Iterable[str], checkpoint: str, line: str) -> str:
-    """A name for a checkpoint of another line that gives up its own; beside the folders `names`."""
+    """A new name for a checkpoint of another line, unused among `names`."""
     name = plain = f"{checkpoint}.line-{line}"
     taken, number = {checkpoint_of(n) for n in names}, 1
     while name in taken:
@@ -92,7 +92,7 @@ def aside(names: Iterable[str], checkpoint: str, line: str) -> str:
 
 
 def temporary(checkpoint: str) -> str:
-    """A new name for a folder that is not a checkpoint yet, or no longer."""
+    """A new temporary name for a folder that is being written or removed."""
     return f"{TEMPORARY}{checkpoint}-{secrets.token_hex(4)}"
 
 
@@ -117,12 +117,12 @@ def is_committed(storage: Storage, folder: str) -> bool:
 
 
 def is_checkpoint(storage: Storage, folder: str) -> bool:
-    """Whether `folder` is a checkpoint, whole or not, rather than a folder that holds some."""
+    """Whether `folder` is itself a checkpoint, complete or not, and not a folder of checkpoints."""
     return any(storage.size(inside(folder, file)) is not None for file in (COMMIT, MANIFEST))
 
 
 def current(storage: Storage, checkpoint: str) -> str:
-    """The folder that holds `checkpoint`: that of its newest committed save; the plain name where none is committed."""
+    """The folder of the newest committed save of `checkpoint`; the plain name if none is committed."""
     found = saves_of(storage.list(), checkpoint)
     if found in ([], [checkpoint]):
         return checkpoint
@@ -149,7 +149,7 @@ def open_manifest(storage: Storage, folder: str) -> Manifest:
 
 
 def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """Write the last two files of `folder`: with COMMIT, the second one, it is a checkpoint."""
+    """Write the manifest and then COMMIT, which makes `folder` a checkpoint."""
     text = manifest.encode()
     for name, content in ((MANIFEST, text), (COMMIT, seal(text))):
         storage.put(inside(folder, name), [content], len(content))
@@ -176,7 +176,7 @@ def open_storage(place: str | os.PathLike[str]) -> Storage:
 
 
 def parted(place: str | os.PathLike[str]) -> tuple[str, str]:
-    """The folder above a file or folder, and its name there. A link to a folder is followed."""
+    """Split a path into its parent folder and its name. A link to a folder is followed."""
     said = os.fspath(place)
     kind, mark, rest = said.partition("://")
     if not mark:
@@ -213,7 +213,7 @@ class Opened(NamedTuple):
 
 
 def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
-    """The committed checkpoint at a path or URL: of several saves of one name, the one that counts.
+    """Open the committed checkpoint at a path or URL; the newest of several saves of one name.
 
     Raises:
         CheckpointError: there is none.
@@ -231,7 +231,7 @@ def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
 
 
 def found_at(place: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The folder that a file lies in, and its name there."""
+    """The storage of a file's folder, and the file's name in it."""
     folder, name = parted(place)
     return open_storage(folder), name
 
@@ -275,7 +275,7 @@ NONE = Extra()
 def copied(
     files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = no_tick
 ) -> dict[str, FileRecord]:
-    """Copy `files` below `folder` of `storage`. They are on disk then, except for first names in `folder`, which its `sync` covers."""
+    """Copy `files` below `folder` of `storage`, durably; a later `sync` of `folder` covers the names in it."""
     paths = [name.split("/") for name in files]
     below = dict.fromkeys("/".join(words[:count]) for words in paths for count in range(1, len(words)))
     for name in below:  # each after its parent

@@ -46,7 +46,7 @@ class Slot(NamedTuple):
 
 
 def filed(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape of a tensor in a file: its own, or with the real and imaginary parts in one more dimension."""
+    """Dtype and shape of a tensor in a file; complex types without a safetensors name get one more dimension of 2."""
     return (PARTS[dtype], (*shape, 2)) if dtype in PARTS else (dtype, tuple(shape))
 
 
@@ -54,7 +54,7 @@ def nbytes(dtype: torch.dtype, shape: object) -> int | None:
     """Bytes of a tensor; None where a torch tensor cannot have this `shape`."""
     if not isinstance(shape, (list, tuple)) or len(shape) > DIMENSIONS:
         return None
-    # A dimension of zero does not make another one harmless: torch multiplies them all for the strides.
+    # Checked even if another dimension is 0: torch multiplies all of them for the strides.
     if any(type(n) is not int or n < 0 for n in shape) or prod(n or 1 for n in shape) * dtype.itemsize > MOST:
         return None
     return prod(shape) * dtype.itemsize

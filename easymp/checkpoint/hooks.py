@@ -32,7 +32,7 @@ Hooks = Mapping[int, Callable[..., None]]
 def before_save(
     world: World, hooks: Hooks, models: Sequence[Any], storage: Storage, name: str
 ) -> tuple[list[int], Extra]:
-    """Call the save hooks on all ranks: the indices of the models that are left to be saved, and the hooks' files."""
+    """Call the save hooks on all ranks. Returns the indices of the models that they leave to be saved, and the hooks' files."""
 
     def listed() -> list[str]:
         return on_rank_0(world, lambda: storage.list(name), NOT_BEGUN)
@@ -59,7 +59,7 @@ def before_save(
 def before_load(
     world: World, hooks: Hooks, models: Sequence[Any], storage: Storage, name: str
 ) -> Iterator[list[int]]:
-    """Call the load hooks on all ranks: the indices of the models that are left to be loaded."""
+    """Call the load hooks on all ranks. Returns the indices of the models that they leave to be loaded."""
     with folder_to_read(world, storage, name) as folder:
         yield call_load_hooks(world, hooks, models, folder)
 
@@ -117,7 +117,7 @@ class HookFolder:
             raise
 
     def _above_all_ranks(self, owner: str) -> str:
-        """Rank 0: a folder for those of all ranks, locked while this process lives."""
+        """On rank 0, make and lock the parent folder of all ranks' hook folders."""
         there = self._there
         self._open.callback(claim(there, owner).release)
         for name in there.list():
@@ -137,7 +137,7 @@ class HookFolder:
         self.path = self._there.path(self._folder)
 
     def collect(self) -> Extra:
-        """The files of all ranks' hooks. A file that several ranks wrote alike is one file."""
+        """Collect the files of all ranks' hooks. A file that several ranks wrote with equal bytes is kept once."""
         world, there = self._world, self._there
         found = on_all(world, lambda: dict(self._found()), NOT_BEGUN)
         holders = {

@@ -42,7 +42,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The elements that are in both; None where there are none."""
+    """The common elements of two boxes; None if there are none."""
     offset = tuple(map(max, a.offset, b.offset))
     end = tuple(min(o + n, p + m) for o, n, p, m in zip(a.offset, a.shape, b.offset, b.shape))
     if any(e <= o for o, e in zip(offset, end)):
@@ -56,7 +56,7 @@ def strides(shape: Shape) -> Shape:
 
 
 def span(part: Box, within: Box) -> int:
-    """Elements from the first to the last one of `part`, both included, in the row-major memory of `within`, which contains it."""
+    """Number of elements from the first to the last one of `part` in the row-major memory of `within`, which contains it."""
     steps = zip(part.shape, strides(within.shape))
     return sum((n - 1) * stride for n, stride in steps) + 1 if part.count else 0
 
@@ -69,7 +69,7 @@ def runs(part: Box, within: Box) -> Iterator[tuple[int, int]]:
         yield 0, part.count
         return
     steps = strides(within.shape)
-    # From the last dimension on, as long as `part` takes rows as they are, they follow one another.
+    # Trailing dimensions that `part` takes whole are contiguous.
     inner = len(within.shape)
     while inner and part.shape[inner - 1] == within.shape[inner - 1]:
         inner -= 1
@@ -94,7 +94,7 @@ def fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
         if any(o < 0 or n < 0 or o + n > s for o, n, s in zip(box.offset, box.shape, shape)):
             return f"{box} lies outside of {list(shape)}"
     solid = [box for box in boxes if box.count]
-    # Where every box has all of a dimension, its two ends say the same twice.
+    # A dimension that every box covers whole adds no information.
     cut = [d for d, length in enumerate(shape) if any(box.shape[d] != length for box in solid)]
     if len(cut) > SPLIT:
         return f"the tensor is cut along {len(cut)} dimensions, and at most {SPLIT} are understood"
@@ -242,7 +242,7 @@ def _chunk(runs: Sequence[Run], count: int, index: int) -> list[Run]:
 
 
 def on_host(tensor: Tensor, name: str) -> Tensor:
-    """A tensor that is whole here, on the CPU and contiguous: itself, where it is that already."""
+    """A whole tensor on the CPU, contiguous; the tensor itself if it is that already."""
     if tensor.is_meta:
         raise CheckpointError(f"{name} is on the meta device: prepare the model, or load_weights into it")
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

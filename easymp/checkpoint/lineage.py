@@ -1,7 +1,7 @@
 """The lines that checkpoints form, the last checkpoint of a line, and the removal of older ones.
 
-A run that loads a checkpoint and saves continues its line, or begins one of its own if that line has later checkpoints. Order is by what
-was saved last, from what; never by a step's number.
+A run that loads a checkpoint and saves continues its line, or begins one of its own if that line has later checkpoints. Checkpoints are
+ordered by their saves, never by the number of the step.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def committed(storage: Storage) -> list[Saved]:
 
 
 def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, list[str], bool]:
-    """The checkpoint to continue from: the last save, or the one that it was continued from if it is damaged.
+    """Find the checkpoint to continue from: the last save, or its parent if that save is damaged.
 
-    Returns its folder or None; sentences on others that do not count and are not `passed`; whether one of those is damaged.
+    Returns its folder or None; sentences about newer folders that are left out, unless they are in `passed`; whether one is damaged.
     """
     found, others = survey(storage)
     said: list[str] = []
@@ -132,7 +132,7 @@ def damage(storage: Storage, folder: str) -> str:
 
 
 class Line:
-    """The line of saves that a run continues; rank 0's counts."""
+    """The line of saves that a run continues. Rank 0 decides."""
 
     def __init__(self) -> None:
         self.last: Saved | None = None  # the checkpoint that the run loaded or saved last
@@ -150,7 +150,7 @@ class Line:
         self._surveyed.clear()
 
     def next(self, storage: Storage, name: str, step: int) -> Saved:
-        """The checkpoint that is about to be saved. It comes after all that are there, even if clocks disagree or went back."""
+        """Lineage of the next save. It sorts after all existing ones, even if clocks disagree or were set back."""
         there = [] if _real(storage) in self._surveyed else survey(storage)[0]
         last, parent, forks, line = self.last, "", (), secrets.token_hex(4)
         if last is not None:
@@ -173,7 +173,7 @@ class Line:
         return it
 
     def _continues(self, last: Saved, storage: Storage, there: Sequence[Saved]) -> bool:
-        """Whether the next save continues the line of the last one; not if that line has later ones already."""
+        """Whether the next save continues the line of the last one; False if that line has later saves."""
         return self._loaded is None or (
             _real(self._loaded) == _real(storage)
             and step_of(last.folder) is not None
@@ -181,7 +181,7 @@ class Line:
         )
 
     def saved(self, storage: Storage, it: Saved) -> None:
-        """`it`, which `next` gave, is committed."""
+        """Note that `it`, a result of `next`, is committed."""
         self.last, self._loaded = it, None
         if step_of(it.folder) is not None:
             self._surveyed.add(_real(storage))
@@ -192,7 +192,7 @@ def _real(storage: Storage) -> str:
 
 
 def _later(than: str) -> str:
-    """Now in ISO 8601, or the next microsecond after `than`, if that is later."""
+    """The time now, or one microsecond after `than` if the clock is behind it; ISO 8601."""
     now = datetime.now(UTC).isoformat(timespec="microseconds")
     if now > than:
         return now
@@ -243,12 +243,12 @@ def _retire(storage: Storage, checkpoint: str, folder: str) -> None:
 
 
 def committed_saves(storage: Storage, checkpoint: str) -> list[str]:
-    """The committed saves of a checkpoint, the oldest first: as long as one is there, the newest counts."""
+    """The committed saves of a checkpoint, the oldest first. The newest is the checkpoint."""
     return [save for save in reversed(saves_of(storage.list(), checkpoint)) if is_committed(storage, save)]
 
 
 def drop(storage: Storage, folder: str) -> None:
-    """Remove a checkpoint that the caller has locked: it stops counting before its first file goes."""
+    """Remove a checkpoint that the caller has locked. Its COMMIT is removed first."""
     if storage.renames:
         gone = temporary(checkpoint_of(folder))
         storage.rename(folder, gone)
@@ -267,7 +267,7 @@ def take_away(storage: Storage, folder: str) -> None:
 
 
 def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
-    """Rename a checkpoint that has the name of `by`, which is about to be saved, and is not on its line."""
+    """Rename an existing checkpoint of another line that has the name of the new save `by`."""
     if by is None or step_of(checkpoint) is None:
         return
     there = _saved(storage, current(storage, checkpoint))
@@ -282,7 +282,7 @@ def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
 
 
 def refuse_foreign(storage: Storage, name: str) -> None:
-    """Raises CheckpointError if `name` is there and is not a checkpoint, whole or half: it would be lost."""
+    """Raise CheckpointError if `name` exists and is not a checkpoint, since a save would overwrite it."""
     there = [name] if storage.size(name) is not None else storage.list(name)
     if there and MANIFEST not in there and COMMIT not in there:
         found = ", ".join(there[:5]) + (" …" if len(there) > 5 else "")

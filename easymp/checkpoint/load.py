@@ -1,11 +1,11 @@
-"""Loading: all is checked, read and verified before anything live changes, and all ranks go on, or none.
+"""Load a checkpoint. Everything is checked, read and verified before any live object changes, on all ranks or on none.
 
 Stages: read the manifest, match it with what is live (each `Kept` asks a `Reading` for its state), plan the reads (`read_plan`), read and
 verify; try what runs a user's code and so may fail, and undo it where it does; then fill tensors. After each stage the ranks agree.
 
-Of files in a local folder, live tensors are filled by reading once more, from files that are still open. That fails where another process
-writes into these very files meanwhile, or the disk fails. Live tensors are then in part the old ones and in part the new ones, an error
-says so on all ranks, and another load puts all in place again.
+Files in a local folder are read twice: once to verify them, and once into the live tensors, from the same open files. The second read
+fails if another process writes into the files, or the disk fails. Live tensors are then partly old and partly new, an error says so on
+all ranks, and another load restores them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HALF = (
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that is in place.
+    """The result of a load.
 
     Attributes:
         place: where it lies.
@@ -55,7 +55,7 @@ class Loaded:
 
 
 class Trial(NamedTuple):
-    """A change that may fail, as it runs a user's code, and how to undo it.
+    """A change that runs a user's code and may fail, and a way to undo it.
 
     Attributes:
         what: is changed, in words.
@@ -67,16 +67,16 @@ class Trial(NamedTuple):
 
 
 class FullName(str):
-    """A tensor's full name, in place of its values."""
+    """A tensor's full name, which stands for its values."""
 
     __slots__ = ()
 
 
 class Reading:
-    """A committed checkpoint, as one rank reads it. Tensors asked for are empty until `run`, which reads and verifies them all.
+    """A committed checkpoint that one rank reads. Requested tensors are empty until `run` reads and verifies them.
 
-    Bytes for live tensors are verified by `run`, too. Where files may be read again, they are read again then, into the live tensors
-    themselves, and verified again: the state lies in memory once. Elsewhere a copy waits.
+    `run` also verifies the bytes of live tensors. If files may be read twice, the second read goes into the live tensors and is verified
+    again, so the state is in memory once. Otherwise `run` keeps a copy.
 
     Args:
         again: whether files may be read twice; see `Storage.held`.
@@ -85,7 +85,7 @@ class Reading:
         rank: this process's.
         strict: whether what is missing or left over is an error.
         skipped: what was passed over, in words, where `strict` is off.
-        trials: made before anything that cannot fail, and undone on all ranks where one of them fails on one.
+        trials: changes that are made first, and undone on all ranks if one fails on any rank.
     """
 
     def __init__(self, opened: Opened, rank: int = 0, strict: bool = True, again: bool = False) -> None:
@@ -106,7 +106,7 @@ class Reading:
         return name in self.manifest.states
 
     def named(self, name: str, own: bool = False) -> str:
-        """The name under which `name` is stored; with `own`, that of the rank of the same number, modulo the ranks that wrote."""
+        """The stored name of `name`; with `own`, that of rank r modulo the number of ranks that wrote."""
         return f"ranks/{self.rank % self.manifest.world_size:05d}/{name}" if own else name
 
     def state(
@@ -116,7 +116,7 @@ class Reading:
         tensor: Callable[[str], Any] | None = None,
         only: Sequence[str] | None = None,
     ) -> Any:
-        """The tree under `name`, its tensors as `tensor` makes them of their full names (by default whole ones, on the CPU).
+        """The state under `name`; `tensor` makes each tensor from its full name (by default whole, on the CPU).
 
         Args:
             own: this rank's own.
@@ -129,7 +129,7 @@ class Reading:
         return unpack(tree if only is None else {key: tree[key] for key in only}, tensor or self.whole)
 
     def left(self) -> list[str]:
-        """Names of states that nothing asked for, except those of single ranks; without the parts of each."""
+        """Names of states that no object requested, except per-rank states."""
         left = []
         for name in self.manifest.states:
             words = name.split("/")
@@ -190,13 +190,13 @@ class Reading:
         return put
 
     def complain(self, words: str) -> None:
-        """State that does not fit: an error, or noted where that is allowed."""
+        """Report state that does not fit: raise, or note it if `strict` is off."""
         if self.strict:
             raise CheckpointError(f"{words}; strict=False loads what fits")
         self.skipped.append(words)
 
     def run(self, tick: Tick = no_tick) -> None:
-        """Fill all that was asked for, and verify the bytes for live tensors."""
+        """Read all requested tensors, and verify the bytes of live ones."""
         wanted, live, files = plan(self._wanted), plan(self._live), self._opened.files
         preflight(self._opened, sorted({slab.file for slab in (*wanted, *live)}))
         self._tick = tick
@@ -223,7 +223,7 @@ class Reading:
 def load_checkpoint(
     world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = no_tick
 ) -> Loaded:
-    """Put the checkpoint `name` of `storage` into what is live, on all ranks together.
+    """Load the checkpoint `name` of `storage` into the live objects, on all ranks together.
 
     Raises:
         CheckpointError: on every rank, if it does not fit or cannot be read on one; nothing live has changed. Or a file that was intact
@@ -242,7 +242,7 @@ def load_checkpoint(
 def put_in_place(
     world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = no_tick
 ) -> Loaded:
-    """As `load_checkpoint`, from what `open_it` opens at `place`."""
+    """Load the checkpoint at `place` that `open_it` opens, as `load_checkpoint` does."""
     puts: list[Callable[[], None]] = []
     found: list[Reading] = []
 
@@ -283,7 +283,7 @@ def _restored(part: Kept, reading: Reading) -> Callable[[], None]:
 
 
 def _attempt(world: World, place: str, trials: Sequence[Trial], strict: bool) -> list[str]:
-    """Make all trials, or none; those that failed on any rank are left out where that is allowed, and returned in words."""
+    """Make all trials or none. With `strict` off, trials that fail on any rank are skipped and returned in words."""
     causes = {trial.what: error for trial in trials if (error := _error(trial.change)) is not None}
     mine = {what: words_of(error) for what, error in causes.items()}
     failed = {what: words for each in reversed(world.gather_objects(mine)) for what, words in each.items()}
@@ -301,7 +301,7 @@ def _attempt(world: World, place: str, trials: Sequence[Trial], strict: bool) ->
 
 
 def _error(act: Callable[[], object]) -> Exception | None:
-    """Any error of `act`: the other ranks wait to hear of it."""
+    """Run `act` and return its error, which the other ranks must learn."""
     try:
         act()
     except Exception as error:
@@ -332,13 +332,13 @@ def _together(
 
 
 def several(words: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first few names, and the number of the others."""
     more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
     return "; ".join(words[:SHOWN]) + more
 
 
 def names_apart(live: Collection[str], saved: Collection[str], what: str = "") -> str:
-    """The names that are on one side only, with the nearest on the other; "" where there is none."""
+    """Names on one side only, each with the nearest name on the other side; "" if there are none."""
     lacks = [name for name in live if name not in saved]
     left = [name for name in saved if name not in live]
     near = [repr(name) + nearest(name, left) for name in lacks[:SHOWN]] + lacks[SHOWN:]
@@ -347,7 +347,7 @@ def names_apart(live: Collection[str], saved: Collection[str], what: str = "") -
 
 
 def is_known(thing: Any) -> bool:
-    """Whether the states of `thing` have one form, by its class: torch's and easymp's have; a user's own may vary."""
+    """Whether the state of `thing` always has the same form: True for classes of torch and easymp."""
     return type(thing).__module__.partition(".")[0] in ("torch", "easymp")
 
 
@@ -365,7 +365,7 @@ def kind_of(value: Any) -> str:
 def check_like(what: str, saved: Any, live: Any) -> None:
     """Compare a state with the live one, key by key, so that wrong kinds are found before anything live takes them.
 
-    None fits every kind. Keys that only one of the two has are not compared.
+    None matches every kind. Keys of only one of the two are not compared.
     """
     if isinstance(saved, int) and not -(2**63) <= saved < 2**63:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Writer locks: one process at a time writes a checkpoint, and a dead one owns nothing.
+"""Writer locks: one process at a time writes a checkpoint. The lock of a dead process is void.
 
 A `KernelLock` is a POSIX lock on a file, which the system takes back from a dead process, and which forked children do not inherit (flock's
 they do). Where there are none (object stores, some network file systems) a `Heartbeat` is a file that its owner writes anew every few
@@ -49,9 +49,9 @@ def lock_of(checkpoint: str) -> str:
 
 
 def claim(storage: Storage, checkpoint: str, folder: str = "") -> KernelLock | Heartbeat:
-    """Let only this process write `checkpoint`, until ``release()``; `folder` is told to others with who it is.
+    """Lock `checkpoint` for this process until ``release()``. The lock file names the process and `folder`.
 
-    `left` of the result is what the owner before said of itself, if it died without a release.
+    `left` of the result is the content of the previous lock, if its owner died without a release.
 
     Raises:
         CheckpointError: another process, or another thread of this one, writes it; which.
@@ -70,7 +70,7 @@ def claim(storage: Storage, checkpoint: str, folder: str = "") -> KernelLock | H
 
 
 def hold(storage: Storage, name: str) -> Callable[[], None]:
-    """Claim `name` for this process, in which others may hold it too; returns what releases it. Raises as `claim`."""
+    """Lock `name` for this process; several holders in one process share it. Returns the function that releases it. Raises like `claim`."""
     key = os.getpid(), f"{os.path.realpath(storage.place)}/{name}"
     with _sharing:
         if key not in _shared:
@@ -92,7 +92,7 @@ def _let_go(key: tuple[int, str]) -> None:
 
 
 def words(folder: str = "") -> bytes:
-    """Who this process is, for those who come second; `folder` is what it writes."""
+    """The content of a lock: this process, and the folder that it writes."""
     me = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -113,7 +113,7 @@ def pid_namespace() -> str:
 
 
 def started(pid: int) -> str:
-    """When a process was started, in the system's count: a later one of the same number has another. "" where that is unknown."""
+    """Start time of a process in kernel ticks, which tells it from a later process with the same number; "" if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[19].decode()
@@ -122,7 +122,7 @@ def started(pid: int) -> str:
 
 
 def read_words(said: bytes) -> Mapping[str, Any]:
-    """The words of an owner; empty where it was killed before it could write them."""
+    """Read the content of a lock; empty if its owner was killed before it wrote."""
     try:
         found = json.loads(said)
     except ValueError:
@@ -131,7 +131,7 @@ def read_words(said: bytes) -> Mapping[str, Any]:
 
 
 def refusal(place: str, owner: Mapping[str, Any], lock: str = "") -> CheckpointError:
-    """The error of the second writer of `place`. `lock` is a file that a lost machine may still hold."""
+    """The error for a second writer of `place`; `lock` is the file of the lock."""
     who = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown host')}{_since(owner.get('since'))}"
     lost = lock and owner.get("host") != socket.gethostname()
     return CheckpointError(
@@ -154,7 +154,7 @@ def _since(said: object) -> str:
 
 
 class KernelLock:
-    """A POSIX lock on the file `path`, which is removed with it. See `claim`; an OSError of NO_LOCKS where there are no locks."""
+    """A POSIX lock on the file `path`, which `release` removes. See `claim`. Raises an OSError of NO_LOCKS if there are no locks."""
 
     def __init__(self, path: str, place: str, said: bytes) -> None:
         if fcntl is None:
@@ -199,7 +199,7 @@ class KernelLock:
 
 
 class Heartbeat:
-    """The file `name` of `storage`, which a thread writes anew every BEAT seconds. See `claim`."""
+    """Lock file with a heartbeat: a thread rewrites `name` of `storage` every BEAT seconds. See `claim`."""
 
     def __init__(self, storage: Storage, name: str, place: str, said: bytes) -> None:
         self._storage, self._name = storage, name
@@ -213,7 +213,7 @@ class Heartbeat:
         self._thread.start()
 
     def _wait(self, place: str) -> Mapping[str, Any]:
-        """The words of a dead owner; raises when it turns out to be alive."""
+        """Wait for a beat: return the content if the owner is dead, raise if it is alive."""
         there = _owner(self._storage, self._name)
         until = time.monotonic() + PATIENCE
         while there and not abandoned(self._storage, self._name) and time.monotonic() < until:
@@ -241,7 +241,7 @@ class Heartbeat:
 
 
 def abandoned(storage: Storage, name: str) -> bool:
-    """Whether the owner of a heartbeat is certainly dead, without watching it for a while."""
+    """Whether the owner of a heartbeat is known to be dead, without waiting for a beat."""
     owner = _owner(storage, name)
     here = socket.gethostname(), pid_namespace()
     if (owner.get("host"), owner.get("space", here[1])) == here and type(owner.get("pid")) is int:

@@ -1,6 +1,6 @@
-"""The manifest: what a checkpoint holds, and where each byte of it lies.
+"""The manifest: the content of a checkpoint, and the place of each of its bytes.
 
-`validate` holds for every manifest that is read or written, so code that uses one does not check again. Its text may come from anyone.
+Every manifest is validated when it is read or written, so other code does not check it again. Its text is untrusted input.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Lineage:
     Attributes:
         line: its identifier.
         parent: name of the checkpoint that was loaded or saved before this one; "" for the first of a run that loaded none.
-        forks: the lines that led to this one, and where each was left: line, and `written` and `step` of its last checkpoint that
-            counts here. What was saved later on those lines is abandoned.
+        forks: the lines that led to this one, each with `written` and `step` of the last checkpoint that belongs to this history. Later
+            saves on those lines are abandoned.
     """
 
     line: str = OLDEST
@@ -113,11 +113,11 @@ class Manifest:
 
     @property
     def all_files(self) -> dict[str, FileRecord]:
-        """The checkpoint's own, and those of hooks."""
+        """The checkpoint's own files, and those of hooks."""
         return {**self.files, **self.extra}
 
     def encode(self) -> bytes:
-        """As the content of a file."""
+        """Encode the manifest as the content of its file."""
         validate(self)
         if loads(dumps(self.plan), "plan") != self.plan:
             raise CheckpointError("the plan of a checkpoint has values that JSON lacks: pass Plan.as_dict()")
@@ -187,7 +187,7 @@ def decode(text: bytes, what: str) -> Manifest:
 
 
 def head(start: bytes) -> tuple[str, int, Lineage] | None:
-    """`written`, `step` and lineage, read from the first bytes of a manifest, unverified; None where they are not there."""
+    """Read `written`, `step` and lineage from the first bytes of a manifest, unverified; None if they are missing."""
     try:
         raw = loads(start.partition(b',"block":')[0] + b"}", "")
         lineage = _lineage(raw["plan"])
@@ -199,7 +199,7 @@ def head(start: bytes) -> tuple[str, int, Lineage] | None:
 
 
 def _typed(raw: Any) -> Manifest:
-    """The JSON in our types; the values are still to be validated."""
+    """Convert the JSON to our types. The values are validated later."""
     _check_fields("the manifest", raw, FIELDS if raw["version"] == 1 else {**FIELDS, "extra": dict})
     if raw["block"] != BLOCK:
         raise CheckpointError(f"checksums are of blocks of {raw['block']} bytes, not {BLOCK}: update easymp")
@@ -258,7 +258,7 @@ def _check_fields(what: str, raw: object, fields: Mapping[str, type]) -> None:
 
 
 def validate(manifest: Manifest) -> None:
-    """Raises CheckpointError, in one sentence, where something in a manifest is impossible."""
+    """Raise CheckpointError, in one sentence, if a manifest contradicts itself."""
     check_number("step", manifest.step, 0)
     check_number("world_size", manifest.world_size, 1, MOST_RANKS)
     _check_lines(manifest.lineage, {"written": manifest.written, "made_by": manifest.made_by})
@@ -290,7 +290,7 @@ def validate(manifest: Manifest) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]) -> None:
-    """Each is covered once by its pieces, and each byte of a file belongs to one piece at most."""
+    """Check that pieces cover each tensor once, and that each byte of a file belongs to one piece at most."""
     places: dict[str, list[tuple[int, int, str]]] = {}
     for name, stored in tensors.items():
         shape, size = stored.shape, stored.dtype.itemsize
@@ -327,7 +327,7 @@ def check_number(name: str, value: object, low: int, high: int = MOST) -> None:
 
 
 def _check_lines(lineage: Lineage, more: Mapping[str, object]) -> None:
-    """Texts for people are one line each; identifiers of lines are short words, as folders get names of them."""
+    """Check that texts for people are one line each, and that identifiers of lines can stand in folder names."""
     for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
         if not re.fullmatch("[0-9a-f]{1,32}", line):
             raise CheckpointError(f"the line {line!r:.80} is not an identifier of 1 to 32 hexadecimal digits")
@@ -340,7 +340,7 @@ def _check_lines(lineage: Lineage, more: Mapping[str, object]) -> None:
 
 
 def _portable(word: str) -> bool:
-    """Whether a file or folder can have this name on any file system, and it leads nowhere else."""
+    """Whether every file system takes this name, and it stays inside its folder."""
     return (
         bool(word)
         and word.isprintable()
@@ -352,7 +352,7 @@ def _portable(word: str) -> bool:
 
 
 def check_extra(paths: Collection[str], files: Collection[str]) -> None:
-    """Paths of hooks' files fit beside the checkpoint's own `files` and one another, also on file systems without upper case."""
+    """Check that paths of hooks' files clash neither with `files` nor with one another, also if the file system ignores case."""
     own = {name.casefold() for name in (*files, MANIFEST, COMMIT)}
     taken: dict[str, str] = {}
     for name in paths:
@@ -381,7 +381,7 @@ def check_extra(paths: Collection[str], files: Collection[str]) -> None:
 
 
 def canonical(name: str) -> str:
-    """A live name without the parts that torch's wrappers of submodules add. ``module.`` stays: it may be the user's own."""
+    """Strip the parts that torch's wrappers of submodules add to a name. ``module.`` stays: it may be the user's own."""
     for word in INSIDE:
         name = name.replace(word, "")
     return name

@@ -1,6 +1,6 @@
 """Models and optimizers in a checkpoint, by the names that the user's modules give their parameters.
 
-So an optimizer's state fits another order of the parameters, and other shards.
+An optimizer's state can therefore be loaded with parameters in another order and in other shards.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from .snapshot import Snapshot
 
 Groups = list[dict[str, Any]]
 Fills = list[tuple[str, Box, Tensor]]  # full name, chunk, and the live part that takes it
-# Of a param group these stay this run's: its parameters, and the implementation of its step.
+# Entries of a param group that are not loaded: the parameters, and the implementation of the step.
 NOT_KEPT = ("params", "param_names", *IMPLEMENTATION)
 
 
 def leave() -> None:
-    """Put nothing in place."""
+    """Change nothing."""
 
 
 class ModelState:
-    """The `state_dict` of the user's module, in any layout of its tensors; `mastered` are ids of parameters that have masters here.
+    """The `state_dict` of the user's module, with tensors in any layout; `mastered` holds ids of parameters that have fp32 masters.
 
-    Tensors are written to in place. Other values (extra state, the results of `state_dict` hooks) go through `load_state_dict`. A model in
-    fp32 takes the fp32 masters of parameters that were saved in low precision. Parameters that have masters here take fp32 values, rounded;
-    the masters take them whole. fp32 parameters take bf16 and fp16 values.
+    Tensors are written to in place. Other values (extra state, the results of `state_dict` hooks) go through `load_state_dict`. A model
+    in fp32 loads the fp32 masters of parameters that were saved in low precision. Parameters with masters load fp32 values rounded, and
+    their masters load them unrounded. fp32 parameters load bf16 and fp16 values.
     """
 
     def __init__(self, name: str, module: nn.Module, mastered: Collection[int] = ()) -> None:
         self._name, self._module, self._mastered = name, module, mastered
 
     def _state(self) -> tuple[dict[str, Any], set[int]]:
-        """The live state, and the ids of the module's own tensors in it."""
+        """Return the live state, and the ids of the module's own tensors in it."""
         own = {id(t) for t in [*self._module.parameters(), *self._module.buffers()]}
         return self._module.state_dict(keep_vars=True), own
 
@@ -61,7 +61,7 @@ class ModelState:
             if id(value) in own:
                 first[id(value)] = name
             tree[name] = value
-        # A BatchNorm's statistics are each rank's own until a forward shares rank 0's.
+        # BatchNorm statistics differ between ranks until a forward broadcasts rank 0's.
         into.add(self._name, tree, alike={id(p) for p in self._module.parameters()})
 
     def restore(self, source: Reading) -> Callable[[], None]:
@@ -107,9 +107,9 @@ class ModelState:
     def _sources(
         self, source: Reading, found: Mapping[str, str], live: Mapping[str, Tensor]
     ) -> list[tuple[str, str, Stored, Place]]:
-        """For each live tensor with memory here: its name, the tensor to read for it, and its chunks.
+        """For each live tensor with memory on this rank: its name, the stored tensor to read, and its chunks.
 
-        A tensor in fp32 takes the master of a parameter that had one.
+        For an fp32 tensor the stored tensor is the parameter's master, if the checkpoint has one.
         """
         paths = [
             (value.dtype == torch.float32 and source.master(path)) or path
@@ -120,7 +120,7 @@ class ModelState:
         return [(name, path, at, place) for name, path, at, place in every if place is not None]
 
     def _takes(self, value: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the live tensor `value` takes values of `dtype`: its own, those of its master, or exactly raised ones."""
+        """Whether the live tensor `value` can hold values of `dtype` exactly, or has a master that can."""
         mastered = dtype == torch.float32 and id(value) in self._mastered
         return dtype == value.dtype or mastered or (dtype in LOW and value.dtype == torch.float32)
 
@@ -149,14 +149,14 @@ class OptimizerState:
     """An optimizer's param groups, its state of each parameter, fp32 masters, and the additions of its class or of hooks to `state_dict`.
 
     A tensor of its parameter's shape is laid out like the parameter's states here; others are whole. The implementation of the step
-    (fused, foreach, capturable) stays this run's. A run without masters ignores saved ones, for its parameters take them (see
-    `ModelState`); masters that the checkpoint lacks take the weights in it. The optimizer's own `load_state_dict` is called only if its
+    (fused, foreach, capturable) stays this run's. A run without masters loads saved masters into its parameters (see `ModelState`).
+    Masters that the checkpoint lacks are loaded from its weights. The optimizer's own `load_state_dict` is called only if its
     class or a hook extends it.
 
     Args:
         owner: id of a parameter → its full name in the checkpoint, such as "model/0.weight".
-        apart: each rank has other states of the same parameters. On another number of ranks, rank r takes those of rank r % n; if the
-            ranks share their states here, all take rank 0's.
+        apart: ranks have different states of the same parameters. On another number of ranks, rank r loads those of rank r % n; if this
+            run's ranks share their states, all load rank 0's.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class OptimizerState:
         return type(self._optimizer.given).__name__
 
     def groups(self) -> Groups:
-        """Its param groups, with names of parameters."""
+        """The param groups, with parameter names in place of parameters."""
         groups = self._optimizer.param_groups
         return [{**group, "params": [self._names[id(p)] for p in group["params"]]} for group in groups]
 
@@ -251,7 +251,7 @@ class OptimizerState:
         return put
 
     def _fitting_groups(self, saved: Groups, source: Reading) -> Groups:
-        """The options for each live param group: of the saved one with the same parameters, wherever it stood."""
+        """The options for each live param group, from the saved group with the same parameters, in any order."""
         by_names = {frozenset(group["params"]): group for group in saved}
         fitting = []
         for i, (mine, live) in enumerate(zip(self.groups(), self._optimizer.param_groups)):
@@ -278,7 +278,7 @@ class OptimizerState:
         return ""
 
     def _check_kinds(self, saved: Any) -> None:
-        """The state of a parameter is a dict; in torch's and easymp's classes without text, and of the same kinds for all parameters."""
+        """Check that each parameter's state is a dict; for classes of torch and easymp, also without text and alike for all parameters."""
         kinds: dict[Any, Any] = {}
         known = is_known(self._optimizer.given)
         check_like(f"{self.name}/state", saved, kinds)
@@ -295,7 +295,7 @@ class OptimizerState:
 
     @staticmethod
     def _stepped(source: Reading, names: Sequence[str]) -> list[Stored | None]:
-        """The parameters as they were stepped: the master of each that had one."""
+        """The tensors that were stepped: each parameter's master, or the parameter."""
         paths = [source.master(name) or name for name in names]
         tensors, aliases = source.manifest.tensors, source.manifest.aliases
         return [tensors.get(aliases.get(path, path)) for path in paths]
@@ -308,9 +308,10 @@ class OptimizerState:
         stepped: Mapping[str, Stored | None],
         fills: Fills | None,
     ) -> dict[str, Tensor]:
-        """By full name, the tensors that take the states of the parameters `fresh`.
+        """Map full names to the tensors into which the states of the parameters `fresh` are loaded.
 
-        They are new, and filled by `source`; or live ones that can be overwritten, which join `fills`, so that the state is in memory once.
+        These are new tensors that `source` fills, or live ones that can be overwritten. The latter are added to
+        `fills`, so that the state is in memory once.
         """
         trees = source.manifest.states[path]
         fulls = [(name, full) for name, of in zip(fresh, [names(trees[n]) for n in fresh]) for full in of]
@@ -341,7 +342,7 @@ class OptimizerState:
         kinds: Mapping[str, tuple[Tensor, Stored, torch.dtype]],
         fills: Fills,
     ) -> dict[str, Tensor]:
-        """The live states that are what new tensors would be; no two share memory with one another or with `fills`."""
+        """The live states that can be overwritten: equal in form to new tensors, and without memory shared with others or with `fills`."""
         state = self._optimizer.state
         found: dict[str, Tensor] = {}
         for name, full in fulls:
@@ -365,7 +366,7 @@ class OptimizerState:
         return live
 
     def _masters(self, source: Reading) -> Fills:
-        """Parts of masters, and the stored tensors for them: masters, or the weights if there are none."""
+        """Parts of masters, each with the stored tensor to read: a master, or the weight if there is none."""
         masters = [master for _, master in self._optimizer.masters]
         named = [self._names[id(master)] for master in masters]
         paths = [source.master(name) or name for name in named]
@@ -378,7 +379,7 @@ class OptimizerState:
         ]
 
     def _trial(self, rest: dict[str, Any], groups: Groups, states: Mapping[Any, Any]) -> Trial:
-        """All of it through `load_state_dict`, which its class or a hook extends."""
+        """Load the whole state through `load_state_dict`, which the optimizer's class or a hook extends."""
         inner = self._optimizer
         before: list[Any] = []
 
@@ -412,7 +413,7 @@ def _like(live: Any, saved: Any) -> Any:
 
 
 def _is_like(own: Tensor, like: Tensor, stored: Stored, dtype: torch.dtype) -> bool:
-    """Whether a live state is strided, and has the shape, dtype, device and layout of `_laid_out`."""
+    """Whether a live state is strided and matches `_laid_out` in shape, dtype, device and layout."""
     if (tuple(own.shape), own.dtype, own.device) != (stored.shape, dtype, like.device):
         return False
     spread = [(getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (own, like)]

@@ -1,7 +1,7 @@
-"""How far a save or a load has come, on the main process's stderr, once it takes longer than two seconds.
+"""Progress of a save or load that takes longer than two seconds, on the main process's stderr.
 
-On a terminal it is one line that is rewritten; elsewhere, where every line stays, there is one every ten seconds at most, and one at
-the end. What a thread does while the user's own output goes on draws nothing: one line of the log says when all is written.
+A terminal shows one line that is rewritten. Elsewhere there is at most one line every ten seconds, and one at the end. A background save
+draws nothing; one line of the log says when it is complete.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ REPEATED = 10.0  # seconds between two lines elsewhere
 
 
 class Progress:
-    """A tick that tells people. To be used in a ``with`` block around what is told to it; any thread may call it.
+    """A callable that counts bytes and shows progress. Use it in a ``with`` block; any thread may call it.
 
     Args:
-        doing: what goes on, such as ``"saving step-00000100"``.
+        doing: the words during the work, such as ``"saving step-00000100"``.
         done: the words at its end, such as ``"saved step-00000100"``.
-        shown: whether this process says anything.
-        background: whether others write to the terminal meanwhile; the block may then end before the work.
-        stream: where to, sys.stderr if None.
+        shown: whether this process prints.
+        background: whether the program prints meanwhile; the block may then end before the work.
+        stream: output; None is sys.stderr.
         clock: seconds.
     """
 
@@ -69,7 +69,7 @@ class Progress:
                 self._draw(now)
 
     def expect(self, total: int) -> None:
-        """All calls together will tell of `total` bytes."""
+        """Set the number of bytes that all calls together will report."""
         with self._lock:
             self._total = total
 
@@ -109,13 +109,13 @@ class Progress:
 
 
 def of_ranks(world: World, doing: str, done: str, place: str, background: bool = False) -> Progress:
-    """The progress of rank 0, which stands for all ranks: "saving", "saved", and where."""
+    """The progress of rank 0, which represents all ranks."""
     place = shown(place)
     share = f" (rank 0 of {world.size})" if world.size > 1 else ""
     return Progress(f"{doing} {place}{share}", f"{done} {place}{share}", world.rank == 0, background)
 
 
 def expect(tick: Tick, total: int) -> None:
-    """Tell `tick` how many bytes will come, where it wants to know."""
+    """Tell `tick` the total number of bytes, if it has a method for that."""
     if isinstance(tick, Progress):
         tick.expect(total)

@@ -1,8 +1,8 @@
-"""The plan of what is read of each file, and where it goes: the bytes of chunks straight into tensors, with little memory beside.
+"""The plan of reads: which bytes of each file go into which tensors, with little extra memory.
 
-Where a target's memory is plain and of the file's type, bytes are read into it. Elsewhere (another type, another device, rows with gaps)
-they pass through a staging buffer, some rows at a time. Columns lie in a file as thousands of short runs: they are read as one call, with
-the bytes between them. A storage that verifies reads those bytes anyway.
+Bytes are read straight into a target whose memory is plain and of the file's type. For other targets (another type, another device, rows
+with gaps) they pass through a staging buffer, some rows at a time. Columns are thousands of short runs in a file: one call reads them
+together with the bytes between them, which verification needs anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AT_ONCE = 2**30  # bytes of tensors that `one_by_one` reads at once, however man
 
 
 class Want(NamedTuple):
-    """The elements of `box` of a stored tensor go to `into`, a view of that shape with memory here."""
+    """A request: read the elements of `box` of a stored tensor into `into`, a view of that shape."""
 
     stored: Stored
     box: Box
@@ -39,7 +39,7 @@ class Want(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """A part of one piece that is read at once.
+    """A part of one piece that one call reads.
 
     Attributes:
         begin, end: its bytes in the file, from the first to the one after the last.
@@ -59,7 +59,7 @@ class Slab(NamedTuple):
 
 
 def plan(wants: Sequence[Want]) -> list[Slab]:
-    """The parts in which `wants` are read."""
+    """Divide `wants` into slabs."""
     slabs: list[Slab] = []
     for (stored, box, into), plain in zip(wants, [is_plain(want.into) for want in wants]):
         direct = plain and into.dtype == stored.dtype
@@ -74,7 +74,7 @@ def plan(wants: Sequence[Want]) -> list[Slab]:
 
 
 def _parts(dtype: torch.dtype, piece: Piece, common: Box, into: Tensor) -> Iterator[Slab]:
-    """The parts of `piece` in which `common` is read, in the order of the file."""
+    """Divide the elements `common` of `piece` into slabs, in the order of the file."""
     size = dtype.itemsize
     (first, run), (second, _) = [*islice(runs(common, piece.box), 2), (0, 0)][:2]
     closed = second > first and run * size < SHORT and (second - first) * size <= NEAR
@@ -92,14 +92,14 @@ def _parts(dtype: torch.dtype, piece: Piece, common: Box, into: Tensor) -> Itera
 
 
 def _within(memory: Tensor, box: Box, part: Box) -> Tensor:
-    """Where the elements of `part` are in `memory`, which holds those of `box`."""
+    """A view of the elements of `part` in `memory`, which holds the elements of `box`."""
     for d, (base, first, count) in enumerate(zip(box.offset, part.offset, part.shape)):
         memory = memory.narrow(d, first - base, count)
     return memory
 
 
 def stream(files: Mapping[str, SourceFile], slabs: Iterable[Slab], tick: Tick = no_tick) -> None:
-    """Read all `slabs`, file by file, in the order in which the bytes lie there."""
+    """Read all `slabs`, file by file, in the order of their bytes."""
     by_file: dict[str, list[tuple[Slab, int, int]]] = {}  # with its bytes, and those in the staging buffer
     total = most = 0
     for slab in slabs:
@@ -120,7 +120,7 @@ def _first_byte(item: tuple[Slab, int, int]) -> int:
 
 
 def blocks_of(slabs: Iterable[Slab]) -> dict[str, set[int]]:
-    """For each file, the numbers of the blocks that `stream` would read."""
+    """The numbers of the blocks that `stream` would read, by file."""
     found: dict[str, set[int]] = {}
     for slab in slabs:
         numbers = found.setdefault(slab.file, set())
@@ -130,7 +130,7 @@ def blocks_of(slabs: Iterable[Slab]) -> dict[str, set[int]]:
 
 
 def _batches(slabs: list[tuple[Slab, int, int]], room: int) -> Iterator[list[tuple[Slab, int, int]]]:
-    """In their order, without overlaps, each within the room of the staging buffer. Overlapping ones come after all others."""
+    """Group slabs in order: without overlaps, each group within the size of the staging buffer. Overlapping slabs come last."""
     while slabs:
         batch, later = [], []
         held = end = 0
@@ -171,14 +171,14 @@ def _read(file: SourceFile, batch: Sequence[tuple[Slab, int, int]], stage: Tenso
 
 
 def room(files: int) -> int:
-    """Bytes to read at once of a checkpoint with tensors in that many files: a block of each one, and a few at least."""
+    """Bytes to read at once from a checkpoint with tensors in that many files: one block of each, and at least a few."""
     return min(max(files, 4) * BLOCK, AT_ONCE)
 
 
 def one_by_one(
     files: Mapping[str, SourceFile], wanted: Iterable[tuple[Stored, Box]], together: int, tick: Tick = no_tick
 ) -> Iterator[Tensor]:
-    """A new tensor of each box, in the order of `wanted`; as many are read at once as have `together` bytes, or one.
+    """Yield a new tensor for each box, in the order of `wanted`. One call reads up to `together` bytes, and at least one tensor.
 
     Files are read and verified in blocks, so reading neighbours together saves reading a block once per tensor. Raises as `stream`.
     """
@@ -207,7 +207,7 @@ def _batch(files: Mapping[str, SourceFile], batch: list[Want], tick: Tick) -> It
 
 
 def preflight(opened: Opened, files: Collection[str]) -> None:
-    """Check that each of `files` has the size and the tensors that the manifest says. Reads headers alone."""
+    """Check size and header of each of `files` against the manifest. Only headers are read."""
     held, there = expected(opened.manifest, files), opened.files
     for name in files:
         for why, _ in faults(there[name], held[name]):
@@ -215,7 +215,7 @@ def preflight(opened: Opened, files: Collection[str]) -> None:
 
 
 def expected(manifest: Manifest, files: Collection[str]) -> dict[str, dict[str, tuple[str, Slot]]]:
-    """For each of `files`, its header by the manifest: by the name there, the full name of the tensor, and its slot."""
+    """The header of each of `files` as the manifest describes it: name in the file → full name and slot."""
     held: dict[str, dict[str, tuple[str, Slot]]] = {name: {} for name in files}
     for name, stored in manifest.tensors.items():
         for box, file, begin in stored.pieces:
@@ -228,7 +228,7 @@ def expected(manifest: Manifest, files: Collection[str]) -> dict[str, dict[str, 
 
 
 def faults(file: SourceFile, held: Mapping[str, tuple[str, Slot]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Faults of a file in words, and the tensors that each concerns. Its header should say `held`."""
+    """Differences between a file's header and `held`, in words, each with the tensors that it concerns."""
     concerned = tuple(tensor for tensor, _ in held.values())
     found = file.storage.size(file.name)
     if found is None:

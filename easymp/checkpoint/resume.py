@@ -1,15 +1,15 @@
 """Epochs that continue where a checkpoint was taken, and an orderly end of a run by a signal.
 
 Preemption: Slurm, Kubernetes and clouds send SIGTERM before they kill, and ``sbatch --signal=USR1@120`` sends SIGUSR1 some time before.
-The handler only takes note. The run saves and leaves where the body of a training loop ends (a prepared loader is asked for its next
-batch, or ``epochs()`` for its next epoch), at the same place on all ranks. Until a signal comes, this costs one uncontended lock.
+The handler only sets a flag. The run saves and exits at the end of the body of a training loop (when a prepared loader is asked for its
+next batch, or ``epochs()`` for its next epoch), at the same place on all ranks. Without a signal, this costs one uncontended lock.
 
 All ranks stop at the same place because they count these places. A rank that got a signal calls the others' listeners (a thread that
 sleeps in the store). Each answers with the number of the last place that its main thread has passed; from then on that thread asks
 before it passes one. All stop at the first place that none had passed, so no rank waits in a collective for one that has stopped.
 
-Forked workers of a DataLoader leave SIGUSR1 to their parent. A SIGTERM of their own ends them (torch's handler), and the run with an
-error: a scheduler that signals every process of a job should send SIGUSR1.
+Forked workers of a DataLoader leave SIGUSR1 to their parent. A SIGTERM to a worker ends that worker (torch's handler), and the run fails:
+a scheduler that signals every process of a job should send SIGUSR1.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Epochs:
                 self._epoch += 1
                 for loader in self._loaders:
                     loader.replay(0)
-                # A pass that is still open belongs to the script: its next batch is the place to stop.
+                # The script is inside a pass: it stops at the next batch.
                 if self._window.between is not None and not any(loader.position for loader in self._loaders):
                     self._window.between()
         finally:
@@ -73,7 +73,7 @@ class Epochs:
                 self._inside = False
 
     def _resumed(self, mine: int, count: int) -> list[int]:
-        """Go to the epoch of a loaded checkpoint; returns how many passes each loader has finished in it."""
+        """Continue in the epoch of a loaded checkpoint. Returns the number of finished passes of each loader in it."""
         saved = self._saved
         if saved is None or mine > saved["loop"] >= 0:
             return []
@@ -110,7 +110,7 @@ class Epochs:
 
 
 class Preemption:
-    """Listens for signals from `start` to `close`; all ranks call `leave` at one place, with the signal's number where it came."""
+    """Listen for signals from `start` to `close`. All ranks call `leave` at the same place, with the number of the signal."""
 
     def __init__(self, world: World, window: UpdateWindow, leave: Callable[[int | None], None]) -> None:
         self._world, self._window, self._leave = world, window, leave
@@ -160,7 +160,7 @@ class Preemption:
                 before(number, frame)
 
     def _answer(self) -> int | None:
-        """In the listener's thread: this rank's answer to another one; None if it was given already."""
+        """Called in the listener's thread: this rank's answer to another one; None if it was given already."""
         with self._lock:
             asked, self._asked = self._asked, True
             return None if asked else self._passed

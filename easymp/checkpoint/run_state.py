@@ -66,7 +66,7 @@ def parts(
     """Everything that a checkpoint keeps, in the order in which it is restored.
 
     Masters come after the parameters that they round to, schedules after the optimizers that they count, and random streams last, so that
-    nothing draws after them. `models` are indices of the models that are kept; hooks see to the others.
+    nothing draws after them. `models` are indices of the models that are kept; hooks save the others.
     """
     world, optimizers, schedulers = run.world, prepared.optimizers, prepared.schedulers
     found: list[Kept] = []
@@ -135,7 +135,7 @@ class ObjectState:
 
 
 class ScheduleState(ObjectState):
-    """A schedule's state, and the updates of its optimizers that it has not answered yet."""
+    """A schedule's state, and the updates of its optimizers that it has not followed yet."""
 
     def __init__(self, name: str, scheduler: PreparedScheduler) -> None:
         super().__init__(name, scheduler, free=not is_known(scheduler.scheduler) or ())
@@ -176,7 +176,7 @@ def lengths(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 class LeftOut:
-    """A model that a user's hook saves and loads."""
+    """A placeholder for a model that a user's hook saves and loads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -190,7 +190,7 @@ class LeftOut:
 
 
 class PendingSchedules:
-    """Schedules that the script steps after each update, and had not stepped yet when it saved: loading steps them.
+    """Schedules that the script steps after each update, but had not stepped yet when it saved. Loading steps them.
 
     A schedule that is stepped once an epoch, as its last call shows, is left to the script.
     """
@@ -219,7 +219,7 @@ class PendingSchedules:
 
 
 class CarriedState:
-    """The residuals of compressed gradients (PowerSGD) on each rank; without any for these ranks, it begins anew."""
+    """The residuals of compressed gradients (PowerSGD) on each rank. Ranks without saved residuals start with zeros."""
 
     def __init__(self, number: int, carried: Any, world: World) -> None:
         self._name, self._carried, self._world = f"state/carried_{number}", carried, world
@@ -258,7 +258,7 @@ class TrackerState:
 
 
 class SkippedSteps:
-    """Which optimizers' last step the loss scaler skipped: schedules may ask after the save."""
+    """Whether the loss scaler skipped each optimizer's last step, which schedules may ask for after the save."""
 
     def __init__(self, scaler: Scaler, optimizers: Sequence[PreparedOptimizer]) -> None:
         self._scaler, self._optimizers = scaler, optimizers
@@ -274,7 +274,7 @@ class SkippedSteps:
 class RunState:
     """Accumulation, precision and the number of saves. Settings stay this run's; differences to the saved run are logged.
 
-    A precision that is still to be measured takes the saved run's choice.
+    If this run's precision is not measured yet, it takes the saved run's choice.
     """
 
     def __init__(self, run: Run, precision: Any, project: ProjectConfiguration) -> None:
@@ -290,7 +290,7 @@ class RunState:
         }
 
     def _arithmetic(self) -> list[str]:
-        """Beside the plan, what decides the order in which numbers are summed."""
+        """Facts besides the plan that decide the order of sums."""
         threads = torch.get_num_threads()
         on_cpu = self._run.world.device.type == "cpu"
         counted = [f"{threads} thread{'s' if threads > 1 else ''}"] if on_cpu else []
@@ -371,7 +371,7 @@ class RandomState:
         return put
 
     def _rank_to_follow(self, kept: dict[int, Any], size: int) -> int | None:
-        """The rank of the saved run that this one continues the streams of."""
+        """The rank of the saved run whose streams this rank continues."""
         own = kept.get(self._rank)
         if size == self._size and own is not None and own["data_rank"] == self._data_rank:
             return self._rank

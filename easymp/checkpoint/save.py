@@ -1,11 +1,11 @@
-"""Saving: every rank writes its files into a folder that does not count yet; rank 0 commits it.
+"""Saving: every rank writes its files into a temporary folder; rank 0 commits it.
 
 Stages: collect and plan (`snapshot`), write, commit (`commit`, which has the order of durable steps). Only a COMMIT makes
 a folder a checkpoint, and retention removes others only after that.
 
-In the course of a save ranks meet through the process group's store, not by collectives: a thread may do so while others train. Each rank
-shows life once a second while it works. A rank that waits for another gives up when that one has shown none for the world's timeout: it
-was killed, or its machine is gone. Work itself may take any time.
+During a save, ranks communicate through the process group's store and not by collectives, so that a background thread can save while the
+others train. Each rank sends a heartbeat every second while it works. A waiting rank gives up when another one has sent none for the
+world's timeout: it was killed, or its machine is gone. The work itself may take any time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ GONE = "the ranks' common store is gone: rank 0, which has it, ended or was kill
 
 
 class Target(NamedTuple):
-    """Where a checkpoint goes, and what is said of it."""
+    """The place of a checkpoint, and its description in the manifest."""
 
     storage: Storage
     name: str
@@ -70,10 +70,10 @@ class Target(NamedTuple):
 
 
 class Saves:
-    """The saves of a run, one at a time, here or in the background. All ranks make every call together.
+    """The saves of a run, one at a time, in the foreground or background. All ranks make every call together.
 
     Attributes:
-        line: of checkpoints, that the saves continue; rank 0's counts.
+        line: the line of checkpoints that the saves continue; rank 0's is used.
     """
 
     def __init__(self, world: World) -> None:
@@ -98,9 +98,9 @@ class Saves:
 
         Args:
             asynchronous: return as soon as the state is copied; a thread writes. The next save waits for it.
-            limit: committed checkpoints of the same line, named by steps, that stay beside `target`'s; the last ones. None for all.
-            tick: told how many more bytes this rank has written, now and then; by that thread, where there is one.
-            extra: files that go with it. They are let go when it is over, unless this raises before it has begun.
+            limit: how many committed checkpoints of the same line, named by steps, stay in `target`'s folder; None for all.
+            tick: called with the number of bytes that this rank has written since the last call, by the writing thread.
+            extra: files of hooks. They are released after the save, unless it raises before it has begun.
 
         Raises:
             CheckpointError: on every rank; also the error of an asynchronous save before this one.
@@ -122,12 +122,12 @@ class Saves:
             finally:
                 extra.close()
             return
-        # No daemon: the interpreter waits for it at its end, while threads (each file is written by some) can still be started.
+        # Not a daemon: at its end the interpreter waits for it, while it can still start threads (several write each file).
         self._thread = threading.Thread(target=self._run, args=(save,), name="easymp-save", daemon=False)
         self._thread.start()
 
     def _copied(self, mine: Sequence[FilePlan], state: Snapshot) -> Callable[[FilePlan], Iterable[Part]]:
-        """The bytes of this rank's files, from a copy that is made now."""
+        """Copy this rank's files now, and return their bytes."""
         files: dict[str, memoryview] = {}
         said = trouble(lambda: files.update(self._image.take(mine, state.parts)))
 
@@ -161,7 +161,7 @@ class Saves:
             raise error
 
     def close(self) -> None:
-        """As `wait`, at the end of the run. One that ends by an error keeps that error, and waits only for ranks that show life."""
+        """Wait at the end of the run. A run that ends with an error keeps that error, and waits only for ranks with a heartbeat."""
         fails = failing()
         if fails and self._barrier is not None:
             self._barrier.hurried = True
@@ -176,13 +176,13 @@ class Saves:
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint: write and commit. All ranks `run` theirs, each in any of its threads; no collectives.
+    """One save. All ranks call `run`, in any thread; no collectives are used.
 
     Attributes:
         line: that the run continues.
-        limit: as `lineage.retain` has it.
+        limit: see `lineage.retain`.
         states: this rank's Python state.
-        mine: files that this rank writes, and `files` brings their bytes.
+        mine: files that this rank writes; `files` yields their bytes.
         extra: files of hooks that this rank adds.
     """
 
@@ -206,7 +206,7 @@ class Save:
             raise CheckpointError(f"{place} was not written, and what was there before is untouched: {said}")
 
     def _lead(self) -> str:
-        """Rank 0's part: it has the folder, the manifest and the last word. Returns the error."""
+        """Rank 0's part: make the folder, write the manifest, and commit. Returns the error."""
         begun: list[tuple[Commit, Saved]] = []
         said = INTERRUPTED
 
@@ -240,7 +240,7 @@ class Save:
         return f"rank 0: {said}" if said and self.barrier.size > 1 else said
 
     def _follow(self) -> str:
-        """The other ranks' part."""
+        """The part of the other ranks. Returns the error."""
         said, folder, digests = json.loads(self.barrier.take("begin"))
         if said:
             return str(said)
@@ -253,7 +253,7 @@ class Save:
         return self.barrier.take("end").decode()
 
     def _write(self, folder: str, known: Iterable[str]) -> bytes:
-        """Write this rank's files: the error, sizes and checksums, and its states but those that rank 0 `known`s."""
+        """Write this rank's files. Returns the error, sizes and checksums, and the states that are not among rank 0's `known`."""
         written: dict[str, list[int]] = {}
 
         def check() -> None:
@@ -336,8 +336,8 @@ class Barrier:
     """This rank's connection for the saves of a run. All ranks make it together, and each save begins with the same `start`.
 
     Attributes:
-        failed: whether a rank has put "failed": this save is lost, and the others need not go on.
-        hurried: wait no longer than HURRY for ranks that show no life.
+        failed: whether any rank has failed, so that the others stop.
+        hurried: wait at most HURRY seconds for ranks without a heartbeat.
     """
 
     def __init__(self, world: World) -> None:
@@ -347,7 +347,7 @@ class Barrier:
         self._store: Any = None
         if world.size > 1:
             store = world.store()
-            # Counted there: another run of this process may have used the same store before.
+            # The count is in the store, since another run of this process may have used that store before.
             self._store = dist.PrefixStore(f"saves/{store.add(f'saves/{world.rank}', 1)}", store)
 
     def start(self) -> Barrier:
@@ -356,7 +356,7 @@ class Barrier:
         self._number += 1
         self.failed = False
         self._over = threading.Event()
-        # Of each rank: its last beat, and when that was noticed.
+        # By rank: the last heartbeat, and the time when it was seen.
         self._seen = dict.fromkeys(range(self.size), (0, time.monotonic()))
         self._thread = threading.Thread(target=self._beat, name="easymp-beat", daemon=True)
         return self
@@ -380,7 +380,7 @@ class Barrier:
                     return
 
     def put(self, what: str, value: bytes) -> None:
-        """Tell the other ranks: `take` brings a value of rank 0, and `gather` that of ``what/rank``."""
+        """Publish a value: `take` reads a value of rank 0, and `gather` those of ``what/rank``."""
         if self.size == 1:
             return
         name, value = f"{self._number}/{what}", zlib.compress(value, 1)
@@ -393,7 +393,7 @@ class Barrier:
             raise CheckpointError(f"{GONE} ({error})") from error
 
     def gather(self, what: str, mine: bytes) -> list[bytes | CheckpointError]:
-        """On rank 0: each rank's value, or the error that it shows no life any more."""
+        """On rank 0: each rank's value, or the error that its heartbeat stopped."""
         gathered: list[bytes | CheckpointError] = [mine]
         for rank in range(1, self.size):
             try:
@@ -404,7 +404,7 @@ class Barrier:
         return gathered
 
     def take(self, what: str, rank: int = 0) -> bytes:
-        """A value of another rank, once it is there."""
+        """Wait for a value of another rank."""
         name, pulse, pause = f"{self._number}/{what}", f"alive/{rank}", 0.001
         try:
             while not self._store.check([name]):
@@ -430,7 +430,7 @@ class Barrier:
         return zlib.decompress(b"".join([first[4:], *rest]))
 
     def forget(self, also: Iterable[str] = ()) -> None:
-        """This save is over on all ranks: remove its values, and those of other names, from the store."""
+        """Remove the values of a finished save from the store."""
         if self.size > 1 and self.rank == 0:
             with suppress(RuntimeError):  # the store is gone: the next wait says so
                 for what in ("failed", "begin", "end", *also):

@@ -1,7 +1,7 @@
-"""The state that ranks save, collected, and the plan of who writes what: the first two stages of a save.
+"""The first two stages of a save: collect the state of all ranks, and plan which rank writes which bytes.
 
-Every rank collects its State: tensors by name and chunk, and JSON. From the lists of all ranks each makes the same plan: files with every
-byte known before the first is written, and each chunk in one of them. So only checksums have to be told afterwards.
+Every rank collects its state: tensors by name and chunk, and JSON. All ranks compute the same plan from the lists of all ranks: the
+files, with the place of every chunk in them. So ranks only have to exchange checksums afterwards.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SMALL = 2**18  # bytes of a tensor that is not worth handing to another thread
 
 
 class Kept(Protocol):
-    """One live object; checkpoints keep its state."""
+    """A live object whose state checkpoints keep."""
 
     def collect(self, into: Snapshot) -> None:
         """Add its state to a snapshot."""
         ...
 
     def restore(self, source: Any) -> Callable[[], None]:
-        """Ask a `load.Reading` for its state, and check it; the returned function puts it in place once all is read.
+        """Request the state from a `load.Reading` and check it. The returned function loads it after all is read.
 
         Nothing live changes before that call, and it fails only where `Reading.overwriting` does.
         """
@@ -52,7 +52,7 @@ class Kept(Protocol):
 class Brought(NamedTuple):
     """A chunk of a tensor that a rank has.
 
-    `differs`: other ranks may have other values of it, and the first rank's count: buffers, such as the statistics of a BatchNorm.
+    `differs`: ranks may have different values, and the first rank's are saved: buffers, such as the statistics of a BatchNorm.
     """
 
     name: str
@@ -82,16 +82,16 @@ class Snapshot:
         self._alike: dict[str, Collection[int] | None] = {}
 
     def add(self, name: str, value: Any, own: bool = False, alike: Collection[int] | None = None) -> None:
-        """Keep the tree `value` under `name`; `own`: of this rank alone.
+        """Keep the nested `value` under `name`; with `own`, for this rank alone.
 
         Args:
-            alike: ids of tensors that have the same values on all ranks; None for all. Of others the first rank's are kept.
+            alike: ids of tensors with the same values on all ranks; None for all. Of the other tensors the first rank's values are saved.
         """
         name = f"ranks/{self.rank:05d}/{name}" if own else name
         self.states[name], self._alike[name] = value, alike
 
     def close(self) -> None:
-        """Pack all that was added: JSON's types, and the chunks of its tensors."""
+        """Pack everything that was added into JSON's types and chunks of tensors."""
         found: list[tuple[str, Tensor, bool]] = []
         for name, alike in self._alike.items():
             tensors: dict[str, Tensor] = {}
@@ -123,7 +123,7 @@ class FilePlan(NamedTuple):
 
 
 class Division(NamedTuple):
-    """All files, and where each tensor lies in them."""
+    """All files, and the place of each tensor in them."""
 
     files: tuple[FilePlan, ...]
     tensors: dict[str, Stored]
@@ -145,9 +145,9 @@ class Agreement(NamedTuple):
 
 
 def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[Snapshot, Agreement]:
-    """Collect the state of `kept`, and plan, on all ranks together.
+    """Collect the state of `kept` on all ranks, and make the plan.
 
-    Where every rank brings the same tensors as the `last` time, that plan is used again: the lists of all ranks can be long.
+    If every rank has the same tensors as the `last` time, that plan is used again, since the lists of all ranks can be long.
     """
     snapshot = Snapshot(world.rank)
 
@@ -173,12 +173,12 @@ def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[S
 
 
 def group(name: str) -> str:
-    """The first word of a tensor's full name: its file."""
+    """The first word of a tensor's full name, which names its file."""
     return name.partition("/")[0]
 
 
 def key(name: str, box: Box, shape: Shape) -> str:
-    """A tensor's name inside of its file: chunks carry their box."""
+    """A tensor's name inside its file; the name of a chunk includes its box."""
     inside = name.partition("/")[2]
     return inside if box.shape == shape else f"{inside}{box}"
 
@@ -186,7 +186,8 @@ def key(name: str, box: Box, shape: Shape) -> str:
 def divide(brought: Sequence[Sequence[Brought]]) -> Division:
     """The plan for the chunks of each rank.
 
-    A chunk of several ranks is written by the one with the least to write, largest first; or by the first of them, where they may differ.
+    A chunk that several ranks hold is written by the one with the least to write, largest chunks first; by the first
+    rank if values may differ.
     """
     kinds: dict[str, tuple[torch.dtype, Shape]] = {}
     boxes: dict[str, list[Box]] = {}
@@ -219,7 +220,7 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
     for word in dict.fromkeys(word for word, _ in contents):
         ranks = sorted(rank for one, rank in contents if one == word)
         for number, rank in enumerate(ranks, 1):
-            # Wide types first: each tensor then begins where its type may, and can be copied there as what it is.
+            # Wide types first, so that each tensor is aligned for its type.
             inside = sorted(contents[word, rank], key=lambda at: -kinds[at[0]][0].itemsize)
             name = f"{word}-{number:05d}-of-{len(ranks):05d}.safetensors"
             entries = [(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside]
@@ -247,7 +248,7 @@ def _writers(
 
 
 def merged(one: Any, other: Any, name: str) -> Any:
-    """Two ranks' states of one thing: mappings add up, all else must agree."""
+    """Merge two ranks' states of one object: mappings are united, other values must be equal."""
     if one == other:
         return one
     if isinstance(one, dict) and isinstance(other, dict):
@@ -259,7 +260,7 @@ def merged(one: Any, other: Any, name: str) -> Any:
 
 
 def index_of(tensors: Mapping[str, Stored]) -> bytes | None:
-    """The index that makes a checkpoint's folder one of weights, too; None unless all tensors of its first model are whole."""
+    """Hugging Face's index of the first model in a checkpoint's folder; None unless all its tensors are whole."""
     prefix = "model/"
     weights = {name.removeprefix(prefix): s for name, s in tensors.items() if name.startswith(prefix)}
     if not weights or any([piece.box for piece in s.pieces] != [whole(s.shape)] for s in weights.values()):
@@ -278,7 +279,7 @@ def encode_index(files: Mapping[str, str], total: int) -> bytes:
 
 
 def trouble(act: Callable[[], Any]) -> str:
-    """The error of `act` in words, or "". All errors, also those of a user's own objects: the other ranks must hear."""
+    """Run `act`; return its error in words, or "". This catches every error, since the other ranks must learn of it."""
     try:
         act()
     except Exception as error:
@@ -292,7 +293,7 @@ def words_of(error: Exception) -> str:
 
 
 def first(said: Sequence[str]) -> str:
-    """The errors of all ranks, each once, with the first rank that has it; "" where there is none."""
+    """The errors of all ranks, each once, with the first rank that has it; "" if there are none."""
     causes = [words for words in said if words and words != STOPPED] or said
     ranks = {words: rank for rank, words in reversed(list(enumerate(said))) if words and words in causes}
     named = sorted((rank, words) for words, rank in ranks.items())
@@ -300,7 +301,7 @@ def first(said: Sequence[str]) -> str:
 
 
 def on_rank_0(world: World, act: Callable[[], T], begin: str = "") -> T:
-    """The result of `act` on rank 0, on all ranks.
+    """Run `act` on rank 0, and return its result on all ranks.
 
     Raises:
         CheckpointError: on all ranks: rank 0's error, after the words `begin`.
@@ -314,7 +315,7 @@ def on_rank_0(world: World, act: Callable[[], T], begin: str = "") -> T:
 
 
 def on_all(world: World, act: Callable[[], T], begin: str = "") -> list[T]:
-    """The results of `act` on every rank, on all ranks.
+    """Run `act` on every rank, and return all results on all ranks.
 
     Raises:
         CheckpointError: on all ranks: the errors of any rank, after the words `begin`.
@@ -331,7 +332,7 @@ def on_all(world: World, act: Callable[[], T], begin: str = "") -> list[T]:
 
 
 def contents(plan: FilePlan, parts: Mapping[tuple[str, Box], Tensor]) -> Iterable[Part]:
-    """The bytes of a file. Plain tensors on the CPU are not copied, others piece by piece."""
+    """Yield the bytes of a file. Plain tensors on the CPU are not copied; others are copied piece by piece."""
     tensors = [parts[name].detach() for name in plan.contents]
     if all(map(is_plain, tensors)):
         return [plan.header, *map(as_bytes, tensors)]
@@ -340,7 +341,7 @@ def contents(plan: FilePlan, parts: Mapping[tuple[str, Box], Tensor]) -> Iterabl
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor` in parts that follow one another row-major: itself if it has plain bytes, else none of more than CHUNK bytes."""
+    """Divide `tensor` into consecutive row-major parts: itself if its bytes are plain, else parts of at most CHUNK bytes."""
     if not tensor.numel():
         return
     if is_plain(tensor) or tensor.numel() * tensor.itemsize <= CHUNK:
@@ -355,7 +356,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class Image:
-    """Memory for a copy of a rank's files, from which a thread writes while the run goes on. Each save uses it again."""
+    """Memory for a copy of a rank's files, which a thread writes while training continues. Saves reuse it."""
 
     def __init__(self) -> None:
         self.memory = aligned(0)
@@ -364,9 +365,9 @@ class Image:
     def take(
         self, plans: Sequence[FilePlan], parts: Mapping[tuple[str, Box], Tensor]
     ) -> dict[str, memoryview]:
-        """Copy the files of `plans`; the bytes of each, to be read after `wait`.
+        """Start to copy the files of `plans`. Returns their bytes, which are valid after `wait`.
 
-        Large tensors on the CPU are copied by a few plain threads: torch's own wait for each other at every tensor. Copies from a GPU run
+        A few plain threads copy large tensors on the CPU: torch's own threads wait for each other at every tensor. Copies from a GPU run
         in the order of its current stream: later work on that stream may change the tensors, and this process does not wait.
         """
         self._reserve(sum(-(-plan.size // PAGE) * PAGE for plan in plans))
@@ -392,7 +393,7 @@ class Image:
             pass
         there = [parts[name] for plan in plans for name in plan.contents if parts[name].is_cuda]
         for device in {tensor.device for tensor in there}:
-            # Held until they are copied: some were made for this save only.
+            # Referenced until they are copied: some were made for this save only.
             self._pending.append((torch.cuda.current_stream(device).record_event(), there))
         return files
 
@@ -411,7 +412,7 @@ class Image:
 
 
 def _copy(into: Tensor, tensor: Tensor) -> None:
-    """The bytes of `tensor`, row-major, into a row of bytes; of CUDA's, once its stream has come to them."""
+    """Copy the bytes of `tensor`, row-major. A copy from CUDA completes when its stream reaches it."""
     if not tensor.numel():
         return
     later = tensor.is_cuda  # other devices have no event to wait for

@@ -1,4 +1,4 @@
-"""Weights to load: where they lie, and which of them goes where in a live model, by names, shapes and dtypes. No tensor is read."""
+"""Weights to load: their files, and their match with a live model by names, shapes and dtypes. No tensor is read."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ OUTER = "module."  # DistributedDataParallel, DataParallel
 
 @dataclass(frozen=True)
 class Source:
-    """Weights, described and not read.
+    """A description of stored weights.
 
     Attributes:
-        place: where, as the user said it.
-        tensors: by name, as their writer spelled it.
+        place: the path or URL, as the user wrote it.
+        tensors: by their names in the files.
         aliases: names of tensors that are other names of these.
-        files: by the name that the pieces of `tensors` have for them.
+        files: by the names that the pieces of `tensors` use.
     """
 
     place: str
@@ -55,9 +55,9 @@ class Source:
 
 
 def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
-    """The weights at `place`: a ``.safetensors`` file, an ``.index.json``, or a folder with either of them, or a checkpoint.
+    """Describe the weights at `place`: a ``.safetensors`` file, an ``.index.json``, a folder with either of them, or a checkpoint.
 
-    In a folder that holds both, the single file counts, as for Hugging Face's libraries.
+    If a folder holds both, the single file is read, as by Hugging Face's libraries.
 
     Args:
         which: the model, of a checkpoint: "model", or "model_1" and so on.
@@ -102,7 +102,7 @@ def _what_else(there: set[str]) -> str:
 
 
 def _single(place: str, folder: Storage, name: str) -> Source:
-    """A safetensors file. A tensor that is written once for several names says so in the metadata: other name → the one that is there."""
+    """Describe one safetensors file. Its metadata map further names of a tensor to the name in the file."""
     file = file_in(folder, name)
     slots, metadata = read_header(file)
     tensors = {n: Stored(s.dtype, s.shape, (Piece(whole(s.shape), name, s.begin),)) for n, s in slots.items()}
@@ -190,7 +190,7 @@ class Skipped:
 
 @dataclass(eq=False)
 class Live:
-    """A tensor of the model, under all of its names; `twins` are further tensors in the files that are this one in the model."""
+    """A tensor of the model with all its names; `twins` are further tensors in the files that the model ties to it."""
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
@@ -226,7 +226,7 @@ def live_tensors(model: nn.Module) -> dict[str, Live]:
 
 
 def memory(tensor: Tensor) -> Any:
-    """A key that is equal for tensors of the same memory, shape and strides."""
+    """A key of a tensor's memory, shape and strides."""
     here = None if tensor.is_meta else local(tensor.detach())
     if here is None or not here.numel() or here.layout != torch.strided:
         return id(tensor)
@@ -234,7 +234,7 @@ def memory(tensor: Tensor) -> Any:
 
 
 def renamed_in(source: Source, live: Collection[str]) -> dict[str, str]:
-    """The model's name of each name in the files that has one; the files' own of the others."""
+    """Rename the files' tensors to the model's names; names without a match stay."""
     names: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in source.tensors:
@@ -275,7 +275,7 @@ def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) 
 
 
 def as_complex(stored: Stored, live: Tensor) -> Stored:
-    """`stored`; of complex numbers without a safetensors type, seen as such rather than as real and imaginary parts."""
+    """View a stored pair of real and imaginary parts as complex numbers, if the model's tensor is complex."""
     parts = filed(live.dtype, live.shape)
     if live.dtype in PARTS and (stored.dtype, stored.shape) == parts:
         (piece,) = stored.pieces
@@ -305,7 +305,7 @@ def dtype_fault(one: Live, wanted: torch.dtype | str | None) -> str | None:
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a tensor in a file, as the plain module has it."""
+    """Strip the prefixes of wrappers from a name in a file."""
     for word in WRAPPERS:
         name = name.replace(word, "")
     while name.startswith(OUTER):

@@ -1,4 +1,4 @@
-"""A folder that holds checkpoints, on this machine or behind a URL; its files in blocks of 16 MiB, each with its CRC-32."""
+"""The interface of a folder of checkpoints, local or behind a URL. Files have a CRC-32 for each block of 16 MiB."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def no_tick(count: int) -> None:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that is read; `checksums` of each BLOCK, or None for a file of another program."""
+    """A file to read; `checksums` has one value for each BLOCK, or is None for a file of another program."""
 
     storage: Storage
     name: str
@@ -85,7 +85,7 @@ class SourceFile:
         raise CheckpointError(f"{self}: {said}: load another checkpoint, or copy this file again")
 
     def check(self, number: int, found: int) -> None:
-        """Raises CheckpointError where block `number` has another CRC-32 than the stored one."""
+        """Raise CheckpointError if block `number` does not have the stored CRC-32."""
         if self.checksums is not None and found != self.checksums[number]:
             raise CheckpointError(
                 f"{self}: block {number} (from byte {number * BLOCK}) is not what was written: its CRC-32 is {found:#010x}, not "
@@ -141,13 +141,13 @@ class Storage(ABC):
 
     @abstractmethod
     def held(self) -> AbstractContextManager[bool]:
-        """Whether reading a file twice costs little more than once. Within the block the second time reads the same file."""
+        """A context in which files stay open; its value says whether a second read is cheap."""
 
     # -- names
 
     @abstractmethod
     def path(self, name: str) -> str | None:
-        """Where a file or folder is for programs of this machine; None behind a URL."""
+        """The local path of a file or folder; None behind a URL."""
 
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
@@ -159,7 +159,7 @@ class Storage(ABC):
 
     @abstractmethod
     def make(self, folder: str) -> None:
-        """A new folder, and those above it; an existing one is a FileExistsError."""
+        """Make a folder and its parents; raise FileExistsError if it exists."""
 
     @abstractmethod
     def sync(self, folder: str = "") -> None:
@@ -167,15 +167,15 @@ class Storage(ABC):
 
     @abstractmethod
     def move(self, old: str, new: str) -> None:
-        """Rename a checkpoint's folder, by copies where need be; a kill leaves at least one with COMMIT."""
+        """Rename a checkpoint's folder, by copies if the storage cannot rename. A kill leaves at least one with COMMIT."""
 
     @abstractmethod
     def replace(self, name: str, content: bytes) -> None:
-        """Give a small file this content, atomically and durably."""
+        """Replace a small file's content, atomically and durably."""
 
     @abstractmethod
     def remove(self, folder: str) -> None:
-        """Remove a folder with its content, COMMIT first, or a file. One that does not exist is passed over."""
+        """Remove a file, or a folder with its content, COMMIT first. A missing one is ignored."""
 
     # -- names, only where `renames`
 
@@ -184,7 +184,7 @@ class Storage(ABC):
         raise NotImplementedError
 
     def supplant(self, old: str, new: str) -> None:
-        """Rename a file atomically, in the place of one that has the name."""
+        """Rename a file atomically, replacing an existing one."""
         raise NotImplementedError
 
     def exchange(self, one: str, other: str) -> bool:
@@ -197,7 +197,7 @@ class Storage(ABC):
 
 @cache
 def crc32() -> Callable[[bytes | bytearray | memoryview, int], int]:
-    """``crc32(buffer, value so far)`` of the fastest installed package; all give the same value and release the GIL."""
+    """``crc32(buffer, previous value)`` from the fastest installed package. All give the same value and release the GIL."""
     for module in ("isal.isal_zlib", "zlib_ng.zlib_ng"):
         try:
             return importlib.import_module(module).crc32
@@ -212,7 +212,7 @@ def block_count(size: int) -> int:
 
 
 def by_block(wanted: Sequence[tuple[int, memoryview]], size: int, what: str) -> Iterator[tuple[int, Runs]]:
-    """Each block that `wanted` touches, with the runs in it."""
+    """Yield each block that `wanted` touches, with the runs in it."""
     number, runs, end, limit = -1, [], 0, 0
     for at, view in wanted:
         if not view.nbytes:
@@ -238,7 +238,7 @@ def by_block(wanted: Sequence[tuple[int, memoryview]], size: int, what: str) -> 
 
 
 def cut(parts: Iterable[Part], step: int, most: int = sys.maxsize) -> Iterator[Views]:
-    """The bytes of `parts` in groups of `step` bytes, or of `most` buffers where that comes first; the last may be shorter."""
+    """Yield the bytes of `parts` in groups of `step` bytes or `most` buffers, the smaller of the two."""
     group: Views = []
     room = step
     for part in parts:
@@ -259,7 +259,7 @@ def cut(parts: Iterable[Part], step: int, most: int = sys.maxsize) -> Iterator[V
 
 
 def exactly(groups: Iterable[Views], size: int, what: str) -> Iterator[Views]:
-    """`groups`; raises CheckpointError unless they have `size` bytes together, before more are given."""
+    """Yield `groups`; raise CheckpointError if they do not have `size` bytes together, before any surplus byte is yielded."""
     total = 0
     for group in groups:
         total += sum(map(len, group))
@@ -278,7 +278,7 @@ def other_size(size: int, what: str) -> CheckpointError:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable bytes, without a copy. The view keeps the memory alive."""
+    """A writable view of a contiguous CPU tensor's memory, without a copy. The view keeps the memory alive."""
     if not is_plain(tensor):
         raise CheckpointError(
             f"a tensor {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} has no plain bytes on the CPU: "
@@ -293,13 +293,13 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is its value, row-major."""
+    """Whether a tensor's memory holds its values row-major, so that it can be written as it is."""
     strided = tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()
     return strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 class Pages(mmap.mmap):
-    """Private memory of the kernel, zero; freed, and taken back from CUDA, when nothing reads it any more.
+    """Zeroed memory from the kernel; freed, and unregistered from CUDA, when the last view of it is gone.
 
     The kernel clears each page at its first touch, which is slow, so huge ones are asked for.
     """
@@ -321,7 +321,7 @@ class Pages(mmap.mmap):
 
 
 def aligned(size: int) -> torch.Tensor:
-    """`size` zero bytes from the start of a page, as uint8; pinned where this process uses CUDA. Keep it and use it again.
+    """Allocate `size` page-aligned zero bytes as uint8, pinned if this process uses CUDA. Reuse it: allocation is slow.
 
     It is registered with CUDA rather than taken from torch's pinned pool, which rounds up to a power of two.
     """
@@ -337,12 +337,12 @@ def aligned(size: int) -> torch.Tensor:
 
 
 def address(view: memoryview) -> int:
-    """Where in memory; 1, which is never aligned, for a read-only view, as ctypes does not say."""
+    """The address of a buffer; 1, which is never aligned, for a read-only view, whose address ctypes does not tell."""
     return 1 if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes; large ones let other threads run meanwhile, which a slice does not."""
+    """Copy bytes. Large copies release the GIL, which a slice assignment does not."""
     if source.readonly or len(source) < 2**16:
         target[:] = source
     else:
@@ -350,10 +350,10 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def spread(function: Callable[[T], R], items: Iterable[T], name: str) -> Iterator[R]:
-    """``function(item)`` for each item, on WORKERS threads: the results as they are done, in any order.
+    """Run ``function(item)`` for each item on WORKERS threads, and yield results in the order of completion.
 
-    `items` is drawn from on the calling thread, a few ahead. The first error is raised here, after the running calls have ended. Plain
-    threads, as the pools of `concurrent.futures` take no work once the interpreter ends, and a save may still run then.
+    `items` is iterated in the calling thread, a few items ahead. The first error is raised there, after the running calls have ended.
+    These are plain threads: `concurrent.futures` takes no work while the interpreter shuts down, and a save may still run then.
     """
     tasks: SimpleQueue[tuple[T] | None] = SimpleQueue()
     done: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()

@@ -67,7 +67,7 @@ past_is_quicker: dict[int, bool] = {}
 
 
 def do(operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
-    """``call(*arguments)``, an `operation` on the file or folder `path`, which an OSError then names.
+    """Run ``call(*arguments)``, an `operation` on `path`; an OSError names both.
 
     Every call of checkpoints to the operating system and to fsspec goes through here, from several threads at once. Tests replace this
     function to kill the process at any call, to fail one, to shorten a write, or to record the order.
@@ -152,7 +152,7 @@ class LocalStorage(Storage):
         return path
 
     def _find(self, name: str) -> tuple[str, str]:
-        """Where `name` is, and the link on the way, or ""."""
+        """The path of `name`, and a link on the way, or ""."""
         path, link = self.place, ""
         if not PATH.fullmatch(name):
             raise self.refusal(name)
@@ -243,7 +243,7 @@ class Writer:
         self._crc32 = crc32()
 
     def write(self, parts: Iterable[Part], tick: Tick) -> tuple[int, ...]:
-        """The CRC-32 of each block, once `parts` are on disk."""
+        """Write `parts` durably, and return the CRC-32 of each block."""
         with ExitStack() as self._open:
             self._through_cache = self._descriptor("create", os.O_CREAT | os.O_EXCL, 0o666)
             if self._size <= BLOCK:
@@ -270,7 +270,7 @@ class Writer:
             tick(count)
 
     def _choose(self, tasks: Iterator[Task], tick: Tick) -> Callable[[Task], Done]:
-        """The way that writes the blocks; a trial writes the first of them."""
+        """Choose between page cache and O_DIRECT; a trial writes the first blocks."""
         device = os.fstat(self._through_cache).st_dev
         past = past_is_quicker.get(device)
         if (
@@ -362,7 +362,7 @@ class Writer:
 
 
 def rest(group: Views, count: int) -> Views:
-    """`group` without its first `count` bytes, and without empty views."""
+    """Drop the first `count` bytes of `group`, and empty views."""
     left = []
     for view in group:
         if count < len(view):
@@ -372,7 +372,7 @@ def rest(group: Views, count: int) -> Views:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Room for the whole file, or ENOSPC before its first byte; nothing where the file system has no such call.
+    """Reserve disk space for the whole file, or raise ENOSPC before its first byte; do nothing if the file system cannot.
 
     Not `posix_fallocate`: without such a call, that writes to every block instead.
     """
@@ -435,7 +435,7 @@ class Reader:
 
 
 def _pieces(runs: Runs, begin: int, end: int) -> Iterator[tuple[int, int, Runs]]:
-    """``[begin, end)`` in pieces, each with the parts of `runs` that lie in it."""
+    """Divide ``[begin, end)`` into pieces, each with the parts of `runs` in it."""
     first = 0
     for at in range(begin, end, PIECE):
         stop = min(at + PIECE, end)
@@ -450,7 +450,7 @@ def _pieces(runs: Runs, begin: int, end: int) -> Iterator[tuple[int, int, Runs]]
 
 
 def _open(path: str) -> tuple[int, int]:
-    """A descriptor and the size of a regular file."""
+    """Open a regular file; return its descriptor and size."""
     try:
         descriptor = do("open", path, os.open, path, FILE)
     except OSError as error:
@@ -511,7 +511,7 @@ def _remove(path: str) -> None:
 
 
 def _exchange(one: str, other: str) -> bool:
-    """False where the system or the file system has no such call."""
+    """Swap two names atomically; False if the system or the file system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -114,7 +114,7 @@ class RemoteStorage(Storage):
         return tuple(checksums)
 
     def _abort(self, path: str, file: Any) -> None:
-        """Leave nothing of an upload."""
+        """Abort an upload and remove its parts."""
         done = partial(
             setattr, file, "closed", True
         )  # fsspec would complete its own buffered files at their end
@@ -257,7 +257,7 @@ class RemoteStorage(Storage):
 
 @cache
 def _import_client(kind: str) -> None:
-    """Import the client of URLs of this `kind`; some packages draw from Python's global stream while they are imported."""
+    """Import the client of URLs of this `kind`, with Python's random stream put back afterwards."""
     import fsspec
 
     with isolated():
@@ -265,7 +265,7 @@ def _import_client(kind: str) -> None:
 
 
 def _joined(runs: Runs) -> Iterator[tuple[int, int, Runs]]:
-    """Runs that lie close together: the first byte, the byte after the last, the runs."""
+    """Join runs that are close together: yields the first byte, the byte after the last, and the runs."""
     near: Runs = []
     for at, view in [*runs, (sys.maxsize, memoryview(b""))]:
         if near and at - near[-1][0] - len(near[-1][1]) > GAP:

@@ -159,7 +159,7 @@ def _read_device(device_map: Any) -> torch.device:
 
 
 def _check_twins(source: Source, chosen: Sequence[Live]) -> None:
-    """Several tensors in the files that are one in the model must have the same value."""
+    """Check that tensors in the files that the model ties have equal values."""
     for one in chosen:
         for twin, stored in one.twins.items():
             pair = [
@@ -189,7 +189,7 @@ def _check_buffers(model: nn.Module) -> None:
 def _allocate(
     model: nn.Module, chosen: Collection[int], device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Give memory on `device` to the meta tensors with ids in `chosen`, which stay the same objects; floating-point ones in `dtype`."""
+    """Allocate the meta tensors with ids in `chosen` on `device`, in place; floating-point ones in `dtype`."""
 
     def fresh(tensor: Tensor) -> Tensor:
         if id(tensor) not in chosen or not tensor.is_meta:
@@ -265,12 +265,12 @@ def save_model(world: World, model: nn.Module, place: str, max_shard_size: int |
 
 
 def _is_sharded(module: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether ranks hold different parts; the same answer on all of them."""
+    """Whether ranks hold different parts of the model; all ranks get the same answer."""
     return left_to_others(module) or any(hasattr(t, "to_local") for t in state.values())
 
 
 def _distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor under its first name, and further names → that one."""
+    """Return the distinct tensors by their first names, and map further names to these."""
     seen: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, value in state.items():
@@ -283,7 +283,7 @@ def _distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, st
 
 
 class Spread(NamedTuple):
-    """A tensor, and for each box of it the first rank that has it."""
+    """A tensor, and the first rank that holds each of its boxes."""
 
     dtype: torch.dtype
     shape: Shape
@@ -291,7 +291,7 @@ class Spread(NamedTuple):
 
 
 class Gathering:
-    """Made on all ranks together, of the same names in the same order; `bring` is a collective, too."""
+    """Gathers whole tensors on rank 0. All ranks make it together with the same names in the same order; `bring` is a collective."""
 
     def __init__(self, world: World, tensors: Mapping[str, Tensor]) -> None:
         self._world = world
@@ -319,7 +319,7 @@ class Gathering:
             self._tensors[name] = Spread(dtype, shape, tuple(holders.items()))
 
     def bring(self, name: str) -> Tensor | None:
-        """The whole tensor on rank 0, on the CPU and contiguous (the live one itself, where it is that already); None elsewhere."""
+        """The whole tensor on rank 0, contiguous on the CPU (the live tensor itself if it is that already); None on other ranks."""
         spread, rank, parts = self._tensors[name], self._world.rank, self._parts[name]
         if rank == 0 and spread.holders == ((whole(spread.shape), 0),):
             return on_host(next(iter(parts.values())), name)
@@ -336,10 +336,10 @@ class Gathering:
 def hand_over(
     world: World, gathering: Gathering, shards: Sequence[Sequence[Item]], write: Callable[[Bring], str]
 ) -> str:
-    """Rank 0 calls `write` with what brings it the tensors of `shards`, in their order; all ranks go along, and return its result.
+    """Call `write` on rank 0 with a function that gathers the tensors of `shards` in order. All ranks call this, and get its result.
 
-    Between two tensors rank 0 may be at its disk for longer than a collective waits. So the others wait for its word in the store, and send
-    when it is there to receive. Where `write` gives up half-way, the other tensors are handed over all the same, and dropped.
+    Rank 0 may write to disk for longer than a collective's timeout. So the other ranks wait for its message in the store before they send
+    each tensor. If `write` fails, the remaining tensors are still sent, and dropped.
     """
     turns: dict[str, str] = {}  # the first tensor of each file, and of each EACH bytes of it
     for shard in shards:
