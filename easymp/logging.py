@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import multiprocessing
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
@@ -88,8 +90,12 @@ def tqdm(
         >>> [number for number in tqdm(range(3), leave=False)]
         [0, 1, 2]
     """
-    from tqdm.auto import tqdm as bar
-
     if main_process_only:
         kwargs["disable"] = kwargs.get("disable", False) or not is_local_main()
-    return bar(iterable, *args, **kwargs)
+    return tqdm_class()(iterable, *args, **kwargs)
+
+
+def tqdm_class() -> Any:
+    """tqdm's class for this process: a widget in a notebook, and text in processes forked from it, which cannot show widgets."""
+    forked = multiprocessing.parent_process() is not None
+    return importlib.import_module("tqdm.std" if forked else "tqdm.auto").tqdm

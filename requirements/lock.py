@@ -12,6 +12,7 @@ HEAD = (
     "# Written by `make lock`: versions for CI, as constraints beside constraints.txt, which has torch's.\n"
 )
 OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")  # another torch needs others
+PINNED_BY_TORCH = {"torch", "nvidia-cuda-nvrtc"}  # by its builds for CUDA, each to a version of its own
 
 
 def plain(name: str) -> str:
@@ -30,10 +31,8 @@ done = subprocess.run(
 )
 found = [package["metadata"] for package in json.loads(done.stdout)["install"]]
 packages = {plain(metadata["name"]): metadata for metadata in found}
-ours = {plain(re.split(r"[^\w.-]", words)[0]) for words in packages.pop("easymp")["requires_dist"]} - {
-    "torch"
-}
-kept = [name for name in sorted(packages) if name in ours or not OF_TORCH.fullmatch(name)]
+ours = {plain(re.split(r"[^\w.-]", words)[0]) for words in packages.pop("easymp")["requires_dist"]}
+kept = [name for name in sorted(packages) if name in ours - PINNED_BY_TORCH or not OF_TORCH.fullmatch(name)]
 lines = [f"{name}=={packages[name]['version']}\n" for name in kept]
 (ROOT / "requirements/ci.txt").write_text(HEAD + "".join(lines))
 print(f"requirements/ci.txt: {len(lines)} packages")

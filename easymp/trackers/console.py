@@ -1,6 +1,7 @@
 """The console: one line that shows a running training on the main process's stderr.
 
-On a terminal and in a notebook tqdm draws the line and updates it in place. Elsewhere (a log file, a pipe) whole lines follow one another:
+On a terminal and in a notebook tqdm draws the line and updates it in place; a forked process of a notebook has text in place of a
+widget. Elsewhere (a log file, a pipe) whole lines follow one another:
 one at the first update, one after 5 seconds, then one every 30 seconds. A part that is not known is left out:
 
 - The loss is the one that the script logs. If it logs none, it is the last micro-batch's of the main process, as `backward` got it. It is
@@ -35,7 +36,7 @@ from ..base.rng import isolated
 from ..base.units import duration, rate, size
 from ..errors import SettingError, failing
 from ..hardware.gpus import peak_flops
-from ..logging import get_logger
+from ..logging import get_logger, tqdm_class
 from ..precision import PRECISIONS
 from .recorder import Ahead, Progress
 from .rows import Pending, Row
@@ -201,7 +202,7 @@ class Console:
             parts.append((1, f"{left} left" + ("" if ahead.whole else " of this epoch")))
         notebook = type(sys.stderr).__module__.startswith("ipykernel")
         if self._bar is None and (notebook or is_terminal(sys.stderr)):
-            self._bar = Bar(sys.stderr, not notebook)
+            self._bar = Bar(sys.stderr, notebook)
         if self._bar is not None:
             self._bar.show(parts, ahead)
         else:
@@ -329,9 +330,9 @@ class Bar:
     Until `close`, the `write` of the terminal's streams tells it that the script writes, so that this gets lines of its own.
     """
 
-    def __init__(self, stream: Any, terminal: bool) -> None:
+    def __init__(self, stream: Any, notebook: bool) -> None:
         with isolated():  # packages may draw random numbers at import
-            from tqdm.auto import tqdm
+            tqdm = tqdm_class()
 
         # Without tqdm's thread, which redraws bars that stand still; and on the last line, where that of an earlier run may stand.
         kind = type("Line", (tqdm,), {"monitor_interval": 0})
@@ -339,7 +340,7 @@ class Bar:
         self._shown = True
         self._unfinished = 0.0  # when the script has written a part of a line
         self._write, self._undo = stream.write, ExitStack()
-        for own in {sys.stdout, sys.stderr} if terminal else ():
+        for own in set() if notebook else {sys.stdout, sys.stderr}:
             if is_terminal(own):
                 self._undo.callback(setattr, own, "write", own.write)
                 own.write = partial(self._aside, own.write)
