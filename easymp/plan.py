@@ -23,7 +23,7 @@ from .settings import Settings
 from .strategies import STRATEGIES
 
 AUTO = "auto"
-# What strategy "auto" chooses from: the first that the number of processes allows, and, once models are known, for which there is memory.
+# Candidates of strategy "auto". It takes the first that runs on this many processes and, once models are known, fits into memory.
 AUTOMATIC = ("single", "ddp", "fsdp")
 
 
@@ -41,8 +41,8 @@ class Plan:
         settings: what was asked for.
         hardware: this machine.
         ranks: this process among the others.
-        memory: bytes that a rank has: as set, its device's, or on a CPU its share of the machine's.
-        data: on several ranks, how the data is split, where no prepared loader is read.
+        memory: bytes that a rank may use: the setting, or its device's memory, or on a CPU its share of the machine's.
+        data: how several ranks split the data, if no prepared loader is read.
 
     Example:
         >>> plan = Accelerator(cpu=True, mixed_precision="bf16").plan
@@ -209,7 +209,7 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
         ]
     if facts.device == "mps":
         return [("fp32", "on Apple GPUs half precision is not reliably faster")]
-    # The ranks of a node decide alike, so the weakest of their cards decides.
+    # All ranks of a node must decide alike, so their weakest card decides.
     device = min(facts.hardware.devices, key=lambda d: (d.fp16, d.bf16))
     name = device.architecture or device.name
     if device.bf16:
@@ -221,7 +221,7 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _weights(precision: Choice[str]) -> Choice[str]:
-    """Before models are known; `Preparation` says what came of them."""
+    """The choice before models are known; `Preparation` refines it."""
     kind = PRECISIONS.get(precision.value, Measured)
     if kind.raises:
         return Choice("fp32", "trainable parameters in bf16 or fp16 are raised at prepare", precision.source)
@@ -256,7 +256,7 @@ def _strategy(settings: Settings, facts: Facts) -> Choice[str]:
 
 
 def candidates(plan: Plan) -> Iterator[str]:
-    """Of what strategy "auto" chooses from, what this world takes, best first. Each is imported as it is asked for."""
+    """Yield the strategies that "auto" may take on this many processes, best first. Each is imported when it is yielded."""
     facts = _facts(plan.hardware, plan.ranks, plan.device.value)
     precision = PRECISIONS.get(plan.precision.value, Measured)
     fit = (name for name in AUTOMATIC if STRATEGIES[name].refuse(facts) is None)
@@ -272,7 +272,7 @@ def _memory(settings: Settings, hardware: Hardware, ranks: Ranks, device: str) -
 
 
 def incompatible(precision: type[Precision], strategy: type[Strategy]) -> Refusal | None:
-    """Why a precision cannot be had under a strategy."""
+    """The reason why a precision does not run under a strategy, if there is one."""
     if precision.masters and not strategy.masters:
         return Refusal(
             f"{precision.name} steps fp32 masters of its parameters, for which {strategy.name} has no place",

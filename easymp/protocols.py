@@ -53,7 +53,7 @@ class Choice(Generic[T]):
 
 
 class Refusal(NamedTuple):
-    """Why something cannot be done here, and what to do instead; a sentence each."""
+    """The reason why something cannot be done here, and the remedy; one sentence each."""
 
     reason: str
     remedy: str
@@ -100,12 +100,12 @@ def all_elements(name: str, parameter: Tensor) -> int:
 
 
 def no_elements(name: str, parameter: Tensor) -> int:
-    """The parameter is in other memory, such as the host's."""
+    """The device holds no element, because the parameter is in the host's memory."""
     return 0
 
 
 def chunk_elements(count: int) -> Elements:
-    """A rank holds one of `count` chunks along dimension 0, each padded to the size of the first, as in torch.chunk and FSDP2."""
+    """Elements of one of `count` chunks along dimension 0, each padded to the size of the first, as in torch.chunk and FSDP2."""
 
     def elements(name: str, parameter: Tensor) -> int:
         rows = parameter.shape[0] if parameter.ndim else 1
@@ -121,7 +121,7 @@ class Layout(NamedTuple):
         weights, gradients: of a parameter, and of its gradient.
         states: of each optimizer state, and of fp32 master weights.
         copies: of autocast's half-precision copies of weights, at the end of forward.
-        gathers: layers compute with gathered weights, which half precisions gather in their own dtype, without copies.
+        gathers: layers compute with gathered weights; half precisions gather them in their own dtype and need no copies.
         gathered: other ranks' weights that are gathered here, at the peak.
         unreduced: gradients that are whole, in the dtype of gathered weights, beside those in `gradients`, at the peak.
         reducing: gradients in communication buffers, at the peak.
@@ -187,7 +187,7 @@ class Strategy(Protocol):
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
-        """What a rank holds of `model`, by arithmetic, before `wrap`.
+        """Compute the part of `model` that one rank holds, before `wrap`.
 
         Args:
             options: of type `Options`.
@@ -200,14 +200,14 @@ class Strategy(Protocol):
     ) -> nn.Module:
         """Distribute `model`; returns the module to call in its place.
 
-        Where parameters are replaced, `optimizers` (those of the same `prepare`, plain ones) take the new ones.
+        If parameters are replaced, `optimizers` (the plain ones of the same `prepare`) get the new parameters.
         """
         ...
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer to step in place of `optimizer`, after its models were wrapped; usually `optimizer` itself.
+        """Return the optimizer to step in place of `optimizer`, after its models were wrapped; usually `optimizer` itself.
 
-        Another one has `laid_out` and `remember`, by which checkpoints read its states (see `ShardedOptimizer`).
+        A replacement has `laid_out` and `remember`, which checkpoints use to read its states (see `ShardedOptimizer`).
         """
         ...
 
@@ -231,11 +231,11 @@ class Strategy(Protocol):
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Inside, backward accumulates gradients locally; `model` is the result of `wrap`."""
+        """A context in which backward accumulates gradients locally; `model` is the result of `wrap`."""
         ...
 
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Inside, backward reduces gradients, although `model` was called under `no_sync`."""
+        """A context in which backward reduces gradients, even if `model` was called under `no_sync`."""
         ...
 
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
@@ -253,12 +253,12 @@ class Strategy(Protocol):
         ...
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Inside, ranks may run out of batches at different times; `models` are results of `wrap`."""
+        """A context in which ranks may run out of batches at different times; `models` are results of `wrap`."""
         ...
 
     @property
     def counting(self) -> Counting:
-        """How 2-norms of gradients are computed."""
+        """The way in which 2-norms of gradients are computed."""
         ...
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -275,7 +275,7 @@ class Strategy(Protocol):
 
 
 class Precision(Protocol):
-    """Dtypes as data, and the two places where they touch a model."""
+    """The dtypes of a training, and the two methods that apply them to a model."""
 
     name: ClassVar[str]
     param: torch.dtype  # of parameters
@@ -294,7 +294,7 @@ class Precision(Protocol):
     def refuse(facts: Facts) -> Refusal | None: ...
 
     def decide(self, model: nn.Module) -> None:
-        """Decide open questions now, without timing `model`: for strategies under which a step cannot be repeated."""
+        """Decide open questions now, without timing `model`, for strategies that cannot repeat a step."""
         ...
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -306,7 +306,7 @@ class Precision(Protocol):
         ...
 
     def casting(self, device: torch.device, options: Any) -> AbstractContextManager[Any]:
-        """Inside, computations outside of a prepared model follow this precision; `options` are an `AutocastKwargs`."""
+        """A context in which computations outside of prepared models follow this precision; `options` are an `AutocastKwargs`."""
         ...
 
 
@@ -354,22 +354,22 @@ class Tracker(Protocol):
 
 
 class ResumableTracker(Tracker, Protocol):
-    """One that is told where a resumed run goes on, so that rows after the checkpoint are not kept twice. The two methods are optional."""
+    """A tracker that continues a resumed run without keeping rows after the checkpoint twice. The two methods are optional."""
 
     def position(self) -> Mapping[str, Any]:
-        """Where it stands, in plain values; kept in checkpoints."""
+        """The position, in plain values; checkpoints keep it."""
         ...
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """What is logged next follows that; called before `start`, or while it runs where the run goes back."""
+        """Continue after that position. Called before `start`, or while the tracker runs if the run goes back to a checkpoint."""
         ...
 
 
 class MediaTracker(Tracker, Protocol):
-    """One that takes images and tables, too. The two methods are optional; they have the names and arguments of Accelerate's trackers."""
+    """A tracker that also takes images and tables. The two methods are optional, with names and arguments as in Accelerate's trackers."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Keep images: by name an array of uint8 of shape NHWC, with 1, 3 or 4 channels."""
+        """Keep images: names to uint8 arrays of shape (N, H, W, C) with 1, 3 or 4 channels."""
         ...
 
     def log_table(

@@ -1,7 +1,6 @@
 """The one list of strategies and precisions: adding one is a file and a line here.
 
-Each class is imported when it is first asked for, so that a run pays for the one it uses. Settings, the command line and
-`easymp config` take their words from here.
+Each class is imported at first use. Settings, the command line and `easymp config` take their words from here.
 """
 
 from __future__ import annotations
@@ -112,6 +111,6 @@ PrecisionName = Literal[
 
 
 def reported(precision: Any) -> PrecisionName:
-    """A precision by the name that Accelerate's scripts compare with: "no" for "fp32", any other by its own."""
+    """Accelerate's name of a precision: "no" for "fp32", its own name for any other."""
     name: PrecisionName = "no" if precision == "fp32" else precision
     return name

@@ -1,4 +1,4 @@
-"""Settings, from argument, environment or project file: each is said once.
+"""Settings from argument, environment or project file. Each is defined once.
 
 A field of `Settings` and its metadata give the argument, the environment variable (``EASYMP_`` and the name in capitals), the key in
 ``easymp.toml``, the word after ``--set``, the allowed values, the question of `easymp config`, and the help. `Launching` is the same for
@@ -118,7 +118,7 @@ def setting(
 
 
 def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
-    """`value` in the field's own type, or a SettingError that begins with `where`."""
+    """Convert `value` to the field's type; raise a SettingError that begins with `where` if it does not fit."""
     kind, switch = str(f.type).split(" ")[0], f.metadata["switch"]
     if value is None and f.default is None:
         return None
@@ -197,7 +197,7 @@ def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
 
 
 def _to_write(where: str, strategy: str, options: Sequence[str]) -> str:
-    """The words that ask for a strategy with options, in the form of the source at `where`."""
+    """How to write a strategy with options in the source `where`."""
     if not options:
         return ""
     if where.startswith(env.PREFIX):
@@ -443,7 +443,7 @@ def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
 
 
 def written(file: ProjectFile) -> dict[str, Any]:
-    """The values that stand in `file`, those of its table too.
+    """The values in `file`, those of its table included.
 
     Raises:
         SettingError: a wrong name or value.
@@ -481,7 +481,7 @@ def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table:
 
 
 def as_record(kind: type[T], owner: str, given: Any) -> T:
-    """The options that `owner` takes, a `kind`: `given` itself, one of the values in a mapping, or for None one with its defaults.
+    """Return `owner`'s options as a `kind`: `given` itself, or one made of a mapping's values, or the defaults for None.
 
     Raises:
         SettingError: another type, or a name that `kind` does not have.
@@ -501,7 +501,7 @@ def as_record(kind: type[T], owner: str, given: Any) -> T:
 
 
 def read_record(asked: Settings, name: str, read: Callable[[Any], T]) -> T:
-    """What `read` makes of the value of `name`. Its SettingError names the source, unless that is an argument."""
+    """Call `read` on the value of `name`. Its SettingError names the source, unless that is an argument."""
     try:
         return read(getattr(asked, name))
     except SettingError as error:
@@ -512,7 +512,7 @@ def read_record(asked: Settings, name: str, read: Callable[[Any], T]) -> T:
 
 
 def as_table(value: Any) -> dict[str, Any]:
-    """The options that a table, a record or a word (of `compile`) holds."""
+    """The options in a table, a record, or a word (of `compile`)."""
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, str):
@@ -555,7 +555,7 @@ def read_pairs(
 
 
 def overrides(pairs: Sequence[str]) -> dict[str, str]:
-    """The variable by which runs take the settings of ``--set``. Raises SettingError for a wrong pair."""
+    """The environment variable that passes the settings of ``--set`` to runs. Raises SettingError for a wrong pair."""
     read_pairs(pairs)
     return {OVERRIDE: " ".join([env.read(OVERRIDE) or "", *map(shlex.quote, pairs)])} if pairs else {}
 

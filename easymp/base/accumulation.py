@@ -1,7 +1,7 @@
 """One update of the optimizers: its micro-steps, its items, and the phase of each optimizer.
 
-One `UpdateWindow` an Accelerator. Loaders tell it when they are read and when they yield their last batch; `accumulate` begins its
-micro-steps; backward, clipping, the loss scale and the optimizers ask it and move it on. It knows nothing of models or ranks.
+Each Accelerator has one `UpdateWindow`. Loaders report when they are read and when they yield their last batch; `accumulate` begins
+micro-steps; backward, clipping, the loss scale and the optimizers read and advance it. It does not know models or ranks.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Turn:
     Attributes:
         found_inf: above 0 if one of its gradients is not finite, on any rank; None while that is unknown, or after `Scaler.update`.
         skipped: above 0 if its last step was skipped; None before a first step under a loss scale.
-        lent: the loss scale, lent to its step.
-        clip: the factor that a clip has left to its step, and the gradients that it is for.
+        lent: the loss scale that its step is to divide by.
+        clip: the factor of a clip that its step is to apply, and the gradients to which it applies.
         spent: its gradients have been stepped on, and not cleared since.
-        waiting: the last call was a step that waits for the end of the window.
+        waiting: the last call was a step before the end of the window.
         seen: backward passes before its last step, where a script counts micro-steps itself.
     """
 
@@ -73,23 +73,23 @@ class Turn:
     seen: int = 0
 
     def check(self, phase: Phase) -> None:
-        """Raises StepError where the call that enters `phase` comes too early."""
+        """Raise StepError if the call that enters `phase` comes too early."""
         refusal = _TOO_EARLY[phase].get(self.phase)
         if refusal is not None:
             raise StepError(refusal)
 
     def enter(self, phase: Phase) -> None:
-        """Go on to `phase`, where `check` lets it."""
+        """Enter `phase`, after `check`."""
         self.check(phase)
         self.phase = phase
 
     def begin(self) -> None:
-        """The next update begins: gradients are new ones, or add to what is there."""
+        """Begin the next update; gradients are new, or add to existing ones."""
         self.phase, self.found_inf, self.lent = Phase.ACCUMULATING, None, None
 
     @property
     def moved(self) -> bool:
-        """Whether its step has moved the loss scale."""
+        """Whether the loss scale has been updated for its step."""
         return self.lent is not None and self.lent.moved
 
 
@@ -104,18 +104,18 @@ class UpdateWindow:
         inside: whether an `accumulate` block is open.
         turns: optimizer → its part in this update.
         counts_items: whether a window of several micro-steps is being counted in items.
-        items: of the last window that was counted, over all ranks, until a tracker takes it.
+        items: items of the last counted window over all ranks, until a tracker reads them.
         end_with_loader: whether the last batch of the loader being read ends the window early.
-        between: called where the body of a training loop has come to its end.
+        between: called at the end of the body of a training loop.
         stepped: called with a prepared optimizer after each of its updates.
-        timing: while a profile is open, its `asks`, `has` and `over` hear when a loader is asked for a batch, has one, and ends.
+        timing: while a profile is open, its `asks`, `has` and `over` are called when a loader is asked for a batch, has one, and ends.
         epochs: the running epoch of an ``accelerator.epochs(n)`` loop, and n; None before the first one.
         resuming: ids of loaders that a checkpoint left inside a pass: their next pass is the rest of it.
-        went_on: whether one of them has gone on since.
+        went_on: whether one of them has continued since.
         full_passes: after a checkpoint at a loader's last batch the next pass is the next epoch, as in Accelerate, not an empty rest.
-        enclosing: the loader of the innermost running loop.
-        reading: the same, or, where there is no loop, that of an iterator which the script holds.
-        outermost: the loader of the outermost running loop, or of such an iterator.
+        enclosing: the loader of the innermost loop.
+        reading: the same, or without a loop the loader of an iterator that the script holds.
+        outermost: the loader of the outermost loop, or of such an iterator.
     """
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
@@ -166,11 +166,11 @@ class UpdateWindow:
 
     @property
     def begun(self) -> int:
-        """Optimizers whose update has gone beyond backward."""
+        """Optimizers whose update is past backward."""
         return sum(turn.phase is not Phase.ACCUMULATING for turn in self.turns.values())
 
     def begin(self) -> None:
-        """The next update begins, for all optimizers."""
+        """Begin the next update of all optimizers."""
         for turn in self.turns.values():
             turn.begin()
 
@@ -183,7 +183,7 @@ class UpdateWindow:
         self.__dict__.update(state)
 
     def end_by_hand(self, turn: Turn) -> None:
-        """A script that counts micro-batches itself steps: after as many as a window has, or with the last batch of its loader.
+        """End a window by a script's own step: after a full window's micro-batches, or with the last batch of its loader.
 
         Raises:
             StepError: the step came too early.
@@ -199,7 +199,7 @@ class UpdateWindow:
             )
 
     def keeps_gradients(self, turn: Turn) -> bool:
-        """Whether `zero_grad` comes while gradients hold part of a window that is not finished.
+        """Whether gradients hold part of an unfinished window, so that `zero_grad` must keep them.
 
         Both idioms work: after `step`, and at the beginning of each micro-step, also after another optimizer's backward.
         """
@@ -212,7 +212,7 @@ class UpdateWindow:
     def refuse_unprepared(
         self, owner: Mapping[int, str], stepped_by: Mapping[int, Any], optimizers: Sequence[Any]
     ) -> Callable[[], None]:
-        """Refuse steps inside a window of optimizers that hold prepared parameters but were not prepared; returns how to stop that.
+        """Refuse steps inside a window by unprepared optimizers of prepared parameters. Returns a function that ends this.
 
         They would step at each micro-batch, on a part of the gradient. torch calls the hook at every step of every optimizer.
         """
@@ -234,7 +234,7 @@ class UpdateWindow:
     # -- items
 
     def divide(self, loss: Tensor, items: int | Tensor, world: Any) -> Tensor:
-        """`loss`, a sum over `items` items (tokens, pixels) of this rank, ready for backward.
+        """Scale `loss`, a sum over `items` items (tokens, pixels) of this rank, for backward.
 
         With micro-batches m and ranks r the gradient of one big batch is Σ_m,r ∂loss_sum / Σ_m,r items; the average of the means is
         something else as soon as the counts differ. The divisor is known only when the window ends; until then the first micro-step's
@@ -276,20 +276,20 @@ class UpdateWindow:
     # -- loaders
 
     def _look(self) -> None:
-        """After each change of the loops: they are asked about at every batch, and change once a pass."""
+        """Update the attributes about loops. Loops change once a pass, and are read at every batch."""
         self.enclosing: Any = self._reading[-1] if self._reading else None
         there = self._reading or self._beside or [None]
         self.reading: Any = there[-1]
         self.outermost: Any = there[0]
 
     def enter(self, loader: Any, beside: bool = False) -> None:
-        """`loader` begins to be read: the innermost loop counts, and not a loader that is read `beside` it."""
+        """Note that a pass over `loader` begins; with `beside`, next to the innermost loop and not inside it."""
         (self._beside if beside else self._reading).append(loader)
         self._at_end = False
         self._look()
 
     def asks(self, loader: Any) -> None:
-        """`loader` is asked for a batch: loaders that began after it and are still open do not run in its body, but beside it."""
+        """Note that `loader` is asked for a batch. Open loaders that began after it are read beside it, and not in its body."""
         nest = self._reading
         if any(one is loader for one in nest):
             while nest[-1] is not loader:
@@ -297,14 +297,14 @@ class UpdateWindow:
             self._look()
 
     def hold(self, epoch: int, count: int) -> None:
-        """`epoch` of ``epochs(count)`` begins: no loop is open, so the script itself holds the open iterators."""
+        """Note that `epoch` of ``epochs(count)`` begins. No loop is open then, so the script holds the open iterators."""
         self.epochs = epoch, count
         self._beside[:0] = self._reading
         self._reading.clear()
         self._look()
 
     def leave(self, loader: Any) -> None:
-        """`loader` is read no more, because it is exhausted or was left early."""
+        """Note that the pass over `loader` ended, or was left early."""
         for there in (self._reading, self._beside):
             for i in range(len(there) - 1, -1, -1):
                 if there[i] is loader:
@@ -315,7 +315,7 @@ class UpdateWindow:
 
 
 class MicroStep:
-    """Begins a micro-step, and keeps gradients to this rank unless it ends the window; with `alone`, also then.
+    """Begin a micro-step, and do not reduce its gradients unless it ends the window; with `alone`, not even then.
 
     Args:
         no_sync: module → a context that keeps its gradients to this rank.
@@ -348,7 +348,7 @@ class MicroStep:
 
 
 def number(value: float | Tensor, device: torch.device) -> Tensor:
-    """`value` as an fp32 tensor on `device`. A kernel writes a number of the host there: to copy it is to wait for the device."""
+    """`value` as an fp32 tensor on `device`, written by a kernel, since a copy from the host would wait for the device."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
         return value.to(device, torch.float32)
     shape = value.shape if isinstance(value, Tensor) else ()

@@ -25,7 +25,7 @@ def at_first_use(
         namespace: its ``globals()``, which keep the loaded values.
         public: names in ``__all__``, by module. A name that ends its module's path is the module itself.
         inner: names for easymp's other packages, which ``__all__`` leaves out.
-        elsewhere: names that are looked for here → where they are, the text of an ImportError.
+        elsewhere: names that users may expect here → the text of the ImportError, which names their place.
     """
     home = {name: file for homes in (public, inner or {}) for file, names in homes.items() for name in names}
     listed = sorted(name for names in public.values() for name in names)
@@ -43,7 +43,7 @@ def at_first_use(
 
 
 def modules_at_first_use(namespace: dict[str, Any], *files: str, **renamed: str) -> None:
-    """Name modules of ours in the caller's `namespace`; all of them are loaded when an attribute of one is first asked for.
+    """Define lazy modules of easymp in the caller's `namespace`. The first access to an attribute of one loads all of them.
 
     The caller imports the same modules under TYPE_CHECKING, for type checkers and for the check of the layers.
 
@@ -79,7 +79,7 @@ def imported(file: str, package: str) -> Any:
 
 
 def _together(files: Sequence[str], package: str) -> list[Any]:
-    """Modules, with the garbage collector off: what an import makes stays, and a collection would look through all of torch."""
+    """Import modules with the garbage collector off, since a collection would traverse all of torch's objects."""
     collects = gc.isenabled()
     gc.disable()
     try:

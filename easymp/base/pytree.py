@@ -1,7 +1,7 @@
 """Nested batches: tuples, named tuples, lists, dicts, dataclasses and their like, with tensors as leaves.
 
-A container comes back as its own type. Other objects with a ``to`` method (packed sequences, graph batches, tokenizer
-outputs that are not mappings) count as leaves that can be moved: they know best which of their parts may leave the CPU.
+A container comes back as its own type. Other objects with a ``to`` method (packed sequences, graph batches, tokenizer outputs that are
+not mappings) are leaves, and move themselves by that method.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CYCLE = "a batch holds a list, dict or tuple that contains itself: return plain 
 def map_leaves(function: Callable[[Any], Any], tree: Any, skip: Collection[Any] = ()) -> Any:
     """`tree` with every leaf replaced by ``function(leaf)``; container types, keys and order stay.
 
-    What mappings hold under a key in `skip` stays as it is.
+    Values of mappings under a key in `skip` stay as they are.
     """
     try:
         return _map(function, tree, skip)
@@ -58,7 +58,7 @@ def _fields(tree: Any) -> dict[str, Any]:
 
 
 def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
-    """A copy of a dataclass with other contents, made without its ``__init__``; `tree` itself where nothing is another."""
+    """A copy of a dataclass with new field values, made without its ``__init__``; `tree` itself if no value differs."""
     changed = {key: value for key, value in values.items() if value is not getattr(tree, key)}
     if not changed:
         return tree
@@ -216,7 +216,7 @@ def send_to_device(
 
 
 def slice_tensors(data: Any, part: slice) -> Any:
-    """Every tensor's dimension 0 cut to `part`; scalars and other leaves stay."""
+    """Slice dimension 0 of every tensor by `part`; scalars and other leaves stay."""
     return map_leaves(lambda leaf: leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf, data)
 
 

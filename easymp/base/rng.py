@@ -1,7 +1,7 @@
-"""Random streams: one shared by all ranks until the models are prepared, one a rank from then on.
+"""Random streams: all ranks share one until the models are prepared; each rank has its own from then on.
 
-Equal draws on all ranks (initial weights, data order) come from the shared seed, unlike ones (dropout, augmentation) from a stream
-a rank. Seeds are mixed by a hash, so neighbouring seeds, epochs and ranks share nothing.
+Draws that must be equal on all ranks (initial weights, data order) use the shared seed; others (dropout, augmentation) use the rank's
+stream. Seeds are hashed, so that neighbouring seeds, epochs and ranks give unrelated streams.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def mix(*parts: int | str) -> int:
 
 
 def seed_host(seed: int) -> None:
-    """Seed Python, NumPy (where it is loaded) and torch on the CPU, and leave accelerators alone. Takes some microseconds."""
+    """Seed Python, NumPy (if it is loaded) and torch on the CPU, but no accelerator. Takes some microseconds."""
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -36,7 +36,7 @@ def seed_host(seed: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the same, and torch on every device."""
+    """Seed as `seed_host` does, and torch on every device."""
     seed_host(seed)
     torch.manual_seed(seed)
 
@@ -49,7 +49,7 @@ def host_states() -> list[Any]:
 
 
 def set_host_states(states: list[Any]) -> None:
-    """Let the streams of `seed_host` go on from `states`."""
+    """Restore the states that `host_states` returned."""
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])
@@ -58,7 +58,7 @@ def set_host_states(states: list[Any]) -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Inside, seeds and draws on the CPU leave the streams outside as they are."""
+    """A context that restores the CPU's random streams at its end."""
     states = host_states()
     try:
         yield
@@ -90,7 +90,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def diverge(rank: int) -> None:
-    """Give this rank a stream of its own, f(seed, rank), where all ranks were seeded alike; rank 0 keeps the shared one."""
+    """Give this rank its own stream, f(seed, rank). Rank 0 keeps the stream that all ranks shared."""
     if rank:
         own = mix(torch.initial_seed(), "rank", rank)
         if _shared:

@@ -1,4 +1,4 @@
-"""TOML beside tomllib: the places of the statements of a file, and single values."""
+"""TOML features that tomllib lacks: the positions of statements in a file, and single values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Statement(NamedTuple):
     Attributes:
         table: of the header above it, or its own: ``("launch",)``.
         keys: from the top: ``("launch", "processes")``; of a header ().
-        begin, start, stop, end: of the line, of the value, after the value, and after the value's last line.
+        begin, start, stop, end: positions of the line, of the value, after the value, and after the value's last line.
     """
 
     table: tuple[str, ...]
@@ -55,7 +55,7 @@ def _value_end(text: str, start: int) -> int:
 
 
 def read_literal(text: str) -> Any:
-    """The value of a text in TOML or JSON; any other text is itself."""
+    """Parse a value in TOML or JSON; return any other text as it is."""
     with suppress(tomllib.TOMLDecodeError, RecursionError):
         return tomllib.loads(f"value = {text}")["value"]
     with suppress(ValueError, RecursionError):

@@ -19,7 +19,7 @@ TORCH = numbers(torch.__version__)
 
 
 def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
-    """Set the switches; ``undo(function, *args)`` is told how to put each back, as by `ExitStack.callback`.
+    """Set torch's flags; ``undo(function, *args)`` registers how to restore each, as `ExitStack.callback` does.
 
     Args:
         tf32: TF32 for matrix products and convolutions that stay in fp32.
@@ -40,7 +40,7 @@ def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
 
 
 def _remember(undo: Callable[..., Any]) -> None:
-    """Tell `undo` how TF32 is switched now.
+    """Register the present TF32 flags with `undo`.
 
     torch 2.9 and newer have switches of another kind (``fp32_precision``), which the older ones set, too. After a script has used
     the newer ones, reading an older one is an error where the two disagree.

@@ -1,4 +1,4 @@
-"""Numbers of bytes, to words and from words; rates and seconds in words; columns of text; and nested settings by one name each."""
+"""Formats for people: bytes (also read), rates, seconds, and columns of text; and flat names of nested settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unit(number: float) -> tuple[str, int]:
 
 
 def read_bytes(value: Any, where: str) -> int:
-    """Bytes of a number or of text such as ``"16GiB"``.
+    """Parse a number of bytes, or a text such as ``"16GiB"``.
 
     Raises:
         SettingError: it is not a size; the message begins with `where`.
@@ -59,7 +59,7 @@ def read_bytes(value: Any, where: str) -> int:
 
 
 def columns(rows: Sequence[Sequence[str]], words: int = 1) -> list[str]:
-    """Lines of `rows`: the first `words` columns begin at one place, the others, numbers, end at one place."""
+    """Align `rows` in lines: the first `words` columns on the left, the others, numbers, on the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = (
         [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in rows
@@ -68,7 +68,7 @@ def columns(rows: Sequence[Sequence[str]], words: int = 1) -> list[str]:
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A plain dict without dicts inside: ``{"model": {"depth": 2}}`` is ``{"model/depth": 2}``; lists become text."""
+    """Flatten nested dicts: ``{"model": {"depth": 2}}`` becomes ``{"model/depth": 2}``; lists become text."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):

@@ -49,7 +49,7 @@ def draw(sampler: Any, seed: int, chunk: int) -> Sequence[Any] | Iterator[Any]:
 
 
 def _random(n: int, samples: int, replacement: bool, seed: int) -> Sequence[int]:
-    """As RandomSampler of torch: with replacement, or whole permutations in a row, the last one cut. 8 bytes an index."""
+    """Draw as torch's RandomSampler does: with replacement, or whole permutations in a row, the last one cut. 8 bytes an index."""
     if n == 0:
         return ()
     generator = torch.Generator().manual_seed(seed)
@@ -113,7 +113,7 @@ def generators(sampler: Any) -> list[torch.Generator]:
 
 
 def own_seed(sampler: Any) -> int:
-    """Seed from the generator of the sampler or the global one, as a plain DataLoader draws it: first for workers, then for the order."""
+    """Draw a seed from the sampler's or the global generator, as a plain DataLoader does: first for workers, then for the order."""
     generator = next(iter(generators(sampler)), torch.default_generator)
     torch.empty((), dtype=torch.int64).random_(generator=generator)
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
@@ -167,7 +167,7 @@ class Cut(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Part of one rank in one round."""
+    """One rank's part of a round."""
 
     rank: int
     items: Any  # samples, indices, or one ready batch
@@ -252,7 +252,7 @@ def rounds(
 def halves(
     batches: Iterable[Sequence[Any]], ranks: int, *, even: bool, start: int = 0
 ) -> Iterator[tuple[Round, int]]:
-    """Cut each batch in `ranks` parts: rounds, each with its items per part. With `even`, samples of the first batches fill parts up."""
+    """Yield each batch in `ranks` parts, with the items per part. With `even`, samples of the first batches fill up short parts."""
     head: list[Any] = []
     end = 0
     for batch in batches:
@@ -267,7 +267,7 @@ def halves(
 
 
 def parts(round_: Round, size: int | None, ranks: Iterable[int]) -> Iterator[Share]:
-    """Shares of `ranks` in a round: `size` items each, or one ready batch each if `size` is None. Empty shares are left out."""
+    """The shares of `ranks` in a round: `size` items each, or one ready batch each if `size` is None. Empty shares are omitted."""
     for rank in ranks:
         if size is None:
             if rank < len(round_.items):

@@ -72,7 +72,7 @@ def rebuild(given: DataLoader[Any], dataset: Any, pin_memory: bool, **how: Any) 
 
 
 class Seeded:
-    """Indices of one batch on the way to a worker. Unpickling them there seeds the worker's random streams for that batch."""
+    """Indices of one batch that are sent to a worker. Unpickling them seeds the worker's random streams for that batch."""
 
     __slots__ = ("_item", "_seed")
 
@@ -108,7 +108,7 @@ def every(
 
 
 def aside(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items`, read apart from the random streams of the training. The producer seeds its own."""
+    """Yield `items`, and restore the training's random streams after each read. The producer seeds its own streams."""
     reader = iter(items)
     while True:
         with isolated():

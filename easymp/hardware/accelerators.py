@@ -1,6 +1,6 @@
-"""`detect`, which asks for each vendor's accelerators once a process, and the probes of AMD, Intel and Apple.
+"""`detect`, which probes each vendor's accelerators once a process, and the probes of AMD, Intel and Apple.
 
-torch's calls for AMD and Intel initialise their runtime in this process: fork before or not at all.
+torch's calls for AMD and Intel initialise their runtime in this process, which must not fork afterwards.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def intel_facts(card: Any, index: int = 0) -> Device:
 def apple_facts(chip: str, memory: int) -> Device:
     """The abilities of the GPU of a `chip`, such as ``"Apple M2 Max"``; `memory` in bytes.
 
-    bf16 runs everywhere from macOS 14 on, but before the M3 Metal emulates it with fp32. fp16 has about fp32's rate at half
-    the memory: whether it gains is a matter of measuring, so the facts claim nothing.
+    From macOS 14 on bf16 runs on every chip, but Metal emulates it with fp32 before the M3. fp16 has about fp32's rate at half the
+    memory. A gain has to be measured, so neither counts as fast here.
     """
     generation = re.search(r"\bM(\d+)", chip)
     return Device("mps", 0, f"{chip} GPU", memory, bf16=bool(generation) and int(generation[1]) >= 3)

@@ -100,7 +100,7 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Processors' worth of time that the control groups allow, such as 1.5, or None without a quota."""
+    """Processors that the control groups allow, such as 1.5; None without a quota."""
     first = root / "sys/fs/cgroup/cpu"
     pairs = [text(group / "cpu.max").split() for group in _groups(root)]
     pairs += [[text(first / "cpu.cfs_quota_us"), text(first / "cpu.cfs_period_us")]]

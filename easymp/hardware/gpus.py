@@ -139,7 +139,7 @@ def peak_flops(name: str, precision: str) -> float | None:
 
 
 class Described(NamedTuple):
-    """Machines that are not here.
+    """A description of other machines.
 
     Attributes:
         hardware: of one node.
@@ -193,7 +193,7 @@ def describe(text: str) -> Described:
 
 
 def _card(name: str, size: int, text: str) -> tuple[Device, list[str]]:
-    """The card of a description, and what it leaves open. Of a size alone, the abilities that all models of that size have."""
+    """The card of a description, and what it leaves open. A size alone gives the abilities that all models of that size share."""
     if not name:
         alike = [gpu for gpu in GPUS if size in (GB * gb for gb in gpu.memory)]
         if not alike:

@@ -1,7 +1,7 @@
-"""NUMA nodes: the cores that each rank of a launch gets, so that its memory lies where it computes.
+"""NUMA nodes: the cores that each rank of a launch gets, so that its memory is on its own node.
 
-A rank with an NVIDIA GPU gets the cores of the node that its GPU hangs on. Ranks on CPUs are spread evenly, or not at all: a rank
-with fewer cores than the others would hold them all up. torch's own binding (torch.numa) needs numactl and a GPU for each rank.
+A rank with an NVIDIA GPU gets the cores of its GPU's node. Ranks on CPUs are spread evenly or not at all, because a rank with fewer cores
+would delay the others. torch's own binding (torch.numa) needs numactl and a GPU for each rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def choose(processes: int, nodes: dict[int, Cores], gpus: Sequence[int | None]) 
 
 
 def _shares(chosen: list[Cores]) -> list[int]:
-    """Number of cores of each rank's own, at least 1, where several have the same ones."""
+    """Number of cores for each rank, at least 1, if several ranks share one set."""
     return [max(1, len(each) // chosen.count(each)) for each in chosen]
 
 
@@ -79,7 +79,7 @@ def nodes(root: Path = ROOT, usable: Cores | None = None) -> dict[int, Cores]:
 
 
 def parse(listed: str) -> Cores:
-    """Numbers of a list as the kernel writes it: ``"0-3,8"``."""
+    """Parse a list of numbers in the kernel's form: ``"0-3,8"``."""
     found: set[int] = set()
     for part in filter(None, listed.split(",")):
         first, _, last = part.partition("-")

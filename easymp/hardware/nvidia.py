@@ -56,8 +56,8 @@ def facts_for(
 
     `arch_list` is torch.cuda.get_arch_list() (empty: unknown, taken as right), `memory` in bytes.
     bf16 is True for units that compute in it, not for the emulation that torch.cuda.is_bf16_supported() counts by default.
-    fp16 is True with Tensor Cores: without them autocast casts for no gain (also on compute capability 6.0, whose plain fp16
-    rate is double), and the GTX 16 cards give NaN in convolutions.
+    fp16 is True with Tensor Cores. Without them autocast gains nothing (also on compute capability 6.0, whose plain fp16 rate is double),
+    and the GTX 16 cards give NaN in convolutions.
     """
     without = capability == (7, 5) and WITHOUT_TENSOR_CORES.search(name)
     cores = frozenset(
@@ -204,7 +204,7 @@ class Seen(NamedTuple):
 
 
 def read_nvml() -> Seen | None:
-    """The cards that CUDA will show, or None where NVML cannot tell (no package, no driver, a Jetson).
+    """The cards that CUDA will show; None if NVML cannot tell (no package, no driver, a Jetson).
 
     NVML counts in the order of the PCI bus, CUDA by default from the fastest card on. With cards of different models an index
     means the same to both only under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; otherwise the answer is None.
@@ -295,7 +295,7 @@ def _or_none(nvml: Any, ask: Any, *args: Any) -> Any:
 
 
 def _links(nvml: Any, cards: tuple[Card, ...]) -> str:
-    """The weakest way between any two cards: a collective is as fast as its slowest pair."""
+    """The slowest link between any two cards, which limits collectives."""
     if len(cards) < 2:
         return ""
     pairs = [(a.handle, b.handle) for a, b in combinations(cards, 2)]

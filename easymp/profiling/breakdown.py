@@ -1,4 +1,4 @@
-"""The time of recorded steps by phase, each moment in one phase, and the table and sentences that show it.
+"""The time of recorded steps by phase, as a table and sentences. Each moment belongs to one phase.
 
 Where the host computes, a moment belongs to the phase of the main thread; to communication if a collective is under way and no
 operation runs, outside of the loader: this is the cost of communication, with waiting for slower ranks. A collective that runs beside
@@ -53,9 +53,9 @@ class Breakdown:
         steps: duration of each step in ns.
         time: ns of all steps together, by phase.
         idle: the device's idle part of it; empty where the host computes.
-        hidden: ns in which a collective was under way behind computation.
-        peak: the most bytes, by phase; empty where memory was not recorded. For a device all that was allocated, for the host the bytes
-            beyond those at the beginning of the recording.
+        hidden: ns in which a collective ran beside computation.
+        peak: the most bytes, by phase; empty if memory was not recorded. A device's peak is all that was allocated; the host's is
+            relative to the beginning of the recording.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class Breakdown:
 
     @property
     def own(self) -> float:
-        """ns a step in which this rank did not wait for a collective."""
+        """Time per step, in ns, in which this rank did not wait for a collective."""
         return self.step - self.each(COMMUNICATION)
 
     def add(self, recording: Recording, base: int = 0) -> None:
@@ -112,8 +112,8 @@ Times = dict[str, int]  # ns by phase
 def timeline(marks: Iterable[Mark], begin: int, end: int) -> list[Mark]:
     """`begin` to `end` without a gap, each part in one phase.
 
-    Of nested marks, as when an optimizer calls a closure, the inner one counts. Time without a mark is the script's own; between a
-    model's call and the backward that follows it, it is the loss.
+    The innermost of nested marks decides, as when an optimizer calls a closure. Time without a mark is the script's; between a model's
+    call and the next backward it is the loss.
     """
     parts = []
     at = begin
@@ -137,7 +137,7 @@ def timeline(marks: Iterable[Mark], begin: int, end: int) -> list[Mark]:
 
 
 def _innermost(marks: Iterable[Mark]) -> Iterator[Mark]:
-    """Marks of one thread, which begin and end like brackets, as parts that do not overlap."""
+    """Convert properly nested marks of one thread into intervals that do not overlap."""
     stack: list[Mark] = []
     at = 0
     never = Mark(1 << 63, 1 << 63, OTHER)
@@ -183,7 +183,7 @@ def _on_device(recording: Recording, parts: Sequence[Mark]) -> tuple[Times, Time
         return parts[bisect_right(begins, launched) - 1].phase
 
     def take(by_phase: dict[str, list[Interval]]) -> Times:
-        """Give each phase its moments that are still free."""
+        """Assign the free moments among these to each phase."""
         nonlocal free
         taken = {phase: common(held, free) for phase, held in by_phase.items()}
         free = without(free, union(interval for held in taken.values() for interval in held))
@@ -213,7 +213,7 @@ def _add(times: Times, more: Times) -> None:
 
 
 def peaks(parts: Sequence[Mark], allocations: Sequence[tuple[int, int]], base: int) -> dict[str, int]:
-    """The most bytes in each phase; empty without allocations."""
+    """The largest number of bytes in each phase; empty without allocations."""
     most: dict[str, int] = {}
     there, i = base, 0
     for begin, end, phase in parts if allocations else ():
@@ -232,7 +232,7 @@ def peaks(parts: Sequence[Mark], allocations: Sequence[tuple[int, int]], base: i
 
 
 def table(own: Breakdown) -> str:
-    """One rank's phases: ms a step, share, the device's idle part, and the most memory."""
+    """One rank's phases: ms a step, share, the device's idle part, and peak memory."""
     head = ["phase", "ms a step", "share", f"{own.device} idle", "peak memory"]
     shown = [True, True, True, bool(own.idle), bool(own.peak)]
     rows = [head]
@@ -247,7 +247,7 @@ def table(own: Breakdown) -> str:
 
 
 def of_ranks(ranks: Sequence[Breakdown]) -> str:
-    """A line a rank; of many ranks the slowest, and the fastest."""
+    """One line for each rank; for many ranks, only the slowest ones and the fastest."""
     rows = [["rank", "ms a step", "own work", "communication", "data wait"]]
     shown = list(ranks)
     if len(ranks) > ROWS:
@@ -261,7 +261,7 @@ def of_ranks(ranks: Sequence[Breakdown]) -> str:
 
 
 def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | None = None) -> list[str]:
-    """A sentence for each cause of waiting that stands out; its figure is in the table. `workers` is None without loaders."""
+    """A sentence for each large cause of waiting; the figure is in the table. `workers` is None without loaders."""
     if not own.total:
         return []
     biggest = max(own.time, key=own.time.__getitem__)
@@ -300,7 +300,7 @@ def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | No
 
 
 def straggler(ranks: Sequence[Breakdown]) -> list[str]:
-    """A sentence on the rank that the others wait for, if there is one."""
+    """A sentence that names the rank for which the others wait; None if there is none."""
     if len(ranks) < 2:
         return []
     slow, fast = max(ranks, key=lambda r: r.own), min(ranks, key=lambda r: r.own)

@@ -1,8 +1,8 @@
 """Events of a profile: marks of the phases of a step, and kineto's raw events read into plain records.
 
-While a profile is open, the methods of our own objects that a step goes through are shadowed: their instances get a function that marks
-(``easymp: backward``) and calls the method. A run without a profile has none of them. A model is marked at the place where torch.compile
-puts its compiled call, around all hooks. When the profile is closed everything is as before.
+While a profile is open, instances of easymp's objects have functions in place of the methods that a step calls; they mark the phase
+(``easymp: backward``) and call the method. A run without a profile has none of them. A model is marked around all hooks, where
+torch.compile puts its compiled call. Closing the profile removes the functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ANNOTATION, BACKWARD_NODE = 7, 1  # torch's RecordScope.USER_SCOPE and BACKWARD_
 # Annotations that are work: torch.compile's regions, whose loops torch does not record as operations.
 COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 ENGINE = "autograd::engine::evaluate_function"
-# Operations that launch collectives or wait for them, and the backends' names of those that are under way.
+# Operations that launch collectives or wait for them, and the backends' names of running collectives.
 COLLECTIVE = re.compile(r"^(c10d::|_c10d_functional|record_param_comms|(gloo|nccl|mpi|ucc|xccl):)")
 UNDER_WAY = re.compile(r"^(gloo|mpi|ucc):")
 COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|oneccl|xccl", re.IGNORECASE)
@@ -41,7 +41,7 @@ COPY = re.compile(r"^mem(cpy|set)", re.IGNORECASE)
 
 
 def marked(accelerator: Any, prepared: Any, world: Any) -> Iterator[Target]:
-    """The methods that a step of `accelerator` goes through, with the objects `prepared` so far."""
+    """The methods that a step of `accelerator` calls, on the objects `prepared` so far."""
     for model in prepared.models:
         yield model.route.module, CALL, FORWARD
         if prepared.strategy.late_loss:  # stages run their forwards inside backward
@@ -103,7 +103,7 @@ class Shadow:
 
 
 class Waits:
-    """Marks the time inside a loader's next, as told by the window, and calls `begin_step` where a step begins.
+    """Marks the time inside a loader's ``next``, as the window reports it, and calls `begin_step` at the beginning of a step.
 
     A step begins when the outermost loader is asked for the batch after one that it gave, unless that batch's accumulation window is
     still open.
@@ -139,7 +139,7 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval], gap: int = 0) -> list[Interval]:
-    """All of them, in order; those at most `gap` apart become one."""
+    """Sort and merge intervals; those at most `gap` apart become one."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if end <= begin:

@@ -197,7 +197,7 @@ class Profile(torch.profiler.profile):
             self.breakdown.add(recording, self._base if recording.kernels else 0)
 
     def export_chrome_trace(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """As torch's; copies a trace that is written already, because torch writes each once only."""
+        """Export as torch does. A trace that is written already is copied, because torch writes each only once."""
         if self._written is None or args or kwargs:
             super().export_chrome_trace(path, *args, **kwargs)
             return
@@ -256,7 +256,7 @@ def _last_step(given: Mapping[str, int] | None) -> float:
 
 
 def _activities(how: ProfileKwargs) -> list[ProfilerActivity] | None:
-    """torch's activities; those that this machine lacks are left out, with a line in the log; RefusedError if it has none."""
+    """torch's activities. Those that this machine lacks are omitted, with a line in the log; RefusedError if none is left."""
     if how.activities is None:
         return None
     here = {activity.name.lower(): activity for activity in torch.profiler.supported_activities()}
@@ -292,7 +292,7 @@ def trace_folder(given: str | os.PathLike[str] | None, project: str | None) -> P
 
 
 def write_trace(folder: Path, rank: int, export: Callable[[str], object]) -> Path:
-    """Write the rank's next trace, ``rank0-001.json``, ``rank0-002.json`` …: whole under its name or not at all."""
+    """Write the rank's next trace, ``rank0-001.json``, ``rank0-002.json`` …, atomically."""
     number = 1
     while (path := folder / f"rank{rank}-{number:03d}.json").exists():
         number += 1
@@ -311,7 +311,7 @@ def write_trace(folder: Path, rank: int, export: Callable[[str], object]) -> Pat
 class Exchange:
     """Ranks that profile the same steps exchange their results through the store; without a collective, since any may profile alone.
 
-    Each tells the store that it begins and, in the end, its result; the first of those that began waits a while for the others.
+    Each rank writes its start and later its result to the store; the first rank that started waits a limited time for the others.
     The n-th profile of one rank corresponds to the n-th of the others.
     """
 
@@ -327,7 +327,7 @@ class Exchange:
             self._store.set(f"{self._key}/begun/{self._world.rank}", "")
 
     def end(self, own: Breakdown) -> list[Breakdown]:
-        """The results of all ranks, in order, on the first of them; on others, their own."""
+        """The results of all ranks in order on the first of them; on the others, their own."""
         if self._store is None:
             return [own]
         store, self._store = self._store, None
