@@ -12,15 +12,15 @@ from ..base.torch_flags import TORCH
 from ..errors import PrepareError, nearest
 
 LARGE = 4  # a layer with 1/LARGE of the largest block's parameters is gathered on its own
-# Before, torch fails where a forward calls one of several modules that are gathered together.
+# Older versions of torch fail if a forward calls one of several modules that are gathered together.
 TIED_GROUPS = TORCH >= (2, 13)
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# Its forward reads the weights of its parts without calling them, so that no hook would gather them.
+# Its forward reads the weights of its parts without calling the parts, so hooks on them would not run.
 ATOMS = (nn.MultiheadAttention,)
 
 
 def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.Module]:
-    """The modules inside `model` to wrap on their own, inner ones before those that hold them.
+    """Find the modules inside `model` to wrap on their own, inner ones before those that hold them.
 
     Left out are modules that share a parameter with the rest of the model (tied weights), that cannot be called (containers), or that
     hold no parameters. Modules with parameters of another dtype than most (batch-norm in a half-precision model) are always included:
@@ -88,7 +88,7 @@ def find_layers(
 
 
 def find_repeated(model: nn.Module) -> Iterator[nn.Module]:
-    """Children of one class, with children of their own, of which a container holds two or more."""
+    """Find children of one class, with children of their own, if a container holds two or more of them."""
     for container in model.modules():
         if isinstance(container, CONTAINERS):
             children = list(container.children())
@@ -113,7 +113,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """Every module once, children before what holds them; the parts of `ATOMS` are left out."""
+    """Yield every module once, children before their parents, without the parts of `ATOMS`."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -125,7 +125,7 @@ def bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Mo
 
 
 def _is_read(layer: nn.Module, model: nn.Module) -> bool:
-    """Whether a module that holds `layer` names one of its parameters in forward, as ``F.linear(x, self.embed.weight)`` does."""
+    """Whether a parent's forward reads a parameter of `layer` without calling the layer, as ``F.linear(x, self.embed.weight)`` does."""
     for module in model.modules():
         code = getattr(type(module).forward, "__code__", None)
         if code is None or module is layer or layer._parameters.keys().isdisjoint(code.co_names):

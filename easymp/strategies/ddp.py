@@ -167,7 +167,7 @@ class Replica(DistributedDataParallel):
             False  # whether the next backward averages gradients: a call of the model arms one backward
         )
         trained = [p for p in root.parameters() if p.requires_grad]
-        # Parameters that show whether a backward came: after a call, few are enough, since torch waits for all gradients.
+        # Parameters that show whether a backward ran. A few are enough, since torch waits for all gradients.
         self._all = tuple(root.parameters())
         some_may_lack = options["find_unused_parameters"] or options["static_graph"]
         self._few = (*trained[:4], *trained[4:][-4:]) if some_may_lack else tuple(trained[-1:])
@@ -202,9 +202,9 @@ class Replica(DistributedDataParallel):
             raise
 
     def _look_from(self, outputs: Any) -> None:
-        """Let torch find unused parameters from the outputs of all calls since the last backward, and not of the last call alone.
+        """Let torch find unused parameters from the outputs of all calls since the last backward, not only the last call.
 
-        Only the last few calls count: calls without a backward would keep all of their graphs.
+        Only the last few calls are kept, because calls without a backward would keep their graphs alive.
         """
         if self._done:
             self._outputs.clear()
@@ -235,7 +235,7 @@ class Replica(DistributedDataParallel):
         return [(p, grad, 0 if grad is None else grad._version) for p in chosen for grad in [p.grad]]
 
     def check_averaged(self, before: Sequence[tuple[Tensor, Tensor | None, int]]) -> None:
-        """After a backward that was to average gradients.
+        """Check a backward that was to average gradients.
 
         Raises:
             StepError: it added gradients that no rank averages.
@@ -260,7 +260,7 @@ class Replica(DistributedDataParallel):
         self.__dict__["armed"] = False
 
     def _unused(self, said: str) -> str:
-        """torch's sentence about parameters that it waits for, with their names and the way out for these options."""
+        """torch's message about parameters that it waits for, with their names and the remedy under these options."""
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
         missing = {self._names[int(i)] for i in found[1].split()} if found else set()
         names = [repr(name) for name in self._in_order if name in missing]
@@ -323,7 +323,7 @@ Future = torch.futures.Future[Tensor]
 def make_hook(
     options: DistributedDataParallelKwargs, size: int
 ) -> tuple[Any, Callable[[Any, Any], Future]] | None:
-    """State and hook for ``register_comm_hook``; None for torch's own all-reduce.
+    """Make the state and hook for ``register_comm_hook``; None for torch's own all-reduce.
 
     Args:
         size: ranks.
@@ -346,7 +346,7 @@ class CommHookState:
 
 
 def all_reduce(state: CommHookState, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its own types
-    """The average over the ranks, summed in `state.dtype`. Complex gradients keep theirs; fp32 never narrows one."""
+    """Average over the ranks, summed in `state.dtype`. Complex gradients and wider dtypes than fp32 keep their own dtype."""
     gradient = bucket.buffer()
     dtype = gradient.dtype
     if state.dtype is not None and dtype.is_floating_point:

@@ -285,7 +285,7 @@ class HSDP(FSDP):
 def find_groups(
     model: nn.Module, wrap: str | tuple[str, ...] | int, whole: Sequence[Tensor] = ()
 ) -> list[tuple[nn.Module, ...]]:
-    """The modules that are gathered together, inner ones first; the last group is `model`, with all that is in no other."""
+    """Find the modules that are gathered together, inner ones first. The last group is `model`, with all remaining parameters."""
     blocks = find_blocks(model, wrap)
     layers = find_layers(model, blocks, {id(p) for p in whole}) if wrap == "blocks" else []
     order = {id(m): i for i, m in enumerate(bottom_up(model))}
@@ -296,9 +296,9 @@ def find_groups(
 def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     """The layout of `model` in `ranks` shards.
 
-    At the peak of backward there are gathered: all that torch gathers with the model itself, layers with tied weights, the block that
-    computes, and the next one. Whole gradients are those of the same, except the next block's; a block's are copied to be reduced, and
-    that copy stays until the next block's gradients are complete.
+    At the peak of backward these weights are gathered: those that torch gathers with the model itself, layers with tied weights, the
+    running block, and the next block. Gradients are whole for the same parts except the next block. A block's gradients are copied to be
+    reduced, and the copy lives until the next block's gradients are complete.
     """
     ignored = matching(model, options.ignore)
     taken = {id(p) for name, p in model.named_parameters() if name in ignored}
@@ -426,7 +426,7 @@ class Sharded(nn.Module):
         self._frozen = [not p.requires_grad for p in self._all]
 
     def _compare_frozen(self, frozen: list[bool]) -> None:
-        """Parameters were frozen or unfrozen: ranks that reduce gradients of different ones would wait for ever.
+        """Compare which parameters are frozen, after a change: ranks that reduce different gradients would wait forever.
 
         Raises:
             WorldError: other ranks froze others, or none.
@@ -488,7 +488,7 @@ class Sharded(nn.Module):
         average([p.grad for p in self._whole if p.grad is not None], self.world)
 
     def watch_parts(self) -> None:
-        """Explain calls, from outside of the model's forward, of modules that only the model itself gathers."""
+        """Explain errors of modules that are called from outside of the model's forward but only gathered by it."""
         inside = {id(m) for part in self.parts if part is not self.root for m in part.modules()}
         for module in self.root.modules():
             own = any(True for _ in module.parameters(recurse=False))
@@ -502,7 +502,7 @@ class Sharded(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._end_window)
 
     def _end_window(self) -> None:
-        """Remove zeros from parameters that no micro-batch used. Ranks use the same ones, or all of them."""
+        """Remove the zero gradients of parameters that no micro-batch used."""
         empty = self._empty or []
         used = [id(p) in self._used for p in empty]
         if not all(used):

@@ -142,7 +142,7 @@ def _fill(module: nn.Module, device: torch.device, initialize: Initialize, origi
     if not new and not tied:
         return
     swap_in(module, lambda t: _like(t, device) if t.is_meta else t)
-    # Tied values are drawn, for the random stream goes on as if the model had been built normally, and thrown away.
+    # Tied values are drawn and thrown away, so that the random stream continues as if the model had been built normally.
     for name, tensor in tied.items():
         _table(module, name)[name] = _like(tensor, device)
     versions = {name: tensor._version for name, tensor in new.items()}

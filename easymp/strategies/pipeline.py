@@ -167,7 +167,7 @@ class Pipeline(Spread):
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
-        """The fullest rank, taking modules to be called in the order in which they were registered."""
+        """The layout of the fullest rank, if modules are called in the order in which they were registered."""
         places, count = candidates(model, options.splits or ()), options.stages(size)
         order = {
             id(p): i

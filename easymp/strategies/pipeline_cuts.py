@@ -39,7 +39,7 @@ class Cuts(NamedTuple):
 
 @contextmanager
 def intercepted(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, calls of these modules go to `calls`, through the attribute in which ``module.compile()`` keeps its function."""
+    """A context in which calls of these modules go to `calls`, by the attribute in which ``module.compile()`` keeps its function."""
     before = {module: vars(module).pop("_compiled_call_impl", None) for module in calls}
     for module, call in calls.items():
         vars(module)["_compiled_call_impl"] = call
@@ -59,7 +59,7 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def candidates(model: nn.Module, splits: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules to intercept, by name: `splits`, repeated blocks, and children of what holds these; no module twice.
+    """The modules to intercept, by name: `splits`, repeated blocks, and the other children of their parents; no module twice.
 
     Raises:
         PrepareError: a name in `splits` that no module has.
@@ -101,7 +101,7 @@ def replayed(places: Mapping[str, nn.Module]) -> set[str]:
 
 
 def blank(leaf: Any) -> Any:
-    """A tensor's shape, strides and dtype on the meta device; a blank tensor, or another value, itself."""
+    """A tensor's shape, strides and dtype on the meta device. Blank tensors and other values are returned as they are."""
     if not isinstance(leaf, Tensor) or leaf.is_meta:
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
@@ -163,7 +163,7 @@ class Survey(Blanks):
     Attributes:
         order: names of the modules, as they are first called.
         users: name of a parameter or buffer → the segments that use it.
-        torn: segment where no stage can begin → a segment that uses what is not passed there.
+        torn: segment where no stage can begin → a segment that uses a tensor that is not passed on there.
         crossing: module's name → position and form of each blank tensor among the arguments of its first call.
         results: name and output of each call of a `replayed` module, with forms in place of blank tensors.
         outputs: of the model, likewise.
@@ -241,7 +241,7 @@ def survey(
     kwargs: Any,
     device: torch.device,
 ) -> Survey:
-    """One forward of `called`, which is `model` or wraps it, with fake tensors. The model does not change.
+    """Run one forward of `called`, which is `model` or wraps it, with fake tensors. The model does not change.
 
     Raises:
         PrepareError: the forward needs values.

@@ -226,7 +226,7 @@ class Pipelined(nn.Module):
         batch.factor, batch.total = factor, torch.zeros((), device=self.world.device)
         if count not in self._schedules:
             stages = self._make_stages()
-            # Fewer micro-batches than ranks leave no turns to take: all forwards come first.
+            # With fewer micro-batches than ranks, all forwards come first.
             one, several = CLASSES[self.options.schedule if count >= self.world.size else "gpipe"]
             single = len(stages) == 1 and one is not None
             kind: Any = getattr(torch_schedules, str(one if single else several))
@@ -256,7 +256,7 @@ class Pipelined(nn.Module):
         self._sum_shared()
 
     def _forwards(self, batch: Batch) -> list[Stage]:
-        """All forwards. The outputs are in `batch`, on the rank with the last stage."""
+        """Run all forwards. The outputs are in `batch`, on the rank with the last stage."""
         stages, sends = self._make_stages(), []
         with self._running("the forward of a pipeline", batch, torch.is_grad_enabled()):
             for stage in stages:
@@ -269,7 +269,7 @@ class Pipelined(nn.Module):
         return stages
 
     def _backwards(self, batch: Batch, stages: list[Stage], grads: Sequence[Tensor]) -> None:
-        """All backwards, from the gradients of those outputs that require one."""
+        """Run all backwards, from the gradients of the outputs that require one."""
         (stage,), sends = stages, []
         parts = list(zip(*(grad.split(batch.rows) for grad in grads)))
         with self._running("the backward of a pipeline", batch):
@@ -286,7 +286,7 @@ class Pipelined(nn.Module):
 
     @contextmanager
     def _running(self, what: str, batch: Batch, grad: bool = True) -> Iterator[None]:
-        """Inside, stages draw from streams of their own; errors are the user's, without torch's around them."""
+        """A context in which stages draw from their own random streams, and errors are raised without torch's wrapping."""
         world, cause = self.world, None
         with (
             world.explained(what),
@@ -404,7 +404,7 @@ def split(tree: Any, count: Callable[[int], int]) -> list[Any]:
 
 @contextmanager
 def own_stream(seed: int, index: int, device: torch.device) -> Iterator[None]:
-    """Inside, random numbers are those of stage `index`, f(seed, index); outside, the streams do not move."""
+    """A context with the random stream of stage `index`, f(seed, index). The outer streams do not move."""
     there = [] if device.type == "cpu" else [device]
     with isolated(), torch.random.fork_rng(there, device_type=device.type):
         seed_all(mix(seed, "stage", index))

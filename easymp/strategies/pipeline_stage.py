@@ -134,7 +134,7 @@ class StageForward(nn.Module):
             try:
                 return self._stage(received, batch, chunk)
             except Exception as error:
-                # Memory is short on one rank alone: its retry (`find_executable_batch_size`) ends the others' wait.
+                # One rank alone is out of memory: its retry (`find_executable_batch_size`) ends the others' wait.
                 if batch.loss_fn is None or isinstance(error, MemoryError) or "memory" in str(error).lower():
                     raise
                 batch.error = error

@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 
 class Single:
-    """The model, under autocast. The base of all strategies, with a default for each member of `easymp.protocols.Strategy`.
+    """Calls the model under autocast. The base of all strategies, with a default for each member of `easymp.protocols.Strategy`.
 
     It takes ddp's options, for scripts that run on one process and on several; they have no effect here.
 
@@ -148,7 +148,7 @@ class Spread(Single):
 
 
 class Framed(nn.Module):
-    """Calls a module of torch's own (a bare nn.Sequential), which torch.compile passes over when DDP calls it."""
+    """Calls a module whose forward is torch's own (a bare nn.Sequential), since torch.compile skips it when DDP calls it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Framed(nn.Module):
 
 
 class Released(nn.Module):
-    """Stands for a released model of which one rank alone has only a part."""
+    """Replaces a released model that one rank holds in part. Calls raise an error."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def choose_devices(device: torch.device, wanted: tuple[int, ...] | None) -> tupl
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """`tensors` that have elements, in one list for each dtype."""
+    """Group the tensors that have elements by dtype."""
     found: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -298,7 +298,7 @@ def hook_gradient(parameter: nn.Parameter, call: Callable[[Any], None]) -> Any:
 
 
 def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
-    """Give the tensors of `model` that are not sharded the values of rank 0, on the rank's device if asked to `place` them."""
+    """Broadcast rank 0's values of the unsharded tensors of `model`; with `place`, move them to the rank's device first."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if hasattr(tensor, "to_local"):

@@ -256,7 +256,7 @@ class TensorParallel(Spread):
             return False
         group = every[self.data_rank * self._size : (self.data_rank + 1) * self._size]
         spread = (group.amax(0) - group.amin(0)).view(2, -1).amax(0)
-        # Rounding, and another order of additions on a GPU, are far below; parts of a sum are not.
+        # Far above rounding and the order of additions on a GPU, and far below the difference of partial sums.
         scale = group[:, : len(held)].amax(0)
         root = torch.tensor([p.grad.numel() for p in held], device=scale.device).double().sqrt()
         for parameter, wrong in zip(held, (spread > 0.01 * scale * root).tolist()):
@@ -458,7 +458,7 @@ def _inside_atoms(model: nn.Module) -> dict[int, str]:
 
 
 def _matched(model: nn.Module, plan: Mapping[str, Any], lenient: bool) -> list[Part]:
-    """One part for each matched module; the first pattern that matches it counts."""
+    """Make one part for each matched module, by the first pattern that matches it."""
     names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     known = (*WORDS, *ALIASES)
     taken: dict[int, Part] = {}
@@ -492,7 +492,7 @@ def _matched(model: nn.Module, plan: Mapping[str, Any], lenient: bool) -> list[P
 
 
 def _with_tied(model: nn.Module, parts: list[Part]) -> list[Part]:
-    """`parts`, and modules that share a parameter with one of them: split alike, so that they still share it."""
+    """Add modules that share a parameter with one of `parts`; they are split alike, so that they still share it."""
     names, places = {id(m): n for n, m in model.named_modules()}, holders(model)
     known = {id(part.module): part for part in parts}
     for part in [part for part in parts if part.how in SPLITTING]:
@@ -606,7 +606,7 @@ def _style(part: Part, sequence_parallel: bool) -> Any:
     if how == "sequence":
         return SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
     if how == "replicated_with_grad_allreduce":
-        # Each rank sees inputs of its own (its heads): to DTensor they are one long batch, and the gradients are summed.
+        # Each rank has different inputs (its heads). DTensor treats them as one long batch, so the gradients are summed.
         return SequenceParallel(sequence_dim=0, use_local_output=True)
     piece = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
     embedding = isinstance(part.module, nn.Embedding)

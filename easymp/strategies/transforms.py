@@ -92,7 +92,7 @@ def read_compile(given: Any) -> CompileOptions | None:
 
 
 class Compiling:
-    """Compiles the models that one run prepares, and undoes it when the run lets them go."""
+    """Compiles the models of one run, and undoes this when the run releases them."""
 
     def __init__(self, options: CompileOptions) -> None:
         self._options = options
@@ -107,7 +107,7 @@ class Compiling:
         """Compile the repeated blocks of `models`, before they are wrapped.
 
         Args:
-            sharded: they will gather their parameters by hooks, which no graph holds.
+            sharded: they will gather their parameters by hooks, which graphs do not contain.
 
         Raises:
             PrepareError: there are none, a model is compiled already, or compiling it whole would do nothing.

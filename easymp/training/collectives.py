@@ -413,9 +413,9 @@ def _together(
     free: int | None = None,
     remedy: str = ALIKE,
 ) -> Any:
-    """`tree` with ``one(leaf)`` for every leaf, once the ranks of `world` (None: only this one) have compared their trees.
+    """Apply `one` to every leaf of `tree`, after the ranks of `world` (None: only this one) have compared their trees.
 
-    The leaves' turns follow the names of their leaf_paths, so that dicts may have their keys in another order on each rank.
+    Leaves are visited in the order of their paths, so that ranks' dicts may differ in the order of keys.
 
     Args:
         free: a dimension that may differ in length.
@@ -464,7 +464,7 @@ def _process(world: World, number: int) -> int:
 
 
 def _check_batch(leaf: Any, size: int | None, objects: bool) -> None:
-    """Dimension 0 must be the batch, or repeated samples could not be told apart."""
+    """Check that dimension 0 is the batch, since repeated samples are removed along it."""
     tensor = isinstance(leaf, Tensor)
     scalar = not leaf.ndim if tensor else not hasattr(leaf, "__len__")
     if scalar:

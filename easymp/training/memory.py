@@ -205,7 +205,7 @@ def estimate(
         sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, activations
             are counted as in `easymp.training.memory.bytes_saved`; a loss outside of the model is not counted. They
             are those of the whole model: where a strategy splits layers or stages over ranks, a rank keeps fewer.
-        activations: their bytes, where they are known already.
+        activations: bytes of activations, if they are known already.
         averages: moving averages of the weights are kept (``Accelerator(ema_decay=...)``), in fp32, among the states.
         activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`: these parts
             keep their inputs; recomputation in backward counts with the average part.
@@ -314,7 +314,7 @@ def table(
 
 
 class Counted(nn.Module):
-    """A model that is known by its number of parameters only."""
+    """A model of which only the number of parameters is known."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def _matrices(model: nn.Module) -> set[int]:
 
 
 def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
-    """How many tensors of its size are kept for a parameter."""
+    """Number of state tensors of a parameter's size that the optimizer keeps for each parameter."""
     if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
         return lambda parameter: optimizer
     if isinstance(optimizer, (str, type)):
@@ -521,7 +521,7 @@ def bytes_saved(
 
 
 def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
-    """The first strategy for which there is memory, or the last, with the arithmetic.
+    """Choose the first strategy that fits into memory, or the last one; also returns the arithmetic in words.
 
     Args:
         needs: by strategy, best first, without activations.
@@ -546,7 +546,7 @@ class AutoStrategy:
     """Chooses the strategy of a run by memory.
 
     Args:
-        free: whether another strategy may be taken; False where options of the planned one were given.
+        free: whether another strategy may be taken; False if options of the planned one were given.
     """
 
     def __init__(self, run: Run, precision: Precision, free: bool) -> None:
@@ -555,7 +555,7 @@ class AutoStrategy:
         self.forget()
 
     def forget(self) -> None:
-        """The models are let go of: the next ones are the first again."""
+        """Forget the models, so that the next ones are the first again."""
         self._needs: Memory | None = None  # of all models so far
 
     def choose(self, models: Models, optimizers: Optimizers, strategy: Strategy) -> Strategy:
@@ -599,7 +599,7 @@ class AutoStrategy:
             self._run.plan = replace(plan, strategy=choice)
 
     def reduce_early(self, models: Models, optimizers: Optimizers, strategy: Strategy, say: bool) -> None:
-        """Settle whether `strategy` reduces gradients at each micro-batch, where its options leave that open; a collective.
+        """Decide whether `strategy` reduces gradients at each micro-batch, if its options leave that open; a collective.
 
         Args:
             say: micro-batches are accumulated, and the plan tells how.

@@ -1,7 +1,8 @@
 """Losses and gradient norms that are not finite: reported once, with step, rank and loss scale; skipped; or raised on all ranks.
 
-A report waits for no device: numbers of some steps go to the host together, and are read when they have arrived. To skip, gradients are
-checked before each step, as under a loss scale (by a `Scaler` with scale 1 where there is none). To raise, losses are checked, too.
+Reports do not synchronise with the device: the numbers of several steps are copied to the host together, and read when they have arrived.
+To skip, gradients are checked before each step, as under a loss scale (by a `Scaler` with scale 1 where there is none). To raise, losses
+are checked, too.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Nonfinite:
             self._note(NORM, local(norm.detach()), self._updates() + 1)
 
     def _step(self, found: Tensor) -> None:
-        """A step begins; with `found` above 0, on all ranks, it is skipped."""
+        """Called at the begin of a step, which is skipped if `found` is above 0 on all ranks."""
         scaler = self._scaler
         if self._raises:
             if found.item() or (scaler.agree and self._world.any(self._bad)) or self._bad:
@@ -85,7 +86,7 @@ class Nonfinite:
                 self._note(GRADIENTS, found * (scaler.current <= 1), self._updates())
 
     def finish(self) -> None:
-        """The run ends: report numbers that are still on their way."""
+        """At the end of the run, report numbers that are still being copied."""
         self._pending.send()
         self._read(wait=True)
 
@@ -108,7 +109,7 @@ class Nonfinite:
         if self._said or (value == 0 if name is GRADIENTS else math.isfinite(value)):
             return
         self._said = True
-        # Averaged, what one rank has is everywhere a step later: the first one says it.
+        # Averaging spreads one rank's number to all ranks a step later: only the first rank reports it.
         if self._world.size == 1 or self._world.store().add("nonfinite", 1) == 1:
             what = f"{name} is {value}" if name is not GRADIENTS else f"{name} are not finite"
             logger.warning(

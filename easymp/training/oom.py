@@ -1,7 +1,7 @@
-"""Out of memory: let go, and try again with less, all ranks together.
+"""Out of memory: all ranks release their memory together, and try again with a smaller batch.
 
-A rank that runs out of memory leaves the others waiting in a collective. So it says so in the store and breaks its connections;
-the others wake up with an error, find the note, and take part in the retry, over fresh connections.
+A rank that runs out of memory leaves the others waiting in a collective. So it writes a note into the store and closes its connections.
+The others get an error, find the note, and join the retry over new connections.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def release_memory(*objects: Any, device: torch.device | None = None) -> list[An
     """Let go of objects, collect garbage, and give cached device memory back.
 
     Args:
-        objects: what this function is to hold no longer; the caller replaces its own variables.
+        objects: references that this function drops; the caller replaces its own variables.
         device: the device whose cache is emptied; None takes CUDA where it is in use.
 
     Returns:

@@ -71,7 +71,7 @@ class PrepareOptions(NamedTuple):
 
 
 class Preparation:
-    """All that one run has prepared.
+    """All objects that one run has prepared.
 
     Attributes:
         strategy: spreads models; "auto" may take another one when the first models come.
@@ -131,7 +131,7 @@ class Preparation:
         device_placement: Sequence[bool | None] | None,
         methods: str | Sequence[str] = (),
     ) -> list[Any]:
-        """`objects`, ready for this run, in the same order; `methods` of the models among them are called as forward is."""
+        """Prepare `objects`, and return them in the same order. Calls of `methods` of the models are treated as forward."""
         if device_placement is not None and len(device_placement) != len(objects):
             raise PrepareError(
                 f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
@@ -214,7 +214,7 @@ class Preparation:
         optimizers: Sequence[Optimizer],
         named: dict[int, tuple[str, ...]],
     ) -> None:
-        """Settle the strategy for `models`, and change them as asked under any strategy, before it wraps them."""
+        """Decide the strategy for `models`, and apply changes that every strategy shares, before it wraps them."""
         run, options = self._run, self._options
         if run.plan.settings.strategy == AUTO and run.world.size > 1:
             self.strategy = self._auto.choose(models, optimizers, self.strategy)
@@ -241,7 +241,7 @@ class Preparation:
             self._compiling.blocks(models, strategy.sharded)
 
     def _look_for_memory(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """On one process: estimate the memory, unless a bound for any precision and usual optimizer fits."""
+        """On one process, estimate the memory, unless an upper bound for any precision and usual optimizer fits."""
         every = [*(p.route.original for p in self.models), *models]
         most = sum(p.numel() * (8 * p.element_size() + 12) for model in every for p in model.parameters())
         if most > self._run.plan.memory * (1 - SPARE):
@@ -338,10 +338,10 @@ class Preparation:
         return prepared
 
     def _masters_for(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Masters | None:
-        """fp32 masters of low-precision weights, unless the optimizer rounds them stochastically, or the precision wants neither.
+        """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically, or the precision uses neither.
 
         Raises:
-            PrepareError: they are needed, and the strategy has no place for them.
+            PrepareError: masters are needed, and the strategy does not support them.
         """
         policy, kind = self._precision, type(optimizer).__name__
         low = [p for p in held if p.requires_grad and p.dtype in LOW]
@@ -364,7 +364,7 @@ class Preparation:
         return optim.Masters(optimizer, self.masters, frozen=policy.masters)
 
     def _keep_frozen(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-        """Low-precision `parameters` that are frozen now keep their dtype: refuse a step that finds one of them unfrozen."""
+        """Refuse steps that find one of the low-precision `parameters` unfrozen, which are frozen now and keep their dtype."""
         frozen = [p for p in parameters if not p.requires_grad and p.dtype in LOW]
         if frozen and not self._precision.masters and self._precision.keeps_updates:
 
@@ -375,7 +375,7 @@ class Preparation:
             self._undo.append(optimizer.register_step_pre_hook(check).remove)
 
     def _check_wide(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse low-precision parameters that train only since `prepare`, which raises them or gives them masters."""
+        """Refuse low-precision parameters that were unfrozen after `prepare`, and so have neither fp32 values nor masters."""
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype in LOW:
                 raise StepError(
@@ -385,7 +385,7 @@ class Preparation:
                 )
 
     def _check_free(self, holds: str, where: str, parameters: Iterable[Tensor], remedy: str) -> None:
-        """`parameters` are prepared models', and no prepared optimizer steps them."""
+        """Check that `parameters` belong to prepared models, and that no prepared optimizer steps them."""
         for parameter in parameters:
             if id(parameter) not in self.owner:
                 raise PrepareError(
@@ -400,7 +400,7 @@ class Preparation:
     def _add_param_group(
         self, optimizer: Optimizer, prepared: PreparedOptimizer, group: dict[str, Any]
     ) -> None:
-        """Stands for the user's optimizer's own `add_param_group`, which it calls."""
+        """Replaces `add_param_group` of the user's optimizer, and calls it."""
         items = group["params"]
         if not isinstance(items, (Tensor, set)):  # torch refuses a set, which has no order
             items = group["params"] = list(items)
@@ -440,7 +440,7 @@ class Preparation:
         self._refine("optimizer", ", ".join(way for way in said if said[way]), "; ".join(reasons))
 
     def _gave_way(self, reason: str) -> None:
-        """Kernels failed, and torch steps from here on."""
+        """Called when kernels fail, and torch steps from now on."""
         cuda.warn_once(reason)
         self._say_steps()
 
@@ -502,7 +502,7 @@ class Preparation:
         ]
 
     def steppers(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer] | None:
-        """The optimizers that step just `parameters` of those that train or have gradients; None: there are none, or it is not worth it."""
+        """The optimizers that together step exactly `parameters`; None if there are none, or if a clip inside the step gains nothing."""
         if not any(optimizer.engine.worth() for optimizer in self.optimizers):
             return None
         wanted = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
@@ -538,7 +538,7 @@ class Preparation:
                 part.load_state_dict(state)
 
     def release(self) -> None:
-        """Let go of everything. Views stay callable, each rank for itself; optimizers hold their parameters again."""
+        """Release everything. Views stay callable on each rank alone; optimizers hold their parameters again."""
         for optimizer in self.optimizers:
             optimizer.release()
             vars(optimizer.given).pop("add_param_group", None)
@@ -563,7 +563,7 @@ class Preparation:
 
 
 def same_kernels(world: World, stepped: Optimizer, engine: Engine) -> None:
-    """Our kernels run on all ranks, or on none: gradients are to be measured in the same way, by the same collectives."""
+    """Run easymp's kernels on all ranks or on none, so that all ranks make the same collectives for gradient norms."""
     own = stepped if isinstance(stepped, optim.FusedOptimizer) else None
     here = (engine if own is None else own.engine).kernels is not None
     if world.any(not here) and here:

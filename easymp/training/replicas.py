@@ -1,8 +1,8 @@
-"""Compare what must be equal on all ranks: objects at `prepare`, and the parameters and options that they train with.
+"""Compare what must be equal on all ranks: objects at `prepare`, and later parameters and options.
 
 `compare_prepared` compares objects and options in words. `Replicas` compares parameters while they are trained: by a checksum of the bits
-of each one, and a checksum of these, so that a few numbers a rank travel. They are sent after an update and read after the next one, so
-nothing waits for the device. Only where ranks differ do they exchange the checksums of single parameters.
+of each one, and a checksum of these, so that each rank sends a few numbers. They are sent after an update and read after the next one, so
+nothing waits for the device. If ranks differ, they exchange the checksums of single parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CAUSES = (
 
 
 class _Sent(NamedTuple):
-    """A comparison under way: its parameters, each with the piece that this rank holds, and their checksums.
+    """A pending comparison: its parameters, each with the piece that this rank holds, and their checksums.
 
     `rows` has a row a rank, once `work` is done and `event` has come.
     """
@@ -73,7 +73,7 @@ class Replicas:
         owner: id of a parameter → its name, of those that were prepared.
 
     Attributes:
-        paused: ranks may differ, or make unlike numbers of updates, which do not count.
+        paused: whether comparisons are off, because ranks may differ or make different numbers of updates.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Replicas:
         self.paused = False
 
     def follow(self, strategy: Any) -> None:
-        """Models are spread by `strategy`."""
+        """Note the strategy of the models."""
         self._replicated, self._local_updates = strategy.replicated, strategy.local_updates
         if strategy.local_updates:
             strategy.averaged = self._averaged
 
     def stepped(self, optimizer: PreparedOptimizer) -> None:
-        """`optimizer` has made an update, on all ranks."""
+        """Called after an update of `optimizer` on all ranks."""
         if self.paused or self._local_updates:
             return
         key = id(optimizer)
@@ -115,14 +115,14 @@ class Replicas:
             self._send(key, optimizer)
 
     def _averaged(self, inner: torch.optim.Optimizer) -> None:
-        """The parameters of `inner` have just been averaged over the ranks."""
+        """Called after the parameters of `inner` were averaged over the ranks."""
         for optimizer in self._optimizers:
             if optimizer.optimizer is inner:
                 self._read(id(optimizer))
                 self._send(id(optimizer), optimizer)
 
     def settle(self) -> None:
-        """Read the comparisons under way.
+        """Read the pending comparisons.
 
         Raises:
             WorldError: the ranks differ.
@@ -346,7 +346,7 @@ def _describe_record(record: Any, without: set[str] | frozenset[str] = frozenset
 
 
 def _said(value: Any, wait: bool = True) -> str:
-    """Text that is equal on two ranks where `value` is; of an object that is not a plain value, its type."""
+    """Text by which ranks compare `value`; its type if it is not a plain value."""
     if isinstance(value, Tensor):
         known = value.numel() == 1 and (wait or value.device.type == "cpu")
         return repr(value.item()) if known else f"tensor {tuple(value.shape)}"

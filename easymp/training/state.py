@@ -1,4 +1,4 @@
-"""The open run, for code that has no Accelerator at hand: thin views, nothing of their own.
+"""The open run, for code that has no Accelerator at hand. The classes are views without state of their own.
 
 Accelerators register here when they open and leave when they close, so one can be made after another.
 """
@@ -84,7 +84,7 @@ class View:
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Nothing: a view holds nothing, and the run that it shows ends with its Accelerator."""
+        """Do nothing: a view has no state, and its run ends with the Accelerator."""
 
 
 class PartialState(View, Processes):

@@ -1,4 +1,4 @@
-"""A prepared model: the user's own module with another way to be called; and the micro-step around its calls.
+"""A prepared model: the user's module with another `__call__`, and the micro-step around its calls.
 
 A view shares the module's ``__dict__``, so parameters, buffers, hooks, methods, attributes, ``state_dict`` names and ``isinstance`` are
 the module's own. Only its class differs: a subclass made for it, with a ``__call__`` that goes through autocast and the strategy's wrapper.
@@ -29,7 +29,7 @@ _MARK = "_easymp_forward"  # in the __dict__ of a decorated method
 
 
 def forward_method(method: Method) -> Method:
-    """Decorate a method of a model that computes as forward does: of the prepared model it is called as the model itself is.
+    """Mark a method that computes as forward does. The prepared model calls it under autocast and the strategy, as the model itself.
 
     The same as naming it in ``prepare(model, forward_methods=...)``.
 
@@ -124,7 +124,7 @@ class Route:
 
     @contextmanager
     def instead(self, name: str) -> Iterator[None]:
-        """Inside, the next call of the original's forward is one of its method `name`.
+        """A context in which the next call of the original's forward calls its method `name`.
 
         torch.compile of a whole model has compiled forward: its method runs as it is, with compiled blocks.
         """
@@ -273,7 +273,7 @@ def _forwarded(original: nn.Module, name: str) -> property:
 
 
 def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> Any:
-    """The user's module behind a view, DataParallel or DistributedDataParallel; also behind torch.compile, if asked."""
+    """Return the user's module inside a view, DataParallel or DistributedDataParallel; on request also inside torch.compile."""
     while True:
         route = getattr(type(model), "_easymp_route", None)
         if route is not None:
@@ -299,7 +299,7 @@ def loss_trouble(loss: Any) -> str:
 
 
 def explain_second_backward(error: RuntimeError) -> None:
-    """Raises a StepError where `error` is torch's about a gradient of a gradient."""
+    """Raise a StepError if `error` is torch's about a gradient of a gradient."""
     said = str(error).splitlines()[0] if str(error) else ""
     if "double backward" in said or "differentiate twice" in said:
         raise StepError(
