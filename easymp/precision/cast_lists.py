@@ -33,7 +33,13 @@ class Cast(Enum):
     HALF = "they become fp16"
     FLOAT = "they become fp32"
     WIDEST = "they become the widest type among them"
+    FIRST = "they become the type of the first, which is written to"
+    FLOAT_FIRST = "they become the type of the first, which is written to; fp16 there is an error"
     REFUSED = "fp16 is an error"
+
+
+class CastError(StepError, NotImplementedError):
+    """A function whose arguments O1 must not cast; Apex raises a NotImplementedError."""
 
 
 NAMES: dict[Cast, str] = {
@@ -43,16 +49,18 @@ NAMES: dict[Cast, str] = {
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     """,
     Cast.FLOAT: """
-        acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 logsumexp reciprocal rsqrt pow __pow__ __rpow__ __rdiv__ __rtruediv__
+        acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 logsumexp reciprocal rsqrt
+        pow __pow__ __ipow__ __rpow__ __rdiv__ __rtruediv__ cpu
         prod sum cumprod cumsum std var norm dist renorm cdist pdist
-        softmax softmin log_softmax gumbel_softmax softplus
+        softmax softmin log_softmax gumbel_softmax softplus interpolate grid_sample
         layer_norm group_norm rms_norm local_response_norm normalize cosine_similarity pairwise_distance
         binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss hinge_embedding_loss huber_loss
         kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss
         poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss
     """,
     Cast.WIDEST: """
-        add sub mul div true_divide addcdiv addcmul atan2 bilinear cross dot tensordot grid_sample cat stack
+        add sub mul div true_divide addcdiv addcmul atan2 bilinear cross dot tensordot cat stack
+        eq __eq__ ne __ne__ ge gt le lt equal
     """,
     Cast.REFUSED: "binary_cross_entropy",
 }
@@ -60,15 +68,16 @@ NAMES: dict[Cast, str] = {
 
 @cache
 def cast_table() -> Mapping[Callable[..., Any], Cast]:
-    """Cast by function, for every name under which torch calls it."""
-    homes = (torch, functional, Tensor)
-    return {
-        getattr(home, name): cast
-        for cast, names in NAMES.items()
-        for name in names.split()
-        for home in homes
-        if hasattr(home, name)
-    }
+    """Cast by function, for every name under which torch calls it, and for the function of the same name that writes in place."""
+    table = {}
+    for cast, names in NAMES.items():
+        for home in (torch, functional, Tensor):
+            for name in names.split():
+                if hasattr(home, name):
+                    table[getattr(home, name)] = cast
+                if hasattr(home, f"{name}_"):
+                    table[getattr(home, f"{name}_")] = Cast.FLOAT_FIRST if cast is Cast.FLOAT else Cast.FIRST
+    return table
 
 
 class ListedCasts(TorchFunctionMode):
@@ -117,11 +126,19 @@ class ListedCasts(TorchFunctionMode):
 def as_listed(
     cast: Cast, function: Callable[..., Any], args: Any, kwargs: Any, half: torch.dtype = torch.float16
 ) -> tuple[Any, Any]:
-    """Cast `args` and `kwargs` for `function`; StepError for half precision if the function refuses it."""
+    """Cast `args` and `kwargs` for `function`; CastError for half precision if the function refuses it."""
+    if cast in (Cast.FIRST, Cast.FLOAT_FIRST):
+        first = args[0].dtype if args and isinstance(args[0], Tensor) else None
+        if first == half and cast is Cast.FLOAT_FIRST:
+            raise CastError(
+                f"{function.__name__} in place on {half} rounds each result to it: call {function.__name__.strip('_')} and use its "
+                "result, or convert with .float()"
+            )
+        return (args[:1] + _to(args[1:], first), _to(kwargs, first)) if first in CASTABLE else (args, kwargs)
     if cast in (Cast.REFUSED, Cast.WIDEST):
         dtypes = {t.dtype for t in _floating((args, kwargs))}
         if cast is Cast.REFUSED and half in dtypes:
-            raise StepError(
+            raise CastError(
                 f"{function.__name__} on {half} loses values close to 0 and 1: use binary_cross_entropy_with_logits on the inputs "
                 "of the sigmoid, or convert its inputs with .float()"
             )

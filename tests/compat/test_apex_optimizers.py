@@ -167,9 +167,13 @@ def test_what_they_refuse_and_say():
     for kind in (FusedAdam, FusedLAMB, FusedNovoGrad):
         with pytest.raises(RuntimeError, match=f"{kind.__name__} does not support the AMSGrad variant"):
             kind([p], amsgrad=True)
-    for option in ("capturable", "master_weights"):
-        with pytest.raises(EasympError, match=rf"{option}=True is not here: leave it out of FusedAdam"):
-            FusedAdam([p], **{option: True})
+    with pytest.raises(EasympError, match="step=3 is not here"):
+        optimizers.FusedMixedPrecisionLamb([p], step=3)
+    with pytest.raises(ValueError, match="FusedSGD needs a learning rate"):
+        FusedSGD([{"params": [p]}])
+    by_group = FusedSGD([{"params": [p], "lr": 0.25}], momentum=0.9)
+    with pytest.raises(ValueError, match="required optimization parameter lr"):
+        by_group.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(ValueError, match="Nesterov momentum requires a momentum"):
         FusedSGD([p], lr=0.1, nesterov=True)
     table = nn.Embedding(3, 2, sparse=True)

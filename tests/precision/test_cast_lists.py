@@ -59,6 +59,9 @@ FLOATS: dict[str, Any] = {
     "std": lambda x: x.std(),
     "norm": lambda x: x.norm(),
     "cosine_similarity": lambda x: F.cosine_similarity(x, square()),
+    "interpolate": lambda x: F.interpolate(x[None], 2),
+    "cpu": lambda x: x.cpu(),
+    "**=": lambda x: x.__ipow__(2) if x.dtype == FP16 else x.clone().__ipow__(2),
 }
 OWN: dict[str, Any] = {  # in no list: they keep the type they are given
     "relu": F.relu,
@@ -125,6 +128,17 @@ def test_several_tensors_take_the_widest_dtype() -> None:
         x = square(FP16)
         x += square()
         assert x.dtype == FP16  # in place the type stays
+
+
+def test_functions_that_write_in_place_keep_the_type() -> None:
+    with o1():
+        x, y = square(FP16), square()
+        for written in (x.add_(y), x.mul_(y), x.addmm_(y, y), y.atan2_(x), y.exp_(), y.pow_(x)):
+            assert written.dtype == (FP16 if written is x else FP32)
+        for name in ("exp_", "log_", "reciprocal_", "cumsum_"):
+            with pytest.raises(NotImplementedError, match=rf"{name} in place on torch\.float16"):
+                getattr(x, name)(*[0] * (name == "cumsum_"))
+        assert torch.equal(x, x.float()) and bool((torch.ones(2, dtype=FP16) > torch.tensor(1 - 1e-5)).all())
 
 
 def test_integers_and_doubles_are_left_alone() -> None:

@@ -1,26 +1,73 @@
 """NVIDIA Apex for PyTorch: ``from easymp.compat.apex import amp``, on CPUs and GPUs.
 
 Here are `amp` (O0 to O3), `parallel` (DistributedDataParallel, Reducer, SyncBatchNorm, LARC), `optimizers` (Fused*), `normalization`
-and `fp16_utils`. Not here: contrib, transformer, mlp, fused_dense, RNN, pyprof.
+and `fp16_utils`, by the addresses of Apex's own files, too. Not here: contrib, transformer, mlp, fused_dense, RNN, pyprof.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 from ..layer import submodules
 from . import amp, fp16_utils, normalization, optimizers, parallel
-from .amp.state import layer
+from .amp.state import ApexError, layer
 
-__all__ = ["amp", "fp16_utils", "normalization", "optimizers", "parallel"]
+__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
+KERNELS = "use torch._foreach_* functions; clip_grad_norm_ and optimizers here do"
+MASTERS = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"
+
+
+class MultiTensorApply:
+    """Calls of Apex's compiled kernels, which are not here: `available` is False, by which scripts choose their own fallback."""
+
+    available = False
+    warned = False
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def check_avail(self) -> None:
+        raise ApexError(f"MultiTensorApply is not available: {KERNELS}")
+
+    def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
+        self.check_avail()
+
+
+def _of(module: ModuleType, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names or module.__all__}
+
+
+APPLY = {"MultiTensorApply": MultiTensorApply, "multi_tensor_applier": MultiTensorApply(2048 * 32)}
 submodules(
     __name__,
     {
         "RNN": "use torch.nn.LSTM, GRU and RNN, which O1 casts as a whole",
         "contrib": "torch has most of it: scaled_dot_product_attention, nn.GroupNorm, label smoothing in cross_entropy",
+        "fp16_utils.fp16_optimizer": MASTERS,
+        "fp16_utils.fp16util": _of(fp16_utils),
+        "fp16_utils.loss_scaler": MASTERS,
         "fused_dense": "use torch.nn.Linear under torch.compile",
         "mlp": "use torch.nn.Linear and ReLU under torch.compile",
+        "multi_tensor_apply": APPLY,
+        "multi_tensor_apply.multi_tensor_apply": APPLY,
+        "normalization.fused_layer_norm": _of(normalization),
+        "normalization.instance_norm": "use torch.nn.InstanceNorm3d",
+        **{
+            f"optimizers.fused_{n[5:].lower()}": _of(optimizers, n)
+            for n in optimizers.__all__
+            if "Mixed" not in n
+        },
+        "optimizers.fused_mixed_precision_lamb": _of(optimizers, "FusedMixedPrecisionLamb"),
+        "parallel.LARC": _of(parallel, "LARC"),
+        "parallel.distributed": _of(parallel, "DistributedDataParallel", "Reducer"),
+        "parallel.multiproc": "start the script with `easymp launch --processes N script.py`",
+        "parallel.optimized_sync_batchnorm": _of(parallel, "SyncBatchNorm"),
+        "parallel.sync_batchnorm": _of(parallel, "SyncBatchNorm"),
         "pyprof": "use Accelerator.profile",
         "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+        "testing": "it is for Apex's own tests",
         "transformer": "use Accelerator(strategy='tensor_parallel') or strategy='pipeline'",
     },
     layer,
@@ -28,6 +75,8 @@ submodules(
 )
 __getattr__ = layer.absent(
     "apex",
-    {"multi_tensor_apply": "use torch._foreach_* functions; clip_grad_norm_ and optimizers here do"},
+    dict.fromkeys(
+        ("DeprecatedFeatureWarning", "deprecated_warning"), "nothing here is deprecated; leave it out"
+    ),
     lambda: __all__,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +17,14 @@ __all__ = [
     *("fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm"),
     *("mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine"),
 ]
-
 __getattr__ = layer.absent("apex.normalization", {}, lambda: __all__)
 
 Shape = int | Sequence[int]
 
 
-def _ignore(memory_efficient: bool) -> None:
+def _sizes(shape: Shape, memory_efficient: bool = False) -> list[int]:
     if memory_efficient:
         layer.ignore({"memory_efficient": "torch keeps what layer-norm needs for backward"})
-
-
-def _sizes(shape: Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
 
 
@@ -41,8 +38,7 @@ class _Norm:
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        _ignore(memory_efficient)
-        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
+        super().__init__(_sizes(normalized_shape, memory_efficient), eps, elementwise_affine)  # type: ignore[call-arg]
 
 
 class FusedLayerNorm(_Norm, nn.LayerNorm):
@@ -73,47 +69,47 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
 
 def fused_layer_norm_affine(
     input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weight: Any,
+    bias: Any,
     normalized_shape: Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer-norm times `weight` plus `bias`."""
-    _ignore(memory_efficient)
-    return F.layer_norm(input, _sizes(normalized_shape), weight, bias, eps)
+    return F.layer_norm(input, _sizes(normalized_shape, memory_efficient), weight, bias, eps)
 
 
 def fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
+    input: Tensor, weight: Any, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """RMS-norm times `weight`."""
-    _ignore(memory_efficient)
-    return F.rms_norm(input, _sizes(normalized_shape), weight, eps)
+    return F.rms_norm(input, _sizes(normalized_shape, memory_efficient), weight, eps)
 
 
-def fused_layer_norm(input: Tensor, normalized_shape: Shape, *how: Any, **named: Any) -> Tensor:
-    """Layer-norm without weights; eps and memory_efficient as in `fused_layer_norm_affine`."""
-    return fused_layer_norm_affine(input, None, None, normalized_shape, *how, **named)
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Layer-norm without weights."""
+    return fused_layer_norm_affine(input, None, None, normalized_shape, eps, memory_efficient)
 
 
-def fused_rms_norm(input: Tensor, normalized_shape: Shape, *how: Any, **named: Any) -> Tensor:
-    """RMS-norm without weights; eps and memory_efficient as in `fused_rms_norm_affine`."""
-    return fused_rms_norm_affine(input, None, normalized_shape, *how, **named)
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """RMS-norm without weights."""
+    return fused_rms_norm_affine(input, None, normalized_shape, eps, memory_efficient)
 
 
-def mixed_dtype_fused_layer_norm_affine(input: Tensor, weight: Tensor, *how: Any, **named: Any) -> Tensor:
-    """`fused_layer_norm_affine` in the type of `weight`."""
-    return fused_layer_norm_affine(input.to(weight.dtype), weight, *how, **named)
+def _mixed(affine: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(affine)
+    def norm(input: Tensor, weight: Tensor, *others: Any, **named: Any) -> Tensor:
+        return affine(input.to(weight.dtype), weight, *others, **named)
+
+    return norm
 
 
-def mixed_dtype_fused_rms_norm_affine(input: Tensor, weight: Tensor, *how: Any, **named: Any) -> Tensor:
-    """`fused_rms_norm_affine` in the type of `weight`."""
-    return fused_rms_norm_affine(input.to(weight.dtype), weight, *how, **named)
+mixed_dtype_fused_layer_norm_affine = _mixed(fused_layer_norm_affine)
+mixed_dtype_fused_rms_norm_affine = _mixed(fused_rms_norm_affine)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:

@@ -23,22 +23,11 @@ from .amp.optimizers import Stepping
 from .amp.state import ApexError, layer
 
 __all__ = [
-    "LARC",
-    "DistributedDataParallel",
-    "Reducer",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
+    *("LARC", "DistributedDataParallel", "ReduceOp", "Reducer", "SyncBatchNorm"),
+    *("convert_syncbn_model", "create_syncbn_process_group"),
 ]
-
-__getattr__ = layer.absent(
-    "apex.parallel",
-    {
-        "multiproc": "start the script with `easymp launch --processes N script.py`",
-        "ReduceOp": "use torch.distributed.ReduceOp",
-    },
-    lambda: __all__,
-)
+__getattr__ = layer.absent("apex.parallel", {}, lambda: __all__)
+ReduceOp = dist.ReduceOp
 
 
 class LARC(larc.LARC):

@@ -2,15 +2,18 @@
 
 Models and optimizers are changed in place, as by Apex: a model gets hooks, an optimizer a subclass of its class and, at O2, fp32
 masters (`easymp.optim.Masters`) in place of its half parameters. O1's casts hold from `initialize` on for the thread that called it;
-DataParallel's threads run without. Not here: the interface of before `initialize` (``amp.init``), and closures with masters.
+DataParallel's threads run without. Not here: closures with masters, and the scaling of losses by the handle that `init` returns.
 """
 
 from __future__ import annotations
 
+from ...layer import submodules
+from . import casts, initialization, optimizers, state
 from .casts import (
     disable_casts,
     float_function,
     half_function,
+    init,
     promote_function,
     register_float_function,
     register_half_function,
@@ -19,19 +22,45 @@ from .casts import (
 from .initialization import initialize
 from .optimizers import master_params, scale_loss
 from .state import layer, load_state_dict, state_dict
-from .state import state as _amp_state  # noqa: F401 (by this name scripts print the scale: _amp_state.loss_scalers[0].loss_scale())
+from .state import state as _amp_state
 
 __all__ = [
-    "disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "master_params", "promote_function",
-    "register_float_function", "register_half_function", "register_promote_function", "scale_loss", "state_dict",
+    "disable_casts", "float_function", "half_function", "init", "initialize", "load_state_dict", "master_params",
+    "promote_function", "register_float_function", "register_half_function", "register_promote_function", "scale_loss",
+    "state_dict",
 ]  # fmt: skip
 
-__getattr__ = layer.absent(
-    "apex.amp",
+OLD = "use amp.initialize(model, optimizer, opt_level='O1') and amp.scale_loss"
+INTERNAL = "it is Apex's own machinery; amp.register_half_function and its kind change how functions are cast"
+submodules(
+    __name__,
     {
-        "init": "use amp.initialize(model, optimizer, opt_level='O1')",
-        "AmpHandle": "use amp.initialize and amp.scale_loss",
+        "_amp_state": {
+            "AmpState": state.AmpState,
+            "_amp_state": _amp_state,
+            "master_params": master_params,
+            "maybe_print": state.maybe_print,
+        },
+        "amp": {name: getattr(casts, name) for name in casts.__all__},
+        "frontend": {
+            "Properties": state.Properties,
+            "initialize": initialization.initialize,
+            "load_state_dict": load_state_dict,
+            "opt_levels": state.LEVELS,
+            "state_dict": state_dict,
+        },
+        "handle": {
+            "AmpHandle": casts.AmpHandle,
+            "disable_casts": disable_casts,
+            "scale_loss": optimizers.scale_loss,
+            "absent": {"NoOpHandle": OLD},
+        },
+        "opt": OLD,
+        "scaler": {"LossScaler": state.LossScaler},
+        **dict.fromkeys(("_initialize", "_process_optimizer", "compat", "lists", "utils", "wrap"), INTERNAL),
         "rnn_compat": "torch's RNN layers need nothing",
     },
-    lambda: __all__,
+    layer,
+    "apex.amp",
 )
+__getattr__ = layer.absent("apex.amp", {"AmpHandle": OLD}, lambda: __all__)

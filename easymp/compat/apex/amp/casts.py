@@ -1,4 +1,4 @@
-"""O1's casts, which hold from `initialize` on for all code of its thread, and the functions that users add to the lists."""
+"""O1's casts, which hold from `initialize` or `init` on for all code of its thread, and the functions that users add to the lists."""
 
 from __future__ import annotations
 
@@ -8,41 +8,56 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+from torch.nn import functional
 
+from ....errors import RefusedError, SettingError
 from ....options import AutocastKwargs
 from ....precision.cast_lists import Cast, ListedCasts, as_listed, cast_table
 from ....precision.levels import O1
-from .state import ApexError
+
+__all__ = [
+    *("disable_casts", "float_function", "half_function", "init", "promote_function"),
+    *("register_float_function", "register_half_function", "register_promote_function"),
+]
 
 
-class Casts:
-    """On or off, for the thread that turned them on."""
+class AmpHandle:
+    """O1's casts, on or off, for the thread that turned them on."""
 
     def __init__(self) -> None:
         self._entered = ExitStack()
         self._running: AbstractContextManager[Any] | None = None
-        self._device = torch.device("cpu")
+        self._device, self._half = torch.device("cpu"), torch.float16
         self._suspended = 0
 
-    def on(self, device: torch.device) -> None:
-        """Torch's functions cast by Apex's lists from now on; on `device` by torch's autocast where it has these lists."""
-        self.off()
-        self._device = device
-        # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block, and there is none.
-        self._running = O1().casting(device, AutocastKwargs(cache_enabled=False))
+    def on(self, device: torch.device, half: torch.dtype = torch.float16, allow_banned: bool = False) -> None:
+        """Torch's functions cast by Apex's lists from now on; on a GPU by torch's autocast, where its lists are these.
+
+        Args:
+            half: in which products run.
+            allow_banned: binary_cross_entropy runs in fp32; otherwise it refuses `half`.
+        """
+        self._deactivate()
+        self._device, self._half = device, half
+        if allow_banned or half != torch.float16:
+            table = dict(cast_table())
+            if allow_banned:
+                table[functional.binary_cross_entropy] = Cast.FLOAT
+            self._running = ListedCasts(table, half)
+        else:
+            # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block, and there is none.
+            self._running = O1().casting(device, AutocastKwargs(cache_enabled=False))
         self._entered.enter_context(self._running)
 
-    def off(self) -> None:
+    def _deactivate(self) -> None:
         self._entered.close()
         self._running = None
 
-    @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         return self._running is not None and not self._suspended
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Inside, nothing is cast."""
+    def _disable_casts(self) -> Iterator[None]:
         away: AbstractContextManager[Any] = nullcontext()
         if isinstance(self._running, ListedCasts):
             away = self._running.suspended()
@@ -55,24 +70,57 @@ class Casts:
         finally:
             self._suspended -= 1
 
+    def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as by Apex."""
+        raise RefusedError(
+            "The old Amp API is no longer supported: use amp.initialize(model, optimizer, opt_level='O1') and amp.scale_loss"
+        )
 
-casts = Casts()
+    wrap_optimizer = scale_loss
+
+
+handle = AmpHandle()
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
+) -> AmpHandle:
+    """O1's casts without models and optimizers. Losses are scaled after `initialize` only, casts are neither cached nor printed.
+
+    Args:
+        enabled: False turns the casts off.
+        allow_banned: binary_cross_entropy runs in fp32; otherwise it refuses half precision.
+        patch_type: in which products run: torch.float16 or torch.bfloat16.
+
+    Returns:
+        The handle, whose ``_deactivate()`` turns the casts off.
+    """
+    handle._deactivate()
+    if enabled:
+        handle.on(torch.device("cuda" if torch.cuda.is_available() else "cpu"), patch_type, allow_banned)
+    return handle
 
 
 def disable_casts() -> AbstractContextManager[None]:
     """Inside, O1 casts nothing."""
-    return casts.suspended()
+    return handle._disable_casts()
 
 
 def _decorator(cast: Cast, words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not casts.active:
+            if not handle.is_active():
                 return fn(*args, **kwargs)
-            args, kwargs = as_listed(cast, fn, args, kwargs)
+            args, kwargs = as_listed(cast, fn, args, kwargs, handle._half)
             # The user's cast goes before the list that the function is on.
-            with casts.suspended() if fn in cast_table() else nullcontext():
+            with disable_casts() if fn in cast_table() else nullcontext():
                 return fn(*args, **kwargs)
 
         return wrapper
@@ -85,9 +133,7 @@ def _registration(cast: Cast, words: str) -> Callable[[Any, str], None]:
     def register(module: Any, name: str) -> None:
         function = getattr(module, name, None)
         if function is None:
-            raise ApexError(
-                f"no function named {name!r} in {getattr(module, '__name__', module)}: nothing can be cast for it"
-            )
+            raise SettingError(f"No function named {name} in module {module}: nothing can be cast for it")
         setattr(module, name, _decorator(cast, words)(function))
 
     register.__doc__ = (

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ....optim.masters import LOW
 from ....precision.levels import cast, cast_model
 from . import optimizers as of_optimizers
-from .casts import casts
-from .state import ApexError, LossScaler, Properties, layer, properties, state
+from .casts import handle
+from .state import PROPERTIES, ApexError, LossScaler, Properties, layer, maybe_print, properties, state
 
 NATIVE = """
 acc = Accelerator(mixed_precision="{level}")
@@ -21,6 +21,12 @@ acc.backward(loss)  # with amp.scale_loss(loss, optimizer) as scaled_loss: scale
 acc.clip_grad_norm_(model.parameters(), 1.0)  # clip_grad_norm_(amp.master_params(optimizer), 1.0)
 optimizer.step()
 """
+BRIEF = {
+    "O0": "fp32 training",
+    "O1": "casts around torch's functions",
+    "O2": "fp16 training with fp32 batch-norm and fp32 master weights",
+    "O3": "pure fp16 training",
+}
 
 
 def initialize(
@@ -28,7 +34,7 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | None = None,
+    cast_model_type: torch.dtype | bool | None = None,
     patch_torch_functions: bool | str | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | str | None = None,
@@ -47,7 +53,7 @@ def initialize(
         enabled: False changes nothing, and `scale_loss` hands out the loss.
         opt_level: "O0" fp32, "O1" casts around functions, "O2" fp16 with fp32 masters, "O3" fp16.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
-            properties; None keeps them. Booleans may be strings.
+            properties; None keeps them. Booleans may be strings. cast_model_type=False casts nothing.
         cast_model_outputs: type of the models' outputs. By default O0, O2 and O3 give fp32, O1 the type of the last function.
         num_losses: how many losses have a scale of their own (`scale_loss`'s loss_id).
         verbosity: 0 prints nothing.
@@ -67,42 +73,39 @@ def initialize(
         raise TypeError("models must be either a single model or a list of models")
     if not all(isinstance(stepper, torch.optim.Optimizer) for stepper in steppers):
         raise TypeError("optimizers must be either a single optimizer or a list of optimizers")
-    casts_on: torch.device | None = None
-    if enabled:
-        given = {
-            "cast_model_type": cast_model_type,
-            "patch_torch_functions": patch_torch_functions,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-        }
-        level = properties(opt_level, given)
+    if not enabled:
+        handle._deactivate()
+        state.opt_properties, state.loss_scalers = Properties(), []
+        return models if optimizers is None else (models, optimizers)
+    values = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
+    given = {name: value for name, value in zip(PROPERTIES, values) if value is not None}
+    level = properties(opt_level, given)
+    if not state.allow_incoming_model_not_fp32:
         _check(nets)
-        of_optimizers.check(steppers)
-        scalers = [LossScaler(i, level.loss_scale, min_loss_scale, max_loss_scale) for i in range(num_losses)]
-        layer.use("amp", NATIVE.format(level=opt_level))
-        state.properties, state.loss_scalers, state.verbosity = level, scalers, verbosity
-        _announce(opt_level, level, given)
-        for net in nets:
-            _prepare(net, level, cast_model_outputs)
-        for stepper in steppers:
-            of_optimizers.prepare(stepper, level)
-        if level.patch_torch_functions:
-            casts_on = next((p.device for net in nets for p in net.parameters()), torch.device("cpu"))
-    else:
-        state.properties, state.loss_scalers = None, []
-    state.enabled = bool(enabled)
-    casts.off()
-    if casts_on is not None:
-        casts.on(casts_on)
+    of_optimizers.check(steppers)
+    scalers = [
+        LossScaler(level.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        for _ in range(num_losses)
+    ]
+    handle._deactivate()
+    layer.use("amp", NATIVE.format(level=opt_level))
+    state.opt_properties, state.loss_scalers, state.verbosity = level, scalers, verbosity
+    changed = "".join(f", {name}={value!r}" for name, value in given.items())
+    maybe_print(
+        f"Selected optimization level {opt_level}: {BRIEF[opt_level]}{changed and ', with' + changed[1:]}.",
+        True,
+    )
+    for name in PROPERTIES:
+        maybe_print(f"{name:22} : {getattr(level, name)}", True)
+    for i, scaler in enumerate(scalers):
+        scaler.number = i
+    for net in nets:
+        _prepare(net, level, cast_model_outputs)
+    for stepper in steppers:
+        of_optimizers.prepare(stepper, level)
+    if level.patch_torch_functions:
+        handle.on(next((p.device for net in nets for p in net.parameters()), torch.device("cpu")))
     return models if optimizers is None else (models, optimizers)
-
-
-def _announce(name: str, level: Properties, given: dict[str, Any]) -> None:
-    changed = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-    state.print(f"Selected optimization level {name}: {level.brief}{changed and f', with {changed}'}.", True)
-    for name in given:
-        state.print(f"{name:22} : {getattr(level, name)}", True)
 
 
 def _check(models: list[nn.Module]) -> None:
@@ -130,7 +133,7 @@ def _prepare(model: nn.Module, level: Properties, outputs: torch.dtype | None) -
         outputs: their type; None: fp32 where inputs are cast, else unchanged.
     """
     dtype = level.cast_model_type
-    if dtype is not None:
+    if isinstance(dtype, torch.dtype):
         if dtype in LOW:
             cast_model(model, dtype, bool(level.keep_batchnorm_fp32))
             for module in model.modules():

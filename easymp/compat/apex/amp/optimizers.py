@@ -6,6 +6,7 @@ parameters.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,8 @@ from torch import Tensor
 from ....errors import RefusedError
 from ....optim.larc import LARC
 from ....optim.masters import Masters
-from .casts import casts
-from .state import ApexError, LossScaler, Properties, state
+from .casts import disable_casts
+from .state import ApexError, LossScaler, Properties, maybe_print, state
 
 Seen = list[tuple[Tensor, Tensor | None, int]]  # parameters, each with its gradient and that one's version
 
@@ -32,15 +33,17 @@ class Share:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
-        self._groups = optimizer.param_groups
-        self.masters = Masters(optimizer, {}) if masters else None
+        self._optimizer: Any = weakref.proxy(
+            optimizer
+        )  # without a cycle, so that it is freed with the last name of it
+        self.masters = Masters(self._optimizer, {}) if masters else None
         self.scaler: LossScaler | None = None
         self.overflow: LossScaler | None = None
         self._stash: list[tuple[Tensor, Tensor]] = []  # divided gradients of the blocks before
         self._strange: Seen = []  # gradients of a loss that this optimizer was not given with
 
     def parameters(self) -> Iterator[Tensor]:
-        return (p for group in self._groups for p in group["params"])
+        return (p for group in self._optimizer.param_groups for p in group["params"])
 
     def begin(self, scaler: LossScaler) -> None:
         """Put present gradients aside before scaled ones come, unless they are scaled, too."""
@@ -143,7 +146,7 @@ class Stepping:
             )
         if share.overflow is not None:
             scaler, share.overflow = share.overflow, None
-            state.print(
+            maybe_print(
                 f"Gradient overflow.  Skipping step, loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
             )
             if share.masters is not None:
@@ -152,7 +155,7 @@ class Stepping:
         share.check_ready()
         if share.masters is not None:
             share.masters.pairs()  # take over weights that were loaded into the model since
-        with casts.suspended():
+        with disable_casts():
             result = super().step(*args, **kwargs)  # type: ignore[misc]
         if share.masters is not None:
             share.masters.give_back()
@@ -246,19 +249,17 @@ def scale_loss(
         raise RefusedError(
             "amp.scale_loss(delay_overflow_check=True): each overflow is looked for at once; leave it out"
         )
-    if state.enabled is None:
+    if state.opt_properties is None:
         raise ApexError(
             "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. model, optimizer = amp.initialize(model, "
             "optimizer, opt_level=...) must be called before 'with amp.scale_loss'"
         )
-    if not state.enabled:
+    if not state.opt_properties.enabled:
         yield loss
         return
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    shares = [share_of(optimizer) for optimizer in given]
-    scaler = state.loss(loss_id)
-    assert state.properties is not None
-    if not state.properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
+    shares, scaler = [share_of(optimizer) for optimizer in given], state.loss(loss_id)
+    if not scaler.dynamic and scaler.loss_scale() == 1.0 and all(share.masters is None for share in shares):
         yield loss.float()
         return
     others = [share for share in map(share_of, state.optimizers) if share not in shares]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +15,7 @@ from ....errors import EasympError, nearest
 from ....options import GradScalerKwargs
 from ....precision import Scaler
 from ...layer import Layer
+from .casts import AmpHandle, handle
 
 layer = Layer("Apex")
 
@@ -29,19 +30,31 @@ class LossScaler:
     A scale that was given as a number is constant, and skips no step.
 
     Args:
-        number: of the loss.
-        scale: a number, or "dynamic".
-        minimum, maximum: of a dynamic one.
+        loss_scale: a number, or "dynamic".
+        init_scale: a dynamic one begins here, or at `max_loss_scale`.
+        scale_factor: multiplies it after `scale_window` good blocks, and divides it at an overflow.
+        scale_window: good blocks in a row.
+        min_loss_scale, max_loss_scale: its bounds.
     """
 
-    def __init__(self, number: int, scale: float | str, minimum: float | None, maximum: float) -> None:
-        self.number = number
-        self.dynamic = isinstance(scale, str)
-        if self.dynamic:
-            rule = GradScalerKwargs(min(2.0**16, maximum), min_scale=minimum or 0.0, max_scale=maximum)
-        else:
-            rule = GradScalerKwargs(float(scale), dynamic=False)
-        self.scaler = Scaler(rule)
+    number = 0  # of the loss
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        rule = GradScalerKwargs(
+            *(min(init_scale, max_loss_scale), scale_factor, 1 / scale_factor, scale_window),
+            min_scale=min_loss_scale or 0.0,
+            max_scale=max_loss_scale,
+        )
+        self.scaler = Scaler(rule if self.dynamic else GradScalerKwargs(float(loss_scale), dynamic=False))
         self._counted = 0
 
     def loss_scale(self) -> float:
@@ -49,8 +62,16 @@ class LossScaler:
         return self.scaler.get_scale()
 
     @property
-    def unskipped(self) -> int:
-        """Good contexts since the last overflow or growth; of a scale that does not move, all of them."""
+    def _loss_scale(self) -> float:
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, scale: float) -> None:
+        self.scaler.update(scale)
+
+    @property
+    def _unskipped(self) -> int:
+        """Good blocks since the last overflow or growth; of a scale that does not move, all of them."""
         return int(self.scaler.state_dict()["_growth_tracker"]) if self.dynamic else self._counted
 
     def overflowed(self, found: torch.Tensor) -> bool:
@@ -65,34 +86,47 @@ class LossScaler:
         self.scaler.advance(found)
         return bool(found.item())
 
-    def state(self) -> dict[str, Any]:
-        return {"loss_scale": self.loss_scale(), "unskipped": self.unskipped}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.scaler.load_state_dict({"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]})
-        self._counted = int(state["unskipped"])
-
-
-class State:
-    """The state that the last `initialize` left; `optimizers` has all that are alive.
+@dataclass(frozen=True)
+class Properties:
+    """A level's properties, by Apex's names.
 
     Attributes:
-        properties: None before, and where it was turned off.
-        enabled: False: losses are not scaled.
+        cast_model_type: of parameters, buffers and inputs; None or False leaves them.
+        patch_torch_functions: torch's functions cast their arguments by Apex's lists.
+        keep_batchnorm_fp32: batch-norm with parameters stays fp32.
+        master_weights: optimizers step fp32 copies of half parameters.
+        loss_scale: a number, or "dynamic".
+    """
+
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: torch.dtype | bool | None = None
+    patch_torch_functions: bool | None = False
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: float | str = 1.0
+
+
+PROPERTIES = [field.name for field in fields(Properties)][2:]
+
+
+class AmpState:
+    """The state that the last `initialize` left, by the names under which scripts read it.
+
+    Attributes:
+        opt_properties: None before `initialize`.
+        allow_incoming_model_not_fp32: `initialize` takes models with half parameters.
+        optimizers: all that are alive.
     """
 
     def __init__(self) -> None:
-        self.properties: Properties | None = None
-        self.enabled: bool | None = None
+        self.opt_properties: Properties | None = None
+        self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.loss_scalers: list[LossScaler] = []
+        self.handle: AmpHandle = handle
         self.optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-    def print(self, words: str, once: bool = False) -> None:
-        """Print, unless verbosity=0; `once` by rank 0 only."""
-        many = dist.is_available() and dist.is_initialized()
-        if self.verbosity > 0 and not (once and many and dist.get_rank()):
-            print(words)  # noqa: T201 (Apex's interface, with a parameter to turn it off)
 
     def loss(self, number: int) -> LossScaler:
         """The scaler of loss `number`."""
@@ -103,14 +137,21 @@ class State:
         return self.loss_scalers[number]
 
 
-state = State()
+state = AmpState()
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print, unless verbosity=0; with `rank0` on rank 0 only."""
+    many = dist.is_available() and dist.is_initialized()
+    if state.verbosity > 0 and not (rank0 and many and dist.get_rank()):
+        print(msg)  # noqa: T201 (Apex's interface, with a parameter to turn it off)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """``loss_scaler0``, ``loss_scaler1`` … → {"loss_scale", "unskipped"}; in `destination`, if given."""
     found: dict[str, Any] = OrderedDict() if destination is None else destination
-    for scaler in state.loss_scalers:
-        found[f"loss_scaler{scaler.number}"] = scaler.state()
+    for i, scaler in enumerate(state.loss_scalers):
+        found[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return found
 
 
@@ -127,47 +168,26 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             "checkpoint['amp']"
         )
     if len(state_dict) != len(state.loss_scalers):
-        state.print(
+        maybe_print(
             f"Warning: state_dict contains {len(state_dict)} entries, while {len(state.loss_scalers)} loss_scalers are used"
         )
     for scaler, entry in zip(state.loss_scalers, state_dict.values()):
-        scaler.load(entry)
+        scaler.scaler.load_state_dict({"scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]})
+        scaler._counted = int(entry["unskipped"])
 
 
-@dataclass(frozen=True)
-class Properties:
-    """Properties of a level.
-
-    Attributes:
-        brief: the level in a few words.
-        cast_model_type: of parameters, buffers and inputs; None leaves them.
-        patch_torch_functions: torch's functions cast their arguments by Apex's lists.
-        keep_batchnorm_fp32: batch-norm with parameters stays fp32.
-        master_weights: optimizers step fp32 copies of half parameters.
-        loss_scale: a number, or "dynamic".
-    """
-
-    brief: str
-    cast_model_type: torch.dtype | None
-    patch_torch_functions: bool | None
-    keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
-    loss_scale: float | str
-
-
-_O2 = "fp16 training with fp32 batch-norm and fp32 master weights"
 LEVELS = {
-    "O0": Properties("fp32 training", torch.float32, False, None, False, 1.0),
-    "O1": Properties("casts around torch's functions", None, True, None, None, "dynamic"),
-    "O2": Properties(_O2, torch.float16, False, True, True, "dynamic"),
-    "O3": Properties("pure fp16 training", torch.float16, False, False, False, 1.0),
+    "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
+    "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
+    "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
+    "O3": Properties(True, "O3", torch.float16, False, False, False, 1.0),
 }
 O1_REFUSES = {
     "cast_model_type": "O1 inserts casts around torch's functions, and the weights themselves stay fp32",
     "keep_batchnorm_fp32": "O1 runs batch-norm in fp32 anyway",
     "master_weights": "O1's weights are fp32 themselves",
 }
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
+TYPES = (torch.float32, torch.float16, torch.bfloat16, False)
 BOOLEANS = {"True": True, "False": False, True: True, False: False}
 
 
@@ -181,38 +201,34 @@ def properties(level: str, given: dict[str, Any]) -> Properties:
     start = LEVELS[level]
     changed = {name: _read(name, value) for name, value in given.items() if value is not None}
     for name, value in changed.items():
-        if start.patch_torch_functions and (why := O1_REFUSES.get(name)) and value is not torch.float32:
+        why = O1_REFUSES.get(name) if level == "O1" else None
+        if why and not (name == "cast_model_type" and value in (torch.float32, False)):
             raise ApexError(
-                f"{name}={value!r} with opt_level {level}: {why}. Leave it out, or use opt_level 'O2' or 'O3'"
+                f"{name}={value!r} with opt_level O1: {why}. Leave it out, or use opt_level 'O2' or 'O3'"
             )
-        if name == "patch_torch_functions" and value and not start.patch_torch_functions:
+        if name == "patch_torch_functions" and value and level != "O1":
             raise ApexError(
                 f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions"
             )
-    if start.patch_torch_functions:
+    if level == "O1":
         changed.pop("cast_model_type", None)  # fp32, the type of the weights
     return replace(start, **changed)
 
 
 def _read(name: str, value: Any) -> Any:
+    """The value of a property, checked."""
     if name == "loss_scale":
-        return _read_scale(value)
+        try:
+            number = value if value == "dynamic" else float(value)
+        except (TypeError, ValueError):
+            number = 0.0
+        if number != "dynamic" and (isinstance(value, bool) or not 0.0 < number < float("inf")):
+            raise ApexError(f"loss_scale={value!r} must be a positive number, or 'dynamic'")
+        return number
     if name == "cast_model_type":
-        if value not in TYPES:
+        if not any(value is known for known in TYPES):
             raise ApexError(f"cast_model_type={value!r} is not one of {', '.join(map(str, TYPES))}")
         return value
     if not isinstance(value, (bool, str)) or value not in BOOLEANS:
         raise ApexError(f"{name}={value!r} must be a boolean, the string 'True' or 'False', or None")
     return BOOLEANS[value]
-
-
-def _read_scale(value: Any) -> float | str:
-    if value == "dynamic":
-        return "dynamic"
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = 0.0
-    if isinstance(value, bool) or not 0.0 < number < float("inf"):
-        raise ApexError(f"loss_scale={value!r} must be a positive number, or 'dynamic'")
-    return number
