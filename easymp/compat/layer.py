@@ -136,14 +136,15 @@ class _Refused(MetaPathFinder):
 
 
 def submodules(
-    package: str, table: Mapping[str, Mapping[str, Any] | str], layer: Layer, original: str
+    package: str, table: Mapping[str, Mapping[str, Any] | ModuleType | str], layer: Layer, original: str
 ) -> None:
     """Register modules that hold names of `package` at the addresses by which scripts import them.
 
     Args:
         package: its ``__name__``.
         table: address below `package` → the module's names; the key ``"absent"`` has replacements by name, as for `Layer.absent`.
-            A string in place of the names refuses the module, and all below it, with this replacement.
+            A module of ours in place of the names gives all of its ``__all__``. A string refuses the module, and all below it, with this
+            replacement.
         original: the name of the library's own package, for messages.
     """
     if not any(isinstance(finder, _Refused) for finder in sys.meta_path):
@@ -155,7 +156,8 @@ def submodules(
             layer.refused[f"{original}.{address}"] = names
             _Refused.words[f"{parent}.{leaf}"] = f"{original}.{address} is not part of easymp.compat: {names}"
             continue
-        names = dict(names)
+        whole = isinstance(names, ModuleType)
+        names = {name: getattr(names, name) for name in names.__all__} if whole else dict(names)  # type: ignore[union-attr, arg-type]
         module = ModuleType(f"{parent}.{leaf}", f"``{original}.{address}``.")
         instead = names.pop("absent", {})
         listed = sorted(names)

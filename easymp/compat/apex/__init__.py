@@ -6,7 +6,6 @@ and `fp16_utils`, by the addresses of Apex's own files, too. Not here: contrib, 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from ..layer import submodules
@@ -15,6 +14,7 @@ from .amp.state import ApexError, layer
 
 __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
+MIXED = {"FusedMixedPrecisionLamb": "mixed_precision_lamb"}
 KERNELS = "use torch._foreach_* functions; clip_grad_norm_ and optimizers here do"
 MASTERS = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"
 
@@ -35,10 +35,6 @@ class MultiTensorApply:
         self.check_avail()
 
 
-def _of(module: ModuleType, *names: str) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in names or module.__all__}
-
-
 APPLY = {"MultiTensorApply": MultiTensorApply, "multi_tensor_applier": MultiTensorApply(2048 * 32)}
 submodules(
     __name__,
@@ -46,25 +42,27 @@ submodules(
         "RNN": "use torch.nn.LSTM, GRU and RNN, which O1 casts as a whole",
         "contrib": "torch has most of it: scaled_dot_product_attention, nn.GroupNorm, label smoothing in cross_entropy",
         "fp16_utils.fp16_optimizer": MASTERS,
-        "fp16_utils.fp16util": _of(fp16_utils),
+        "fp16_utils.fp16util": fp16_utils,
         "fp16_utils.loss_scaler": MASTERS,
         "fused_dense": "use torch.nn.Linear under torch.compile",
         "mlp": "use torch.nn.Linear and ReLU under torch.compile",
         "multi_tensor_apply": APPLY,
         "multi_tensor_apply.multi_tensor_apply": APPLY,
-        "normalization.fused_layer_norm": _of(normalization),
+        "normalization.fused_layer_norm": normalization,
         "normalization.instance_norm": "use torch.nn.InstanceNorm3d",
         **{
-            f"optimizers.fused_{n[5:].lower()}": _of(optimizers, n)
-            for n in optimizers.__all__
-            if "Mixed" not in n
+            f"optimizers.fused_{module}": {name: getattr(optimizers, name)}
+            for name in optimizers.__all__
+            for module in [MIXED.get(name, name[5:].lower())]
         },
-        "optimizers.fused_mixed_precision_lamb": _of(optimizers, "FusedMixedPrecisionLamb"),
-        "parallel.LARC": _of(parallel, "LARC"),
-        "parallel.distributed": _of(parallel, "DistributedDataParallel", "Reducer"),
+        "parallel.LARC": {"LARC": parallel.LARC},
+        "parallel.distributed": {
+            "DistributedDataParallel": parallel.DistributedDataParallel,
+            "Reducer": parallel.Reducer,
+        },
         "parallel.multiproc": "start the script with `easymp launch --processes N script.py`",
-        "parallel.optimized_sync_batchnorm": _of(parallel, "SyncBatchNorm"),
-        "parallel.sync_batchnorm": _of(parallel, "SyncBatchNorm"),
+        "parallel.optimized_sync_batchnorm": {"SyncBatchNorm": parallel.SyncBatchNorm},
+        "parallel.sync_batchnorm": {"SyncBatchNorm": parallel.SyncBatchNorm},
         "pyprof": "use Accelerator.profile",
         "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
         "testing": "it is for Apex's own tests",

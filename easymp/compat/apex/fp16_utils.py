@@ -36,9 +36,9 @@ class tofp16(nn.Module):
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """`module`, in place, with batch-norm layers that have parameters in fp32."""
-    for one in module.modules():
-        if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.affine:
-            one.float()
+    norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.affine)
+    for norm in norms:
+        norm.float()
     return module
 
 
@@ -69,11 +69,7 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """The trainable parameters, and fp32 masters of them.
-
-    Args:
-        flat_master: one master of one dimension holds all parameters, which are then of one type.
-    """
+    """The trainable parameters, and fp32 masters of them; with `flat_master` one of one dimension for all, which are of one type."""
     params = [p for p in model.parameters() if p.requires_grad]
     if not flat_master:
         return params, [p.detach().clone().float().requires_grad_() for p in params]

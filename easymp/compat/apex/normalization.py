@@ -32,12 +32,8 @@ class _Norm:
     """The constructor of Apex's norms, before torch's class."""
 
     def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:  # fmt: skip
         super().__init__(_sizes(normalized_shape, memory_efficient), eps, elementwise_affine)  # type: ignore[call-arg]
 
 
@@ -68,13 +64,8 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
 
 
 def fused_layer_norm_affine(
-    input: Tensor,
-    weight: Any,
-    bias: Any,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
+    input: Tensor, weight: Any, bias: Any, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:  # fmt: skip
     """Layer-norm times `weight` plus `bias`."""
     return F.layer_norm(input, _sizes(normalized_shape, memory_efficient), weight, bias, eps)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,16 +31,7 @@ ReduceOp = dist.ReduceOp
 
 
 class LARC(larc.LARC):
-    """`easymp.optim.LARC`: limits another optimizer's learning rate by the norms of each parameter and its gradient.
-
-    May be made before `amp.initialize` or after it.
-
-    Args:
-        optimizer: any of torch's classes, or of `apex.optimizers` without norms of their own.
-        trust_coefficient: of the ratio of norms.
-        clip: False scales the learning rate by the ratio, also above 1.
-        eps: beside the norms.
-    """
+    """`easymp.optim.LARC`, with Apex's arguments; made before `amp.initialize` or after it."""
 
     def _step_inside(self, found_inf: Tensor | None) -> None:
         if isinstance(self.optim, Stepping):
@@ -61,7 +52,7 @@ class LARC(larc.LARC):
 
 
 class SyncBatchNorm(batchnorm.SyncBatchNorm):
-    """The library's SyncBatchNorm, with Apex's arguments.
+    """`easymp`'s batch-norm over the ranks, with Apex's arguments.
 
     Args:
         process_group: ranks whose samples are normalized together; None for all ranks.
@@ -74,19 +65,12 @@ class SyncBatchNorm(batchnorm.SyncBatchNorm):
     fuse_relu: bool = False
 
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        channel_last: bool = False,
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True, process_group: dist.ProcessGroup | None = None, channel_last: bool = False,
         fuse_relu: bool = False,
-    ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, process_group=process_group
-        )
+    ) -> None:  # fmt: skip
+        how = (eps, momentum, affine, track_running_stats)
+        super().__init__(num_features, *how, process_group=process_group)
         self.channel_last, self.fuse_relu = channel_last, fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
@@ -116,11 +100,7 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """This rank's group, of `group_size` consecutive ranks; None (all ranks) for 0. All ranks must call it.
-
-    Raises:
-        ApexError: the number of ranks is not a multiple.
-    """
+    """This rank's group, of `group_size` consecutive ranks; None (all ranks) for 0. All ranks must call it."""
     if group_size == 0:
         return None
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -165,45 +145,28 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        message_size: int | Sequence[Any] = 10_000_000,
-        delay_allreduce: bool = False,
-        shared_param: bool | None = None,
-        allreduce_trigger_params: Sequence[Tensor] | None = None,
-        retain_allreduce_buffers: bool = False,
-        allreduce_always_fp32: bool = False,
-        num_allreduce_streams: int = 1,
-        allreduce_communicators: Any = None,
-        gradient_average: bool = True,
-        gradient_predivide_factor: float = 1.0,
-        gradient_average_split_factor: float | None = None,
-        prof: bool = False,
-        *,
-        device_ids: Sequence[Any] | None = None,
-        output_device: Any = None,
-        find_unused_parameters: bool = False,
-    ) -> None:
+        self, module: nn.Module, message_size: int | Sequence[Any] = 10_000_000, delay_allreduce: bool = False,
+        shared_param: bool | None = None, allreduce_trigger_params: Sequence[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False, allreduce_always_fp32: bool = False, num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None, gradient_average: bool = True, gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None, prof: bool = False, *, device_ids: Sequence[Any] | None = None,
+        output_device: Any = None, find_unused_parameters: bool = False,
+    ) -> None:  # fmt: skip
         if not isinstance(message_size, int):
             device_ids, message_size = message_size, 10_000_000
-        if shared_param is not None:
+        if shared_param is not None or gradient_average_split_factor is not None:
             raise ApexError(
-                "shared_param is removed, in Apex too: if parameters are shared, pass delay_allreduce=True"
-            )
-        if gradient_average_split_factor is not None:
-            raise ApexError(
-                "gradient_average_split_factor is removed, in Apex too: pass gradient_predivide_factor"
+                "shared_param and gradient_average_split_factor are removed, in Apex too: pass delay_allreduce=True for shared parameters, "
+                "and gradient_predivide_factor"
             )
         if retain_allreduce_buffers or allreduce_communicators:
             raise RefusedError(
                 "retain_allreduce_buffers and allreduce_communicators are not here: buckets and communicators are torch's. Leave them out"
             )
-        if not gradient_predivide_factor > 0:
+        if not gradient_predivide_factor > 0 or message_size < 1:
             raise ApexError(
-                f"gradient_predivide_factor={gradient_predivide_factor!r} must be a number above 0"
+                f"{gradient_predivide_factor=} must be a number above 0, and {message_size=} at least 1 element"
             )
-        if message_size < 1:
-            raise ApexError(f"message_size={message_size!r} must be at least 1 element")
         given = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
         layer.ignore({name: why for (name, why), value in zip(WITHOUT_EFFECT.items(), given) if value})
         layer.use("parallel.DistributedDataParallel", NATIVE)
@@ -221,15 +184,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         before = float(gradient_predivide_factor)
         after = dist.get_world_size() / before if gradient_average else 1.0
         # torch's reducer keeps the hook and its state for good: they must not refer to this module.
-        self._hook = Hook(CommHookState(torch.float32 if allreduce_always_fp32 else None, before, after))
+        travels = torch.float32 if allreduce_always_fp32 else None
+        self._hook = SimpleNamespace(state=CommHookState(travels, before, after), off=False)
         self.register_comm_hook(self._hook, _reduce)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module.
-
-        Raises:
-            ApexError: the last backward left a parameter without a gradient.
-        """
+        """Run the module. Raises ApexError where the last backward left a parameter without a gradient."""
         try:
             return super().forward(*inputs, **kwargs)
         except RuntimeError as error:
@@ -249,14 +209,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._hook.off = False
 
 
-@dataclass
-class Hook:
-    """State of the communication hook; `off`: gradients stay on this rank."""
-
-    state: CommHookState
-    off: bool = False
-
-
 # Without annotations: torch compares those of a hook with its own types.
 def _reduce(hook, bucket):  # type: ignore[no-untyped-def]
     if not hook.off:
@@ -274,24 +226,22 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
-        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
-        self.grads = [] if isinstance(module_or_grads_list, nn.Module) else list(module_or_grads_list)
-        if self.module is not None:
-            for parameter in self.module.parameters():
-                dist.broadcast(parameter.detach(), 0)
+        given = module_or_grads_list
+        self.module = given if isinstance(given, nn.Module) else None
+        self.grads = [] if isinstance(given, nn.Module) else list(given)
+        for parameter in self.module.parameters() if self.module is not None else ():
+            dist.broadcast(parameter.detach(), 0)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Gradients become their means over the ranks, in place. The ranks must have the same ones."""
-        grads = self.grads
         if self.module is not None:
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            self.grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for grad in grads:
+        for grad in self.grads:
             alike.setdefault((grad.device, grad.dtype), []).append(grad)
         for some in alike.values():
             flat = torch.cat([g.reshape(-1) for g in some])
             dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            parts = flat.split([g.numel() for g in some])
+            parts = (flat / dist.get_world_size()).split([g.numel() for g in some])
             torch._foreach_copy_(some, [part.view_as(g) for part, g in zip(parts, some)])

@@ -9,27 +9,13 @@ from __future__ import annotations
 
 from ...layer import submodules
 from . import casts, initialization, optimizers, state
-from .casts import (
-    disable_casts,
-    float_function,
-    half_function,
-    init,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
+from .casts import *  # noqa: F403
 from .initialization import initialize
 from .optimizers import master_params, scale_loss
 from .state import layer, load_state_dict, state_dict
 from .state import state as _amp_state
 
-__all__ = [
-    "disable_casts", "float_function", "half_function", "init", "initialize", "load_state_dict", "master_params",
-    "promote_function", "register_float_function", "register_half_function", "register_promote_function", "scale_loss",
-    "state_dict",
-]  # fmt: skip
-
+__all__ = [*casts.__all__, "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 OLD = "use amp.initialize(model, optimizer, opt_level='O1') and amp.scale_loss"
 INTERNAL = "it is Apex's own machinery; amp.register_half_function and its kind change how functions are cast"
 submodules(
@@ -41,7 +27,7 @@ submodules(
             "master_params": master_params,
             "maybe_print": state.maybe_print,
         },
-        "amp": {name: getattr(casts, name) for name in casts.__all__},
+        "amp": casts,
         "frontend": {
             "Properties": state.Properties,
             "initialize": initialization.initialize,
@@ -51,7 +37,7 @@ submodules(
         },
         "handle": {
             "AmpHandle": casts.AmpHandle,
-            "disable_casts": disable_casts,
+            "disable_casts": casts.disable_casts,
             "scale_loss": optimizers.scale_loss,
             "absent": {"NoOpHandle": OLD},
         },

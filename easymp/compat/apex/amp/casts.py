@@ -31,19 +31,12 @@ class AmpHandle:
         self._suspended = 0
 
     def on(self, device: torch.device, half: torch.dtype = torch.float16, allow_banned: bool = False) -> None:
-        """Torch's functions cast by Apex's lists from now on; on a GPU by torch's autocast, where its lists are these.
-
-        Args:
-            half: in which products run.
-            allow_banned: binary_cross_entropy runs in fp32; otherwise it refuses `half`.
-        """
+        """Torch's functions cast from now on, as `init` says; on a GPU by torch's autocast, where its lists are Apex's."""
         self._deactivate()
         self._device, self._half = device, half
         if allow_banned or half != torch.float16:
-            table = dict(cast_table())
-            if allow_banned:
-                table[functional.binary_cross_entropy] = Cast.FLOAT
-            self._running = ListedCasts(table, half)
+            banned = {functional.binary_cross_entropy: Cast.FLOAT} if allow_banned else {}
+            self._running = ListedCasts({**cast_table(), **banned}, half)
         else:
             # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block, and there is none.
             self._running = O1().casting(device, AutocastKwargs(cache_enabled=False))
@@ -83,18 +76,12 @@ handle = AmpHandle()
 
 
 def init(
-    enabled: bool = True,
-    loss_scale: float | str = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-    *,
-    patch_type: torch.dtype = torch.float16,
-) -> AmpHandle:
-    """O1's casts without models and optimizers. Losses are scaled after `initialize` only, casts are neither cached nor printed.
+    enabled: bool = True, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    allow_banned: bool = False, *, patch_type: torch.dtype = torch.float16,
+) -> AmpHandle:  # fmt: skip
+    """O1's casts without models and optimizers; neither cached nor printed. Losses are scaled after `initialize` only.
 
     Args:
-        enabled: False turns the casts off.
         allow_banned: binary_cross_entropy runs in fp32; otherwise it refuses half precision.
         patch_type: in which products run: torch.float16 or torch.bfloat16.
 
@@ -112,7 +99,7 @@ def disable_casts() -> AbstractContextManager[None]:
     return handle._disable_casts()
 
 
-def _decorator(cast: Cast, words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _decorator(cast: Cast) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -125,25 +112,22 @@ def _decorator(cast: Cast, words: str) -> Callable[[Callable[..., Any]], Callabl
 
         return wrapper
 
-    decorate.__doc__ = f"A decorator: under O1 `fn` gets its floating-point arguments in {words}."
+    decorate.__doc__ = f"A decorator. Under O1 floating-point arguments of `fn` are cast: {cast.value}."
     return decorate
 
 
-def _registration(cast: Cast, words: str) -> Callable[[Any, str], None]:
+def _registration(cast: Cast) -> Callable[[Any, str], None]:
     def register(module: Any, name: str) -> None:
-        function = getattr(module, name, None)
-        if function is None:
+        if not hasattr(module, name):
             raise SettingError(f"No function named {name} in module {module}: nothing can be cast for it")
-        setattr(module, name, _decorator(cast, words)(function))
+        setattr(module, name, _decorator(cast)(getattr(module, name)))
 
     register.__doc__ = (
-        f"Cast arguments of ``module.name`` to {words} under O1, for code that looks it up there."
+        f"Under O1 cast arguments of ``module.name``, for code that looks it up there: {cast.value}."
     )
     return register
 
 
-_TYPES = {Cast.HALF: "fp16", Cast.FLOAT: "fp32", Cast.WIDEST: "the widest type among them"}
-half_function, float_function, promote_function = (_decorator(*pair) for pair in _TYPES.items())
-register_half_function, register_float_function, register_promote_function = (
-    _registration(*pair) for pair in _TYPES.items()
-)
+_LISTS = (Cast.HALF, Cast.FLOAT, Cast.WIDEST)
+half_function, float_function, promote_function = map(_decorator, _LISTS)
+register_half_function, register_float_function, register_promote_function = map(_registration, _LISTS)

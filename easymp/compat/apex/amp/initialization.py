@@ -30,21 +30,12 @@ BRIEF = {
 
 
 def initialize(
-    models: Any,
-    optimizers: Any = None,
-    enabled: bool = True,
-    opt_level: str = "O1",
-    cast_model_type: torch.dtype | bool | None = None,
-    patch_torch_functions: bool | str | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | str | None = None,
-    loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | None = None,
-    num_losses: int = 1,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
-) -> Any:
+    models: Any, optimizers: Any = None, enabled: bool = True, opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None, patch_torch_functions: bool | str | None = None,
+    keep_batchnorm_fp32: bool | str | None = None, master_weights: bool | str | None = None,
+    loss_scale: float | str | None = None, cast_model_outputs: torch.dtype | None = None, num_losses: int = 1,
+    verbosity: int = 1, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
+) -> Any:  # fmt: skip
     """`models` and `optimizers`, the same objects, changed in place to train at `opt_level`; wrap for DDP afterwards.
 
     Args:
@@ -57,8 +48,7 @@ def initialize(
         cast_model_outputs: type of the models' outputs. By default O0, O2 and O3 give fp32, O1 the type of the last function.
         num_losses: how many losses have a scale of their own (`scale_loss`'s loss_id).
         verbosity: 0 prints nothing.
-        min_loss_scale, max_loss_scale: of dynamic scales, which begin at 2**16, double after 2,000 good blocks and are halved at an
-            overflow.
+        min_loss_scale, max_loss_scale: of dynamic scales (`LossScaler`).
 
     Raises:
         TypeError: models or optimizers of another type.
@@ -66,9 +56,7 @@ def initialize(
             before. Nothing has changed then.
     """
     nets = list(models) if isinstance(models, list) else [models]
-    steppers = (
-        list(optimizers) if isinstance(optimizers, list) else [] if optimizers is None else [optimizers]
-    )
+    steppers = list(optimizers or []) if isinstance(optimizers, list | None) else [optimizers]
     if not all(isinstance(net, nn.Module) for net in nets):
         raise TypeError("models must be either a single model or a list of models")
     if not all(isinstance(stepper, torch.optim.Optimizer) for stepper in steppers):
@@ -80,21 +68,16 @@ def initialize(
     values = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
     given = {name: value for name, value in zip(PROPERTIES, values) if value is not None}
     level = properties(opt_level, given)
-    if not state.allow_incoming_model_not_fp32:
-        _check(nets)
+    _check(nets)
     of_optimizers.check(steppers)
-    scalers = [
-        LossScaler(level.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        for _ in range(num_losses)
-    ]
+    bounds = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    scalers = [LossScaler(level.loss_scale, **bounds) for _ in range(num_losses)]
     handle._deactivate()
     layer.use("amp", NATIVE.format(level=opt_level))
     state.opt_properties, state.loss_scalers, state.verbosity = level, scalers, verbosity
-    changed = "".join(f", {name}={value!r}" for name, value in given.items())
-    maybe_print(
-        f"Selected optimization level {opt_level}: {BRIEF[opt_level]}{changed and ', with' + changed[1:]}.",
-        True,
-    )
+    changed = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    brief = BRIEF[opt_level] + (changed and f", with {changed}")
+    maybe_print(f"Selected optimization level {opt_level}: {brief}.", True)
     for name in PROPERTIES:
         maybe_print(f"{name:22} : {getattr(level, name)}", True)
     for i, scaler in enumerate(scalers):
@@ -116,6 +99,8 @@ def _check(models: list[nn.Module]) -> None:
                 f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to the model(s) AFTER "
                 "the model(s) have been returned from amp.initialize"
             )
+        if state.allow_incoming_model_not_fp32:
+            continue
         wrong = [("param", *entry) for entry in model.named_parameters() if entry[1].dtype != torch.float32]
         wrong += [("buffer", *entry) for entry in model.named_buffers() if entry[1].dtype in LOW]
         for what, name, tensor in wrong:
@@ -127,11 +112,7 @@ def _check(models: list[nn.Module]) -> None:
 
 
 def _prepare(model: nn.Module, level: Properties, outputs: torch.dtype | None) -> None:
-    """Cast `model`'s parameters, inputs and outputs.
-
-    Args:
-        outputs: their type; None: fp32 where inputs are cast, else unchanged.
-    """
+    """Cast `model`'s parameters, inputs and outputs; for ``outputs=None`` these to fp32 where inputs are cast."""
     dtype = level.cast_model_type
     if isinstance(dtype, torch.dtype):
         if dtype in LOW:

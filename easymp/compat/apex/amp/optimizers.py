@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,21 +24,13 @@ Seen = list[tuple[Tensor, Tensor | None, int]]  # parameters, each with its grad
 
 
 class Share:
-    """The state of amp for one optimizer between two steps.
-
-    Attributes:
-        masters: None where parameters are stepped themselves.
-        scaler: scale of the present gradients; None: they are not scaled.
-        overflow: the scaler on which a gradient overflowed since the last step.
-    """
+    """The state of amp for one optimizer between two steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
-        self._optimizer: Any = weakref.proxy(
-            optimizer
-        )  # without a cycle, so that it is freed with the last name of it
+        self._optimizer: Any = weakref.proxy(optimizer)  # makes no cycle
         self.masters = Masters(self._optimizer, {}) if masters else None
-        self.scaler: LossScaler | None = None
-        self.overflow: LossScaler | None = None
+        self.scaler: LossScaler | None = None  # of the present gradients
+        self.overflow: LossScaler | None = None  # on which a gradient overflowed since the last step
         self._stash: list[tuple[Tensor, Tensor]] = []  # divided gradients of the blocks before
         self._strange: Seen = []  # gradients of a loss that this optimizer was not given with
 
@@ -62,12 +54,6 @@ class Share:
             parameter.grad = None
         self.scaler = scaler
 
-    def gradients(self) -> list[Tensor]:
-        """The scaled ones, where the step looks for them."""
-        if self.masters is not None:
-            self.masters.gather()
-        return [p.grad for p in self.parameters() if p.grad is not None]
-
     @torch.no_grad()
     def end(self) -> None:
         """Add the gradients that were put aside to the divided ones."""
@@ -82,10 +68,11 @@ class Share:
 
     def abort(self) -> None:
         """Restore the gradients that were put aside, after a failed block."""
+        stash = self._stash
         for parameter in self.parameters():
             parameter.grad = None
-        if self.masters is not None:
-            self.masters.clear()
+        self.forget()
+        self._stash = stash
         self.end()
 
     def forget(self) -> None:
@@ -118,8 +105,7 @@ class Share:
         """Raise ApexError where gradients are not ready for a step."""
         if self.scaler is not None:
             raise ApexError(
-                "optimizer.step() on gradients that are still multiplied by the loss scale: the last amp.scale_loss before a step must "
-                "not have delay_unscale=True"
+                "step() on gradients that the loss scale multiplies: amp.scale_loss before it must not have delay_unscale=True"
             )
         self.check()
         if self.masters is not None and any(p.grad is not None for p in self.masters.parameters):
@@ -141,14 +127,11 @@ class Stepping:
         share = self._amp
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None and (share.masters is not None or share.overflow is not None):
-            raise ApexError(
-                "Currently, Amp does not support closure use with optimizers: call the closure before step()"
-            )
+            raise ApexError("Currently, Amp does not support closure use: call the closure before step()")
         if share.overflow is not None:
             scaler, share.overflow = share.overflow, None
-            maybe_print(
-                f"Gradient overflow.  Skipping step, loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
-            )
+            reducing = f"loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
+            maybe_print(f"Gradient overflow.  Skipping step, {reducing}")
             if share.masters is not None:
                 share.masters.clear()
             return None
@@ -191,13 +174,11 @@ def check(optimizers: list[torch.optim.Optimizer]) -> None:
 
 def prepare(optimizer: torch.optim.Optimizer, level: Properties) -> None:
     """Give `optimizer` masters, where the level has them, and a step that may be skipped."""
-    kind: Any = type(optimizer)
-    it: Any = optimizer
+    kind, it = type(optimizer), cast(Any, optimizer)
     vars(it).pop("step", None)  # a scheduler's counter, which ours replaces
     it._amp = Share(optimizer, bool(level.master_weights))
-    it.__class__ = type(
-        kind.__name__, (Stepping, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    )
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    it.__class__ = type(kind.__name__, (Stepping, kind), names)
     state.optimizers.add(optimizer)
 
 
@@ -222,13 +203,9 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def scale_loss(
-    loss: Tensor,
-    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    loss_id: int = 0,
-    model: Any = None,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
+    loss: Tensor, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], loss_id: int = 0,
+    model: Any = None, delay_unscale: bool = False, delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:  # fmt: skip
     """Give a ``with`` block the scaled loss, whose ``backward()`` it calls.
 
     Afterwards gradients (of `master_params`) are divided by the scale, and added to those of the blocks since the last step. An
@@ -243,12 +220,10 @@ def scale_loss(
 
     Raises:
         ApexError: before `initialize`; an optimizer or loss_id that it does not know; gradients that are scaled otherwise.
-        RefusedError: delay_overflow_check, which Apex has for its own experiments.
+        RefusedError: delay_overflow_check.
     """
     if delay_overflow_check:
-        raise RefusedError(
-            "amp.scale_loss(delay_overflow_check=True): each overflow is looked for at once; leave it out"
-        )
+        raise RefusedError("delay_overflow_check=True: each overflow is looked for at once; leave it out")
     if state.opt_properties is None:
         raise ApexError(
             "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. model, optimizer = amp.initialize(model, "
@@ -277,7 +252,11 @@ def scale_loss(
         share.compare(gradients)
     if delay_unscale:
         return
-    found = scaler.scaler.divide([g for share in shares for g in share.gradients()], loss.device)
+    for share in shares:
+        if share.masters is not None:
+            share.masters.gather()
+    gradients = [p.grad for share in shares for p in share.parameters() if p.grad is not None]
+    found = scaler.scaler.divide(gradients, loss.device)
     for share in shares:
         share.end()
     if scaler.overflowed(found):

@@ -30,24 +30,16 @@ class LossScaler:
     A scale that was given as a number is constant, and skips no step.
 
     Args:
-        loss_scale: a number, or "dynamic".
-        init_scale: a dynamic one begins here, or at `max_loss_scale`.
-        scale_factor: multiplies it after `scale_window` good blocks, and divides it at an overflow.
-        scale_window: good blocks in a row.
-        min_loss_scale, max_loss_scale: its bounds.
+        loss_scale: a number, or "dynamic": from `init_scale` or the maximum on, multiplied by `scale_factor` after `scale_window` good
+            blocks, and divided by it at an overflow.
     """
 
     number = 0  # of the loss
 
     def __init__(
-        self,
-        loss_scale: float | str,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
-        scale_window: int = 2000,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float = 2.0**24,
-    ) -> None:
+        self, loss_scale: float | str, init_scale: float = 2.0**16, scale_factor: float = 2.0, scale_window: int = 2000,
+        min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
+    ) -> None:  # fmt: skip
         self.dynamic = loss_scale == "dynamic"
         rule = GradScalerKwargs(
             *(min(init_scale, max_loss_scale), scale_factor, 1 / scale_factor, scale_window),
@@ -75,11 +67,7 @@ class LossScaler:
         return int(self.scaler.state_dict()["_growth_tracker"]) if self.dynamic else self._counted
 
     def overflowed(self, found: torch.Tensor) -> bool:
-        """Move the scale; whether steps are to be skipped. Waits for the device.
-
-        Args:
-            found: 0, or above it where a gradient was not finite.
-        """
+        """Move the scale; whether steps are to be skipped, as `found` is above 0. Waits for the device."""
         if not self.dynamic:
             self._counted += 1
             return False
@@ -89,15 +77,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class Properties:
-    """A level's properties, by Apex's names.
-
-    Attributes:
-        cast_model_type: of parameters, buffers and inputs; None or False leaves them.
-        patch_torch_functions: torch's functions cast their arguments by Apex's lists.
-        keep_batchnorm_fp32: batch-norm with parameters stays fp32.
-        master_weights: optimizers step fp32 copies of half parameters.
-        loss_scale: a number, or "dynamic".
-    """
+    """A level's properties, by Apex's names. None and False leave types as they are."""
 
     enabled: bool = False
     opt_level: str | None = None
@@ -112,17 +92,11 @@ PROPERTIES = [field.name for field in fields(Properties)][2:]
 
 
 class AmpState:
-    """The state that the last `initialize` left, by the names under which scripts read it.
-
-    Attributes:
-        opt_properties: None before `initialize`.
-        allow_incoming_model_not_fp32: `initialize` takes models with half parameters.
-        optimizers: all that are alive.
-    """
+    """The state that the last `initialize` left, by the names under which scripts read it."""
 
     def __init__(self) -> None:
-        self.opt_properties: Properties | None = None
-        self.allow_incoming_model_not_fp32 = False
+        self.opt_properties: Properties | None = None  # before `initialize`
+        self.allow_incoming_model_not_fp32 = False  # lets `initialize` take half parameters
         self.verbosity = 1
         self.loss_scalers: list[LossScaler] = []
         self.handle: AmpHandle = handle
@@ -156,21 +130,14 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Take scales and counters; call it after `initialize`. A line says so where there are more or fewer than losses.
-
-    Raises:
-        ApexError: a key that is not one of `state_dict`'s. Nothing has changed then.
-    """
+    """Take scales and counters; call it after `initialize`. A line says so where there are more or fewer than losses."""
     unknown = [key for key in state_dict if not str(key).startswith("loss_scaler")]
     if unknown:
         raise ApexError(
-            f"unexpected keys in amp's state_dict: {', '.join(map(repr, unknown))}. Pass what amp.state_dict() returned, such as "
-            "checkpoint['amp']"
+            f"unexpected keys in amp's state_dict: {', '.join(map(repr, unknown))}. Pass what amp.state_dict() returned"
         )
-    if len(state_dict) != len(state.loss_scalers):
-        maybe_print(
-            f"Warning: state_dict contains {len(state_dict)} entries, while {len(state.loss_scalers)} loss_scalers are used"
-        )
+    if (entries := len(state_dict)) != (used := len(state.loss_scalers)):
+        maybe_print(f"Warning: state_dict contains {entries} entries, while {used} loss_scalers are used")
     for scaler, entry in zip(state.loss_scalers, state_dict.values()):
         scaler.scaler.load_state_dict({"scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]})
         scaler._counted = int(entry["unskipped"])
@@ -201,16 +168,14 @@ def properties(level: str, given: dict[str, Any]) -> Properties:
     start = LEVELS[level]
     changed = {name: _read(name, value) for name, value in given.items() if value is not None}
     for name, value in changed.items():
-        why = O1_REFUSES.get(name) if level == "O1" else None
+        why = O1_REFUSES.get(name) if start.patch_torch_functions else None
         if why and not (name == "cast_model_type" and value in (torch.float32, False)):
-            raise ApexError(
-                f"{name}={value!r} with opt_level O1: {why}. Leave it out, or use opt_level 'O2' or 'O3'"
-            )
-        if name == "patch_torch_functions" and value and level != "O1":
+            raise ApexError(f"{name}={value!r} with opt_level {level}: {why}. Leave it out, or use O2 or O3")
+        if name == "patch_torch_functions" and value and not start.patch_torch_functions:
             raise ApexError(
                 f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions"
             )
-    if level == "O1":
+    if start.patch_torch_functions:
         changed.pop("cast_model_type", None)  # fp32, the type of the weights
     return replace(start, **changed)
 
