@@ -82,12 +82,14 @@ class WrapContext(NamedTuple):
         initialize: gives values to a module that was built on the meta device (see `materialise`).
         compile: compiles the call of a module in place, if the user asked for it. The strategy calls it on the module that
             torch.compile should see whole.
+        compiled: whether the user asked for torch.compile, of the model or of its blocks.
     """
 
     policy: Precision
     place: bool = True
     initialize: Callable[[nn.Module], None] | None = None
     compile: Callable[[nn.Module], None] = lambda module: None
+    compiled: bool = False
 
 
 Elements = Callable[[str, "Tensor"], int]

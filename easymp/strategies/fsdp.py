@@ -63,6 +63,8 @@ class FSDPOptions:
             plan says which, and why.
         ignore: names of parameters or modules, or patterns of them (``"*.router"``), that stay whole on each rank; their gradients
             are averaged after backward.
+        symmetric_memory: gather into NCCL's symmetric memory by torch's `set_symm_mem_for_comm`, which can leave more of the GPU to
+            kernels. On CUDA only.
 
     Raises:
         SettingError: a value of another type.
@@ -76,6 +78,7 @@ class FSDPOptions:
     cpu_offload: bool = False
     reduce_every_micro_batch: bool | None = None
     ignore: tuple[str, ...] = ()
+    symmetric_memory: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -131,6 +134,8 @@ class FSDP(Spread):
     def __init__(self, world: World, options: FSDPOptions) -> None:
         self.data_rank, self.data_size = world.rank, world.size
         super().__init__(world, options)
+        if options.symmetric_memory:
+            refuse_without_cuda("symmetric_memory", world.device)
         self.reduces_each = options.reduce_every_micro_batch
         self._shape: tuple[int, ...] = (world.size,)  # of the mesh
         self._mesh: Any = None
@@ -221,6 +226,7 @@ class HSDPOptions(FSDPOptions):
         cpu_offload: as in `FSDPOptions`.
         reduce_every_micro_batch: see above.
         ignore: as in `FSDPOptions`.
+        symmetric_memory: as in `FSDPOptions`.
         shard_size: neighbouring ranks that hold one copy of the model among them; None: as many as a node has. It divides the
             number of ranks.
 
@@ -277,6 +283,14 @@ class HSDP(FSDP):
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         return shards_of(model, options, options.shard_size or local_size)
+
+
+def refuse_without_cuda(word: str, device: torch.device) -> None:
+    """Refuse an option of CUDA's on another device."""
+    if device.type != "cuda":
+        raise RefusedError(
+            f"{word}=True works between CUDA devices, and this run is on {device.type}: leave it out"
+        )
 
 
 # -- parts of a model --------------------------------------------------------------------------------------------------
@@ -380,6 +394,12 @@ def shard(
     ):  # torch 2.8 takes gloo's average for a sum; a sum that torch divides is right in all
         for part in modules:
             part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    if options.symmetric_memory:
+        if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+            raise RefusedError(
+                f"symmetric_memory=True needs torch 2.11 or newer, and this is {torch.__version__}: leave it out"
+            )
+        modules[0].set_symm_mem_for_comm()  # type: ignore[operator]
 
 
 class Sharded(nn.Module):

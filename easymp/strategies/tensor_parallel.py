@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..base.dtensor import local, names_of, rebind
 from ..distributed import World
-from ..errors import BatchError, PrepareError, SettingError, StepError, nearest
+from ..errors import BatchError, PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..optim.torch_step import indifferent, values
 from ..options import check_fields
@@ -34,6 +34,7 @@ from .fsdp import (
     check_shardable,
     find_groups,
     one_by_one,
+    refuse_without_cuda,
     shard,
     shards_of,
 )
@@ -68,10 +69,12 @@ class TensorParallelOptions:
         sequence_parallel: between "rowwise" and "colwise" each rank holds a piece of the sequence, dimension 1 of (batch, sequence,
             features), whose length `size` must divide: outputs of "rowwise" layers and embeddings are cut, inputs of "colwise" layers
             gathered. The plan names every layer with trainable parameters.
+        async_tensor_parallel: overlap the collectives of sequence parallelism with the matrix products beside them, in torch.compile's
+            kernels. On CUDA only, with ``compile="model"`` or ``"blocks"``.
         fsdp: how several groups shard the parameters that a rank holds.
 
     Raises:
-        SettingError: a value of another type.
+        SettingError: a value of another type, or `async_tensor_parallel` without `sequence_parallel`.
 
     Example:
         >>> options = TensorParallelOptions(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, size=8)
@@ -80,6 +83,7 @@ class TensorParallelOptions:
     plan: Mapping[str, Any] | None = None
     size: int | None = field(default=None, metadata={"least": 2})
     sequence_parallel: bool = False
+    async_tensor_parallel: bool = False
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
 
     def __post_init__(self) -> None:
@@ -90,6 +94,10 @@ class TensorParallelOptions:
                 f"plan={self.plan!r} is not a mapping of module names to styles, such as {{'blocks.*.up': 'colwise'}}"
             )
         check_fields(self)
+        if self.async_tensor_parallel and not self.sequence_parallel:
+            raise SettingError(
+                "async_tensor_parallel=True overlaps the collectives of sequence parallelism: pass sequence_parallel=True, too"
+            )
         if isinstance(self.fsdp, Mapping):
             object.__setattr__(self, "fsdp", FSDPOptions(**self.fsdp))
         if not isinstance(self.fsdp, FSDPOptions):
@@ -135,11 +143,18 @@ class TensorParallel(Spread):
             raise SettingError(
                 f"size={self._size} does not divide {world.size} processes into groups of tensor parallelism: use one of {fit}"
             )
+        if options.async_tensor_parallel:
+            refuse_without_cuda("async_tensor_parallel", world.device)
+        if options.fsdp.symmetric_memory:
+            refuse_without_cuda("fsdp.symmetric_memory", world.device)
         self.data_rank, self.data_size = world.rank // self._size, world.size // self._size
         self.sums = self.data_size == 1  # where groups share the data, fsdp keeps its own
         self.reduces_each = options.fsdp.reduce_every_micro_batch if self.data_size > 1 else False
         self._grid: Any = None
         self._names: dict[int, str] = {}  # of parameters, by id, for messages
+        self._overlapped: bool | None = (
+            None  # inductor's flag before `async_tensor_parallel`; None: not changed
+        )
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
@@ -193,6 +208,8 @@ class TensorParallel(Spread):
         if self.data_size > 1:
             check_shardable(model)
         policy, options = context.policy, self.options
+        if options.async_tensor_parallel:
+            self._overlap(context.compiled)
         policy.decide(model)
         model = policy.convert(model)
         parts = read_plan(model, options.plan, self._size, options.sequence_parallel)
@@ -224,6 +241,20 @@ class TensorParallel(Spread):
         sharded = Sharded(split, model, gathered_parts, self._world, options.fsdp, gather=policy.gather)
         sharded.early = bool(self.reduces_each)
         return sharded
+
+    def _overlap(self, compiled: bool) -> None:
+        """Switch on torch.compile's pass that fuses collectives with matrix products, for this run's group."""
+        if not compiled:
+            raise RefusedError(
+                "async_tensor_parallel=True is a pass of torch.compile, and this run compiles nothing: pass compile='blocks', or leave it "
+                "out"
+            )
+        # Imported here: both are slow.
+        import torch._inductor.config as inductor
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        inductor._micro_pipeline_tp, self._overlapped = True, inductor._micro_pipeline_tp
+        enable_symm_mem_for_group(self._mesh()["tensor"].get_group().group_name)
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         check_sums(optimizer, self.name)
@@ -275,6 +306,10 @@ class TensorParallel(Spread):
         return model.reducing(True) if isinstance(model, Sharded) else nullcontext()
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
+        if self._overlapped is not None:
+            import torch._inductor.config as inductor
+
+            inductor._micro_pipeline_tp = self._overlapped
         return Released(SHARDS)
 
 

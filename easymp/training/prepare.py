@@ -259,7 +259,9 @@ class Preparation:
         if methods:
             precision.decide(model)  # a timing would be one of forward
         compile_whole = self._compiling.whole if self._compiling else lambda module: None
-        context = WrapContext(precision, place, options.initialize, compile_whole)
+        context = WrapContext(
+            precision, place, options.initialize, compile_whole, self._compiling is not None
+        )
         wrapped = strategy.wrap(model, optimizers, context)
         if world.size > 1:
             world.hurry_groups()

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, BatchError, PrepareError, SettingError, StepError, TensorParallelOptions
+from easymp import (
+    Accelerator,
+    BatchError,
+    PrepareError,
+    RefusedError,
+    SettingError,
+    StepError,
+    TensorParallelOptions,
+)
 from easymp.strategies.tensor_parallel import TensorParallel, read_plan
 
 from ..versions import ADDS
@@ -359,6 +367,11 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
 def refusals() -> dict[str, str]:
     said = {}
     said["size"] = message(SettingError, under, "tensor_parallel", {"size": 3})
+    overlapped = {"sequence_parallel": True, "async_tensor_parallel": True}
+    said["overlap"] = message(RefusedError, under, "tensor_parallel", overlapped)
+    said["groups"] = message(RefusedError, under, "tensor_parallel", {"fsdp": {"symmetric_memory": True}})
+    said["symmetric"] = message(RefusedError, under, "fsdp", {"symmetric_memory": True})
+    said["alone"] = message(SettingError, TensorParallelOptions, async_tensor_parallel=True)
     with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
         prepared = acc.prepare(make("mlp"))
     said["closed"] = message(StepError, prepared, torch.ones(1, 12))
@@ -370,5 +383,11 @@ def refusals() -> dict[str, str]:
 def test_refusals_have_sentences(ranks) -> None:
     for said in ranks(refusals):
         assert re.search(r"size=3 does not divide 2 processes .*: use one of \[2\]", said["size"])
+        assert (
+            "async_tensor_parallel=True works between CUDA devices, and this run is on cpu" in said["overlap"]
+        )
+        assert "symmetric_memory=True works between CUDA devices" in said["groups"]
+        assert "symmetric_memory=True works between CUDA devices" in said["symmetric"]
+        assert "pass sequence_parallel=True, too" in said["alone"]
         assert "one rank alone cannot call it" in said["closed"]
         assert "parameter '0.weight' is sharded already" in said["again"]
