@@ -30,7 +30,7 @@ import easymp.optim
 from easymp import errors
 
 # Users make these or get them from `prepare`; the other names of easymp.optim are for easymp's packages.
-OPTIM = "Adagrad Adam AdamW FusedOptimizer LAMB LARC Lion NovoGrad PreparedOptimizer PreparedScheduler SGD".split()
+OPTIM = "Adagrad Adam AdamW FusedOptimizer LAMB LARC Lion Muon NovoGrad PreparedOptimizer PreparedScheduler SGD".split()
 # What they have beside torch's methods; other names without an underscore are for easymp's packages.
 OPTIMIZERS_OWN = {"averaged", "clip_grad_norm_", "engine", "masters", "step", "step_was_skipped"}
 MADE_BY_PREPARE = {"PreparedLoader", "PreparedOptimizer", "PreparedScheduler"}  # users do not call them

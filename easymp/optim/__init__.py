@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .lion import Lion as Lion
     from .masters import Masters as Masters
     from .masters import Sums as Sums
+    from .muon import Muon as Muon
     from .novograd import NovoGrad as NovoGrad
     from .optimizer import PreparedOptimizer as PreparedOptimizer
     from .optimizer import PreparedScheduler as PreparedScheduler
@@ -37,6 +38,7 @@ _HOMES = {
     "larc": ("LARC",),
     "lion": ("Lion",),
     "masters": ("Masters", "Sums"),
+    "muon": ("Muon",),
     "novograd": ("NovoGrad",),
     "optimizer": ("PreparedOptimizer", "PreparedScheduler", "averages_in", "leave_to_step", "may_leave"),
     "torch_optimizers": ("SGD", "Adagrad", "Adam", "AdamW"),

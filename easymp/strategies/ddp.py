@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..base.pytree import leaves
 from ..distributed import World
 from ..errors import RefusedError, StepError
+from ..optim.muon import Muon
 from ..options import DistributedDataParallelKwargs
 from ..protocols import Layout, WrapContext
 from .blocks import refuse_sparse
@@ -50,6 +51,7 @@ class DDP(Single):
         # Hooks compress gradients during backward, so under accumulation these are summed in `.grad`, in their own dtype.
         self.sums = options.comm_hook in ("no", "fp32")
         super().__init__(world, options)
+        self._sharing: weakref.WeakSet[Muon] = weakref.WeakSet()
         if options.static_graph:
             self.no_double_backward = "with static_graph=True the first backward counts as the one that is averaged. Leave static_graph out"
 
@@ -124,16 +126,34 @@ class DDP(Single):
 
         return check
 
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if isinstance(optimizer, Muon):
+            self._sharing.add(optimizer)
+            self._share(True)
+        return optimizer
+
+    def _share(self, on: bool) -> None:
+        """Whether the ranks share the work of a step, which then is a collective."""
+        for optimizer in self._sharing:
+            optimizer.shared = on
+
+    @contextmanager
+    def join(self, models: Sequence[nn.Module]) -> Iterator[None]:
         replicas = [m for m in models if isinstance(m, DistributedDataParallel)]
         if make_hook(self.options, self._world.size) is not None:
             raise RefusedError(
                 "join_uneven_inputs with a comm_hook or gradient_predivide_factor, which divide by the number of all ranks: batches that "
                 "some ranks no longer have would count less. Leave these options out, or keep even_batches=True and do not join"
             )
-        return Join(replicas, divide_by_initial_world_size=False) if replicas else nullcontext()
+        self._share(False)
+        try:
+            with Join(replicas, divide_by_initial_world_size=False) if replicas else nullcontext():
+                yield
+        finally:
+            self._share(True)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
+        self._share(False)
         for hook in model.hooks if isinstance(model, Replica) else ():
             hook.remove()
         return alone

@@ -30,7 +30,7 @@ class ZeRO1(DDP):
     In place, beside what ddp does: the state of the user's optimizer moves into shards, and the optimizer takes a hook that
     refuses to step by itself. `step` and `state_dict` of the prepared optimizer are collectives: all ranks call them. Optimizers
     that keep parameters beside their param groups (LBFGS) are refused. Optimizers that are not torch's, Muon and Adafactor run on
-    DTensors; one that DTensor has no rules for (Adafactor) is refused at its first step.
+    DTensors (easymp's Muon on their parts); one that DTensor has no rules for (Adafactor) is refused at its first step.
     """
 
     name: ClassVar[str] = "zero1"

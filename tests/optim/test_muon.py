@@ -1,0 +1,171 @@
+"""Muon: torch's steps, the same under every strategy, and resumed on another number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator, SettingError, StepError, TensorParallelOptions
+from easymp.optim import Muon, muon
+
+HEAD = ("5.*",)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    layers = (nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 16), nn.Linear(16, 16))
+    return nn.Sequential(nn.Embedding(11, 16), *layers, nn.Linear(16, 11))
+
+
+def learn(model: nn.Module, step: Any, turns: Any, backward: Any = Tensor.backward) -> None:
+    """Each rank has the same batch, so that gradients are those of one process to the last bit."""
+    for turn in turns:
+        x = torch.randint(11, (64,), generator=torch.Generator().manual_seed(turn))
+        backward(nn.functional.cross_entropy(model(x), (x * 3 + 1) % 11))
+        step()
+
+
+def plain(turns: range = range(6)) -> list[Tensor]:
+    """Parameters after steps of torch's own optimizers."""
+    model = net()
+    held = dict(model.named_parameters())
+    matrices = [held.pop(f"{number}.weight") for number in (1, 3, 4)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(held.values(), lr=0.01, weight_decay=0.0, betas=(0.9, 0.95)),
+    ]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+    learn(model, step, turns)
+    return [p.detach() for p in model.parameters()]
+
+
+def made(model: nn.Module) -> Muon:
+    return Muon(model, lr=0.02, adamw=HEAD, adamw_lr=0.01, adamw_weight_decay=0.0)
+
+
+def trained(strategy: str, first: int, last: int, folder: str, **words: Any) -> tuple[list[Tensor], int]:
+    """Parameters after these steps, and the matrices that this rank orthogonalised. Steps after the first ones follow a resume."""
+    count, orthogonalised = 0, muon.orthogonalised
+
+    def counted(stack: Tensor, steps: int) -> Tensor:
+        nonlocal count
+        count += len(stack)
+        return orthogonalised(stack, steps)
+
+    muon.orthogonalised = counted
+    try:
+        with Accelerator(strategy=strategy, cpu=True, mixed_precision="no", **words) as acc:
+            model = net()
+            model, optimizer = acc.prepare(model, made(model))
+            if first:
+                acc.load_state(folder)
+
+            def step() -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            learn(model, step, range(first, last), acc.backward)
+            if not first:
+                acc.save_state(folder)
+            whole = acc.get_state_dict(model)
+            return [value.clone() for value in whole.values()], count
+    finally:
+        muon.orthogonalised = orthogonalised
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {},
+    "fsdp": {},
+    "tensor_parallel": {"strategy_options": TensorParallelOptions(plan={"1": "colwise", "3": "rowwise"})},
+}
+
+
+def every_way(folder: str) -> dict[str, Any]:
+    return {
+        name: [
+            trained(name, 0, 3, f"{folder}/{name}", **words),
+            trained(name, 3, 6, f"{folder}/{name}", **words),
+        ]
+        for name, words in WAYS.items()
+    }
+
+
+needs_torchs = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+
+@needs_torchs
+def test_its_steps_are_torchs() -> None:
+    model = net()
+    optimizer = made(model)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    learn(model, step, range(6))
+    torch.testing.assert_close([p.detach() for p in model.parameters()], plain())
+
+
+def test_every_strategy_shares_the_matrices_and_resumes(ranks: Any, tmp_path: Any) -> None:
+    alone = {turns: trained("single", 0, turns, str(tmp_path / "alone"))[0] for turns in (3, 6)}
+    counts: dict[str, list[int]] = {}
+    # Under tensor_parallel gradients differ in their last bits, which momentum in bf16 shows.
+    near: dict[str, Any] = {name: {} for name in WAYS} | {"tensor_parallel": {"rtol": 0, "atol": 1e-3}}
+    for told in ranks(every_way, str(tmp_path)):
+        for name, ((before, some), (after, _)) in told.items():
+            if before:  # weights that are sharded are gathered on the main process only
+                for found, right in ((before, alone[3]), (after, alone[6])):
+                    torch.testing.assert_close(found, right, **near[name], msg=lambda m, n=name: f"{n}: {m}")
+            counts.setdefault(name, []).append(some)
+    counts.pop("tensor_parallel")  # all its ranks work on matrices that they hold whole
+    assert all(sorted(some) == [3, 6] for some in counts.values()), counts  # of 9: three steps, three shapes
+    for name in WAYS:  # written by two ranks, read by one
+        torch.testing.assert_close(trained("single", 3, 6, str(tmp_path / name))[0], alone[6], **near[name])
+
+
+def test_who_moves_what() -> None:
+    def split(*args: Any, **words: Any) -> dict[bool, list[str]]:
+        return {g["use_muon"]: g["param_names"] for g in Muon(*args, **words).param_groups}
+
+    model = nn.ModuleDict({"words": nn.Embedding(4, 3), "up": nn.Linear(3, 5), "lm_head": nn.Linear(5, 4)})
+    assert split(model)[True] == ["up.weight"]
+    assert split(model.named_parameters(), adamw=("words.*",))[True] == ["up.weight", "lm_head.weight"]
+    groups = [
+        {"params": [model["up"].weight], "use_muon": True, "lr": 0.5},
+        {"params": [model["up"].bias], "use_muon": False},
+    ]
+    by_hand = Muon(groups, lr=0.1, adamw_lr=0.2)
+    assert [group["lr"] for group in by_hand.param_groups] == [0.5, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Muon(net().parameters()), "without names: pass the model"),
+        (lambda: Muon([{"params": [torch.ones(2, 2)]}]), 'needs "use_muon"'),
+        (lambda: Muon([{"params": [torch.ones(2)], "use_muon": True}]), "shape (2,)"),
+        (lambda: Muon(net(), lr=-1.0), "lr=-1.0"),
+        (lambda: Muon(net(), adjust_lr_fn="none"), "not one of original, match_rms_adamw"),
+        (lambda: Muon(net(), adamw="head"), "must be a tuple"),
+    ],
+)
+def test_what_is_wrong_is_named(make: Any, said: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        make()
+    assert said in str(raised.value)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True))
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(StepError, match="sparse=False"):
+        Muon(model).step()
