@@ -170,7 +170,13 @@ class Accelerator(Collectives, Checkpoints):
         kwargs_handlers: records with options of autocast, the loss scale, DDP, the process group and profiles, at most one of each.
         initialize: gives values to modules on the meta device that have no `reset_parameters`; called with each such module.
         activation_checkpointing: modules that keep only their inputs and are computed again in backward: True for the repeated blocks,
-            or a pattern of names or classes, or several.
+            or a pattern of names or classes, or several. "attention": the blocks, which also keep their matrix products and
+            attention. "16GiB": as many blocks as a rank needs to stay below this size, counted in the first forward.
+        activation_offload: keep activations in pinned host memory from forward to backward; a side stream copies. CUDA only.
+        optimizer_in_backward: step each parameter as its gradient is done, and free the gradient; `step` then counts the update.
+            Refused with what needs all gradients: accumulation, clipping, a loss scale, ``nonfinite="skip"`` or ``"raise"``.
+        gc: False leaves Python's garbage collection alone. Else what is there after the first update is frozen, and it runs at every
+            500th update only; as before at the end.
         compile: torch.compile of the whole model (True or "model"), of each repeated block ("blocks"), or as `CompileOptions` say.
         dynamo_backend: the same as ``compile=CompileOptions(backend=...)``; "no" for none.
         seed: seed of all random streams; see `set_seed`.
@@ -247,6 +253,9 @@ class Accelerator(Collectives, Checkpoints):
         kwargs_handlers: Sequence[Handler] = (),
         initialize: Callable[[nn.Module], None] | None = None,
         activation_checkpointing: bool | str | Sequence[str] | None = None,
+        activation_offload: bool | None = None,
+        optimizer_in_backward: bool | None = None,
+        gc: bool | None = None,
         compile: bool | Compiled | CompileOptions | None = None,
         dynamo_backend: str | None = None,
         seed: int | None = None,
@@ -297,6 +306,11 @@ class Accelerator(Collectives, Checkpoints):
             given[name] = record or given.get(name)
         asked = setting.resolve(settings, **given)
         compiled = setting.read_record(asked, "compile", transforms.read_compile)
+        if asked.activation_offload and compiled and compiled.mode in ("reduce-overhead", "max-autotune"):
+            raise RefusedError(
+                f"activation_offload=True with mode={compiled.mode!r} of torch.compile, whose CUDA graphs keep activations in memory of "
+                "their own: use another mode, or leave activation_offload out"
+            )
         recompute = setting.read_record(asked, "activation_checkpointing", transforms.read_which)
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
@@ -357,6 +371,11 @@ class Accelerator(Collectives, Checkpoints):
                 updates=lambda: prepared.optimizers[0].updates if prepared.optimizers else 0,
                 precision=lambda: dtypes.name,
             )
+            self._in_backward = asked.optimizer_in_backward
+            self._collection = oom.Collection()
+            if asked.gc:
+                self._window.stepped.append(self._collection.stepped)
+                weakref.finalize(self, self._collection.end).atexit = False
             self._profiling: ProfileKwargs | None = handlers.get(records.ProfileKwargs)
             self._refusing = False  # steps of optimizers that were not prepared
             self._alone = False  # inside no_sync
@@ -406,6 +425,14 @@ class Accelerator(Collectives, Checkpoints):
         batch = f"\nbatch         {self._prepared.batch}" if self._prepared.batch else ""
         return self.plan.explain() + batch
 
+    def _refuse_in_backward(self, what: str) -> None:
+        """Raises RefusedError where parameters are stepped in backward, which `what` would have to come before."""
+        if self._in_backward:
+            raise RefusedError(
+                f"{what} under optimizer_in_backward=True, which steps each parameter as soon as its gradient is done: leave one of them "
+                "out"
+            )
+
     # -- properties
 
     @property
@@ -439,7 +466,10 @@ class Accelerator(Collectives, Checkpoints):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self._window.accumulation = records.GradientAccumulationPlugin(steps).num_steps
+        number = records.GradientAccumulationPlugin(steps).num_steps
+        if number > 1:
+            self._refuse_in_backward(f"gradient_accumulation_steps = {number}")
+        self._window.accumulation = number
 
     @property
     def sync_gradients(self) -> bool:
@@ -735,6 +765,10 @@ class Accelerator(Collectives, Checkpoints):
                 )
             loss = loss / window.accumulation
         prepared, sums = self._prepared, self._prepared.sums
+        if self._in_backward and (retain_graph or create_graph or any(o.ahead for o in prepared.optimizers)):
+            self._refuse_in_backward(
+                "a second backward() before optimizer.step(), or one that keeps its graph,"
+            )
         for optimizer in prepared.optimizers:
             if optimizer.turn.phase is not Phase.ACCUMULATING:
                 optimizer.follow_backward()
@@ -870,6 +904,7 @@ class Accelerator(Collectives, Checkpoints):
             >>> with acc.no_sync(model):
             ...     acc.backward(model(torch.ones(4, 2)).mean())
         """
+        self._refuse_in_backward("no_sync()")
         with ExitStack() as stack:
             for route in self._prepared.routes((model,) if model is not None else ()):
                 stack.enter_context(self._prepared.strategy.no_sync(route.module))
@@ -941,6 +976,7 @@ class Accelerator(Collectives, Checkpoints):
             ...     for x in loader:
             ...         acc.backward(model(x).mean())
         """
+        self._refuse_in_backward("join_uneven_inputs()")
         if self._prepared.converted:
             raise RefusedError(
                 "join_uneven_inputs with convert_sync_batchnorm: every forward needs the statistics of all ranks, those that are done "
@@ -1047,6 +1083,7 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc.clip_grad_norm_(model.parameters(), max_norm=1.0)  # of three ones
             tensor(1.7321)
         """
+        self._refuse_in_backward("clip_grad_norm_()")
         if self._window.accumulation != 1 and not self._window.sync:
             return None
         chosen = self._as_list(parameters)
@@ -1073,6 +1110,7 @@ class Accelerator(Collectives, Checkpoints):
             >>> model.bias.grad
             tensor([0.5000])
         """
+        self._refuse_in_backward("clip_grad_value_()")
         if self._window.accumulation != 1 and not self._window.sync:
             return
         grads = []
@@ -1392,6 +1430,7 @@ class Accelerator(Collectives, Checkpoints):
         """
         self._prepared.release()
         self._window.reset()
+        self._collection.end()
         nothing = (None,) * len(objects)
         del objects
         oom.release_memory(device=self.device)

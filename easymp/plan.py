@@ -42,6 +42,7 @@ class Plan:
         hardware: this machine.
         ranks: this process among the others.
         memory: bytes that a rank may use: the setting, or its device's memory, or on a CPU its share of the machine's.
+        activations: which activations are recomputed or offloaded; None: none.
         data: how several ranks split the data, if no prepared loader is read.
 
     Example:
@@ -62,6 +63,7 @@ class Plan:
     hardware: Hardware
     ranks: Ranks
     memory: int
+    activations: Choice[str] | None = None
     data: Choice[str] | None = None
 
     @property
@@ -124,6 +126,7 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
         raise RefusedError(
             f"precision {precision.value} and strategy {strategy.value} do not go together: {refusal}"
         )
+    _check_in_backward(settings, precision)
     return Plan(
         device=device,
         precision=precision,
@@ -135,6 +138,7 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
         hardware=hardware,
         ranks=ranks,
         memory=_memory(settings, hardware, ranks, device.value),
+        activations=_activations(settings, facts.device),
     )
 
 
@@ -284,6 +288,48 @@ def incompatible(precision: type[Precision], strategy: type[Strategy]) -> Refusa
             "use bf16, or strategy='fsdp'",
         )
     return None
+
+
+def _activations(settings: Settings, device: str) -> Choice[str] | None:
+    asked, words = settings.activation_checkpointing or "no", []
+    origin = settings.source("activation_checkpointing")[0]
+    if asked != "no":
+        words.append(f"recomputed ({asked})")
+    if settings.activation_offload:
+        source, said = settings.source("activation_offload")
+        if device != "cuda":
+            raise RefusedError(
+                f"{said} cannot run here: activations are copied from a CUDA device to the host's memory, and this is {device}. Leave it "
+                "out, or use activation_checkpointing"
+            )
+        if asked == "attention" or asked[:1].isdigit():
+            raise RefusedError(
+                f"{said} with activation_checkpointing={asked!r}: torch keeps the products of selective checkpointing where no hook "
+                "copies them, and a size counts activations on the device. Use activation_checkpointing='blocks'"
+            )
+        words.append("offloaded")
+        origin = origin if asked != "no" else source
+    return Choice(" and ".join(words), "counted in the first forward", origin) if words else None
+
+
+def _check_in_backward(settings: Settings, precision: Choice[str]) -> None:
+    """Refuse what needs all gradients before a step, where parameters are stepped in backward."""
+    if not settings.optimizer_in_backward:
+        return
+    words = settings.source("optimizer_in_backward")[1]
+    for needs, what in (
+        (settings.gradient_accumulation_steps > 1, "gradient_accumulation_steps above 1 adds up gradients"),
+        (
+            PRECISIONS.get(precision.value, Measured).scaled,
+            f"the loss scale of {precision.value} looks at all gradients",
+        ),
+        (settings.nonfinite in ("skip", "raise"), f"nonfinite={settings.nonfinite!r} looks at all gradients"),
+    ):
+        if needs:
+            raise RefusedError(
+                f"{words} cannot run here: each parameter is stepped as its gradient is done, and {what} before the step. Leave one of "
+                "them out"
+            )
 
 
 def _optimizer(settings: Settings) -> Choice[str]:

@@ -83,6 +83,7 @@ class WrapContext(NamedTuple):
         compile: compiles the call of a module in place, if the user asked for it. The strategy calls it on the module that
             torch.compile should see whole.
         compiled: whether the user asked for torch.compile, of the model or of its blocks.
+        in_backward: parameters are stepped in backward, as `Strategy.reduced` gives them.
     """
 
     policy: Precision
@@ -90,6 +91,7 @@ class WrapContext(NamedTuple):
     initialize: Callable[[nn.Module], None] | None = None
     compile: Callable[[nn.Module], None] = lambda module: None
     compiled: bool = False
+    in_backward: bool = False
 
 
 Elements = Callable[[str, "Tensor"], int]
@@ -127,6 +129,7 @@ class Layout(NamedTuple):
         gathered: other ranks' weights that are gathered here, at the peak.
         unreduced: gradients that are whole, in the dtype of gathered weights, beside those in `gradients`, at the peak.
         reducing: gradients in communication buffers, at the peak.
+        early: gradients that are there at once, where parameters are stepped in backward; 0: the largest parameter's.
         note: which figures are approximate.
     """
 
@@ -138,6 +141,7 @@ class Layout(NamedTuple):
     gathered: int = 0
     unreduced: int = 0
     reducing: int = 0
+    early: int = 0
     note: str = ""
 
 
@@ -176,6 +180,8 @@ class Strategy(Protocol):
     data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
     data_size: int
     data_group: dist.ProcessGroup | None  # one rank of each slice, with this one; None: all ranks
+    no_offload: str  # why activations cannot be offloaded, as "it …"; "" where they can
+    no_step_in_backward: str  # why parameters cannot be stepped in backward, as "it …"; "" where they can
     no_double_backward: str  # why a gradient of a gradient is refused; "" where it works
     only_forward: str  # why methods cannot be called as forward is, as "has …"; "" where they can
     sums: bool  # fp32 gradient sums are kept outside: under no_sync `.grad` is local, and `average` reduces
@@ -245,6 +251,10 @@ class Strategy(Protocol):
 
         Gradients that are averaged already do not change.
         """
+        ...
+
+    def reduced(self, parameter: Tensor) -> Sequence[Tensor]:
+        """Called in backward as a gradient is done, where parameters are stepped there; returns the parameters to step now."""
         ...
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:

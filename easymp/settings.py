@@ -271,9 +271,21 @@ class Settings:
     )
     activation_checkpointing: Words | None = setting(
         None,
-        "modules that keep only their inputs and are computed again in backward: blocks (the repeated ones), patterns of module or "
+        "modules that keep only their inputs and are computed again in backward: blocks (the repeated ones), attention (blocks, which "
+        "keep matrix products and attention), a size such as 16GiB (as many blocks as a rank's memory needs), patterns of module or "
         "class names with commas, or no",
         switch=("no", "blocks"),
+    )
+    activation_offload: bool = setting(
+        False, "keep activations in pinned host memory from forward to backward, on CUDA"
+    )
+    optimizer_in_backward: bool = setting(
+        False, "step each parameter as its gradient is done, and free the gradient"
+    )
+    gc: bool = setting(
+        True,
+        "after the first update leave the objects that are there out of Python's garbage collection, and collect at every 500th "
+        "update only",
     )
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")

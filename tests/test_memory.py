@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from easymp import Accelerator, PrepareError, SettingError, memory
 from easymp.precision import PRECISIONS
@@ -151,18 +152,20 @@ def test_states_are_those_that_the_optimizer_makes(kind: Any, options: dict[str,
 
 
 def saved_by_running(model: nn.Module, x: Tensor, compute: torch.dtype | None) -> int:
-    """Bytes that a real forward saves, of storages that are no parameters or buffers."""
+    """Bytes that are kept from a real forward for backward, of storages that are no parameters or buffers."""
     own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    seen: dict[int, Tensor] = {}
+    seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        seen[tensor.untyped_storage()._cdata] = tensor
-        return tensor
+        storage = tensor.untyped_storage()
+        seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         with torch.autocast("cpu", compute or torch.bfloat16, compute is not None):
-            model(x)
-    return sum(t.untyped_storage().nbytes() for place, t in seen.items() if place not in own)
+            graph = model(x.clone()).grad_fn
+    assert graph is not None
+    return sum(size for place, (storage, size) in seen.items() if place not in own and not storage.expired())
 
 
 class Wide(nn.Module):

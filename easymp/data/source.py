@@ -1,12 +1,13 @@
 """Sources of a prepared loader: the interface, random state per batch, reading on rank 0 for all ranks, and the way to the device.
 
-On CUDA a side stream copies batch k+1 while the step computes on batch k. CPU memory is pinned first: by the thread of a DataLoader
-with workers, else here. The compute stream waits for the copy of its own batch only. Sparse tensors, tensor subclasses and packed
+On CUDA a side stream copies batches k+1 and k+2 while the step computes on batch k. CPU memory is pinned first: by the thread of a
+DataLoader with workers, else here. The compute stream waits for the copy of its batch only. Sparse tensors, tensor subclasses and packed
 sequences move by their own `to` when their batch is due. Other devices move whole batches then, and the CPU moves nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,8 @@ from ..base.rng import isolated, seed_host
 from ..distributed.process_group import World
 from ..errors import BatchError
 from .order import Cut
+
+AHEAD = 2  # batches on their way to the device
 
 
 class Note(NamedTuple):
@@ -193,7 +196,7 @@ def _rounds(feed: Feed) -> Iterator[tuple[Shares, int]]:
 
 
 def reads_ahead(device: torch.device, non_blocking: bool) -> bool:
-    """Whether `moved` reads one batch ahead."""
+    """Whether `moved` reads batches ahead."""
     return device.type == "cuda" and non_blocking
 
 
@@ -212,16 +215,15 @@ def _ahead(feed: Feed, device: torch.device) -> Feed:
     def start(leaf: Any) -> Any:
         return _pin(leaf).to(device, non_blocking=True) if _plain(leaf) else leaf
 
-    held: tuple[Any, torch.cuda.Event, Note] | None = None
+    held: deque[tuple[Any, torch.cuda.Event, Note]] = deque()
     for batch, note in feed:
         # CUDA tensors that the data set made itself are on the compute stream: nothing to wait for here.
         with torch.cuda.stream(side):
-            upcoming = pytree.map_leaves(start, batch), side.record_event(), note
-        if held is not None:
-            yield _due(*held, device)
-        held = upcoming
-    if held is not None:
-        yield _due(*held, device)
+            held.append((pytree.map_leaves(start, batch), side.record_event(), note))
+        if len(held) > AHEAD:
+            yield _due(*held.popleft(), device)
+    while held:
+        yield _due(*held.popleft(), device)
 
 
 def _plain(leaf: Any) -> bool:

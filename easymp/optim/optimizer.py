@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..base.accumulation import Phase, Turn, UpdateWindow
 from ..base.dtensor import local
 from ..cuda import EMA
-from ..errors import StepError
+from ..errors import PrepareError, StepError
 from ..logging import get_logger
 from ..precision import Scaler
 from ..precision.scaler import NO_GRADIENTS
@@ -22,7 +23,7 @@ from .engine import Engine
 from .fused import FusedOptimizer
 from .masters import Masters, Sums, without
 from .sharded import ShardedOptimizer, holder_of
-from .torch_step import HOOKS, Clip, fill_momentum, keep_implementation
+from .torch_step import HOOKS, Clip, fill_momentum, keep_implementation, watched
 
 logger = get_logger(__name__)
 
@@ -46,6 +47,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         turn: its part in the current update.
         away: whether the parameters hold their averages at the moment.
         updates: steps that ended a window, skipped ones included.
+        ahead: whether backward has stepped parameters since the last `step`.
 
     Example:
         >>> acc = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="no")
@@ -61,7 +63,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
     """
 
     away, updates = False, 0
+    ahead = False  # whether backward has stepped parameters since the last `step`
     _told = False  # of averages that were dropped
+    _group_of: dict[int, int] | None = None  # of parameters by id, where backward steps them
     # Hook that applies a waiting clip when the script steps the wrapped optimizer itself.
     _alone: RemovableHandle | None = None
 
@@ -116,7 +120,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
             raise StepError(
                 "optimizer.step() inside `with accelerator.averaged():`, where the weights are not those of training"
             )
-        turn.spent, turn.waiting = True, False
+        if self._group_of is not None and closure is not None:
+            raise StepError(
+                "step(closure) under optimizer_in_backward=True: the backward in the closure steps already. Leave one out"
+            )
+        turn.spent, turn.waiting, self.ahead = True, False, False
         self.updates += 1
         low = self._masters is not None or (self._sums is not None and self._sums.on)
         result = self._step_low(closure) if low else self._step(closure)
@@ -124,6 +132,59 @@ class PreparedOptimizer(torch.optim.Optimizer):
         for hear in window.stepped:
             hear(self)
         return result
+
+    def step_in_backward(self) -> None:
+        """Let `step_now` move parameters as their gradients are done.
+
+        Raises:
+            PrepareError: the optimizer needs all gradients at once.
+        """
+        optimizer, why = self.optimizer, ""
+        if self._masters is not None:
+            why = "fp32 masters of low-precision parameters, which are stepped together"
+        elif watched(optimizer):
+            why = "a hook that looks at all gradients before the step"
+        elif signature(optimizer.step).parameters["closure"].default is Parameter.empty:
+            why = "a step that needs a closure"
+        elif isinstance(optimizer, FusedOptimizer):
+            if getattr(type(optimizer), "rule", None) is None or optimizer.rule.norm:
+                why = "a step that needs the gradients of all parameters"
+            elif optimizer.rounding is not None:
+                why = "stochastic rounding, which draws for all parameters in their order"
+            else:
+                optimizer.do_without("optimizer_in_backward=True")
+        if why:
+            raise PrepareError(
+                f"optimizer_in_backward=True steps each parameter as its gradient is done, and this {type(self.given).__name__} has "
+                f"{why}: leave optimizer_in_backward out, or use another optimizer or precision"
+            )
+        self._group_of = {}
+
+    @torch.no_grad()
+    def step_now(self, parameters: Sequence[Tensor]) -> None:
+        """Step `parameters` alone, in backward, and free their gradients. Hooks of steps are left to `step`, which counts the update."""
+        optimizer, where = self.optimizer, self._group_of
+        assert where is not None
+        every, kind = optimizer.param_groups, type(optimizer)
+        if not where.keys() >= {id(p) for p in parameters}:  # groups may have been added
+            where.update((id(p), g) for g, group in enumerate(every) for p in group["params"])
+        chosen: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            chosen.setdefault(where[id(parameter)], []).append(parameter)
+        held = {g: every[g]["params"] for g in chosen}
+        step: Any = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]
+        try:
+            for g, few in chosen.items():
+                every[g]["params"] = few
+            optimizer.param_groups = [every[g] for g in chosen]
+            self.engine.averages.around(parameters, lambda: step(optimizer))
+        finally:
+            optimizer.param_groups = every
+            for g, params in held.items():
+                every[g]["params"] = params
+        for parameter in parameters:
+            parameter.grad = None
+        self.ahead = True
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         scaler = self._scaler
@@ -193,6 +254,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         turn = self.turn
         if self._window.keeps_gradients(turn):
             return
+        if self.ahead:
+            raise StepError(
+                "zero_grad() between backward() and step(), under optimizer_in_backward=True: backward has stepped already. Call "
+                "optimizer.step() first, or freeze parameters (requires_grad_(False)) through which a loss passes"
+            )
         turn.spent = False
         if turn.clip is not None:
             self.leave(None)

@@ -24,7 +24,7 @@ from ..optim.muon import Muon
 from ..options import DistributedDataParallelKwargs
 from ..protocols import Layout, WrapContext
 from .blocks import refuse_sparse
-from .single import Framed, Single, hook_gradient
+from .single import Framed, Single, hook_gradient, share_buffers, take_rank_0s
 from .transforms import passed_over
 
 # Options that torch takes as they are.
@@ -52,6 +52,14 @@ class DDP(Single):
         self.sums = options.comm_hook in ("no", "fp32")
         super().__init__(world, options)
         self._sharing: weakref.WeakSet[Muon] = weakref.WeakSet()
+        if not self.no_step_in_backward and (
+            options.find_unused_parameters or options.static_graph or make_hook(options, world.size)
+        ):
+            self.no_step_in_backward = (
+                "averages gradients bucket by bucket then, without find_unused_parameters, static_graph, comm_hook and "
+                "gradient_predivide_factor"
+            )
+        self._early: list[Early] = []
         if options.static_graph:
             self.no_double_backward = "with static_graph=True the first backward counts as the one that is averaged. Leave static_graph out"
 
@@ -61,7 +69,9 @@ class DDP(Single):
         errors = options.low_rank and options.comm_state_option.get(
             "use_error_feedback", True
         )  # PowerSGD's, of each element
-        return Layout(reducing=buckets * ((not options.gradient_as_bucket_view) + errors))
+        early = max((sum(p.numel() for p in b) for b in buckets_of(model, options)), default=0)
+        # Beside a bucket there is its flat copy, which is summed.
+        return Layout(reducing=buckets * ((not options.gradient_as_bucket_view) + errors), early=2 * early)
 
     def wrap(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
@@ -71,7 +81,11 @@ class DDP(Single):
         if context.place:
             model.to(device)
         module = context.policy.forward(context.policy.convert(model), device)
-        if any(p.requires_grad for p in model.parameters()):
+        if context.in_backward:
+            take_rank_0s(model, self._world)
+            self._early.append(Early(module, model, self._world, self.options))
+            module = self._early[-1]
+        elif any(p.requires_grad for p in model.parameters()):
             options = {name: getattr(self.options, name) for name in TORCHS}
             if not self.options.broadcast_buffers:
                 options["broadcast_buffers"] = False  # naming torch's default warns from 2.13 on
@@ -85,6 +99,9 @@ class DDP(Single):
                     self._world.carried.append(Carried(hook[0], module))
         context.compile(module)
         return module
+
+    def reduced(self, parameter: Tensor) -> Sequence[Tensor]:
+        return next((e.reduced(parameter) for e in self._early if id(parameter) in e.names), ())
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
@@ -111,6 +128,8 @@ class DDP(Single):
                 )
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
+        if self._early:
+            return lambda: [early.check() for early in self._early] and None
         replicas = [(m, m.gradients()) for m in models if isinstance(m, Replica)]
         if not replicas:
             return None
@@ -156,7 +175,73 @@ class DDP(Single):
         self._share(False)
         for hook in model.hooks if isinstance(model, Replica) else ():
             hook.remove()
+        self._early = [early for early in self._early if early is not model]
         return alone
+
+
+class Early(nn.Module):
+    """Calls the model with rank 0's buffers, and averages gradients bucket by bucket, so that they can be stepped on and freed.
+
+    torch's DistributedDataParallel keeps buckets of all gradients. Here a bucket is there from its first gradient to its step. Buckets
+    go from the last parameter to the first, on all ranks in this order, and each is averaged when its gradients are complete.
+    """
+
+    def __init__(self, module: nn.Module, root: nn.Module, world: World, options: Any) -> None:
+        super().__init__()
+        self.module, self._world, self._root = module, world, (root,)
+        self._shares = options.broadcast_buffers
+        self._buckets = buckets_of(root, options)
+        self.names = {id(p): name for name, p in root.named_parameters()}
+        self._ready: set[int] = set()
+        self._next = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._shares and torch.is_grad_enabled():
+            share_buffers(self._root[0], self._world)
+        return self.module(*args, **kwargs)
+
+    def reduced(self, parameter: Tensor) -> list[Tensor]:
+        """Parameters whose gradients are averaged now that `parameter` has its own."""
+        self._ready.add(id(parameter))
+        done: list[Tensor] = []
+        while self._next < len(self._buckets) and self._ready.issuperset(map(id, self._buckets[self._next])):
+            bucket = self._buckets[self._next]
+            self._world.average_([p.grad for p in bucket if p.grad is not None])
+            done += bucket
+            self._next += 1
+        return done
+
+    def check(self) -> None:
+        """After a backward: raises StepError where a parameter had no gradient, or was frozen when it was wrapped."""
+        left, late = (
+            self._buckets[self._next :],
+            self._ready.difference(id(p) for b in self._buckets for p in b),
+        )
+        missing = [self.names[id(p)] for bucket in left for p in bucket if id(p) not in self._ready]
+        self._ready, self._next = set(), 0
+        if late:
+            raise StepError(
+                f"backward() added a gradient that no rank averages: {self.names[late.pop()]!r} had requires_grad=False when the model was "
+                "prepared. Freeze it after prepare() instead, or prepare the model anew once it trains"
+            )
+        if missing and left:
+            raise StepError(
+                f"no gradient came for {missing[0]!r}, and with optimizer_in_backward=True ddp averages gradients only when it has them "
+                "all: use all parameters in each step, freeze others before prepare, or leave optimizer_in_backward out"
+            )
+
+
+def buckets_of(model: nn.Module, options: Any) -> list[list[nn.Parameter]]:
+    """Trainable parameters from the last to the first, in buckets of `bucket_cap_mb`."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0.0
+    for parameter in [p for p in model.parameters() if p.requires_grad][::-1]:
+        if room <= 0:
+            buckets.append([])
+            room = options.bucket_cap_mb * 2**20
+        buckets[-1].append(parameter)
+        room -= parameter.nbytes
+    return buckets
 
 
 class Replica(DistributedDataParallel):

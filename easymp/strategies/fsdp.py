@@ -36,8 +36,8 @@ from .single import (
     Released,
     Spread,
     average,
-    by_dtype,
     hook_gradient,
+    share_buffers,
     take_rank_0s,
 )
 
@@ -137,6 +137,8 @@ class FSDP(Spread):
         if options.symmetric_memory:
             refuse_without_cuda("symmetric_memory", world.device)
         self.reduces_each = options.reduce_every_micro_batch
+        if options.ignore:
+            self.no_step_in_backward = "averages the gradients of ignored parameters at the end of backward"
         self._shape: tuple[int, ...] = (world.size,)  # of the mesh
         self._mesh: Any = None
 
@@ -320,6 +322,7 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
         0  # elements from the begin of backward to its end, and those of trainable parameters
     )
     blocks: list[tuple[int, int]] = []
+    share, early = no_elements if options.cpu_offload else chunk_elements(ranks), 0
     for group in find_groups(model, options.wrap, [p for p in model.parameters() if id(p) in taken]):
         own = {id(p): p for module in group for p in module.parameters() if id(p) not in taken}
         taken.update(own)
@@ -329,10 +332,10 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
             kept, trained_kept = kept + everything, trained_kept + trained
         else:
             blocks.append((everything, trained))
+        early = max(early, sum(share("", p) for p in own.values() if p.requires_grad))
     blocks.sort(reverse=True)
     block = max((trained for _, trained in blocks), default=0)
     unreduced, reducing = max((trained_kept + block, block), (trained_kept, trained_kept), key=sum)
-    share = no_elements if options.cpu_offload else chunk_elements(ranks)
 
     def held(name: str, parameter: Tensor) -> int:
         return parameter.numel() if name in ignored else share(name, parameter)
@@ -346,6 +349,7 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
         gathered=kept + sum(elements for elements, _ in together),
         unreduced=unreduced,
         reducing=reducing,
+        early=early,
         note="weights, gradients and states are in the host's memory" if options.cpu_offload else "",
     )
 
@@ -463,7 +467,7 @@ class Sharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._stale:
-            self._share_buffers()
+            share_buffers(self.root, self.world)
         training = torch.is_grad_enabled()
         self.world.forwards += 1
         if training and (frozen := [not p.requires_grad for p in self._all]) != self._frozen:
@@ -537,14 +541,6 @@ class Sharded(nn.Module):
     def forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    @torch.no_grad()
-    def _share_buffers(self) -> None:
-        for buffers in by_dtype(self.root.buffers()):
-            flat = self.world.broadcast(torch.cat([b.reshape(-1) for b in buffers]))
-            if self.world.rank:
-                for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
-                    buffer.copy_(values.view(buffer.shape))
 
     @contextmanager
     def reducing(self, wanted: bool) -> Iterator[None]:

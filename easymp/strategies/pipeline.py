@@ -147,6 +147,8 @@ class Pipeline(Spread):
         "under pipeline gradients travel between stages without a graph. Use strategy='ddp', or a loss without the gradient of a "
         "gradient"
     )
+    no_offload = "runs forward and backward of its micro-batches in one call"
+    no_step_in_backward = "adds up the gradients of its micro-batches"
     only_forward = "divides forward into stages, and no other method"
 
     def __init__(self, world: World, options: PipelineOptions) -> None:

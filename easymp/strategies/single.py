@@ -41,6 +41,8 @@ class Single:
     masters: ClassVar[bool] = True
     replicated: ClassVar[bool] = True
     late_loss: ClassVar[bool] = False
+    no_offload = ""
+    no_step_in_backward = ""
     no_double_backward = ""
     only_forward = ""
     reduces_each: bool | None = False
@@ -104,6 +106,9 @@ class Single:
 
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         pass
+
+    def reduced(self, parameter: Tensor) -> Sequence[Tensor]:
+        return (parameter,)
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
         return None
@@ -215,6 +220,9 @@ class DataParallel(Single):
         self._devices = choose_devices(world.device, options.devices)
         if len(self._devices) > 1:
             self.only_forward = "calls copies of the model, by forward alone"
+            self.no_offload = (
+                "runs copies of the model in threads, whose activations no hook of this one sees"
+            )
 
     def wrap(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
@@ -307,6 +315,16 @@ def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
                 tensor.data = tensor.data.to(world.device)
             if tensor.numel():
                 tensor.copy_(world.broadcast(tensor))
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module, world: World) -> None:
+    """Give the buffers of `model` the values of rank 0."""
+    for buffers in by_dtype(model.buffers()):
+        flat = world.broadcast(torch.cat([b.reshape(-1) for b in buffers]))
+        if world.rank:
+            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
+                buffer.copy_(values.view(buffer.shape))
 
 
 # -- norms of gradients in any layout: each element counts once --------------------------------------------------------

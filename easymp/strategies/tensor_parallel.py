@@ -130,6 +130,8 @@ class TensorParallel(Spread):
     no_join: ClassVar[str] = "every rank's forward needs the other ranks' parts"
     Options: ClassVar[type] = TensorParallelOptions
     splits_layers: ClassVar[bool] = True
+    no_offload = "keeps activations as DTensors, which hooks of autograd do not copy"
+    no_step_in_backward = "compares the gradients of all whole parameters before the first step"
     no_double_backward = (
         "under tensor_parallel torch's DTensor keeps no graph of a backward. Use strategy='ddp', or a loss without the gradient of a "
         "gradient"

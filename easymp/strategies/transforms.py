@@ -8,19 +8,21 @@ one by one before a strategy wraps the model: equal blocks share one graph, whic
 from __future__ import annotations
 
 import copyreg
+import re
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # it writes to buffers without raising their version
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ..base.units import read_bytes
 from ..errors import PrepareError, SettingError, nearest
 from ..options import check_fields, check_word
 from ..precision.policies import upcast_again
@@ -166,43 +168,55 @@ def _said(models: Sequence[nn.Module]) -> str:
     return f"this {' or '.join(type(m).__name__ for m in models)}"
 
 
-# -- activation checkpointing: parts of a model keep their inputs only, and run again in backward ----------------------
+# -- activation checkpointing: parts of a model keep little of what they compute, and run again in backward --------------
 
 
-Which = bool | tuple[str, ...]
+class Recompute(NamedTuple):
+    """What the setting `activation_checkpointing` asks for.
+
+    Attributes:
+        patterns: of names or classes of modules; none: the repeated blocks.
+        selective: matrix products and attention are kept, the rest is computed again.
+        below: as many blocks as the memory of a rank needs to stay below these bytes; None: all.
+    """
+
+    patterns: tuple[str, ...] = ()
+    selective: bool = False
+    below: int | None = None
 
 
-def read_which(text: str | None) -> Which:
-    """The setting `activation_checkpointing` as True for "blocks", False for "no" or None, or patterns.
+def read_which(text: str | None) -> Recompute | None:
+    """The setting `activation_checkpointing`; None: nothing is computed again.
 
     Raises:
         SettingError: an empty pattern.
     """
-    if text in (None, "no", "blocks"):
-        return text == "blocks"
+    if text in (None, "no"):
+        return None
+    if text in ("blocks", "attention"):
+        return Recompute(selective=text == "attention")
+    if re.fullmatch(r"\s*[0-9][0-9_.]*\s*[KMGT]i?B\s*", str(text), re.IGNORECASE):
+        return Recompute(below=read_bytes(text, "activation_checkpointing="))
     patterns = tuple(word.strip() for word in str(text).split(","))
     if not all(patterns):
         raise SettingError(
-            f"activation_checkpointing={text!r} is neither blocks (the repeated ones) nor no, nor patterns of module or class names "
-            "such as Block or encoder.* with commas"
+            f"activation_checkpointing={text!r} is neither blocks (the repeated ones), attention, no, nor a size such as 16GiB, nor "
+            "patterns of module or class names such as Block or encoder.* with commas"
         )
-    return patterns
+    return Recompute(patterns)
 
 
-def find_recomputed(models: Sequence[nn.Module], which: Which) -> list[nn.Module]:
+def find_recomputed(models: Sequence[nn.Module], which: Recompute) -> list[nn.Module]:
     """The modules inside `models` to recompute; of modules inside one another, the outermost.
-
-    Args:
-        which: True for the repeated blocks; patterns (fnmatch) of module names or class names.
 
     Raises:
         PrepareError: nothing matches, or a module cannot be recomputed.
     """
-    if which is True:
-        asked = "activation_checkpointing=True"
-        found = all_blocks(models, asked, "name its parts by a pattern, such as 'Encoder'")
+    if which.patterns:
+        found = _by_pattern(models, which.patterns)
     else:
-        found = _by_pattern(models, which or ())
+        instead = "name its parts by a pattern, such as 'Encoder'"
+        found = all_blocks(models, "activation_checkpointing without a pattern", instead)
     for module in found:
         if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
             raise PrepareError(
@@ -236,10 +250,10 @@ def _by_pattern(models: Sequence[nn.Module], patterns: tuple[str, ...]) -> list[
     return list(found.values())
 
 
-def recompute(modules: Sequence[nn.Module]) -> Callable[[], None]:
+def recompute(modules: Sequence[nn.Module], selective: bool = False) -> Callable[[], None]:
     """Recompute `modules` in backward; returns the function that undoes it, except where torch has replaced the class since."""
     for module in modules:
-        module.__class__ = _recomputed(type(module))
+        module.__class__ = _recomputed(type(module), selective)
 
     def undo() -> None:
         for module in modules:
@@ -259,19 +273,20 @@ class _Quiet:
         pass
 
 
-_SUBCLASSES: dict[type, type] = {}  # one for each class, so that modules of one class stay so
+_SUBCLASSES: dict[tuple[type, bool], type] = {}  # one for each class, so that modules of one class stay so
 
 
-def _recomputed(kind: type) -> type:
-    if kind not in _SUBCLASSES:
+def _recomputed(kind: type, selective: bool) -> type:
+    if (kind, selective) not in _SUBCLASSES:
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             # Keywords travel by position: some could have the names of checkpoint's own.
             call = partial(_call, kind.forward, self, tuple(kwargs))  # type: ignore[attr-defined]
-            # A graph's changes of buffers come at its end, once.
-            how = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, self)}
+            how: dict[str, Any] = {"context_fn": partial(_contexts, self, selective)}
+            if torch.compiler.is_compiling():  # a graph's changes of buffers come at its end, once
+                how = {"context_fn": _selective} if selective else {}
             return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, **how)
 
         def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -291,8 +306,40 @@ def _recomputed(kind: type) -> type:
         meta = type(kind)
         make: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
         new = make(meta, kind.__name__, (_Quiet, kind), body)
-        _SUBCLASSES[kind] = new
-    return _SUBCLASSES[kind]
+        _SUBCLASSES[kind, selective] = new
+    return _SUBCLASSES[kind, selective]
+
+
+# Operators whose results selective checkpointing keeps, in any overload.
+KEPT = {
+    *(
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "linear",
+        "convolution",
+        "_scaled_mm",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+    ),
+    *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"),
+    *("flex_attention", "_flash_attention_forward", "_efficient_attention_forward"),
+}
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = operator.name().split("::")[-1].split(".")[0] in KEPT
+    for i, argument in enumerate(operator._schema.arguments) if keep and hasattr(operator, "_schema") else ():
+        # Attention with dropout draws random numbers: it runs again, so that what is drawn after it is the same again.
+        if argument.name == "dropout_p":
+            value = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
+            keep = not value
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_selective = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def _new(kind: type, *args: Any) -> Any:
@@ -305,15 +352,19 @@ def _call(forward: Callable[..., Any], module: nn.Module, names: tuple[str, ...]
     return forward(module, *values[:cut], **dict(zip(names, values[cut:])))
 
 
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(
+    module: nn.Module, selective: bool
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the first forward, which notes the buffers it changes, and around the second, which changes copies of them."""
     changed: list[tuple[nn.Module, str]] = []
+    keeping, taking = _selective() if selective else (nullcontext(), nullcontext())
 
     @contextmanager
     def first() -> Iterator[None]:
         tables = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
         before = [(m, name, b, b._version) for m, name, b in tables]
-        yield
+        with keeping:
+            yield
         for m, name, buffer, version in before:
             if m._buffers.get(name) is not buffer or buffer._version != version or isinstance(m, _NormBase):
                 changed.append((m, name))
@@ -324,7 +375,7 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
         for m, name, buffer in kept:
             m._buffers[name] = None if buffer is None else buffer.clone()
         try:
-            with upcast_again(module):
+            with upcast_again(module), taking:
                 yield
         finally:
             for m, name, buffer in kept:

@@ -37,6 +37,8 @@ class ZeRO1(DDP):
     several: ClassVar[str] = "shards optimizer states over processes"
     no_join: ClassVar[str] = "every rank's step needs the other ranks' shards"
 
+    no_step_in_backward = "steps the shards of all parameters together, and gathers them"
+
     join = Single.join
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:

@@ -20,7 +20,6 @@ Example:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -31,9 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import optim
-from ..base.pytree import map_leaves
 from ..base.units import columns, size, unit
-from ..errors import BatchError, SettingError, nearest
+from ..errors import SettingError, nearest
 from ..logging import get_logger
 from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
@@ -42,7 +40,9 @@ from ..protocols import Choice, Layout, Precision, Source, Strategy
 from ..registry import PrecisionName, StrategyName
 from ..settings import Settings, as_record
 from ..strategies import STRATEGIES
-from ..strategies.transforms import find_recomputed, read_which, recompute
+from ..strategies.transforms import read_which
+from .activations import bytes_saved as bytes_saved
+from .activations import count_activations
 from .state import Run
 
 logger = get_logger(__name__)
@@ -189,6 +189,8 @@ def estimate(
     activations: int | None = None,
     averages: bool = False,
     activation_checkpointing: bool | str | Sequence[str] = False,
+    activation_offload: bool = False,
+    optimizer_in_backward: bool = False,
 ) -> Memory:
     """Estimate the memory that one of `world` ranks needs to train `model`.
 
@@ -207,8 +209,10 @@ def estimate(
             are those of the whole model: where a strategy splits layers or stages over ranks, a rank keeps fewer.
         activations: bytes of activations, if they are known already.
         averages: moving averages of the weights are kept (``Accelerator(ema_decay=...)``), in fp32, among the states.
-        activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`: these parts
-            keep their inputs; recomputation in backward counts with the average part.
+        activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`;
+            recomputation in backward counts with the average part.
+        activation_offload: kept activations are in the host's memory.
+        optimizer_in_backward: gradients are freed as they come, and only those that are there at once count.
 
     Returns:
         The estimate; ``print`` shows its rows.
@@ -239,7 +243,7 @@ def estimate(
     low = policy.compute.itemsize < FP32 and policy.param.itemsize == FP32
     copied = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
     sums = dict.fromkeys(ROWS, 0)
-    widest = 1
+    widest, gradients = 1, [0]
     for name, parameter in module.named_parameters():  # a tied one once
         size = _stored(parameter, policy)
         widest = max(widest, size)
@@ -248,10 +252,14 @@ def estimate(
             sums["copies"] += layout.copies(name, parameter) * policy.compute.itemsize
         if parameter.requires_grad:
             wide = FP32 if size < FP32 and policy.keeps_updates and (policy.masters or not rounds) else 0
-            sums["gradients"] += layout.gradients(name, parameter) * (size + wide)
+            gradients.append(layout.gradients(name, parameter) * (size + wide))
             sums["masters"] += layout.weights(name, parameter) * wide  # zero1 cuts the states alone
             kept = states(parameter) * (wide or size) + FP32 * averages
             sums["states"] += layout.states(name, parameter) * kept
+    sums["gradients"] = sum(gradients)
+    if optimizer_in_backward:
+        sums["gradients"] = min(sum(gradients), layout.early * widest or max(gradients))
+        layout = layout if layout.gathers else layout._replace(reducing=0)
     notes = [layout.note] if layout.note else []
     if policy.swaps:
         notes.append(
@@ -263,12 +271,19 @@ def estimate(
         sums["reducing"] = layout.unreduced * there + layout.reducing * policy.reduce.itemsize
     else:
         notes.append("from a count alone: weights that are gathered at a time are not counted")
+    sums["buffers"] = sum(b.numel() * b.element_size() for b in module.buffers())
     if activations is None and sample is not None:
         which = Settings(activation_checkpointing=activation_checkpointing).activation_checkpointing  # type: ignore[arg-type]
-        activations = _activations(module, policy, sample, read_which(which))
+        asked = read_which(which)
+        left = ((asked and asked.below) or 0) - sum(sums.values())
+        found = count_activations(module, policy, sample, asked, left, activation_offload)
+        activations = found.bytes
+        if asked and asked.below:
+            notes.append(str(found))
     if activations is None:
         notes.append(NO_SAMPLE)
-    sums["buffers"] = sum(b.numel() * b.element_size() for b in module.buffers())
+    elif activation_offload:
+        notes.append("activations that forward keeps are in the host's memory")
     return Memory(kind.name, policy.name, world, **{**sums, "activations": activations}, notes=tuple(notes))
 
 
@@ -406,117 +421,6 @@ def fits(need: Memory, available: int) -> bool:
     return need.total <= available * (1 - SPARE)
 
 
-# -- Activations, counted on fake tensors, which have shapes and no memory.
-
-
-def _activations(model: nn.Module, policy: Precision, sample: Any, which: Any) -> int:
-    """Bytes that forward keeps; with checkpointing one of the parts, the average one, is counted as computed again."""
-    if isinstance(sample, Mapping):
-        args, kwargs = (), dict(sample)
-    elif isinstance(sample, (Tensor, tuple, list)):
-        args, kwargs = (sample,) if isinstance(sample, Tensor) else tuple(sample), {}
-    else:
-        raise SettingError(
-            f"sample is a {type(sample).__name__}: pass the model's arguments as a tuple, a dict, or one tensor"
-        )
-    plain = policy.param == torch.float32
-    compute = policy.compute if plain and policy.compute != torch.float32 else None
-    how = (args, kwargs, compute, None if plain else policy.param)
-    whole = bytes_saved(model, *how)
-    if which is False:
-        return whole
-    parts = len(find_recomputed([model], which))
-    kept = bytes_saved(model, *how, change=lambda twin: recompute(find_recomputed([twin], which)))
-    return kept + max(0, whole - kept) // parts
-
-
-def bytes_saved(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    compute: torch.dtype | None = None,
-    stored: torch.dtype | None = None,
-    change: Callable[[nn.Module], object] = lambda model: None,
-) -> int:
-    """Count what autograd saves in ``model(*args, **kwargs)`` for backward, without running it.
-
-    What a CPU's kernels save counts; a GPU's may save something else (fused attention, recurrent layers). `model` and the random streams
-    are left alone.
-
-    Args:
-        model: any module.
-        args: its arguments; only shapes and dtypes of tensors count.
-        kwargs: its keyword arguments.
-        compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
-        stored: what floating-point tensors are converted to before; None leaves them as they are.
-        change: called with the copy of `model` that runs forward.
-
-    Returns:
-        Bytes of the distinct storages, parameters and buffers not counted.
-
-    Raises:
-        BatchError: the model's forward cannot be followed on these arguments.
-
-    Example:
-        >>> easymp.memory.bytes_saved(nn.Linear(2, 1), (torch.ones(4, 2),), {})  # its input
-        32
-    """
-    # Imported here: few runs need it.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    def twin(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        dtype = stored if stored is not None and leaf.is_floating_point() else leaf.dtype
-        fake = torch.empty_strided(leaf.size(), leaf.stride(), dtype=dtype, device="cpu")
-        if isinstance(leaf, nn.Parameter):
-            return nn.Parameter(fake, leaf.requires_grad)
-        return fake.requires_grad_(leaf.requires_grad)
-
-    def place(tensor: Tensor) -> int:
-        return tensor.untyped_storage()._cdata
-
-    held: list[Tensor] = []  # kept alive, so that no two storages have one address
-    weights: set[int] = set()
-    saved: dict[int, int] = {}
-
-    class Casts(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten._to_copy.default and place(args[0]) in weights:
-                held.append(out)
-                weights.add(place(out))
-            return out
-
-    def pack(tensor: Tensor) -> Tensor:
-        held.append(tensor)
-        saved[place(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            memo = {id(t): twin(t) for t in [*model.parameters(), *model.buffers()]}
-            weights.update(place(t) for t in memo.values())
-            shapes = copy.deepcopy(model, dict(memo))
-            change(shapes)
-            args, kwargs = map_leaves(twin, tuple(args)), map_leaves(twin, dict(kwargs))
-            with (
-                torch.enable_grad(),
-                Casts(),
-                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-                torch.autocast("cpu", compute or torch.bfloat16, compute is not None),
-            ):
-                shapes(*args, **kwargs)
-    except Exception as error:
-        why = (str(error).splitlines() or [""])[0]
-        raise BatchError(
-            f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: {why}): check the "
-            "sample, or leave the sample out"
-        ) from error
-    return sum(number for where, number in saved.items() if where not in weights)
-
-
 # -- Strategy "auto": decided by the memory that the first models need, before they are wrapped.
 
 
@@ -562,7 +466,7 @@ class AutoStrategy:
         """The strategy for `models`, which are not yet wrapped; only the first models can change it. A collective for the first ones."""
         plan, world, name = self._run.plan, self._run.world, strategy.name
         if self._needs is not None:
-            self._needs += self._need(name, models, optimizers)
+            self._needs += self.need(name, models, optimizers)
             if not fits(self._needs, plan.memory):
                 short = by_memory({name: self._needs}, plan.memory).reason
                 logger.warning(
@@ -571,11 +475,11 @@ class AutoStrategy:
             return strategy
         names = candidates(plan) if self._free else iter([name])
         first = next(names)
-        seen = world.gather_objects((plan.memory, self._need(first, models, optimizers)))
+        seen = world.gather_objects((plan.memory, self.need(first, models, optimizers)))
         available, needs = min(have for have, _ in seen), {first: seen[0][1]}  # the same figures on all ranks
         choice = self._planned
         if not fits(needs[first], available):
-            needs.update({name: self._need(name, models, optimizers) for name in names})
+            needs.update({name: self.need(name, models, optimizers) for name in names})
             choice = by_memory(needs, available)
             if not self._free:
                 reason = f"{choice.reason}; options of {choice.value} were given, so it stays"
@@ -592,7 +496,7 @@ class AutoStrategy:
     def look_alone(self, models: Models, optimizers: Optimizers, name: str) -> None:
         """On one process, where nothing can be chosen: say in the plan and the log if memory is short for all of `models`."""
         plan = self._run.plan
-        need = self._need(name, models, optimizers)
+        need = self.need(name, models, optimizers)
         if not fits(need, plan.memory):
             choice = by_memory({name: need}, plan.memory)
             logger.warning("strategy %s: %s", name, choice.reason)
@@ -606,7 +510,7 @@ class AutoStrategy:
         """
         plan, words = self._run.plan, ""
         if strategy.reduces_each is None:
-            need = self._need(strategy.name, models, optimizers, strategy.options)
+            need = self.need(strategy.name, models, optimizers, strategy.options)
             whole = sum(p.numel() * FP32 for model in models for p in model.parameters() if p.requires_grad)
             available = min(self._run.world.gather_objects(plan.memory))
             strategy.reduces_each = not fits(replace(need, reducing=need.reducing + whole), available)
@@ -623,9 +527,18 @@ class AutoStrategy:
             reason = f"{choice.reason}; gradients {at}{words}"
             self._run.plan = replace(plan, accumulation=replace(choice, reason=reason))
 
-    def _need(self, name: str, models: Models, optimizers: Optimizers, options: Any = None) -> Memory:
+    def need(
+        self, name: str, models: Models, optimizers: Optimizers, options: Any = None, **words: bool
+    ) -> Memory:
+        """What a rank needs for `models` under the strategy of this name, without activations; `words` of `estimate`."""
         world, averages = self._run.world, self._run.plan.settings.ema_decay is not None
-        how: Any = {"strategy": name, "precision": self._precision, "options": options, "averages": averages}
+        how: Any = {
+            "strategy": name,
+            "precision": self._precision,
+            "options": options,
+            "averages": averages,
+            **words,
+        }
         needs = []
         for model in models:
             own = {id(p) for p in model.parameters()}

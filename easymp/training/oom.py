@@ -25,9 +25,40 @@ logger = get_logger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
+EVERY = 500  # updates from one garbage collection to the next
+
 # The last is of cuBLAS and cuDNN.
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
 AS_LONG_AS_IT_TAKES = timedelta(days=7)  # the others may have a whole training to finish
+
+
+class Collection:
+    """Python's garbage collection in a run: at the first update, which freezes what is there, and at every 500th.
+
+    In between it would stop a rank at any time, and the others with it; and it would look through all modules again.
+    """
+
+    def __init__(self) -> None:
+        self._updates, self._frozen, self._enabled = 0, False, False
+
+    def stepped(self, optimizer: Any) -> None:
+        self._updates += 1
+        if self._updates == 1:
+            gc.collect()
+            self._frozen, self._enabled = not gc.get_freeze_count(), gc.isenabled()
+            if self._frozen:
+                gc.freeze()
+            gc.disable()
+        elif self._updates % EVERY == 0:
+            gc.collect()
+
+    def end(self) -> None:
+        """As before the first update; the next one is the first again."""
+        if self._frozen:
+            gc.unfreeze()
+        if self._enabled:
+            gc.enable()
+        self._updates, self._frozen, self._enabled = 0, False, False
 
 
 def release_memory(*objects: Any, device: torch.device | None = None) -> list[Any]:

@@ -22,6 +22,7 @@ from .. import cuda, optim
 from ..base.dtensor import follow
 from ..base.pytree import send_to_device
 from ..base.rng import diverge
+from ..base.units import size
 from ..data import PreparedLoader, SkippedLoader, prepare_loader
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, StepError
@@ -34,7 +35,10 @@ from ..protocols import Precision, Strategy, WrapContext
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
-from ..strategies.transforms import CompileOptions, Compiling, Which, find_recomputed, recompute
+from ..strategies.offload import Offload
+from ..strategies.single import hook_gradient
+from ..strategies.transforms import CompileOptions, Compiling, Recompute, find_recomputed, recompute
+from .activations import Budget
 from .memory import SPARE, AutoStrategy
 from .replicas import ADDED, Replicas, compare_prepared
 from .state import Run
@@ -65,7 +69,7 @@ class PrepareOptions(NamedTuple):
     schedule: Callable[[Any, Sequence[PreparedOptimizer]], PreparedScheduler]
     strategy_options: bool = False  # whether some were given
     initialize: Callable[[nn.Module], None] | None = None
-    recompute: Which = False
+    recompute: Recompute | None = None
     compile: CompileOptions | None = None
     records: Sequence[Any] = ()
 
@@ -116,6 +120,10 @@ class Preparation:
         self._undo: list[Callable[[], None]] = []  # of changes to models in place, other than the strategy's
         self._told: list[str] = []  # about the weights, in the plan
         settings = run.plan.settings
+        below = options.recompute is not None and options.recompute.below is not None
+        self._budget = Budget(run, options.recompute) if below and options.recompute else None
+        if settings.strategy != AUTO:
+            self._check_words()
         self._seeded = self._alike = settings.seed is not None  # alike: all ranks draw from one random stream
         self.seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.replicas: Replicas | None = None
@@ -221,6 +229,7 @@ class Preparation:
         elif run.plan.settings.strategy == AUTO:
             self._look_for_memory(models, optimizers)
         strategy = self.strategy
+        self._check_words()
         if strategy.only_forward and any(named.values()):
             raise RefusedError(
                 f"forward_methods: strategy {strategy.name!r} {strategy.only_forward}. Call the model itself, or use 'ddp'"
@@ -233,12 +242,34 @@ class Preparation:
                 for model in models:
                     self.converted += [(module, type(module)) for module in batchnorms(model)]
                     convert_sync_batchnorm(model, strategy.data_group)
-        if options.recompute:
-            self._undo.append(recompute(find_recomputed(models, options.recompute)))
+        which = options.recompute
+        if which and which.below is None:
+            parts = find_recomputed(models, which)
+            self._undo.append(recompute(parts, which.selective))
+            keeps = "inputs, matrix products and attention" if which.selective else "inputs only"
+            words = f"{len(parts)} parts keep their {keeps} (`easymp estimate --input` counts bytes)"
+            self._refine("activations", run.plan.activations.value, words)  # type: ignore[union-attr]
         if self._compiling:  # recomputed parts are compiled, too
             for model in models:
                 self._precision.decide(model)  # timing would compile the model in both
             self._compiling.blocks(models, strategy.sharded)
+
+    def _check_words(self) -> None:
+        """Raises RefusedError for a word that the strategy cannot run."""
+        strategy, settings = self.strategy, self._run.plan.settings
+        for name, why in (
+            ("activation_offload", strategy.no_offload),
+            ("optimizer_in_backward", strategy.no_step_in_backward),
+        ):
+            if why and getattr(settings, name):
+                raise RefusedError(
+                    f"{name}=True cannot run under strategy {strategy.name!r}, which {why}. Leave it out, or use strategy='fsdp'"
+                )
+        if self._budget is not None and strategy.no_offload and strategy.only_forward:
+            raise RefusedError(
+                f"activation_checkpointing by size cannot run under strategy {strategy.name!r}, where the activations of a rank are not "
+                "those of the whole model: use activation_checkpointing='blocks'"
+            )
 
     def _look_for_memory(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """On one process, estimate the memory, unless an upper bound for any precision and usual optimizer fits."""
@@ -256,11 +287,26 @@ class Preparation:
             self._raise_weights(model)
         if not strategy.sharded and any(t.is_meta for t in chain(model.parameters(), model.buffers())):
             materialise(model, world.device if place else torch.device("cpu"), options.initialize)
-        if methods:
-            precision.decide(model)  # a timing would be one of forward
+        settings = self._run.plan.settings
+        first = offload = None
+        if methods or self._budget:
+            precision.decide(model)  # a timing would be one of forward, and before activations are counted
+        if self._budget:
+            early = {"optimizer_in_backward": settings.optimizer_in_backward}
+            need = self._auto.need(strategy.name, [model], optimizers, strategy.options, **early)
+            first = self._budget.watch(model, precision, need.total, self._undo)
+        if settings.activation_offload:
+            offload = Offload(world.device)
+            said = self._run.plan.activations
+            assert said is not None
+            keeps = f"{said.reason}; " if options.recompute else ""
+            words = f"{keeps}what forward keeps is in pinned host memory until backward"
+            self._refine("activations", said.value, words)
         compile_whole = self._compiling.whole if self._compiling else lambda module: None
+        in_backward = settings.optimizer_in_backward
+        compiled = self._compiling is not None
         context = WrapContext(
-            precision, place, options.initialize, compile_whole, self._compiling is not None
+            precision, place, options.initialize, compile_whole, compiled, in_backward
         )
         wrapped = strategy.wrap(model, optimizers, context)
         if world.size > 1:
@@ -269,7 +315,11 @@ class Preparation:
             why = "gradients of low-precision parameters are summed in fp32, dense ones only"
             refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
         calls = (world.blame, partial(self._no_sync, model), methods)
-        view, route = make_view(model, wrapped, *calls, strategy.no_double_backward, strategy.sharded)
+        watched = (strategy.no_double_backward, strategy.sharded, first, offload)
+        view, route = make_view(model, wrapped, *calls, *watched)
+        for parameter in model.parameters() if in_backward else ():
+            if parameter.is_floating_point() or parameter.is_complex():
+                self._undo.append(hook_gradient(parameter, self._gradient_done).remove)
         self.models.append(Prepared(view, route))
         self._done[id(view)] = view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
@@ -282,6 +332,15 @@ class Preparation:
             if choice.value > 1 and not choice.reason.endswith(SUMMED):
                 self._refine("accumulation", choice.value, choice.reason + SUMMED)
         return view
+
+    def _gradient_done(self, parameter: Tensor) -> None:
+        """In backward: step the parameters whose gradients are averaged by now."""
+        ready: dict[PreparedOptimizer, list[Tensor]] = {}
+        for one in self.strategy.reduced(parameter):
+            if id(one) in self.stepped_by and one.grad is not None:
+                ready.setdefault(self.stepped_by[id(one)], []).append(one)
+        for optimizer, parameters in ready.items():
+            optimizer.step_now(parameters)
 
     def _raise_weights(self, model: nn.Module) -> None:
         raised = raise_weights(model)
@@ -324,12 +383,21 @@ class Preparation:
         stepped, counting = strategy.spread(optimizer), strategy.counting
         if isinstance(stepped, optim.FusedOptimizer) and counting.add is not None:
             stepped.count_by(counting)
-        choice = (settings.fused, settings.ema_decay, masters, self._gave_way, self._scaler.enabled)
+        early = settings.optimizer_in_backward
+        choice = (
+            settings.fused and not early,
+            settings.ema_decay,
+            masters,
+            self._gave_way,
+            self._scaler.enabled,
+        )
         engine = optim.Engine(stepped, counting, *choice)
         if self._run.world.size > 1 and self._run.world.device.type == "cuda":
             same_kernels(self._run.world, stepped, engine)
         shared = (self._run.window, self._scaler, optimizer, masters, self.sums, engine)
         prepared = optim.PreparedOptimizer(stepped, *shared)
+        if early:
+            prepared.step_in_backward()
         self.stepped_by.update((id(p), prepared) for p in held)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
         self.optimizers.append(prepared)
@@ -337,6 +405,16 @@ class Preparation:
         if settings.fused:
             self._not_fused[prepared] = why_not
             self._say_steps()
+        if early:
+            choice, models = self._run.plan.optimizer, [model.route.original for model in self.models]
+            whole, few = (
+                self._auto.need(
+                    strategy.name, models, [], strategy.options, optimizer_in_backward=early
+                ).gradients
+                for early in (False, True)
+            )
+            words = f"each parameter is stepped in backward: {size(few)} of gradients at once instead of {size(whole)}"
+            self._refine("optimizer", choice.value, f"{choice.reason}; {words}")
         return prepared
 
     def _masters_for(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Masters | None:

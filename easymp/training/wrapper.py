@@ -96,6 +96,8 @@ class Route:
         no_sync: makes a context that keeps gradients to this rank.
         explain: called with an error of a call.
         no_double_backward: why a gradient of a gradient is refused; "" where it works.
+        first: called once, with the arguments of the first call that trains, before it.
+        offload: around calls that train: takes what autograd saves.
     """
 
     original: nn.Module
@@ -103,10 +105,19 @@ class Route:
     no_sync: Callable[[], AbstractContextManager[Any]]
     explain: Callable[[RuntimeError, str], None]
     no_double_backward: str = ""
+    first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+    offload: AbstractContextManager[Any] | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.first is not None and torch.is_grad_enabled():
+            first, self.first = self.first, None
+            first(args, kwargs)
         try:
-            outputs = self.module(*args, **kwargs)
+            if self.offload is None or not torch.is_grad_enabled():
+                outputs = self.module(*args, **kwargs)
+            else:
+                with self.offload:
+                    outputs = self.module(*args, **kwargs)
         except RuntimeError as error:
             self.explain(error, "forward")
             raise
@@ -166,15 +177,17 @@ def make_view(
     methods: Sequence[str] = (),
     no_double_backward: str = "",
     sharded: bool = False,
+    first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
+    offload: AbstractContextManager[Any] | None = None,
 ) -> tuple[nn.Module, Route]:
-    """The module a user calls in place of `original`; `original` itself where `module` is the same.
+    """The module a user calls in place of `original`; `original` itself where `module` is the same and calls are not watched.
 
     Args:
         methods: those that are called as forward is.
         sharded: parameters are shards outside of forward; an error of another method that computes with them is explained.
     """
-    route = Route(original, module, no_sync, explain, no_double_backward)
-    if module is original:
+    route = Route(original, module, no_sync, explain, no_double_backward, first, offload)
+    if module is original and first is None and offload is None:
         return original, route
     # The class of the module, also where `original` is a view.
     kind = next(c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c))
@@ -301,8 +314,9 @@ def loss_trouble(loss: Any) -> str:
 def explain_second_backward(error: RuntimeError) -> None:
     """Raise a StepError if `error` is torch's about a gradient of a gradient."""
     said = str(error).splitlines()[0] if str(error) else ""
-    if "double backward" in said or "differentiate twice" in said:
+    if any(words in said for words in ("double backward", "differentiate twice", "backward an extra time")):
         raise StepError(
             "the loss holds the gradient of a gradient, which a part of the model does not have: torch.compile's default backend, "
-            f"Linears in fp8 and synchronised batch-norm have none. Leave these out. torch said: {said}"
+            f"Linears in fp8, synchronised batch-norm and activation_checkpointing='attention' have none. Leave these "
+            f"out. torch said: {said}"
         ) from error

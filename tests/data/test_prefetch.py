@@ -60,14 +60,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("n", [0, 3])
-def test_the_next_copy_is_queued_before_a_batch_is_handed_out(n: int, log: list[str]) -> None:
+def test_the_next_two_copies_are_queued_before_a_batch_is_handed_out(n: int, log: list[str]) -> None:
     for batch, note in source._ahead(feed(n, log), torch.device("cpu")):
         assert batch["x"][0] == note.end
         log.append(f"step {note.end}{' last' if note.last else ''}")
     expected = {
         0: [],
         3: [
-            "load 0", "copy 0", "load 1", "copy 1", "wait 0", "step 0", "load 2", "copy 2", "wait 1", "step 1", "wait 2",
+            "load 0", "copy 0", "load 1", "copy 1", "load 2", "copy 2", "wait 0", "step 0", "wait 1", "step 1", "wait 2",
             "step 2 last",
         ],
     }  # fmt: skip

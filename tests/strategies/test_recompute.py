@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator, PrepareError, SettingError
-from easymp.strategies.transforms import find_recomputed, recompute
+from easymp.strategies.transforms import Recompute, find_recomputed, recompute
 
 from .models import Block, Tied, agree, make, trained
 
@@ -26,7 +26,8 @@ def saving(
 
 
 @pytest.mark.parametrize(
-    ("kind", "which"), [("tied", True), ("idle", True), ("conv", ("1", "2")), ("mlp", "Linear")]
+    ("kind", "which"),
+    [("tied", "attention"), ("idle", True), ("conv", ("1", "2")), ("mlp", "Linear"), ("tied", "100KB")],
 )
 def test_alone(kind: str, which: Any) -> None:
     ours, plain = saving("single", kind, which), saving("single", kind, False)
@@ -36,23 +37,31 @@ def test_alone(kind: str, which: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "size"),
+    ("strategy", "options", "size", "which"),
     [
-        ("ddp", None, 2),
-        ("fsdp", {"reshard_after_forward": False}, 2),
-        ("fsdp", {"wrap": ("LayerNorm", "Linear")}, 2),  # shards inside of what is computed again
-        pytest.param("hsdp", {"shard_size": 2}, 4, marks=pytest.mark.slow),
+        ("ddp", None, 2, "200KB"),
+        ("fsdp", {"reshard_after_forward": False}, 2, "attention"),
+        ("fsdp", {"wrap": ("LayerNorm", "Linear")}, 2, True),  # shards inside of what is computed again
+        (
+            "tensor_parallel",
+            {"plan": {"blocks.*.think.0": "colwise", "blocks.*.think.2": "rowwise"}},
+            2,
+            "attention",
+        ),
+        pytest.param("hsdp", {"shard_size": 2}, 4, "60KB", marks=pytest.mark.slow),
+        pytest.param("zero1", None, 2, "attention", marks=pytest.mark.slow),
+        pytest.param("pipeline", None, 2, "attention", marks=pytest.mark.slow),
     ],
 )
-def test_on_ranks(ranks, strategy: str, options: Any, size: int) -> None:
+def test_on_ranks(ranks, strategy: str, options: Any, size: int, which: Any) -> None:
     one = saving("single", "tied", False)
-    for got in ranks(saving, strategy, "tied", True, options, processes=size):
+    for got in ranks(saving, strategy, "tied", which, options, processes=size):
         agree(got, one)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_autocast_is_replayed(precision: str) -> None:
-    ours, plain = (saving("single", "tied", which, None, precision) for which in (True, False))
+@pytest.mark.parametrize(("precision", "which"), [("bf16", True), ("fp16", True), ("bf16", "attention")])
+def test_autocast_is_replayed(precision: str, which: Any) -> None:
+    ours, plain = (saving("single", "tied", which, None, precision) for which in (which, False))
     assert ours["losses"] == plain["losses"] and ours["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
@@ -62,7 +71,11 @@ class Drop(nn.Module):
         self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
 
     def forward(self, x: Tensor, *, debug: Tensor) -> Tensor:
-        return self.drop(torch.tanh(self.layer(x))) + debug
+        x = torch.tanh(self.layer(x))[:, None, None]
+        x = nn.functional.scaled_dot_product_attention(
+            x, x, x, dropout_p=0.1
+        )  # draws before the other dropout
+        return self.drop(x.view(-1, 8)) + debug
 
 
 class Drops(nn.Module):
@@ -87,7 +100,8 @@ def dropped(which: Any) -> list[Tensor]:
 
 
 def test_dropout_is_replayed_and_keywords_arrive() -> None:
-    assert all(torch.equal(a, b) for a, b in zip(dropped(True), dropped(False)))
+    for which in (True, "attention"):
+        assert all(torch.equal(a, b) for a, b in zip(dropped(which), dropped(False), strict=True))
 
 
 # -- the memory --------------------------------------------------------------------------------------------------------
@@ -118,13 +132,30 @@ def test_forward_keeps_the_inputs_of_blocks_only() -> None:
     assert kept(False) > 6 * kept(True)
 
 
+def test_a_size_decides_how_many_blocks_are_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    """The first ones, which backward comes to when the others have been freed; the plan says how many."""
+    for below, blocks in (("1MB", 0), ("400KB", 1), ("300KB", 2), ("100KB", 3)):
+        with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing=below) as acc:
+            model = make("tied")
+            optimizer: Any = torch.optim.AdamW(model.parameters())
+            view, _ = acc.prepare(model, optimizer)
+            with torch.no_grad():
+                view(torch.ones(24, 12))
+            assert "first forward" in str(acc.plan.activations)
+            view(torch.ones(24, 12)).sum().backward()
+            assert [type(b) is Block for b in model.blocks] == [False] * blocks + [True] * (3 - blocks)
+            assert f"{blocks} of 3 blocks are recomputed" in str(acc)
+        assert all(type(b) is Block for b in model.blocks)
+    assert "too much, so use a smaller batch" in caplog.text
+
+
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("which", "names"),
     [
-        (True, ["blocks.0", "blocks.1", "blocks.2"]),
+        ((), ["blocks.0", "blocks.1", "blocks.2"]),
         (("blocks.*",), ["blocks.0", "blocks.1", "blocks.2"]),  # the outermost of those inside one another
         (("blocks.[02]", "head"), ["blocks.0", "blocks.2", "head"]),
         (("*.think",), ["blocks.0.think", "blocks.1.think", "blocks.2.think"]),
@@ -133,7 +164,7 @@ def test_forward_keeps_the_inputs_of_blocks_only() -> None:
 def test_what_is_meant(which: Any, names: list[str]) -> None:
     model = Tied()
     by_id = {id(m): name for name, m in model.named_modules()}
-    assert [by_id[id(m)] for m in find_recomputed([model], which)] == names
+    assert [by_id[id(m)] for m in find_recomputed([model], Recompute(which))] == names
 
 
 @pytest.mark.parametrize(
@@ -155,7 +186,7 @@ def test_a_forward_of_its_own() -> None:
     model = Tied()
     model.blocks[0].forward = lambda x: x
     with pytest.raises(PrepareError, match="a Block has a forward of its own"):
-        find_recomputed([model], True)
+        find_recomputed([model], Recompute())
 
 
 @pytest.mark.parametrize("wrong", [1, ()])

@@ -1,0 +1,237 @@
+"""Activations of a forward, counted on fake tensors, which have shapes and no memory; and how many blocks are to be recomputed.
+
+A block that is recomputed keeps its inputs (with "attention" also its products), and is whole again for a while in backward. Blocks are
+recomputed from the first on: when backward comes to them, those that were kept have been freed.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..base.pytree import leaves, map_leaves
+from ..base.units import size
+from ..errors import BatchError, SettingError
+from ..logging import get_logger
+from ..protocols import Precision
+from ..strategies.transforms import Recompute, find_recomputed, recompute
+from .state import Run
+
+logger = get_logger(__name__)
+
+
+class Activations(NamedTuple):
+    """Bytes of activations on the device at the peak, and how they came about.
+
+    Attributes:
+        bytes: at the peak.
+        plain: the same, if nothing were recomputed.
+        blocks: parts that are recomputed.
+        of: parts that may be.
+    """
+
+    bytes: int
+    plain: int
+    blocks: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.blocks} of {self.of} blocks are recomputed: {size(self.bytes)} of activations instead of {size(self.plain)}"
+
+
+def count_activations(
+    model: nn.Module,
+    policy: Precision,
+    sample: Any,
+    which: Recompute | None,
+    available: int = 0,
+    offload: bool = False,
+) -> Activations:
+    """Count what forward keeps; with all parts recomputed, the average one is whole beside what the others keep.
+
+    Args:
+        sample: positional arguments in a tuple, keyword arguments in a dict, both in a pair of these, or one tensor.
+        available: bytes that activations may take, where `which` leaves the number of blocks open.
+        offload: what forward keeps is in the host's memory.
+
+    Raises:
+        SettingError: another kind of sample.
+        PrepareError: there is nothing to recompute.
+        BatchError: the forward cannot be followed.
+    """
+    args, kwargs = _arguments(sample)
+    autocast = policy.param == torch.float32
+    compute = policy.compute if autocast and policy.compute != torch.float32 else None
+    how = (args, kwargs, compute, None if autocast else policy.param)
+    plain = bytes_saved(model, *how)
+    if which is None:
+        return Activations(0 if offload else plain, plain, 0, 0)
+    parts = len(find_recomputed([model], which))
+
+    @cache
+    def peak(blocks: int) -> int:
+        if not blocks:
+            return plain
+        kept = bytes_saved(
+            model, *how, lambda twin: recompute(find_recomputed([twin], which)[:blocks], which.selective)
+        )
+        again = max(0, plain - kept) // parts if blocks == parts else 0
+        return again + (0 if offload else kept)
+
+    blocks = parts
+    if which.below is not None:
+        blocks = min(parts, bisect_left(range(parts), True, key=lambda number: peak(number) <= available))
+    return Activations(peak(blocks), plain, blocks, parts)
+
+
+def _arguments(sample: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    if isinstance(sample, Tensor):
+        return (sample,), {}
+    if not isinstance(sample, (tuple, list)):
+        raise SettingError(
+            f"sample is a {type(sample).__name__}: pass the model's arguments as a tuple, a dict, or one tensor"
+        )
+    both = len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict)
+    return (sample[0], sample[1]) if both else (tuple(sample), {})
+
+
+def bytes_saved(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    compute: torch.dtype | None = None,
+    stored: torch.dtype | None = None,
+    change: Callable[[nn.Module], object] = lambda model: None,
+) -> int:
+    """Count what is alive for backward after ``model(*args, **kwargs)``, without running it.
+
+    What a CPU's kernels save counts; a GPU's may save something else (fused attention, recurrent layers). `model` and the random streams
+    are left alone.
+
+    Args:
+        model: any module.
+        args: its arguments; only shapes and dtypes of tensors count.
+        kwargs: its keyword arguments.
+        compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
+        stored: what floating-point tensors are converted to before; None leaves them as they are.
+        change: called with the copy of `model` that runs forward.
+
+    Returns:
+        Bytes of the distinct storages, parameters and buffers not counted.
+
+    Raises:
+        BatchError: the model's forward cannot be followed on these arguments.
+
+    Example:
+        >>> easymp.memory.bytes_saved(nn.Linear(2, 1), (torch.ones(4, 2),), {})  # its input
+        32
+    """
+    # Imported here: few runs need it.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: dict[int, tuple[Any, int]] = {}  # weak references to storages, and their bytes
+    weights: dict[int, Tensor] = {}  # kept alive, so that no two storages have one address
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        dtype = stored if stored is not None and leaf.is_floating_point() else leaf.dtype
+        fake = torch.empty_strided(leaf.size(), leaf.stride(), dtype=dtype, device="cpu")
+        if isinstance(leaf, nn.Parameter):
+            return nn.Parameter(fake, leaf.requires_grad)
+        return fake.requires_grad_().clone() if leaf.requires_grad else fake  # a leaf would stay in the graph
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            storage = leaf.untyped_storage()
+            seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in weights:
+                weights[out.untyped_storage()._cdata] = out
+            for leaf in leaves(out):
+                note(leaf)
+            return out
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            memo = {id(t): twin(t) for t in [*model.parameters(), *model.buffers()]}
+            weights.update((t.untyped_storage()._cdata, t) for t in memo.values())
+            shapes = copy.deepcopy(model, dict(memo))
+            change(shapes)
+            args, kwargs = map_leaves(twin, tuple(args)), map_leaves(twin, dict(kwargs))
+            for leaf in leaves((args, kwargs)):
+                note(leaf)
+            leaf = None
+            with (
+                torch.enable_grad(),
+                Seen(),
+                torch.autocast("cpu", compute or torch.bfloat16, compute is not None),
+            ):
+                outputs = shapes(*args, **kwargs)
+            graphs = [leaf.grad_fn for leaf in leaves(outputs) if isinstance(leaf, Tensor)]
+            del args, kwargs, outputs, shapes  # from here on only the graph holds activations
+            alive = {place: number for place, (storage, number) in seen.items() if not storage.expired()}
+            del graphs
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise BatchError(
+            f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: {why}): check the "
+            "sample, or leave the sample out"
+        ) from error
+    return sum(number for place, number in alive.items() if place not in weights)
+
+
+class Budget:
+    """Decides in a model's first training forward how many of its blocks are recomputed, so that a rank stays below `below` bytes."""
+
+    def __init__(self, run: Run, which: Recompute) -> None:
+        self._run, self._which = run, which
+        self._taken = 0  # by models that are prepared, and their activations as far as these are known
+
+    def watch(
+        self, model: nn.Module, policy: Precision, need: int, undo: list[Callable[[], None]]
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+        """Called before `model` is wrapped; the result takes the arguments of its first forward.
+
+        Args:
+            need: bytes of everything but activations.
+            undo: takes the function that ends recomputation.
+        """
+        which, parts = self._which, find_recomputed([model], self._which)
+        tensors = [*model.parameters(), *model.buffers()]
+        shapes = copy.deepcopy(model, {id(t): _on_meta(t) for t in tensors})
+        self._taken += need
+
+        def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            below: int = which.below  # type: ignore[assignment]
+            found = count_activations(shapes, policy, (args, kwargs), which, below - self._taken)
+            self._taken += found.bytes
+            undo.append(recompute(parts[: found.blocks]))
+            reason = f"{found}, {size(self._taken)} a rank of {size(below)}"
+            if self._taken > below:
+                reason += ": too much, so use a smaller batch, or a strategy that shards the model"
+            (logger.warning if self._taken > below else logger.info)("activations: %s", reason)
+            plan = self._run.plan
+            assert plan.activations is not None
+            self._run.plan = replace(plan, activations=replace(plan.activations, reason=reason))
+
+        return decide
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    there = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there

@@ -1,0 +1,313 @@
+"""Parameters stepped in backward, and activations offloaded: the same training with less memory, or a refusal that says why."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import easymp
+from easymp import Accelerator, PrepareError, RefusedError, StepError
+from easymp.strategies.offload import Offload
+
+from .models import make, under, whole
+
+# -- optimizer_in_backward ---------------------------------------------------------------------------------------------
+
+
+def fit(
+    acc: Accelerator, kind: str, optimizer: Any = torch.optim.AdamW, folder: str = "", **more: Any
+) -> Any:
+    """Four updates, and the gradients' bytes at most; with a `folder`, left after two and resumed."""
+    model = make(kind)
+    first, *rest = list(model.parameters())
+    given: Any = optimizer([{"params": rest}, {"params": [first], "lr": 0.02}], lr=0.01, **more)
+    schedule: Any = torch.optim.lr_scheduler.LinearLR(given, 1.0, 0.2, 4)
+    model, given, schedule = acc.prepare(model, given, schedule)
+    spread, most = acc._prepared.strategy, 0
+
+    def count(*parameters: Any) -> None:
+        nonlocal most
+        held = [p.grad for p in model.parameters() if p.grad is not None]
+        most = max(most, sum(getattr(g, "_local_tensor", g).nbytes for g in held))
+        if parameters:
+            step_now(*parameters)
+
+    step_now, given.step_now = given.step_now, count
+    for step in range(4):
+        if folder and step == 2:
+            acc.save_state(folder)
+            for parameter in model.parameters():
+                with torch.no_grad():
+                    parameter.mul_(2)
+            acc.load_state(folder)
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 12, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+        x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
+        with acc.accumulate(model):
+            acc.backward(nn.functional.cross_entropy(model(x), y))
+            count()
+            given.step()
+            schedule.step()
+            given.zero_grad()
+    assert (given.updates, schedule.get_last_lr()[0]) == (4, pytest.approx(0.002))
+    held = [given.state[p] for group in given.param_groups for p in group["params"] if p in given.state]
+    state = [s[key] for s in held for key in sorted(s)]
+    return {name: whole(p) for name, p in model.named_parameters()}, state, most
+
+
+def run(
+    early: bool, strategy: str = "single", kind: str = "tied", options: Any = None, how: Any = (), **more: Any
+) -> Any:
+    with under(strategy, options, optimizer_in_backward=early, cpu=True, **dict(how)) as acc:
+        return fit(acc, kind, **more)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("tied", {}),
+    ("idle", {"optimizer": torch.optim.SGD, "momentum": 0.9}),
+    (
+        "tied",
+        {"optimizer": easymp.optim.AdamW, "how": {"ema_decay": 0.9, "activation_checkpointing": "attention"}},
+    ),
+    ("conv", {"optimizer": easymp.optim.Lion, "how": {"fused": False, "mixed_precision": "bf16"}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), CASES)
+def test_parameters_stepped_in_backward_are_those_of_plain_training(kind: str, more: Any) -> None:
+    how = more.get("how", {})
+    precision = {"precision": how["mixed_precision"]} if "mixed_precision" in how else {}
+    more = {**more, "how": {**{k: v for k, v in how.items() if k != "mixed_precision"}, **precision}}
+    (ours, state, few), (plain, states, many) = run(True, kind=kind, **more), run(False, kind=kind, **more)
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-7)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(state, states, strict=True))
+    predicted = easymp.memory.estimate(make(kind), strategy="single", optimizer_in_backward=True).gradients
+    assert few == predicted < many
+
+
+def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Any) -> None:
+    plain, resumed = run(True), run(True, folder=str(tmp_path / "here"))
+    assert all(torch.equal(value, resumed[0][name]) for name, value in plain[0].items())
+
+
+def on_ranks(strategy: str, options: Any) -> Any:
+    kind = "tied"
+    got = run(True, strategy, kind, options, optimizer=torch.optim.SGD, momentum=0.9)
+    predicted = easymp.memory.estimate(
+        make(kind), strategy=strategy, world=2, options=options, optimizer_in_backward=True
+    ).gradients
+    return got[0], got[2], predicted
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "size"),
+    [
+        ("ddp", {"bucket_cap_mb": 0.002}, 2),
+        ("fsdp", None, 2),
+        ("local_sgd", {"every": 1}, 2),
+        pytest.param("hsdp", {"shard_size": 2}, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_on_ranks(ranks: Any, strategy: str, options: Any, size: int) -> None:
+    plain = run(False, optimizer=torch.optim.SGD, momentum=0.9)
+    for ours, few, predicted in ranks(on_ranks, strategy, options, processes=size):
+        for name, value in plain[0].items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+        assert few <= predicted < plain[2] / 2, (few, predicted, plain[2])
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps above 1 adds up gradients"),
+        ({"mixed_precision": "fp16"}, "the loss scale of fp16 looks at all gradients"),
+        ({"nonfinite": "skip"}, "nonfinite='skip' looks at all gradients"),
+    ],
+)
+def test_what_needs_all_gradients_is_refused(how: Any, words: str) -> None:
+    with pytest.raises(RefusedError, match=words):
+        Accelerator(cpu=True, optimizer_in_backward=True, **how)
+
+
+def refused_on_ranks() -> list[str]:
+    said = []
+    for strategy, options in (
+        ("zero1", None),
+        ("fsdp", {"ignore": ("head",)}),
+        ("ddp", {"static_graph": True}),
+        ("pipeline", None),
+    ):
+        with pytest.raises(RefusedError) as caught:
+            Accelerator(cpu=True, strategy=strategy, strategy_options=options, optimizer_in_backward=True)
+        said.append(str(caught.value))
+    with Accelerator(cpu=True, strategy="ddp", optimizer_in_backward=True, timeout=5) as acc:
+        model = make("idle")
+        model, _ = acc.prepare(model, torch.optim.SGD(model.parameters()))
+        with pytest.raises(StepError) as missing:
+            acc.backward(model(torch.ones(2, 12)).sum())
+        said.append(str(missing.value))
+    return said
+
+
+def test_strategies_that_need_all_gradients_refuse(ranks: Any) -> None:
+    zero1, fsdp, ddp, pipeline, missing = ranks(refused_on_ranks)[0]
+    assert "which steps the shards of all parameters together" in zero1
+    assert "ignored parameters at the end of backward" in fsdp and "without find_unused_parameters" in ddp
+    assert "adds up the gradients of its micro-batches" in pipeline
+    assert "no gradient came for 'blocks.2.0.bias'" in missing
+
+
+def test_calls_that_come_too_late_or_too_early_are_refused() -> None:
+    with Accelerator(cpu=True, mixed_precision="no", optimizer_in_backward=True) as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = lambda: model(torch.ones(2, 12)).sum()  # noqa: E731
+        with pytest.raises(RefusedError, match="a second backward"):
+            acc.backward(loss(), retain_graph=True)
+        acc.backward(loss())
+        for call in (
+            lambda: acc.backward(loss()),
+            lambda: acc.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: acc.clip_grad_value_(model.parameters(), 1.0),
+            lambda: acc.no_sync().__enter__(),
+            lambda: setattr(acc, "gradient_accumulation_steps", 2),
+        ):
+            with pytest.raises(RefusedError, match="under optimizer_in_backward=True"):
+                call()
+        with pytest.raises(StepError, match="backward has stepped already"):
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(StepError, match="the backward in the closure"):
+            optimizer.step(loss)
+        assert "each parameter is stepped in backward" in str(acc)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "precision", "words"),
+    [
+        (easymp.optim.LAMB, "no", "a step that needs the gradients of all parameters"),
+        (torch.optim.LBFGS, "no", "a step that needs a closure"),
+        (torch.optim.AdamW, "bf16-true", "fp32 masters"),
+        (easymp.optim.AdamW, "bf16-true", "stochastic rounding"),
+    ],
+)
+def test_optimizers_that_need_all_gradients_are_refused(
+    make_optimizer: Any, precision: Any, words: str
+) -> None:
+    with Accelerator(cpu=True, mixed_precision=precision, optimizer_in_backward=True) as acc:
+        model = make("mlp")
+        with pytest.raises(PrepareError, match=words):
+            acc.prepare(model, make_optimizer(model.parameters()))
+
+
+# -- activation_offload ------------------------------------------------------------------------------------------------
+
+
+def test_offload_is_for_cuda() -> None:
+    with pytest.raises(
+        RefusedError,
+        match="activation_offload=True cannot run here: activations are copied from a CUDA device",
+    ):
+        Accelerator(cpu=True, activation_offload=True)
+
+
+class Counted(Offload):
+    """On a CPU, where streams wait for nothing: what is copied, both ways."""
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__(torch.device("cpu"), least)
+        self.went: list[Tensor] = []
+        self.came = 0
+
+    def _pack(self, tensor: Tensor) -> Any:
+        packed = super()._pack(tensor)
+        if packed is not tensor:
+            self.went.append(tensor.detach().clone())
+        return packed
+
+    def _bring(self, saved: Any) -> None:
+        before = saved.coming
+        super()._bring(saved)
+        self.came += saved.coming is not before
+
+
+def gradients(model: nn.Module, x: Tensor, around: Any) -> list[Tensor]:
+    model.zero_grad()
+    with around:
+        loss = model(x).square().mean()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "tied", "conv"])
+@pytest.mark.parametrize("which", [None, "blocks"])
+def test_offloaded_activations_give_the_same_gradients(kind: str, which: Any) -> None:
+    if which and kind != "tied":
+        which = "Linear"
+    with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing=which) as acc:
+        model, x = acc.prepare(make(kind)), torch.randn(6, 12)
+        plain, counted = gradients(model, x, nullcontext()), Counted()
+        ours = gradients(model, x, counted)
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+        assert counted.went and counted.came
+        own = {p.shape for p in model.parameters()} | {p.T.shape for p in model.parameters() if p.ndim == 2}
+        assert kind == "conv" or all(
+            t.shape not in own for t in counted.went
+        )  # parameters stay where they are
+        assert len(counted._leaving) <= 2
+        for _ in range(2):  # an object serves all forwards
+            assert all(torch.equal(a, b) for a, b in zip(gradients(model, x, counted), plain, strict=True))
+
+
+def test_small_tensors_stay_and_what_is_saved_twice_goes_once() -> None:
+    model, x = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)]), torch.randn(4, 8, requires_grad=True)
+    counted = Counted(least=1 << 20)
+    with counted:
+        y = x * 2
+        sum(layer(y).sum() for layer in model).backward()
+    assert not counted.went
+    counted = Counted()
+    with counted:
+        y = x * 2
+        loss = model[0](y).sum() + model[1](y).sum()
+    loss.backward()
+    assert len(counted._known) == 0 and len({t.data_ptr() for t in counted.went}) == 2
+    assert x.grad is not None
+
+
+# -- Python's garbage collection ---------------------------------------------------------------------------------------
+
+
+def test_garbage_collection_is_frozen_after_the_first_update_and_put_back() -> None:
+    gc.unfreeze()  # what the suite has frozen
+    for wanted in (True, False):
+        assert gc.isenabled() and not gc.get_freeze_count()
+        with Accelerator(cpu=True, mixed_precision="no", gc=wanted) as acc:
+            model = make("mlp")
+            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(2):
+                acc.backward(model(torch.ones(2, 12)).sum())
+                assert gc.isenabled() is (not wanted or optimizer.updates == 0)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert gc.isenabled() is not wanted and bool(gc.get_freeze_count()) is wanted
+            acc.free_memory()
+            assert gc.isenabled() and not gc.get_freeze_count()
+    gc.disable()
+    try:
+        with Accelerator(cpu=True, mixed_precision="no") as acc:
+            model = make("mlp")
+            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            acc.backward(model(torch.ones(2, 12)).sum())
+            optimizer.step()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.freeze()
