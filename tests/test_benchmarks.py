@@ -65,6 +65,15 @@ def test_each_tells_its_rows(words: str, rows: list[str], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_memory_words() -> None:
+    """Predicted bytes of gradients are those that are there; of activations, gradients of activations come on top."""
+    rows = [row.split("|") for row in run("memory_words").splitlines() if row.startswith("| ") and "%" in row]
+    off = {cells[1].strip(): float(cells[4].strip().rstrip("%")) for cells in rows}
+    assert len(off) == 15
+    assert all(-10 <= difference <= 30 for difference in off.values()), off
+
+
 def test_sharded_memory() -> None:
     cells = [row.split("|") for row in run("sharded_memory").splitlines() if row.startswith("| ")]
     rows = {row[1].strip(): row[2:] for row in cells}

@@ -70,8 +70,7 @@ class DDP(Single):
             "use_error_feedback", True
         )  # PowerSGD's, of each element
         early = max((sum(p.numel() for p in b) for b in buckets_of(model, options)), default=0)
-        # Beside a bucket there is its flat copy, which is summed.
-        return Layout(reducing=buckets * ((not options.gradient_as_bucket_view) + errors), early=2 * early)
+        return Layout(reducing=buckets * ((not options.gradient_as_bucket_view) + errors), early=early)
 
     def wrap(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext

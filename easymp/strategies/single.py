@@ -296,6 +296,20 @@ def average(tensors: Iterable[Tensor], world: World) -> None:
         half.copy_(mean)
 
 
+def refuse_words(strategy: Any, activation_offload: bool, optimizer_in_backward: bool) -> None:
+    """Raises RefusedError for words that save memory and that `strategy`, or its class, cannot run."""
+    asked = {"activation_offload": activation_offload, "optimizer_in_backward": optimizer_in_backward}
+    reasons = {
+        "activation_offload": strategy.no_offload,
+        "optimizer_in_backward": strategy.no_step_in_backward,
+    }
+    for name, why in reasons.items():
+        if why and asked[name]:
+            raise RefusedError(
+                f"{name}=True cannot run under strategy {strategy.name!r}, which {why}. Leave it out, or use strategy='fsdp'"
+            )
+
+
 def hook_gradient(parameter: nn.Parameter, call: Callable[[Any], None]) -> Any:
     """Register a post-accumulate-grad hook, also on a frozen parameter, which torch refuses and which may be unfrozen later."""
     wanted = parameter.requires_grad

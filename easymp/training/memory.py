@@ -40,6 +40,7 @@ from ..protocols import Choice, Layout, Precision, Source, Strategy
 from ..registry import PrecisionName, StrategyName
 from ..settings import Settings, as_record
 from ..strategies import STRATEGIES
+from ..strategies.single import refuse_words
 from ..strategies.transforms import read_which
 from .activations import bytes_saved as bytes_saved
 from .activations import count_activations
@@ -219,6 +220,7 @@ def estimate(
 
     Raises:
         SettingError: a wrong name or value.
+        RefusedError: the strategy has no `activation_offload` or `optimizer_in_backward`.
         PrepareError: there is nothing in `model` that `activation_checkpointing` means.
         BatchError: the model's forward cannot be followed on `sample`.
 
@@ -235,6 +237,7 @@ def estimate(
     for name, number in (("world", world), ("per_node", world if per_node is None else per_node)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise SettingError(f"{name}={number!r} is not a whole number of at least 1")
+    refuse_words(kind, activation_offload, optimizer_in_backward)
     known = isinstance(model, nn.Module)
     module = model if isinstance(model, nn.Module) else Counted(model)
     read = as_record(kind.Options, f"strategy {kind.name!r}", options)
@@ -259,7 +262,8 @@ def estimate(
     sums["gradients"] = sum(gradients)
     if optimizer_in_backward:
         sums["gradients"] = min(sum(gradients), layout.early * widest or max(gradients))
-        layout = layout if layout.gathers else layout._replace(reducing=0)
+        if not layout.gathers:  # ddp sums a flat copy of the bucket
+            layout = layout._replace(reducing=layout.early)
     notes = [layout.note] if layout.note else []
     if policy.swaps:
         notes.append(

@@ -36,7 +36,7 @@ from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
 from ..strategies.offload import Offload
-from ..strategies.single import hook_gradient
+from ..strategies.single import hook_gradient, refuse_words
 from ..strategies.transforms import CompileOptions, Compiling, Recompute, find_recomputed, recompute
 from .activations import Budget
 from .memory import SPARE, AutoStrategy
@@ -257,14 +257,7 @@ class Preparation:
     def _check_words(self) -> None:
         """Raises RefusedError for a word that the strategy cannot run."""
         strategy, settings = self.strategy, self._run.plan.settings
-        for name, why in (
-            ("activation_offload", strategy.no_offload),
-            ("optimizer_in_backward", strategy.no_step_in_backward),
-        ):
-            if why and getattr(settings, name):
-                raise RefusedError(
-                    f"{name}=True cannot run under strategy {strategy.name!r}, which {why}. Leave it out, or use strategy='fsdp'"
-                )
+        refuse_words(strategy, settings.activation_offload, settings.optimizer_in_backward)
         if self._budget is not None and strategy.no_offload and strategy.only_forward:
             raise RefusedError(
                 f"activation_checkpointing by size cannot run under strategy {strategy.name!r}, where the activations of a rank are not "

@@ -148,6 +148,7 @@ def test_options_of_a_strategy_and_ranks_of_a_node(ask):
         ("1M --optimizer adamx", "optimizer 'adamx'"),
         ("1M --input 1", "activations need a forward, and 1M has none"),
         ("1M --activation-checkpointing", "pass the shape of a batch (--input)"),
+        ("1M --activation-offload", "pass the shape of a batch (--input)"),
         ('1M --options {"cpu_offload":true}', "options are one strategy's"),
         ('1M --options {"cpu_ofload":true} --strategy fsdp --processes 2', "cpu_ofload"),
         ("1M --strategy single --processes 2", "nothing is left to estimate: single on 2"),

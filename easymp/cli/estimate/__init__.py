@@ -62,7 +62,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", metavar="NAME", help=dtype)
     shape = "an argument of forward, such as 8x3x224x224 or 8x1024:int64; repeatable"
     add("--input", action="append", default=[], metavar="SHAPE", help=shape)
-    add("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
+    again = (
+        "what is recomputed: blocks (the default of this flag), attention, a size such as 16GiB, or patterns"
+    )
+    add("--activation-checkpointing", nargs="?", const="blocks", metavar="WHAT", help=again)
+    add("--activation-offload", action="store_true", help="kept activations are in the host's memory")
+    add("--optimizer-in-backward", action="store_true", help="gradients are freed as they come")
     add("--options", metavar="JSON", help="of the one strategy that is named")
     add("--json", action="store_true", help="for programs")
 
@@ -81,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
         "optimizer": _optimizer(args.optimizer),
         "sample": models.read_sample(args.input) or None,
         "options": options,
-        "activation_checkpointing": args.activation_checkpointing,
+        "activation_checkpointing": args.activation_checkpointing or False,
+        "activation_offload": args.activation_offload,
+        "optimizer_in_backward": args.optimizer_in_backward,
     }
     per_node = there.processes if there else args.per_node
     asked = processes, strategies, precisions, memory, per_node, args.cpu

@@ -14,6 +14,7 @@ from ...plan import incompatible, make_plan
 from ...protocols import Facts
 from ...registry import ALIASES, PRECISIONS, STRATEGIES
 from ...settings import Settings
+from ...strategies.transforms import read_which
 from ...training.memory import NO_SAMPLE, SPARE, Memory, estimate, fits
 from ...training.memory import STATES as STATES
 from .models import Sized
@@ -98,14 +99,14 @@ def estimates(
         SettingError: a wrong name or number, or a sample for a model without a forward.
         PrepareError, BatchError: activation checkpointing finds no part, or the forward cannot be followed.
     """
-    sample, recomputed = how["sample"], how["activation_checkpointing"]
+    sample, recomputed = how["sample"], how["activation_checkpointing"] or how["activation_offload"]
     if sample is not None and not sized.runs:
         raise SettingError(
             f"activations need a forward, and {sized.name} has none: pass module:callable and its input"
         )
     if recomputed and sample is None:
         raise SettingError(
-            "activation checkpointing changes activations: pass the shape of a batch (--input)"
+            "activation checkpointing and offload change activations: pass the shape of a batch (--input)"
         )
     if how["options"] and len(strategies) != 1:
         raise SettingError("options are one strategy's: name that strategy alone")
@@ -126,7 +127,11 @@ def estimates(
     refused = [f"{name}: {why}" for name, why in refusals.items() if why and precisions]
     kinds = [name for name in names if not refusals[name]]
     activations = {}
-    for precision in kinds if sample is not None else ():  # the same for every strategy and world
+    which = read_which(how["activation_checkpointing"] or None)
+    each = which is not None and which.below is not None  # by size, activations depend on the rest
+    for precision in (
+        kinds if sample is not None and not each else ()
+    ):  # the same for every strategy and world
         activations[precision] = estimate(
             sized.model, **{**how, "options": None}, strategy="single", precision=precision
         ).activations
@@ -137,11 +142,11 @@ def estimates(
                 refused += [f"{strategy} on {world}: {why}"] if strategies else []
                 continue
             for precision in kinds:
-                known = {
-                    "activations": activations.get(precision),
-                    "sample": None,
-                    "activation_checkpointing": False,
-                }
+                known = (
+                    {"activations": activations[precision], "sample": None}
+                    if precision in activations
+                    else {}
+                )
                 where = {"world": world, "per_node": plan.ranks.local_size}
                 try:
                     if clash := incompatible(PRECISIONS[precision], STRATEGIES[strategy]):
