@@ -22,6 +22,7 @@ from ..precision.scaler import NO_GRADIENTS
 from .engine import Engine
 from .fused import FusedOptimizer
 from .masters import Masters, Sums, without
+from .muon import Muon
 from .sharded import ShardedOptimizer, holder_of
 from .torch_step import HOOKS, Clip, fill_momentum, keep_implementation, watched
 
@@ -133,8 +134,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             hear(self)
         return result
 
-    def step_in_backward(self) -> None:
-        """Let `step_now` move parameters as their gradients are done.
+    def step_in_backward(self, ranks: int) -> None:
+        """Let `step_now` move parameters as their gradients are done, in a world of this many ranks.
 
         Raises:
             PrepareError: the optimizer needs all gradients at once.
@@ -146,6 +147,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             why = "a hook that looks at all gradients before the step"
         elif signature(optimizer.step).parameters["closure"].default is Parameter.empty:
             why = "a step that needs a closure"
+        elif isinstance(optimizer, Muon) and ranks > 1:
+            why = "a step that the ranks share, matrix by matrix"
         elif isinstance(optimizer, FusedOptimizer):
             if getattr(type(optimizer), "rule", None) is None or optimizer.rule.norm:
                 why = "a step that needs the gradients of all parameters"

@@ -298,9 +298,7 @@ class Preparation:
         compile_whole = self._compiling.whole if self._compiling else lambda module: None
         in_backward = settings.optimizer_in_backward
         compiled = self._compiling is not None
-        context = WrapContext(
-            precision, place, options.initialize, compile_whole, compiled, in_backward
-        )
+        context = WrapContext(precision, place, options.initialize, compile_whole, compiled, in_backward)
         wrapped = strategy.wrap(model, optimizers, context)
         if world.size > 1:
             world.hurry_groups()
@@ -390,7 +388,7 @@ class Preparation:
         shared = (self._run.window, self._scaler, optimizer, masters, self.sums, engine)
         prepared = optim.PreparedOptimizer(stepped, *shared)
         if early:
-            prepared.step_in_backward()
+            prepared.step_in_backward(self._run.world.size)
         self.stepped_by.update((id(p), prepared) for p in held)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
         self.optimizers.append(prepared)

@@ -152,6 +152,10 @@ def refused_on_ranks() -> list[str]:
         with pytest.raises(StepError) as missing:
             acc.backward(model(torch.ones(2, 12)).sum())
         said.append(str(missing.value))
+        acc.free_memory()
+        model = acc.prepare(make("mlp"))
+        with pytest.raises(PrepareError, match="a step that the ranks share"):
+            acc.prepare(easymp.optim.Muon(model, lr=0.1))
     return said
 
 
