@@ -23,7 +23,6 @@ from easymp.launcher import agent, rendezvous
 from .pool import hold_port
 from .test_launcher import script as script
 from .test_launcher import wait_for
-from .versions import grace
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 HOST = socket.gethostname()
@@ -122,7 +121,7 @@ def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_
         open(sys.argv[1] + str(rank), "w").write(str(len(caught)))
     """)
     words = ["--nodes", "2", path, str(tmp_path / "x")]
-    each = [["--node-rank", "0", *words], ["--node-rank", "1", *grace(1), *words]]
+    each = [["--node-rank", "0", *words], ["--node-rank", "1", "--grace", "1", *words]]
     found = ranks(launched, port, each, str(tmp_path / "xready"), 0b11)
     assert found == [(143, f"stopped by SIGTERM (signal 15){UNSAVED}")] * 2
     assert (tmp_path / "x0").read_text() == "1"  # once
@@ -181,7 +180,7 @@ def impatient(words: list[str], *signs: str) -> int:
 
 
 def test_a_second_signal_kills_ranks_that_do_not_end(ranks, script, tmp_path):
-    words = ["--processes", "1", *grace(1000), script(STUBBORN), str(tmp_path / "x")]
+    words = ["--processes", "1", "--grace", "1000", script(STUBBORN), str(tmp_path / "x")]
     assert ranks(impatient, words, str(tmp_path / "x0"), str(tmp_path / "xtold"), processes=1) == [143]
 
 

@@ -80,12 +80,10 @@ class Launcher(NamedTuple):
 
 
 class Announced(NamedTuple):
-    """This process among all that a launcher announced.
+    """This process among all that a launcher announced; None where it does not say something.
 
     Attributes:
         rank, size: this process among all; where `processes` is not 1, this node among all nodes.
-        local_rank, local_size: on this machine; None where the launcher does not say it.
-        address, port: where rank 0 listens; None where the launcher does not say it.
         most: nodes that may take part, where they come and go.
         processes: to be started by each node; 1 where this process is a rank, 0 where the number is the node's accelerators.
     """
@@ -121,7 +119,11 @@ def read_ranks() -> Ranks:
                 stacklevel=3,
             )
         return Ranks(alone=f"no launcher announced others: {why}") if why else Ranks()
-    single = found.processes == 1 or (found.processes == 0 and _accelerators() <= 1)
+    single = found.processes == 1
+    if found.processes == 0:  # one for each accelerator of the node
+        import torch
+
+        single = max(torch.cuda.device_count(), torch.xpu.device_count()) <= 1
     if not single or found.most is not None or found.rank is None:
         raise WorldError(
             f"{said(found.by.size, found.by.each)} announce {found.size} node{'s' * (found.size > 1)} with "
@@ -141,12 +143,6 @@ def _ranks(found: Announced) -> Ranks:
     return Ranks(
         *(rank, size, local, beside or max(size, local + 1), found.by.name, bound, meeting), unknown=unknown
     )
-
-
-def _accelerators() -> int:
-    import torch
-
-    return max(torch.cuda.device_count(), torch.xpu.device_count())
 
 
 def read() -> tuple[Announced | None, str]:
@@ -200,17 +196,20 @@ def _pair(launcher: Launcher) -> tuple[int, int] | None:
     if rank is None and size in (None, 1):
         return None
     if rank is None or size is None:
-        there, missing = (launcher.size, launcher.rank) if rank is None else (launcher.rank, launcher.size)
-        raise WorldError(
-            f"{said(there)} is in the environment but {missing} is not: a launcher sets both. Start with `easymp launch` or another "
-            f"launcher, or unset {there} to train in one process"
-        )
+        raise _missing(*(launcher[2:0:-1] if rank is None else launcher[1:3]))
     if not 0 <= rank < size:
         raise WorldError(
             f"{said(launcher.rank, launcher.size)} contradict each other: a rank lies in 0 … {size - 1}. Check the settings of "
             "the launcher, or unset both to train in one process"
         )
     return rank, size
+
+
+def _missing(there: str, missing: str) -> WorldError:
+    return WorldError(
+        f"{said(there)} is in the environment but {missing} is not: a launcher sets both. Start with `easymp launch` or another "
+        f"launcher, set {missing}, or unset {there} to train in one process"
+    )
 
 
 def _local(launcher: Launcher, size: int) -> tuple[int | None, int | None]:
@@ -227,14 +226,12 @@ def _local(launcher: Launcher, size: int) -> tuple[int | None, int | None]:
 
 
 def _read_explicit(launcher: Launcher) -> Announced | str:
-    pair = _pair(launcher)
-    if pair is None:
-        return ""
-    return Announced(launcher, *pair, *_local(launcher, pair[1]), *_master(launcher))
-
-
-def _master(launcher: Launcher) -> tuple[str | None, int | None]:
-    return env.read(launcher.address) or None, env.integer(launcher.port)
+    pair, address = _pair(launcher), env.read(launcher.address) or None
+    return (
+        Announced(launcher, *pair, *_local(launcher, pair[1]), address, env.integer(launcher.port))
+        if pair
+        else ""
+    )
 
 
 # -- nodes that start their processes ----------------------------------------------------------------------------------
@@ -244,13 +241,13 @@ def _read_pods(launcher: Launcher) -> Announced | str:
     """This node among those that are to call torchrun, by torchrun's options in variables (torch/distributed/argparse_util.py)."""
     if _within_torchrun():
         return ""
-    nodes = re.fullmatch(r"(\d+)(?::(\d+))?", (text := env.read(launcher.size) or "1").strip())
-    if nodes is None or int(nodes[1]) < 1:
+    text, each = env.read(launcher.size) or "1", env.read(launcher.each) or "1"
+    nodes = re.fullmatch(r"\s*([1-9]\d*)(?::(\d+))?\s*", text)
+    if nodes is None:
         raise WorldError(
             f"PET_NNODES={text!r} is not a number of nodes, such as 2 or 1:4: check the job's settings"
         )
     least, most = int(nodes[1]), int(nodes[2] or nodes[1])
-    each = env.read(launcher.each) or "1"
     processes = int(each) if each.isdecimal() else 0  # "auto", "gpu", "cpu"
     if most == 1 and processes in (0, 1):
         return ""
@@ -262,13 +259,12 @@ def _read_pods(launcher: Launcher) -> Announced | str:
         raise WorldError(
             f"{said(launcher.size)} and node rank {rank} contradict each other: check the job's settings"
         )
-    missing = {
-        "PET_NODE_RANK": ("the node's number, from 0", rank is None and most == least),
-        "PET_MASTER_ADDR": ("the first node's address", address is None),
-    }
-    for name, (value, absent) in missing.items():
+    for name, absent in (
+        (launcher.rank, rank is None and most == least),
+        (launcher.address, address is None),
+    ):
         if absent and most > 1:
-            raise WorldError(f"PET_NNODES={text} is in the environment but {name} is not: set it to {value}")
+            raise _missing(launcher.size, name)
     place = address, env.integer(launcher.port, otherwise), most if most > least else None
     return Announced(launcher, rank, least, None, None, *place, processes)
 
@@ -290,12 +286,12 @@ def _read_skypilot(launcher: Launcher) -> Announced | str:
 
 
 def _read_mpi(launcher: Launcher) -> Announced | str:
-    pair = _pair(launcher)
+    pair, address, port = _pair(launcher), env.read(launcher.address) or None, env.integer(launcher.port)
     if pair is None or (launcher is PMI and pair == (env.integer(SLURM.rank), env.integer(SLURM.size))):
         return ""  # srun's PMI, of which Slurm's own variables say more
     if pair[1] == 1:
         return f"{launcher.name} started one process"
-    local, job, (address, port) = _local(launcher, pair[1]), env.read(launcher.job), _master(launcher)
+    local, job = _local(launcher, pair[1]), env.read(launcher.job)
     if port is None:
         port = FIRST_PORT + zlib.crc32(job.encode()) % 10_000 if job else PORT
     if address is None and local[1] == pair[1]:
@@ -348,38 +344,11 @@ def _read_slurm(launcher: Launcher) -> Announced | str:
         return "Slurm's srun started one task"
     local = env.integer(launcher.local_rank)
     if local is None:
-        raise WorldError(
-            f"{said(launcher.rank)} is in the environment but {launcher.local_rank} is not: srun sets both. Start with srun, or unset "
-            f"{launcher.rank} to train in one process"
-        )
-    nodes = _slurm("NODELIST") or env.read(launcher.address) or None
-    return Announced(
-        SLURM, *pair, local, _slurm_local_size(local, pair[1], nodes), *_slurm_master(launcher, nodes)
+        raise _missing(launcher.rank, launcher.local_rank)
+    # A step may run on some of the job's nodes only.
+    nodes = (
+        env.read("SLURM_STEP_NODELIST") or env.read("SLURM_NODELIST") or env.read(launcher.address) or None
     )
-
-
-def _slurm(name: str) -> str | None:
-    """A variable of this step, which may run on some of the job's nodes only; else the job's."""
-    return env.read(f"SLURM_STEP_{name}") or env.read(f"SLURM_{name}") or None
-
-
-def _slurm_local_size(local: int, size: int, nodes: str | None) -> int:
-    """Number of tasks on this node. SLURM_TASKS_PER_NODE "4(x2),3" means two nodes with four tasks each, and one with three."""
-    text, node = _slurm("TASKS_PER_NODE"), env.integer("SLURM_NODEID", 0)
-    if text is None:
-        each = env.integer("SLURM_NTASKS_PER_NODE") or (-(-size // len(hosts(nodes))) if nodes else 1)
-        return max(local + 1, each)
-    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
-    counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
-    if None in parts or not 0 <= node < len(counts) or local >= counts[node]:
-        raise WorldError(
-            f"SLURM_NODEID={node}, SLURM_LOCALID={local} and {said('SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE')} contradict "
-            "each other (tasks are written as '4(x2),3'): start with srun, which sets all of them"
-        )
-    return counts[node]
-
-
-def _slurm_master(launcher: Launcher, nodes: str | None) -> tuple[str, int]:
     address, port, job = env.read("MASTER_ADDR"), env.integer(launcher.port), env.read(launcher.job, "")
     for missing, name, use in (
         (not address and not nodes, launcher.address, "MASTER_ADDR"),
@@ -390,7 +359,27 @@ def _slurm_master(launcher: Launcher, nodes: str | None) -> tuple[str, int]:
                 f"{said(launcher.rank)} is in the environment, and {name}={env.read(name)!r} does not say where the tasks meet: start "
                 f"with srun, which sets both, or export {use}"
             )
-    return address or hosts(nodes)[0], FIRST_PORT + int(job[-4:]) if port is None else port
+    place = address or hosts(nodes)[0], FIRST_PORT + int(job[-4:]) if port is None else port
+    return Announced(SLURM, *pair, local, _slurm_local_size(local, pair[1], nodes), *place)
+
+
+def _slurm_local_size(local: int, size: int, nodes: str | None) -> int:
+    """Number of tasks on this node. SLURM_TASKS_PER_NODE "4(x2),3" means two nodes with four tasks each, and one with three."""
+    text, node = (
+        env.read("SLURM_STEP_TASKS_PER_NODE") or env.read("SLURM_TASKS_PER_NODE"),
+        env.integer("SLURM_NODEID", 0),
+    )
+    if not text:
+        each = env.integer("SLURM_NTASKS_PER_NODE") or (-(-size // len(hosts(nodes))) if nodes else 1)
+        return max(local + 1, each)
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    if None in parts or not 0 <= node < len(counts) or local >= counts[node]:
+        raise WorldError(
+            f"SLURM_NODEID={node}, SLURM_LOCALID={local} and {said('SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE')} contradict "
+            "each other (tasks are written as '4(x2),3'): start with srun, which sets all of them"
+        )
+    return counts[node]
 
 
 def hosts(text: str) -> list[str]:

@@ -92,12 +92,10 @@ class Watch:
                     return
                 if asker.startswith(ABORT):
                     self._abort(int(asker.removeprefix(ABORT)))
-                    continue
-                if asker == "call":
-                    if (answer := self.heard()) is not None:
-                        self._store.set(f"called/{self._rank}", str(answer))
-                    continue
-                self._store.set(asker, self._whereabouts())
+                elif asker != "call":
+                    self._store.set(asker, self._whereabouts())
+                elif (answer := self.heard()) is not None:
+                    self._store.set(f"called/{self._rank}", str(answer))
         except RuntimeError:
             return  # the store is gone
 
@@ -112,6 +110,11 @@ class Watch:
 
     def _send(self, rank: int, text: str) -> None:
         self._ask.set(f"{rank}/{self._ask.add(f'{rank}/count', 1)}", text)
+
+    def _send_all(self, text: str) -> None:
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._send(rank, text)
 
     def report(self) -> str:
         """One line a rank: its last collective and the line it is at."""
@@ -158,10 +161,21 @@ class Watch:
         Args:
             place: group and number of the comparison. The keys of the comparison before it are deleted.
         """
+        group, number = place
+        store = dist.PrefixStore(f"compare/{group}/{number}", self._meet)
+
+        def come_and_wait() -> str:
+            if store.compare_set("first", "", said).decode() != said:
+                store.set("unlike", "")
+            if store.add("came", 1) == self._size:
+                store.set("end", "unlike" if store.check(["unlike"]) else "alike")
+                for key in ("first", "came", "end"):  # all ranks have left the one before
+                    self._meet.delete_key(f"compare/{group}/{number - 1}/{key}")
+            store.wait(["end"], timedelta(seconds=seconds))
+            return store.get("end").decode()
+
         try:
-            end = in_time(
-                lambda: self._come_and_wait(place, said, seconds), seconds + PATIENCE.total_seconds()
-            )
+            end = in_time(come_and_wait, seconds + PATIENCE.total_seconds())
         except dist.DistStoreError:
             raise RuntimeError(f"timed out: not all ranks have called it within {seconds:g} s") from None
         except TimeoutError:
@@ -170,18 +184,6 @@ class Watch:
         if end.startswith("rank"):
             raise RuntimeError(end)
         return end == "alike"
-
-    def _come_and_wait(self, place: tuple[int, int], said: str, seconds: float) -> str:
-        group, number = place
-        store = dist.PrefixStore(f"compare/{group}/{number}", self._meet)
-        if store.compare_set("first", "", said).decode() != said:
-            store.set("unlike", "")
-        if store.add("came", 1) == self._size:
-            store.set("end", "unlike" if store.check(["unlike"]) else "alike")
-            for key in ("first", "came", "end"):  # all ranks have left the one before
-                self._meet.delete_key(f"compare/{group}/{number - 1}/{key}")
-        store.wait(["end"], timedelta(seconds=seconds))
-        return store.get("end").decode()
 
     def leave(self, place: tuple[int, int]) -> None:
         """Tell ranks that wait for this one that it does not come: `compare` at `place` and `wait_for_all` fail there."""
@@ -224,16 +226,12 @@ class Watch:
 
     def abort_others(self, group: int) -> None:
         """Let every other rank abort the collectives of this group: kernels that wait on the device end with an error."""
-        for rank in range(self._size):
-            if rank != self._rank:
-                self._send(rank, f"{ABORT}{group}")
+        self._send_all(f"{ABORT}{group}")
 
     def call(self, answer: int) -> None:
         """Give this rank's answer, and have the others' listeners give theirs."""
         self._ask.set(f"called/{self._rank}", str(answer))
-        for rank in range(self._size):
-            if rank != self._rank:
-                self._send(rank, "call")
+        self._send_all("call")
 
     def answers(self, seconds: float) -> list[int] | None:
         """The answers of all ranks; None where one is missing after `seconds`."""

@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ..base import env
 from ..base.ranks import LOOPBACK, Ranks
@@ -45,7 +47,7 @@ MOVABLE = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8,
 }  # fmt: skip
 
-BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
+BUCKET = 2**26  # bytes averaged at a time
 # A group that is bound to its device connects at once, and parts of it (those of a mesh of two dimensions) are split from it. Before
 # 2.10 torch splits no group of two backends: 2.8 stops with an assertion, and in 2.9 gloo's parts meet under one name.
 BINDS = TORCH >= (2, 10)
@@ -326,22 +328,12 @@ class World:
         size = dist.get_world_size(group) if self.size > 1 else 1
         if size == 1:
             return
-        waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for tensor in tensors:
-            bucket = waiting.setdefault((tensor.device, tensor.dtype), [])
-            bucket.append(tensor)
-            if sum(t.numel() for t in bucket) >= BUCKET:
-                self._average_flat(waiting.pop((tensor.device, tensor.dtype)), size, group)
-        for bucket in waiting.values():
-            self._average_flat(bucket, size, group)
-
-    def _average_flat(self, tensors: list[Tensor], size: int, group: dist.ProcessGroup | None) -> None:
-        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-        with self.explained("averaging of gradients"):
-            dist.all_reduce(flat, group=group)
-        flat /= size
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
-            tensor.detach().copy_(part.view(tensor.shape))
+        for some in _take_tensors([t.detach() for t in tensors], BUCKET):
+            flat = _flatten_dense_tensors(some)
+            with self.explained("averaging of gradients"):
+                dist.all_reduce(flat, group=group)
+            for tensor, part in zip(some, _unflatten_dense_tensors(flat.div_(size), some)):
+                tensor.copy_(part)
 
     def gather(self, tensor: Tensor, every: int = 1) -> Tensor:
         """All ranks' tensors, one after the other along dimension 0, on every rank; scalars become one element each.
@@ -369,18 +361,14 @@ class World:
 
     def gather_uneven(self, tensor: Tensor, every: int = 1) -> Tensor:
         """As `gather`, where dimension 0 may differ between the ranks."""
+        tensor = tensor.detach()
         if tensor.ndim == 0 or self.size == 1:
             return self.gather(tensor, every)
-        tensor = tensor.detach()
-        lengths = self.gather(torch.tensor([tensor.shape[0]], device=tensor.device)).tolist()
-        longest = max(lengths)
-        if min(lengths) == longest:
-            return self.gather(tensor, every)
-        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        whole = self.gather(padded)
-        kept = [(r, n) for r, n in enumerate(lengths) if r % every == 0]
-        return torch.cat([whole[r * longest : r * longest + n] for r, n in kept])
+        lengths = self.gather(torch.tensor(len(tensor), device=tensor.device)).tolist()
+        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
+        parts = self.gather(padded, every).split(max(lengths)) if max(lengths) else [padded]
+        return torch.cat([part[:length] for part, length in zip(parts, lengths[::every])])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The tensor of rank `source`, as a new tensor on every rank; shapes must agree."""
@@ -413,7 +401,7 @@ class World:
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Hand a tensor to rank `target`, which calls `receive`; the other ranks have no part in it."""
-        flat = tensor.detach().to(self.device).contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().to(self.device).reshape(-1).view(torch.uint8)
         with self.explained(f"sending to rank {target}"):
             dist.send(flat, target)
 
@@ -481,8 +469,7 @@ def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
             f"WORLD_SIZE={ranks.size} was announced, but {late} all {ranks.size} (`easymp launch --processes {ranks.size} script.py` "
             "does), or unset RANK and WORLD_SIZE to train in one process"
             if ranks.meeting is None
-            else f"{ranks.announced} announced {ranks.size} tasks, but {late} the training in all of them, or in a job of one "
-            "(srun --ntasks 1, mpirun -n 1)"
+            else f"{ranks.announced} announced {ranks.size} tasks, but {late} the training in all of them, or in a job of one"
         ) from error
     return store, keys
 
@@ -502,10 +489,14 @@ def _open_store(ranks: Ranks, limit: timedelta) -> dist.Store:
         if shared:
             store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.size, timeout=limit)))[0]
         else:
-            kept, here = None, not ranks.unknown and ranks.local_size == ranks.size
-            if here:  # all ranks are on this machine
+            kept = None
+            if not ranks.unknown and ranks.local_size == ranks.size:  # out of other machines' reach
                 address = LOOPBACK
-                kept = _listen_here(port) if ranks.rank == 0 else None
+                if ranks.rank == 0:
+                    # The port may be taken: by the store of this process's last world, which the next one shares, or by another
+                    # program; torch's own attempt says more then.
+                    with suppress(OSError):
+                        kept = socket.create_server((LOOPBACK, port)).detach()
             options = {"wait_for_workers": False, "multi_tenant": True, "master_listen_fd": kept}
             store = dist.TCPStore(address, port, None, ranks.rank == 0, limit, **options)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
@@ -518,18 +509,6 @@ def _open_store(ranks: Ranks, limit: timedelta) -> dist.Store:
     # the attempt, and nodes may count their restarts differently: one that came later had none.
     attempt = env.integer("TORCHELASTIC_RESTART_COUNT", 0) if shared else 0
     return dist.PrefixStore(f"easymp/{attempt}", store)
-
-
-def _listen_here(port: int) -> int | None:
-    """A socket for the store that other machines do not reach.
-
-    None where the port is taken: by the store of this process's last world, which the next one shares, or by another program; torch's
-    own attempt says more then.
-    """
-    try:
-        return socket.create_server((LOOPBACK, port)).detach()
-    except OSError:
-        return None
 
 
 def _host() -> str:
@@ -547,11 +526,7 @@ _signed_in: list[dist.Store] = []  # of `locate`, for the world that is made nex
 def locate(ranks: Ranks, timeout: float) -> Ranks:
     """`ranks` with local rank and size, counted by host where no launcher announced them; then all ranks take part.
 
-    LOCAL_RANK and LOCAL_WORLD_SIZE are set in the environment, as torchrun sets them.
-
-    Args:
-        ranks: who this process is.
-        timeout: seconds to wait for the other ranks.
+    LOCAL_RANK and LOCAL_WORLD_SIZE are set in the environment, as torchrun sets them. `timeout` is in seconds.
     """
     if not ranks.unknown:
         return ranks
@@ -597,11 +572,8 @@ def unlike(everyone: list[tuple[str, str, dict[str, str]]], remedy: str) -> str:
 
 def first_difference(lists: Sequence[Sequence[str]]) -> list[str]:
     """The first line that is not the same in all of a rank's `lists`, as each has it; nothing where they are equal."""
-    for i in range(max(map(len, lists))):
-        there = [lines[i] if i < len(lines) else "nothing more" for lines in lists]
-        if len(set(there)) > 1:
-            return there
-    return []
+    places = zip_longest(*lists, fillvalue="nothing more")
+    return next((list(lines) for lines in places if len(set(lines)) > 1), [])
 
 
 def forget_meshes() -> None:
@@ -618,21 +590,12 @@ def forget_meshes() -> None:
     from torch.distributed.tensor import DTensor, _collective_utils, _random, _redistribute
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    clearing = [
-        propagator.propagate_op_sharding.cache.cache_clear,
-        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear,
-        _redistribute._gen_transform_infos.cache_clear,
-        # Not every version of torch has these.
-        getattr(_redistribute, "clear_redistribute_planner_cache", None),
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
-    ]
-    for name in (
-        "child_to_root_mapping",
-        "root_to_flatten_mapping",
-        "flatten_name_to_root_dims",
-    ):  # torch 2.8
-        clearing.append(getattr(getattr(device_mesh._mesh_resources, name, None), "clear", None))
-    for clear in clearing:
-        if clear is not None:
-            clear()
+    propagator.propagate_op_sharding.cache.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    # Not every version of torch has these, of which the last three are those of 2.8.
+    getattr(_redistribute, "clear_redistribute_planner_cache", list)()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", list)()
+    for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
+        getattr(device_mesh._mesh_resources, name, {}).clear()
     _random._rng_tracker = None  # all ranks of the next world agree on their random numbers anew

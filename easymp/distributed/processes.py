@@ -231,9 +231,7 @@ class Processes:
             >>> sizes()
             [1, 2]
         """
-        self._check_index("process_index", process_index, "the", self.num_processes)
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
+        _check_index("process_index", process_index, "the", self.num_processes)
         return self._only(function, lambda: self.process_index == process_index)
 
     @overload
@@ -264,23 +262,21 @@ class Processes:
             >>> acc.on_local_process(print, local_process_index=0)("once a node")
             once a node
         """
-        self._check_index("local_process_index", local_process_index, "a node's", self._world.local_size)
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        _check_index("local_process_index", local_process_index, "a node's", self._world.local_size)
         return self._only(function, lambda: self.local_process_index == local_process_index)
 
     @staticmethod
-    def _check_index(name: str, index: int | None, whose: str, size: int) -> None:
-        if index is None or not 0 <= index < size:
-            raise WorldError(f"{name}={index!r} is not one of {whose} {size} processes, 0 … {size - 1}")
+    def _only(function: Any, here: Callable[[], bool]) -> Any:
+        """The function where `here`, and nothing elsewhere; without a function, the decorator."""
 
-    @staticmethod
-    def _only(function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:
-        @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            return function(*args, **kwargs) if here() else None
+        def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+            @functools.wraps(function)
+            def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+                return function(*args, **kwargs) if here() else None
 
-        return run
+            return run
+
+        return decorate if function is None else decorate(function)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Let process 0 run a block before the others, for example to fill a cache that they then read.
@@ -347,6 +343,11 @@ class Processes:
             ['a', 'b', 'c']
         """
         yield share(inputs, self.process_index, self.num_processes, apply_padding)
+
+
+def _check_index(name: str, index: int | None, whose: str, size: int) -> None:
+    if index is None or not 0 <= index < size:
+        raise WorldError(f"{name}={index!r} is not one of {whose} {size} processes, 0 … {size - 1}")
 
 
 def share(inputs: Any, rank: int, size: int, pad: bool) -> Any:

@@ -6,7 +6,6 @@ torch's `elastic_launch` on top of the agent is not used: it waits 5 minutes for
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -24,7 +23,6 @@ from types import FrameType
 from typing import Any
 
 import psutil
-import torch
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import Event, EventSource
@@ -38,7 +36,6 @@ from .worker import FATAL, RECORD, RESTART, Failure
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to the workers
 LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
-GRACE = 30.0  # seconds, torch's own
 STAY = 300.0  # seconds that a node whose ranks are done waits for those of the others, as elastic does
 # Seconds: a program that signals a process and its group (a terminal, timeout, a scheduler) does so within less.
 AGAIN = 2.0
@@ -83,23 +80,29 @@ class Agent(LocalElasticAgent):
     torch lists the signals by which it ended ranks among the failures, as if they had come from elsewhere.
     """
 
-    def __init__(self, spec: WorkerSpec, directory: str, grace: dict[str, Any]) -> None:
+    def __init__(self, spec: WorkerSpec, directory: str, grace: float) -> None:
         # Functions are forked: one from a notebook cannot be sent. Scripts are started afresh.
-        super().__init__(spec, DefaultLogsSpecs(log_dir=directory), start_method="fork", **grace)
+        super().__init__(spec, DefaultLogsSpecs(log_dir=directory), start_method="fork")
         self.stopped: set[int] = set()
+        self._grace = grace
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
         self.stopped.clear()
+        # No closure has the agent: a cycle would keep its store open, which the next run of this process needs the port of.
         context, stopped, first = self._pcontext, self.stopped, worker_group.workers[0].global_rank
-        close, handlers = context.close, getattr(context, "subprocess_handlers", {}).values()
+        close, grace, handlers = (
+            context.close,
+            self._grace,
+            getattr(context, "subprocess_handlers", {}).values(),
+        )
         for handler in handlers:
             handler.close = partial(_close_rank, handler.proc, handler.close)
 
-        def noted(*args: Any, **options: Any) -> None:
+        def noted(death_sig: Any = None, timeout: float = 0) -> None:
             if not stopped:
                 stopped.update(first + local for local, process in context.pids().items() if _alive(process))
-            close(*args, **options)
+            close(death_sig, grace)
             for handler in handlers:
                 with suppress(ProcessLookupError):
                     os.killpg(handler.proc.pid, signal.SIGTERM)  # processes that the rank left behind
@@ -163,6 +166,8 @@ def run(
     A signal reaches the workers, too; after `grace` seconds they are killed, or at a second signal. `threads` is OMP_NUM_THREADS
     where it is not set.
     """
+    if grace < 0:
+        raise RefusedError(f"a grace of {grace:g} seconds is below 0: use 0 to kill at once")
     directory = tempfile.mkdtemp(prefix="easymp-launch-")
     agents: list[Agent] = []
     try:
@@ -177,7 +182,7 @@ def run(
                     max_restarts=max_restarts,
                     monitor_interval=monitor_interval,
                 )
-                agents.append(Agent(spec, directory, _grace(grace)))
+                agents.append(Agent(spec, directory, grace))
                 return _results(agents[0], Path(directory))
             except SignalException:
                 over = False
@@ -199,7 +204,7 @@ def _results(agent: Agent, directory: Path) -> dict[int, Any]:
         rendezvous.tell(Report(signal=error.sigval, saved=_saved(directory)))
         raise
     except Ended as error:
-        raise _ending(Report(), error.reports, group.workers[0].world_size) from None
+        raise _ending(Report(), error.args[0], group.workers[0].world_size) from None
     if not result.is_failed():
         return result.return_values
     codes = {rank: failure.exitcode for rank, failure in result.failures.items() if rank not in agent.stopped}
@@ -225,10 +230,8 @@ def _ending(own: Report, others: list[Report], size: int) -> RanksFailed | Inter
 def collect(directory: Path, codes: Mapping[int, int], first_rank: int = 0) -> list[Failure]:
     """The failures of the last attempt, the likeliest cause first: the ranks' records, and bare exit codes of those without.
 
-    Args:
-        directory: elastic's log directory.
-        codes: exit codes by global rank, of the ranks that elastic saw fail.
-        first_rank: global rank of this node's first process.
+    `directory` is elastic's for logs; `codes` has the ranks that elastic saw fail, by global rank, of which this node's first is
+    `first_rank`.
     """
     attempts = sorted(directory.glob("*/attempt_*"), key=lambda p: int(p.name.rpartition("_")[2]))
     last = attempts[-1] if attempts else directory
@@ -257,19 +260,6 @@ def blame(failure: Failure) -> tuple[int, float, int]:
         return PEER, failure.timestamp, failure.rank
     # A killed rank cannot say when: it goes first, for that is how the others lost it.
     return CAUSE, failure.timestamp if failure.code >= 0 else 0.0, failure.rank
-
-
-def _grace(seconds: float) -> dict[str, Any]:
-    """elastic's option for it, where this torch has one."""
-    if seconds < 0:
-        raise RefusedError(f"a grace of {seconds:g} seconds is below 0: use 0 to kill at once")
-    if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:
-        return {"shutdown_timeout": seconds}
-    if seconds != GRACE:
-        raise RefusedError(
-            f"torch {torch.__version__} gives workers {GRACE:g} seconds after a signal: torch 2.13 takes {seconds:g}"
-        )
-    return {}
 
 
 def surroundings(config: RendezvousConfig, threads: int) -> dict[str, str | None]:

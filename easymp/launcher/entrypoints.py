@@ -58,8 +58,8 @@ def launch_script(
     On failure the first failing rank's own traceback goes to stderr, last and alone; for a rank of another node a line names it.
 
     Args:
-        script: path, or with `module` the name after ``python -m``.
-        arguments: the script's own, as they are.
+        script: its path, or with `module` the name after ``python -m``.
+        arguments: its own.
         processes: how many on this machine; None takes one an accelerator, or 1 without any.
         module: whether `script` is a module's name.
         max_restarts: how often all workers are started again after one failed.
@@ -71,15 +71,18 @@ def launch_script(
     Returns:
         0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal n. 75 where a
         signal came and all ranks saved themselves.
-
-    Raises:
-        SettingError: no such script, or an impossible number of processes.
-        RefusedError: `grace` is below 0, or this torch cannot give it.
-        WorldError: the nodes did not meet, or a port is taken.
     """
     check_script(script, module)
     processes = _checked(processes, max_restarts)
-    masks, threads = _bind(processes, numa)
+    usable = hardware.detect(use_accelerators=False).cpu.threads
+    masks, threads = "", max(1, usable // processes)
+    if numa:
+        chosen, threads = nodes.plan(processes, usable, gpus=not settings.resolve().cpu)
+        masks = ";".join(f"{sum(1 << core for core in cores):x}" for cores in chosen)
+    if masks:
+        get_logger(__name__).info(
+            f"each rank runs on the cores of its NUMA node: {masks} (--no-numa: everywhere)"
+        )
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
     kind = "module" if module else "script"
     words = [str(word).replace("$", "$$") for word in (worker.__file__, kind, masks, script, *arguments)]
@@ -280,42 +283,19 @@ def default_processes() -> int:
 
 def _refuse_options(backend: str, conf: Mapping[str, Any], run: str, prefix: str | None) -> None:
     """Raises RefusedError for an option of Accelerate's notebook_launcher that has no counterpart here."""
-    unknown = [name for name in conf if name not in ("timeout", "join_timeout")]
-    if backend not in ("static", "c10d"):
-        raise RefusedError(
-            f"rdzv_backend={backend!r} does not exist here: nodes meet at node 0, leave it out"
-        )
-    if unknown:
-        raise RefusedError(
-            f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: it takes 'timeout' only"
-        )
-    if len(set(conf.values())) > 1:
-        raise RefusedError(
-            f"rdzv_conf={conf!r} has two timeouts, and there is one wait: leave one of them out"
-        )
-    if run != "none":
-        raise RefusedError(f"rdzv_id={run!r} has no counterpart here: runs differ by node 0's port, use_port")
-    if prefix is not None:
-        raise RefusedError(
-            "log_line_prefix_template has no counterpart here: ranks write to this process's output"
-        )
+    unknown = set(conf) - {"timeout", "join_timeout"}
+    refused = {
+        f"rdzv_backend={backend!r}: nodes meet at node 0": backend not in ("static", "c10d"),
+        f"rdzv_conf has {min(unknown, default='')!r}: it takes 'timeout' only": unknown,
+        f"rdzv_conf={conf!r} has two timeouts, and there is one wait": len(set(conf.values())) > 1,
+        f"rdzv_id={run!r}: runs differ by node 0's port, use_port": run != "none",
+        "log_line_prefix_template: ranks write to this process's output": prefix is not None,
+    }
+    for words in (words for words, wrong in refused.items() if wrong):
+        raise RefusedError(f"notebook_launcher cannot honour {words}. Leave it out")
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
-
-
-def _bind(processes: int, numa: bool) -> tuple[str, int]:
-    """Masks of the cores of each rank (``""``: ranks are not bound), and the threads that each computes on."""
-    usable = hardware.detect(use_accelerators=False).cpu.threads
-    if not numa:
-        return "", max(1, usable // processes)
-    chosen, threads = nodes.plan(processes, usable, gpus=not settings.resolve().cpu)
-    masks = ";".join(f"{sum(1 << core for core in cores):x}" for cores in chosen)
-    if masks:
-        get_logger(__name__).info(
-            f"each rank runs on the cores of its NUMA node: {masks} (--no-numa: everywhere)"
-        )
-    return masks, threads
 
 
 def _this_script() -> tuple[str, bool]:

@@ -15,19 +15,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..base.ranks import LOOPBACK, PORT
 from ..errors import SettingError, WorldError
 from ..logging import get_logger
 from .worker import Failure, say
 
 logger = get_logger(__name__)
-PORT = 29500  # torchrun's
 WAIT = 600.0  # seconds
-LOOPBACK = "127.0.0.1"
 RUN = "easymp"
 OVER = "over"  # the terms of a run that is closing: the next one may already try to connect at the same port
 CONNECT = 10.0  # seconds for the program at the main node's port to answer as a store
@@ -63,23 +62,16 @@ class RendezvousConfig:
 
     def __post_init__(self) -> None:
         rank, limit = self.node_rank, self.limit
-        for wrong, why in (
-            (self.nodes < 1, f"{self.nodes} nodes cannot train: use at least 1"),
-            (
-                limit < self.nodes,
-                f"nodes={self.nodes}:{limit} ends below its start: write the smaller number first",
-            ),
-            (
-                rank is not None and not 0 <= rank < limit,
-                f"node_rank={rank} does not lie in 0 … {limit - 1} for {self.words}",
-            ),
-            (
-                limit > 1 and self.port is None,
-                f"{self.words} need a port to meet at on {self.address}: pass the same free port on each",
-            ),
-        ):
-            if wrong:
-                raise SettingError(why)
+        if not 1 <= self.nodes <= limit:
+            raise SettingError(
+                f"nodes={self.nodes}:{limit} cannot train: use at least 1, the smaller number first"
+            )
+        if rank is not None and not 0 <= rank < limit:
+            raise SettingError(f"node_rank={rank} does not lie in 0 … {limit - 1} for {self.words}")
+        if limit > 1 and self.port is None:
+            raise SettingError(
+                f"{self.words} need a port to meet at on {self.address}: pass the same free port on each"
+            )
 
     @property
     def limit(self) -> int:
@@ -192,8 +184,7 @@ def interface(address: str) -> str | None:
 
 def refuse_taken(config: RendezvousConfig) -> None:
     """Raise WorldError where a program listens at the main node's port already, and SettingError where this user may not."""
-    port = config.port
-    if port is None:
+    if (port := config.port) is None:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
@@ -233,42 +224,19 @@ def hold_port() -> tuple[socket.socket, int]:
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Report:
-    """How a node's part of the run ended, as its launcher tells the others.
+class Report(NamedTuple):
+    """How a node's part of the run ended, as its launcher tells the others."""
 
-    Attributes:
-        failures: of its ranks, likeliest cause first.
-        caused: whether the cause is there, and not another rank that was lost.
-        signal: that stopped its launcher.
-        saved: the checkpoint that its ranks saved, so that they can be started again.
-        node: ``"node 1 (host)"``.
-        main: it is the node that the others meet at.
-    """
-
-    failures: tuple[Failure, ...] = ()
-    caused: bool = False
-    signal: int | None = None
-    saved: str = ""
-    node: str = ""
-    main: bool = False
-
-    def to_json(self) -> str:
-        """Without the tracebacks: those are shown where they were raised."""
-        return json.dumps({**asdict(self), "failures": [f._replace(text="") for f in self.failures]})
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        found = json.loads(text)
-        return cls(**{**found, "failures": tuple(Failure(*f) for f in found["failures"])})
+    failures: tuple[Failure, ...] = ()  # of its ranks, likeliest cause first
+    caused: bool = False  # whether the cause is there, and not another rank that was lost
+    signal: int | None = None  # that stopped its launcher
+    saved: str = ""  # the checkpoint that its ranks saved: they can be started again
+    node: str = ""  # "node 1 (host)"
+    main: bool = False  # it is the node that the others meet at
 
 
 class Ended(Exception):
-    """The run ended on other nodes; `reports` say how."""
-
-    def __init__(self, reports: list[Report]) -> None:
-        super().__init__("the run ended on another node")
-        self.reports = reports
+    """The run ended on other nodes; its argument, the list of their reports, says how."""
 
 
 class SingleNode:
@@ -360,7 +328,12 @@ class MultiNode(SingleNode):
             address = self._config.address if self._main else self._own
             meet = rendezvous.RendezvousStoreInfo.build(rank, store, address, self._next_port())
         except rendezvous.RendezvousTimeoutError:
-            raise WorldError(self._too_few()) from None
+            came = range(1, self._store.add("came", 0) + 1)
+            names = ", ".join(self._store.get(f"came/{i}").decode() for i in came)
+            raise WorldError(
+                f"{self._config.words} were to meet at {self._config.endpoint}, and after {self._config.wait:g} seconds not enough are "
+                f"there (so far came: {names}): start the others, ask for fewer with --nodes, or wait longer with --wait SECONDS"
+            ) from None
         except (rendezvous.RendezvousClosedError, rendezvous.RendezvousGracefulExitError):
             raise self._ended() from None
         except (SettingError, WorldError):
@@ -403,14 +376,6 @@ class MultiNode(SingleNode):
                 )
         return order, [nodes[i][2] for i in order]
 
-    def _too_few(self) -> str:
-        came = range(1, self._store.add("came", 0) + 1)
-        names = ", ".join(self._store.get(f"came/{i}").decode() for i in came)
-        return (
-            f"{self._config.words} were to meet at {self._config.endpoint}, and after {self._config.wait:g} seconds not enough are "
-            f"there (so far came: {names}): start the others, ask for fewer with --nodes, or wait longer with --wait SECONDS"
-        )
-
     @contextmanager
     def _unless_lost(self) -> Iterator[None]:
         """Inside, requests to the store; where it is gone, the rest is left out. A RendezvousError is a RuntimeError, too."""
@@ -435,9 +400,13 @@ class MultiNode(SingleNode):
         return waiting
 
     def tell(self, report: Report) -> None:
+        own = tuple(
+            f._replace(text="") for f in report.failures
+        )  # tracebacks are shown where they were raised
+        report = report._replace(failures=own, node=self._name, main=self._main)
         with self._unless_lost():
             self._told = self._store.add("told", 1)
-            self._store.set(f"told/{self._told}", replace(report, node=self._name, main=self._main).to_json())
+            self._store.set(f"told/{self._told}", json.dumps(report))
 
     def hear(self, own: Report) -> list[Report]:
         """The others' reports, waited for as long as they may change which failure is the cause."""
@@ -471,8 +440,9 @@ class MultiNode(SingleNode):
                 left = self._store.add("left", 0)
 
     def _others(self) -> list[Report]:
-        told = range(1, self._store.add("told", 0) + 1)
-        return [Report.from_json(self._store.get(f"told/{i}").decode()) for i in told if i != self._told]
+        told = (i for i in range(1, self._store.add("told", 0) + 1) if i != self._told)
+        found = [Report(*json.loads(self._store.get(f"told/{i}"))) for i in told]
+        return [report._replace(failures=tuple(Failure(*f) for f in report.failures)) for report in found]
 
     def _final_reports(self) -> list[Report]:
         return [report for report in self._others() if self._is_final(report)]
@@ -487,7 +457,12 @@ class MultiNode(SingleNode):
 
 def _open_store(config: RendezvousConfig, main: bool, name: str) -> Any:
     """The store of this run, opened by the main node; `name` is written down there."""
-    terms, start = json.dumps([config.nodes, config.limit]), time.monotonic()
+    from torch.distributed import PrefixStore, TCPStore
+
+    from ..distributed.hang_report import in_time  # imports torch
+
+    terms, start, said = json.dumps([config.nodes, config.limit]), time.monotonic(), False
+    options = {"is_master": main, "wait_for_workers": False, "timeout": timedelta(seconds=CONNECT)}
     if main:
         if not is_here(config.address):
             raise WorldError(
@@ -496,63 +471,43 @@ def _open_store(config: RendezvousConfig, main: bool, name: str) -> Any:
             )
         refuse_taken(config)
     while True:
-        if not main:
-            _wait_for_port(config, start)
         try:
-            store = _connect(config, main)
-            if main:
-                store.set("terms", terms)
-            theirs = store.get("terms").decode()
-            if theirs == terms:
-                store.set(f"came/{store.add('came', 1)}", name)
-                return store
-        except (RuntimeError, TimeoutError) as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
-            raise WorldError(
-                f"the program that listens at {config.endpoint} does not answer as the main node's launcher: pass its address and "
-                f"port ({why})"
-            ) from error
-        if theirs != OVER:
-            least, most = json.loads(theirs)
-            there = RendezvousConfig(least, 0, port=1, most=most).words
-            raise SettingError(
-                f"the main node at {config.endpoint} was started for {there}, this one for {config.words}: pass the same --nodes on all"
-            )
-        del store
-        _retry(config, start, "the run there is over")
-
-
-def _connect(config: RendezvousConfig, main: bool) -> Any:
-    from torch.distributed import PrefixStore, TCPStore
-
-    from ..distributed.hang_report import in_time  # imports torch
-
-    options = {"is_master": main, "wait_for_workers": False, "timeout": timedelta(seconds=CONNECT)}
-    store = in_time(lambda: TCPStore(config.address, config.port, **options), CONNECT)
-    store.set_timeout(timedelta(seconds=ANSWER))
-    return PrefixStore(RUN, store)
-
-
-def _wait_for_port(config: RendezvousConfig, start: float) -> None:
-    """Wait until a program listens at the main node's port. By hand, for torch's store cannot be interrupted while it waits."""
-    said = False
-    while True:
-        try:
-            socket.create_connection((config.address, config.port), timeout=CONNECT).close()
-            return
+            if not main:  # By hand, for torch's store cannot be interrupted while it waits.
+                socket.create_connection((config.address, config.port), timeout=CONNECT).close()
         except OSError as error:
             why = error.strerror or str(error)
-        if not said and PATIENT <= time.monotonic() - start < config.wait:
+        else:
+            try:
+                tcp = in_time(lambda: TCPStore(config.address, config.port, **options), CONNECT)
+                tcp.set_timeout(timedelta(seconds=ANSWER))
+                store = PrefixStore(RUN, tcp)
+                if main:
+                    store.set("terms", terms)
+                theirs = store.get("terms").decode()
+                if theirs == terms:
+                    store.set(f"came/{store.add('came', 1)}", name)
+                    return store
+            except (RuntimeError, TimeoutError) as error:
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                raise WorldError(
+                    f"the program that listens at {config.endpoint} does not answer as the main node's launcher: pass its address and "
+                    f"port ({why})"
+                ) from error
+            if theirs != OVER:
+                least, most = json.loads(theirs)
+                there = RendezvousConfig(least, 0, port=1, most=most).words
+                raise SettingError(
+                    f"the main node at {config.endpoint} was started for {there}, this one for {config.words}: pass the same --nodes on all"
+                )
+            del store, tcp
+            why = "the run there is over"
+        waited = time.monotonic() - start
+        if waited >= config.wait:
+            raise WorldError(
+                f"the main node did not answer at {config.endpoint} for {config.wait:g} seconds ({why}): start it there with "
+                "--node-rank 0, correct --main-address, or wait longer with --wait SECONDS"
+            )
+        if waited >= PATIENT and not said:
             say(f"waiting for the main node at {config.endpoint} ({why})")
             said = True
-        _retry(config, start, why)
-
-
-def _retry(config: RendezvousConfig, start: float, why: str) -> None:
-    """Sleep before the next try. Raises WorldError once `config.wait` seconds have passed."""
-    if time.monotonic() - start >= config.wait:
-        raise WorldError(
-            f"the main node did not answer at {config.endpoint} for {config.wait:g} seconds ({why}): start it there with "
-            "--node-rank 0, correct --main-address, or wait longer with --wait SECONDS"
-        )
-    time.sleep(RETRY)
+        time.sleep(RETRY)

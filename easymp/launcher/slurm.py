@@ -119,15 +119,12 @@ def batch_script(
     gpus: bool = True,
     grace: float = 30.0,
 ) -> str:
-    """The text of a batch script.
+    """The text of a batch script that runs `easymp launch` with the arguments `command` on each node.
 
     Args:
-        name: the job's.
-        command: arguments of `easymp launch` on each node.
         options: of sbatch, one each; they replace ours.
-        processes: on each node.
         nodes: how many, as ``"2"``, or ``"1:4"`` for at least 1 and at most 4; None for one.
-        gpus: each process gets one.
+        gpus: each of a node's `processes` gets one.
         grace: seconds that the workers have to save themselves; the warning comes half a minute earlier.
     """
     if processes is None:

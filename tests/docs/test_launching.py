@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ..cluster import Cluster, missing
 from ..examples.run import ROOT, environment
 from ..pool import free_port
 from ..test_announced import announces, clear, seat, train
@@ -173,6 +176,75 @@ def test_submitit_on_this_machine(tmp_path: Path) -> None:
     first, second = told.splitlines()
     assert first.startswith("rank 0 of 2: loss ")
     assert second == first.replace("rank 0", "rank 1")
+
+
+ON_SLURM = """
+import submitit
+from training import Train
+
+executor = submitit.SlurmExecutor(folder="jobs")
+executor.update_parameters(nodes=2, ntasks_per_node=1, time=10, stderr_to_stdout=True)
+job = executor.submit(Slow(), 0.01)
+print(job.job_id, flush=True)
+print(*job.results(), sep="\\n")
+"""
+# Waits for the signal of a time limit after its first epoch.
+SLOW = """
+import os, time
+from easymp import Accelerator
+save = Accelerator.save_state
+
+def save_and_wait(acc, *args, **options):
+    found = save(acc, *args, **options)
+    while not os.path.exists("signalled"):
+        open("saved", "w").close()
+        time.sleep(0.1)
+    return found
+
+resume = Accelerator.resume
+
+class Slow(Train):
+    def __call__(self, lr):
+        Accelerator.save_state = save_and_wait
+        Accelerator.resume = lambda acc: print("resumed from", resume(acc), flush=True)
+        return super().__call__(lr)
+"""
+
+
+@lacks("submitit")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_submitit_on_slurm(tmp_path: Path) -> None:
+    """A job of two nodes that gets submitit's signal is put into the queue again, and continues from its checkpoint."""
+    (tmp_path / "training.py").write_text(block("submitit.md", "training.py").code + SLOW)
+    (tmp_path / "submit.py").write_text(ON_SLURM.replace("import Train", "import Slow"))
+    cluster = Cluster()
+    try:
+        cluster.start()
+        process = start(
+            [sys.executable, "submit.py"], {"SLURM_CONF": cluster.variables["SLURM_CONF"]}, tmp_path
+        )
+        cluster.until((tmp_path / "saved").exists, "the first epoch is saved")
+        job = process.stdout.readline().strip()
+        cluster.run("scancel", "--signal=USR2", job)
+        cluster.until(
+            lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", job),
+            "the job is in the queue again",
+        )
+        (tmp_path / "signalled").touch()
+        time.sleep(2)  # as in test_slurm_real
+        cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+        (told,) = ended(process, seconds=400)
+    finally:
+        cluster.stop()
+    results = [
+        line for line in told.splitlines() if line.startswith("rank")
+    ]  # submitit warns that there is no sacct
+    assert [line.partition(":")[0] for line in results] == ["rank 0 of 2", "rank 1 of 2"]
+    log = "".join(log.read_text() for log in (tmp_path / "jobs").glob("*_log.out"))
+    assert "resumed from None" in log
+    assert re.search(r"resumed from \S+/step-", log)
 
 
 # -- Ray ---------------------------------------------------------------------------------------------------------------
