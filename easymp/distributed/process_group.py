@@ -546,12 +546,13 @@ def locate(ranks: Ranks, timeout: float) -> Ranks:
     return ranks._replace(local_rank=local, local_size=beside, unknown="")
 
 
-def odd_one_out(values: list[Any], verb: str = "has") -> str:
+def odd_one_out(values: list[Any], verb: str = "has", ranks: Sequence[int] | None = None) -> str:
     """Sentence part that names the ranks whose value is not the common one: ``"rank 2 has X, the others Y"``."""
     common = max(values, key=lambda v: (values.count(v), -values.index(v)))
+    several = list(enumerate(values) if ranks is None else zip(ranks, values))
     if values.count(common) * 2 <= len(values):
-        return ", ".join(f"rank {r} {verb} {v}" for r, v in enumerate(values))
-    odd = ", ".join(f"rank {r} {verb} {v}" for r, v in enumerate(values) if v != common)
+        return ", ".join(f"rank {r} {verb} {v}" for r, v in several)
+    odd = ", ".join(f"rank {r} {verb} {v}" for r, v in several if v != common)
     return f"{odd}, the others {common}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -15,25 +16,38 @@ from ...distributed.process_group import MOVABLE, OPS, odd_one_out
 
 FUSED = 64 << 20  # bytes that are reduced at a time
 # Fields that must be equal on all ranks, by kind of operation.
+REDUCED = ("shape", "dtype", "op", "prescale", "postscale", "device")
 ALIKE = {
-    "allreduce": ("shape", "dtype", "op", "prescale", "postscale", "device"),
-    "allgather": ("dtype", "device"),
+    "allreduce": REDUCED,
+    "reducescatter": REDUCED,
     "broadcast": ("shape", "dtype", "root", "device"),
+    "allgather": ("dtype", "device"),
     "alltoall": ("dtype", "device"),
-    "reducescatter": ("shape", "dtype", "op", "device"),
     "barrier": (),
 }
 ROWS = ("allgather", "alltoall")  # dimension 0 may differ
+
+
+class Op(IntEnum):
+    """Kind of a reduction, with Horovod's numbers. Averages of integers are rounded toward zero."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
 
 
 class Request(NamedTuple):
     """One operation of one rank.
 
     Attributes:
-        name: brings the ranks' requests together, in any order; the reason, of a rank that leaves.
+        name: brings the requests of the ranks together, in any order; the reason, of a rank that leaves.
         kind: a key of `ALIKE`, "join" or "leave".
+        ranks: the members of its process set; empty for all ranks.
         shape, dtype, device: of the tensor; `device` is the type.
-        op: "sum", "average", "min", "max", "product", "adasum", or "".
+        op: the name of an `Op`, or "".
         root: of a broadcast.
         prescale, postscale: factors before and after a reduction.
         splits: rows for each rank, of an alltoall.
@@ -41,29 +55,35 @@ class Request(NamedTuple):
 
     name: str
     kind: str
-    shape: tuple[int, ...] = ()
+    ranks: Sequence[int] = ()
+    shape: Sequence[int] = ()
     dtype: str = ""
     device: str = "cpu"
     op: str = ""
     root: int = -1
     prescale: float = 1.0
     postscale: float = 1.0
-    splits: tuple[int, ...] = ()
+    splits: Sequence[int] = ()
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """An operation in flight: name and process set."""
+        return self.name, tuple(self.ranks)
 
 
 class Order(NamedTuple):
-    """An agreed operation, which all ranks carry out next.
+    """An agreed operation, which its ranks carry out next.
 
     Attributes:
         request: that of the first rank that asked.
-        rows: dimension 0 of each rank's tensor, where it may differ; 0 of ranks that joined.
+        rows: dimension 0 of each rank's tensor, where it may differ.
         splits: of each rank, of an alltoall.
         error: why it is not carried out; on all ranks.
     """
 
     request: Request
-    rows: tuple[int, ...] = ()
-    splits: tuple[tuple[int, ...], ...] = ()
+    rows: Sequence[int] = ()
+    splits: Sequence[Sequence[int]] = ()
     error: str = ""
 
 
@@ -74,16 +94,12 @@ def written(items: Sequence[Request] | Sequence[Order]) -> str:
 
 def read_requests(text: str) -> list[Request]:
     """Requests from their JSON text."""
-    return [Request(*fields) for fields in _tuples(json.loads(text))]
+    return [Request(*fields) for fields in json.loads(text)]
 
 
 def read_orders(text: str) -> list[Order]:
     """Orders from their JSON text."""
-    return [Order(Request(*request), *others) for request, *others in _tuples(json.loads(text))]
-
-
-def _tuples(tree: Any) -> Any:
-    return tuple(map(_tuples, tree)) if isinstance(tree, list) else tree
+    return [Order(Request(*request), *others) for request, *others in json.loads(text)]
 
 
 class Table:
@@ -99,9 +115,9 @@ class Table:
         self.joined: list[int] = []
         self.left: dict[int, str] = {}
         self._leaving: list[int] = []
-        self._waiting: dict[str, dict[int, Request]] = {}
+        self._waiting: dict[Any, dict[int, Request]] = {}
 
-    def add(self, rank: int, requests: list[Request]) -> None:
+    def add(self, rank: int, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.kind == "join":
                 self.joined.append(rank)
@@ -109,22 +125,24 @@ class Table:
                 self.left[rank] = request.name
                 self._leaving.append(rank)
             else:
-                self._waiting.setdefault(request.name, {})[rank] = request
+                self._waiting.setdefault(request.key, {})[rank] = request
 
     def complete(self) -> list[Order]:
         """Remove and return operations that every rank asked for (or joined before), or that a rank left; then the ranks that left."""
-        joined = set(self.joined)
-        ready = [name for name, asked in self._waiting.items() if len(asked.keys() | joined) == self.size]
-        orders = [agree(self._waiting.pop(name), self.size, self.joined) for name in ready]
+        orders = []
+        for key, asked in list(self._waiting.items()):
+            joined = [] if key[1] else self.joined  # a rank that joined still takes part in its process sets
+            if len(asked.keys() | set(joined)) == (len(key[1]) or self.size):
+                orders.append(agree(self._waiting.pop(key), self.size, joined))
         if len(self.joined) == self.size:
             orders.append(Order(Request("join", "join", root=self.joined[-1])))
             self.joined.clear()
         if self.left:
             why = "; ".join(f"rank {rank} has left ({why})" for rank, why in self.left.items())
             why += ". A rank that only runs out of data calls hvd.join() first"
-            asked = [next(iter(requests.values())) for requests in self._waiting.values()]
-            asked += [Request("join", "join")] * bool(self.joined)
-            orders += [Order(request, error=f"{request.name}: {why}") for request in asked]
+            waiting = [next(iter(requests.values())) for requests in self._waiting.values()]
+            waiting += [Request("join", "join")] * bool(self.joined)
+            orders += [Order(request, error=f"{request.name}: {why}") for request in waiting]
             self._waiting.clear()
             self.joined.clear()
         orders += [Order(Request(self.left[rank], "leave", root=rank)) for rank in self._leaving]
@@ -135,35 +153,27 @@ class Table:
 def agree(asked: Mapping[int, Request], size: int, joined: Sequence[int] = ()) -> Order:
     """The order that follows from the ranks' requests of one name."""
     ranks = sorted(asked)
-    first = asked[ranks[0]]
-    fault = _fault([asked[rank] for rank in ranks], size, joined)
-    rows: tuple[int, ...] = ()
-    splits: tuple[tuple[int, ...], ...] = ()
-    if first.kind in ROWS:
-        rows = tuple(asked[r].shape[0] if r in asked and asked[r].shape else 0 for r in range(size))
-    if first.kind == "alltoall":
-        splits = tuple(asked[r].splits if r in asked else (0,) * size for r in range(size))
-    return Order(first, rows, splits, fault)
+    several = [asked[rank] for rank in ranks]
+    first = several[0]
+    if error := _fault(ranks, several, size, joined):
+        return Order(first, error=f"{first.name}: {error}")
+    rows = [request.shape[0] for request in several] if first.kind == "allgather" else ()
+    return Order(first, rows, [r.splits for r in several] if first.kind == "alltoall" else ())
 
 
-def _fault(asked: list[Request], size: int, joined: Sequence[int]) -> str:
+def _fault(ranks: Sequence[int], asked: Sequence[Request], size: int, joined: Sequence[int]) -> str:
     """Why the requests do not fit together, or ``""``."""
-    first = asked[0]
-    where = f"{first.name}: the ranks' calls differ"
-    kinds = [request.kind for request in asked]
-    if len(set(kinds)) > 1:
-        return f"{where}: {odd_one_out(kinds)}"
+    first, shapes = asked[0], [request.shape for request in asked]
     for word in ALIKE[first.kind]:
         values = [getattr(request, word) for request in asked]
-        if len(set(values)) > 1:
-            return f"{where} in {word}: {odd_one_out(values)}"
-    shapes = [request.shape for request in asked]
-    if first.kind in ROWS and len({shape[1:] for shape in shapes}) > 1:
-        return f"{where} in shape, beyond dimension 0: {odd_one_out(shapes)}"
-    if first.kind == "broadcast" and not 0 <= first.root < size:
-        return f"{first.name}: root rank {first.root} is not one of 0 … {size - 1}"
-    if joined and first.kind not in ("allreduce", "allgather", "barrier"):
-        return f"{first.name}: {first.kind} needs every rank, and rank {', '.join(map(str, joined))} joined: it has no more data"
+        if any(value != values[0] for value in values):
+            return f"the ranks' calls differ in {word}: {odd_one_out(values, ranks=ranks)}"
+    if first.kind in ROWS and not all(shapes):
+        return "a scalar has no dimension 0: pass tensor[None]"
+    if first.kind in ROWS and any(shape[1:] != shapes[0][1:] for shape in shapes):
+        return f"the ranks' calls differ in shape, beyond dimension 0: {odd_one_out(shapes, ranks=ranks)}"
+    if joined and first.kind not in ("allreduce", "barrier"):
+        return f"{first.kind} needs every rank, and rank {', '.join(map(str, joined))} joined: it has no more data"
     return ""
 
 
@@ -172,9 +182,9 @@ def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
 
     def key(order: Order) -> object:
         request = order.request
-        fuses = request.kind == "allreduce" and request.op != "adasum" and not order.error
-        how = (request.op, request.dtype, request.device, request.prescale, request.postscale)
-        return how if fuses else id(order)
+        fuses = request.kind == "allreduce" and request.op != "Adasum" and not order.error
+        # the name is all that may differ, and the shape
+        return request._replace(name="", shape=(), root=-1) if fuses else id(order)
 
     for _, several in groupby(orders, key):
         batch: list[Order] = []
@@ -191,21 +201,35 @@ def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
 
 
 class Carrier:
-    """Carries operations out among the ranks of `group`; None: this process is alone."""
+    """Carries operations out among the ranks of a process set.
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, device: torch.device) -> None:
-        self._group, self._rank, self._size, self._device = group, rank, size, device
+    Args:
+        group: of these ranks; None where this process is alone.
+        ranks: the members.
+        rank: this process, in the world.
+    """
 
-    def carry(self, orders: Sequence[Order], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Outputs of `orders` that `fusable` put together; None stands for the tensor of a rank that joined."""
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
+        self.group, self._size = group, len(ranks)
+        self._rank = list(ranks).index(rank)
+
+    def carry(
+        self, orders: Sequence[Order], tensors: Sequence[Tensor | None], device: torch.device
+    ) -> Sequence[Tensor | None]:
+        """Outputs of `orders` that `fusable` put together, as new tensors.
+
+        Args:
+            orders: what to do.
+            tensors: inputs; None is the zeros of a rank that joined.
+            device: where a barrier meets, and zeros are made.
+        """
         kind = orders[0].request.kind
         if kind == "barrier":
-            if self._group is not None:
-                dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+            self._all(torch.zeros(1, device=device))
             return [None]
-        given = [self._zeros(o) if t is None else t.detach() for o, t in zip(orders, tensors)]
+        given = [_zeros(order.request, device) if t is None else t for order, t in zip(orders, tensors)]
         if kind == "allreduce":
-            return list(self._reduce(orders[0].request, given))
+            return self._reduce(orders[0].request, given)
         does = {
             "allgather": self._gather,
             "broadcast": self._broadcast,
@@ -214,56 +238,43 @@ class Carrier:
         }
         return [does[kind](orders[0], given[0])]
 
-    def _zeros(self, order: Order) -> Tensor:
-        request = order.request
-        shape = (0, *request.shape[1:]) if request.kind == "allgather" else request.shape
-        device = self._device if request.device == self._device.type else torch.device(request.device)
-        return torch.zeros(shape, dtype=getattr(torch, request.dtype), device=device)
-
-    # -- reductions ---------------------------------------------------------------------------------------------------
-
-    def _reduce(self, request: Request, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    def _reduce(self, how: Request, tensors: Sequence[Tensor]) -> list[Tensor]:
         if len(tensors) == 1:
-            yield self._reduced(_copy(tensors[0]), request)
-            return
-        flat = self._reduced(torch.cat([t.reshape(-1) for t in tensors]), request)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
-            yield part.view(tensor.shape)
+            return [self._reduced(_copy(tensors[0]), how)]
+        flat = self._reduced(torch.cat([t.reshape(-1) for t in tensors]), how)
+        parts = flat.split([t.numel() for t in tensors])
+        # Clones: a small one does not hold the memory of all.
+        return [part.view(tensor.shape).clone() for tensor, part in zip(tensors, parts)]
 
     def _reduced(self, flat: Tensor, how: Request) -> Tensor:
-        """A new tensor of the same dtype; averages of integers are rounded toward zero."""
+        """A reduction in place, or by way of a type that every backend has; averages of integers are rounded toward zero."""
         dtype = flat.dtype
         if dtype not in MOVABLE:
             flat = flat.to(torch.float32 if dtype.is_floating_point else torch.int64)
-        if how.prescale != 1.0:
-            flat = (flat * how.prescale).to(flat.dtype)
-        if how.op == "adasum":
+        flat = _scaled(flat, how.prescale)
+        if how.op == "Adasum":
             flat = adasum(self._all(flat))
-        elif self._group is not None:
-            dist.all_reduce(flat, OPS["sum" if how.op == "average" else how.op], group=self._group)
-        if how.op == "average":
+        elif self.group is not None:
+            dist.all_reduce(flat, OPS["sum" if how.op == "Average" else how.op.lower()], group=self.group)
+        if how.op == "Average":
             flat = flat.div(self._size, rounding_mode=None if flat.is_floating_point() else "trunc")
-        if how.postscale != 1.0:
-            flat = flat * how.postscale
-        return flat.to(dtype)
+        return _scaled(flat, how.postscale).to(dtype)
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
         """The ranks' tensors of one shape."""
-        if self._group is None:
+        if self.group is None:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self._size)]
-        dist.all_gather(parts, tensor, group=self._group)
+        dist.all_gather(parts, tensor, group=self.group)
         return parts
 
     def _scatter(self, order: Order, tensor: Tensor) -> Tensor:
         # Earlier ranks get one row more, where the size does not divide.
         return _copy(self._reduced(_copy(tensor), order.request).tensor_split(self._size)[self._rank])
 
-    # -- moves, as bytes --------------------------------------------------------------------------------------------------
+    # Moves go as bytes: backends do not have all types.
 
     def _gather(self, order: Order, tensor: Tensor) -> Tensor:
-        if self._group is None:
-            return tensor.clone()
         longest, rest = max(order.rows), tensor.shape[1:]
         padded = tensor.new_zeros((longest, *rest))
         padded[: tensor.shape[0]] = tensor
@@ -272,37 +283,44 @@ class Carrier:
 
     def _broadcast(self, order: Order, tensor: Tensor) -> Tensor:
         done = _copy(tensor)
-        if self._group is not None and done.numel():
-            dist.broadcast(done.reshape(-1).view(torch.uint8), order.request.root, group=self._group)
+        if self.group is not None and done.numel():
+            dist.broadcast(done.reshape(-1).view(torch.uint8), order.request.root, group=self.group)
         return done
 
     def _exchange(self, order: Order, tensor: Tensor) -> Tensor:
-        if self._group is None:
-            return tensor.clone()
-        rows = [splits[self._rank] for splits in order.splits]
+        rows, own = [splits[self._rank] for splits in order.splits], order.splits[self._rank]
+        sent = _copy(tensor[: sum(own)])
+        if self.group is None:
+            return sent
         out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
         row = torch.Size(tensor.shape[1:]).numel() * tensor.element_size()  # bytes
-        dist.all_to_all_single(
-            out.reshape(-1).view(torch.uint8),
-            tensor.contiguous().reshape(-1).view(torch.uint8),
-            [row * n for n in rows],
-            [row * n for n in order.splits[self._rank]],
-            group=self._group,
-        )
+        flat = [each.reshape(-1).view(torch.uint8) for each in (out, sent)]
+        dist.all_to_all_single(*flat, [row * n for n in rows], [row * n for n in own], group=self.group)
         return out
+
+
+def _zeros(request: Request, device: torch.device) -> Tensor:
+    place = device if request.device == device.type else torch.device(request.device)
+    return torch.zeros(tuple(request.shape), dtype=getattr(torch, request.dtype), device=place)
 
 
 def _copy(tensor: Tensor) -> Tensor:
     """A contiguous copy: callers may change results in place, under autograd too."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """`tensor` times `factor`, integers by way of doubles."""
+    if factor == 1.0:
+        return tensor
+    return (tensor * factor if tensor.is_floating_point() else tensor.double() * factor).to(tensor.dtype)
 
 
 def adasum(tensors: Sequence[Tensor]) -> Tensor:
-    """Adasum of the ranks' tensors in rank order, as a tree; with an odd number the last one moves up unchanged."""
+    """Adasum of the ranks' tensors, a power of two of them, in rank order, as a tree."""
     level = list(tensors)
     while len(level) > 1:
-        pairs = [pair(a, b) for a, b in zip(level[::2], level[1::2])]
-        level = pairs + level[len(pairs) * 2 :]
+        level = [pair(a, b) for a, b in zip(level[::2], level[1::2])]
     return level[0]
 
 

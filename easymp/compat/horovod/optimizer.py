@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import RefusedError, SettingError, StepError
-from .engine import HorovodInternalError, layer, running
-from .operations import (
+from ...errors import SettingError
+from .basics import HorovodInternalError, ProcessSet, global_process_set, layer, running
+from .functions import load_in_place
+from .mpi_ops import (
     Adasum,
     Average,
     Compression,
@@ -22,8 +23,7 @@ from .operations import (
     Sum,
     allreduce,
     allreduce_async_,
-    forget,
-    load_in_place,
+    sparse_allreduce_async,
     synchronize,
 )
 
@@ -38,7 +38,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Any = None,
     sparse_as_dense: bool = False,
-    process_set: Any = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.optim.Optimizer:
     """`optimizer`, with its state and param groups, as an instance of its own class that reduces gradients over the ranks.
 
@@ -48,48 +48,59 @@ def DistributedOptimizer(
     the closure, so that the ranks of an LBFGS decide alike.
 
     Args:
+        optimizer: made of the parameters.
         named_parameters: ``model.named_parameters()``; names must be different, and name all parameters of the optimizer.
-        compression: the form in which gradients travel.
+        compression: the form in which gradients travel; sparse ones travel as they are.
         backward_passes_per_step: backward passes whose gradients are summed here before they travel.
         op: Average, Sum, or Adasum: the last one combines the changes that each rank's own step makes.
         gradient_predivide_factor: f divides before the sum over n ranks, n / f after it; with Average only.
-        num_groups, groups: without effect, for gradients that come together travel together anyway.
-        sparse_as_dense: sparse gradients are made dense before they travel; else they are refused.
+        num_groups, groups: checked, and without effect: gradients that come together travel together anyway.
+        sparse_as_dense: sparse gradients travel as dense ones, and come back sparse. Else the ranks' entries are gathered.
+        process_set: the ranks whose gradients are reduced; others step alone.
 
     Raises:
-        ValueError: as in Horovod, for wrong names, an op that is not known, a predivision without Average.
-        RefusedError: `process_set`.
+        ValueError: as in Horovod, for wrong names, groups, an op that is not known, a predivision without Average.
     """
-    if process_set is not None:
-        raise RefusedError(
-            "DistributedOptimizer(process_set=…): parts of the ranks are not known here; leave it out"
-        )
     if op not in (Average, Sum, Adasum):
         raise ValueError("op supports only hvd.Average, hvd.Sum and hvd.Adasum")
-    if gradient_predivide_factor != 1.0 and op is not Average:
+    if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if backward_passes_per_step < 1:
-        raise SettingError(f"backward_passes_per_step={backward_passes_per_step} is below 1")
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
     if isinstance(optimizer, _Reducing):
         raise SettingError(
             "DistributedOptimizer of a DistributedOptimizer: pass the optimizer that it was made of"
         )
-    given = [name for name, value in (("num_groups", num_groups), ("groups", groups)) if value]
-    why = "gradients that come together travel together anyway"
-    layer.ignore({f"DistributedOptimizer({name})": why for name in given})
+    if num_groups:
+        warnings.warn("`num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
+    _check_groups(groups or num_groups or None)
+    adasum = op == Adasum and running().world.size > 1
+    if adasum and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
     kind = type(optimizer)
-    made_of = (_Adasum if op is Adasum else _Reducing, kind)
+    made_of = (_Adasum if adasum else _Reducing, kind)
     it: Any = object.__new__(type(kind.__name__, made_of, {"__module__": kind.__module__}))
     # Not by its constructor, which may not take the values of `defaults`; groups and state are the same objects, as schedulers expect.
     it.__dict__.update(optimizer.__dict__)
     it.__dict__.pop("step", None)  # a scheduler's counter, around the plain step
+    factor = gradient_predivide_factor
+    how = {"op": op, "prescale_factor": 1 / factor, "postscale_factor": factor, "process_set": process_set}
     names = _named(optimizer, named_parameters)
-    scales, sent = (1.0, 1.0), op
-    if gradient_predivide_factor != 1.0:
-        size = running().world.size
-        scales, sent = (1.0 / gradient_predivide_factor, gradient_predivide_factor / size), Sum
-    it._horovod = _Reduction(names, compression, backward_passes_per_step, sent, scales, sparse_as_dense)
+    it._horovod = _Reduction(names, compression, backward_passes_per_step, how, sparse_as_dense)
     return it
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    members = [p for group in groups for p in group] if isinstance(groups, list) else []
+    if any(not isinstance(p, Tensor) for p in members):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len({id(p) for p in members}) < len(members):
+        raise ValueError("A parameter can only appear once in groups.")
+    layer.ignore({"DistributedOptimizer(groups)": "gradients that come together travel together anyway"})
 
 
 def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
@@ -120,26 +131,25 @@ class _Reduction:
     """The state of a DistributedOptimizer beside its optimizer."""
 
     def __init__(
-        self,
-        names: dict[Tensor, str],
-        compression: Any,
-        passes: int,
-        op: Op,
-        scales: tuple[float, float],
-        dense: bool,
+        self, names: dict[Tensor, str], compression: Any, passes: int, how: dict[str, Any], dense: bool
     ) -> None:
-        self.names, self.compression, self.passes, self.dense = names, compression, passes, dense
-        self.op, self.scales = op, scales
+        self.names, self.compression, self.passes, self.how, self.dense = (
+            names,
+            compression,
+            passes,
+            how,
+            dense,
+        )
         self.seen: Counter[Tensor] = Counter()  # backward passes since the last step
-        self.flying: dict[Tensor, tuple[int, Tensor, Any]] = {}
+        self.flying: dict[Tensor, Callable[[], Tensor]] = {}
         self.synchronized = self.skip = False
-        self.active = running().world.size > 1
+        self.active = running().world.size > 1 and how["process_set"].included()
         self.hooked: set[Tensor] = set()
         self.hook()
 
     def hook(self) -> None:
         """Register hooks on all parameters, for as long as the optimizer lives."""
-        if not self.active or self.op is Adasum:
+        if not self.active or self.how["op"] == Adasum:
             return
         me = weakref.ref(self)
 
@@ -155,9 +165,9 @@ class _Reduction:
     def arrived(self, parameter: Tensor) -> None:
         """Count a backward pass of the parameter; send its gradient after the last one."""
         if parameter in self.flying:
-            raise StepError(
-                f"{self.names[parameter]} got a gradient again before step() or synchronize(): for accumulation pass "
-                f"backward_passes_per_step={self.passes + 1}"
+            raise AssertionError(
+                f"Gradients of {self.names[parameter]} were computed more than backward_passes_per_step={self.passes} times before "
+                "call to step(). Increase backward_passes_per_step to accumulate gradients locally."
             )
         self.seen[parameter] += 1
         if self.seen[parameter] == self.passes:
@@ -166,15 +176,21 @@ class _Reduction:
     def send(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
-            if not self.dense:
-                raise SettingError(
-                    f"{self.names[parameter]} has a sparse gradient: pass sparse_as_dense=True"
-                )
-            parameter.grad = parameter.grad.to_dense()
-        small, ctx = self.compression.compress(parameter.grad)
-        how = (None, f"allreduce.{self.names[parameter]}", self.op, *self.scales)
-        self.flying[parameter] = allreduce_async_(small, *how), small, ctx
+        self.flying[parameter] = self.reduce(self.names[parameter], parameter.grad)
+
+    def reduce(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+        """A function that waits for the reduced tensor."""
+        if tensor.is_sparse and not self.dense:
+            among, op = self.how["process_set"], self.how["op"]
+            return sparse_allreduce_async(tensor, name, op, among)
+        small, ctx = self.compression.compress(tensor.to_dense() if tensor.is_sparse else tensor)
+        handle = allreduce_async_(small, None, name, **self.how)
+
+        def reduced() -> Tensor:
+            dense = self.compression.decompress(synchronize(handle), ctx)
+            return dense.to_sparse(tensor.sparse_dim()) if tensor.is_sparse else dense
+
+        return reduced
 
     def synchronize(self) -> None:
         if self.active:
@@ -182,39 +198,39 @@ class _Reduction:
                 if parameter.requires_grad and parameter not in self.flying:
                     self.send(parameter)
             for parameter, reduced in self.results():
-                if reduced is not parameter.grad:
+                if parameter.grad.is_sparse:  # type: ignore[union-attr]
+                    parameter.grad = reduced
+                elif reduced is not parameter.grad:
                     parameter.grad.copy_(reduced)  # type: ignore[union-attr]
         self.synchronized = True
 
     def results(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Wait for the reductions in flight. Afterwards, also after an error, a new step begins."""
         try:
-            for parameter, (handle, small, ctx) in self.flying.items():
-                synchronize(handle)
-                yield parameter, self.compression.decompress(small, ctx)
+            for parameter, reduced in self.flying.items():
+                yield parameter, reduced()
         finally:
-            for handle, _, _ in self.flying.values():
-                forget(handle)
             self.flying.clear()
             self.seen.clear()
             self.synchronized = False
 
     def abort(self) -> None:
         """Wait for reductions in flight and drop their gradients, because a step was broken off."""
-        interrupted = list(self.names) if self.flying else []
-        with suppress(
-            HorovodInternalError
-        ):  # the connection is lost, and the state that is loaded now repairs the run
+        for parameter in list(self.names) if self.flying else []:
+            parameter.grad = None
+        with suppress(HorovodInternalError):  # the state that is loaded now repairs the run
             for _ in self.results():
                 pass
-        for parameter in interrupted:
-            parameter.grad = None
 
 
 class _Reducing:
     """Comes before the optimizer's own class."""
 
     _horovod: _Reduction
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum the gradients of so many backward passes before they travel."""
+        self._horovod.passes = passes
 
     def synchronize(self) -> None:
         """Wait for the ranks' gradients: afterwards `.grad` is the same on all of them."""
@@ -249,10 +265,12 @@ class _Reducing:
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced() -> Any:
-            loss = closure()
+            loss, it = closure(), self._horovod
             self.synchronize()
-            self._horovod.synchronized = False
-            return allreduce(loss.detach(), name="closure.loss") if isinstance(loss, Tensor) else loss
+            it.synchronized = False
+            if not isinstance(loss, Tensor):
+                return loss
+            return allreduce(loss.detach(), name="closure.loss", process_set=it.how["process_set"])
 
         return reduced
 
@@ -284,17 +302,19 @@ class _Adasum(_Reducing):
     def synchronize(self) -> None:
         """Do nothing: no gradient travels before the step."""
 
+    def skip_synchronize(self) -> Any:
+        """Raise AssertionError, as Horovod does."""
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         it = self._horovod
         before = {p: p.detach().clone() for p in it.names if p.requires_grad}
         loss = super(_Reducing, self).step(closure)  # type: ignore[misc]
-        if it.active:
-            with torch.no_grad():
-                for p, start in before.items():
-                    small, ctx = it.compression.compress(p - start)
-                    it.flying[p] = allreduce_async_(small, None, f"adasum.{it.names[p]}", Adasum), small, ctx
-                for p, change in it.results():
-                    p.copy_(before[p] + change)
+        with torch.no_grad():
+            for p, start in before.items():
+                it.flying[p] = it.reduce(it.names[p], p - start)
+            for p, change in it.results():
+                p.copy_(before[p] + change)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
