@@ -7,6 +7,7 @@ sleeps in the store until there is a next line. Operations that come together ar
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from ...distributed import World
 from ...errors import WorldError
 from ...logging import get_logger
-from .execution import Carrier, Order, Request, Table, fusable, read_orders, read_requests, written
+from .execution import Carrier, Order, Request, Table, fusable
 
 logger = get_logger(__name__)
 FOREVER = timedelta(days=30)
@@ -175,7 +176,7 @@ class Engine:
             batch = [self._requests.get()]
             while not self._requests.empty():
                 batch.append(self._requests.get())
-            store.set(f"ticket/{store.add('tickets', 1)}", f"{self._world.rank} {written(batch)}")
+            store.set(f"ticket/{store.add('tickets', 1)}", json.dumps([self._world.rank, batch]))
             if batch[-1].kind == "leave":
                 return
 
@@ -185,12 +186,12 @@ class Engine:
         for ticket in count(1):
             key = f"ticket/{ticket}"
             store.wait([key], FOREVER)
-            rank, _, text = store.get(key).decode().partition(" ")
+            rank, requests = json.loads(store.get(key))
             store.delete_key(key)
-            self._table.add(int(rank), read_requests(text))
+            self._table.add(rank, [Request(*fields) for fields in requests])
             orders = self._table.complete()
             if orders:
-                store.set(f"order/{next(line)}", written(orders))
+                store.set(f"order/{next(line)}", json.dumps(orders))
             if len(self._table.left) == self._world.size:
                 return
 
@@ -205,11 +206,10 @@ class Engine:
             for line in count(1):
                 key = f"order/{line}"
                 store.wait([key], FOREVER)
-                text = store.get(key).decode()
+                orders = [Order(Request(*request), *more) for request, *more in json.loads(store.get(key))]
                 if store.add(f"read/{line}", 1) == readers:
                     store.delete_key(key)
                     store.delete_key(f"read/{line}")
-                orders = read_orders(text)
                 self._carry_all([order for order in orders if order.request.kind != "leave"])
                 left = [order.request.root for order in orders if order.request.kind == "leave"]
                 readers -= len(left)
@@ -240,8 +240,7 @@ class Engine:
         events = [pending.ready for pending in found if pending is not None and pending.ready is not None]
         for event in events:
             event.wait()
-        tensors = [pending.tensor if pending is not None else None for pending in found]
-        outputs = list(carrier.carry(batch, tensors, self._world.device))
+        outputs = list(carrier.carry(batch, list(map(self._input, batch, found))))
         for i, (pending, output) in enumerate(zip(found, outputs)):
             if pending is not None and pending.into is not None and output is not None:
                 outputs[i] = pending.into
@@ -249,6 +248,15 @@ class Engine:
         if events and self._threads:
             torch.cuda.current_stream().synchronize()
         return outputs
+
+    def _input(self, order: Order, pending: Pending | None) -> Tensor:
+        """The tensor; the zeros of a rank that joined, and of a barrier."""
+        if pending is not None and pending.tensor is not None:
+            return pending.tensor
+        request, own = order.request, self._world.device
+        kind = getattr(torch, request.dtype or "float32")
+        place = own if request.device in ("", own.type) else request.device
+        return torch.zeros(tuple(request.shape), dtype=kind, device=place)
 
     def _break(self, why: str) -> None:
         """The ranks no longer talk: end every operation in flight with an error."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +56,7 @@ class Request(NamedTuple):
     ranks: Sequence[int] = ()
     shape: Sequence[int] = ()
     dtype: str = ""
-    device: str = "cpu"
+    device: str = ""
     op: str = ""
     root: int = -1
     prescale: float = 1.0
@@ -76,30 +74,13 @@ class Order(NamedTuple):
 
     Attributes:
         request: that of the first rank that asked.
-        rows: dimension 0 of each rank's tensor, where it may differ.
-        splits: of each rank, of an alltoall.
+        rows: by rank: dimension 0 of an allgather, the splits of an alltoall.
         error: why it is not carried out; on all ranks.
     """
 
     request: Request
-    rows: Sequence[int] = ()
-    splits: Sequence[Sequence[int]] = ()
+    rows: Sequence[Any] = ()
     error: str = ""
-
-
-def written(items: Sequence[Request] | Sequence[Order]) -> str:
-    """The JSON text of requests or orders."""
-    return json.dumps(items)
-
-
-def read_requests(text: str) -> list[Request]:
-    """Requests from their JSON text."""
-    return [Request(*fields) for fields in json.loads(text)]
-
-
-def read_orders(text: str) -> list[Order]:
-    """Orders from their JSON text."""
-    return [Order(Request(*request), *others) for request, *others in json.loads(text)]
 
 
 class Table:
@@ -157,8 +138,8 @@ def agree(asked: Mapping[int, Request], size: int, joined: Sequence[int] = ()) -
     first = several[0]
     if error := _fault(ranks, several, size, joined):
         return Order(first, error=f"{first.name}: {error}")
-    rows = [request.shape[0] for request in several] if first.kind == "allgather" else ()
-    return Order(first, rows, [r.splits for r in several] if first.kind == "alltoall" else ())
+    rows = {"allgather": [request.shape[:1] for request in several], "alltoall": [r.splits for r in several]}
+    return Order(first, rows.get(first.kind, ()))
 
 
 def _fault(ranks: Sequence[int], asked: Sequence[Request], size: int, joined: Sequence[int]) -> str:
@@ -179,24 +160,19 @@ def _fault(ranks: Sequence[int], asked: Sequence[Request], size: int, joined: Se
 
 def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
     """`orders` in their sequence; neighbours that one reduction can carry out are together, up to 64 MiB."""
-
-    def key(order: Order) -> object:
-        request = order.request
-        fuses = request.kind == "allreduce" and request.op != "Adasum" and not order.error
-        # the name is all that may differ, and the shape
-        return request._replace(name="", shape=(), root=-1) if fuses else id(order)
-
-    for _, several in groupby(orders, key):
-        batch: list[Order] = []
-        held = 0
-        for order in several:
-            dtype, shape = order.request.dtype, torch.Size(order.request.shape)
-            size = getattr(torch, dtype).itemsize * shape.numel() if dtype else 0
-            if batch and held + size > FUSED:
-                yield batch
-                batch, held = [], 0
-            batch.append(order)
-            held += size
+    batch: list[Order] = []
+    held = 0
+    for order in orders:
+        request, error = order.request, order.error
+        fuses = request.kind == "allreduce" and request.op != "Adasum" and not error
+        size = getattr(torch, request.dtype).itemsize * torch.Size(request.shape).numel() if fuses else FUSED + 1
+        how = request._replace(name="", shape=())
+        if batch and (held + size > FUSED or batch[0].request._replace(name="", shape=()) != how):
+            yield batch
+            batch, held = [], 0
+        batch.append(order)
+        held += size
+    if batch:
         yield batch
 
 
@@ -213,30 +189,21 @@ class Carrier:
         self.group, self._size = group, len(ranks)
         self._rank = list(ranks).index(rank)
 
-    def carry(
-        self, orders: Sequence[Order], tensors: Sequence[Tensor | None], device: torch.device
-    ) -> Sequence[Tensor | None]:
-        """Outputs of `orders` that `fusable` put together, as new tensors.
-
-        Args:
-            orders: what to do.
-            tensors: inputs; None is the zeros of a rank that joined.
-            device: where a barrier meets, and zeros are made.
-        """
+    def carry(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Outputs of `orders` that `fusable` put together, as new tensors."""
         kind = orders[0].request.kind
-        if kind == "barrier":
-            self._all(torch.zeros(1, device=device))
-            return [None]
-        given = [_zeros(order.request, device) if t is None else t for order, t in zip(orders, tensors)]
         if kind == "allreduce":
-            return self._reduce(orders[0].request, given)
+            return self._reduce(orders[0].request, tensors)
+        if kind == "barrier":
+            self._all(tensors[0])
+            return [None]
         does = {
             "allgather": self._gather,
             "broadcast": self._broadcast,
             "alltoall": self._exchange,
             "reducescatter": self._scatter,
         }
-        return [does[kind](orders[0], given[0])]
+        return [does[kind](orders[0], tensors[0])]
 
     def _reduce(self, how: Request, tensors: Sequence[Tensor]) -> list[Tensor]:
         if len(tensors) == 1:
@@ -275,10 +242,11 @@ class Carrier:
     # Moves go as bytes: backends do not have all types.
 
     def _gather(self, order: Order, tensor: Tensor) -> Tensor:
-        longest, rest = max(order.rows), tensor.shape[1:]
+        lengths, rest = [rows for (rows,) in order.rows], tensor.shape[1:]
+        longest = max(lengths)
         padded = tensor.new_zeros((longest, *rest))
         padded[: tensor.shape[0]] = tensor
-        parts = zip(self._all(padded.reshape(-1).view(torch.uint8)), order.rows)
+        parts = zip(self._all(padded.reshape(-1).view(torch.uint8)), lengths)
         return torch.cat([part.view(tensor.dtype).view(longest, *rest)[:rows] for part, rows in parts])
 
     def _broadcast(self, order: Order, tensor: Tensor) -> Tensor:
@@ -288,7 +256,7 @@ class Carrier:
         return done
 
     def _exchange(self, order: Order, tensor: Tensor) -> Tensor:
-        rows, own = [splits[self._rank] for splits in order.splits], order.splits[self._rank]
+        rows, own = [splits[self._rank] for splits in order.rows], order.rows[self._rank]
         sent = _copy(tensor[: sum(own)])
         if self.group is None:
             return sent
@@ -297,11 +265,6 @@ class Carrier:
         flat = [each.reshape(-1).view(torch.uint8) for each in (out, sent)]
         dist.all_to_all_single(*flat, [row * n for n in rows], [row * n for n in own], group=self.group)
         return out
-
-
-def _zeros(request: Request, device: torch.device) -> Tensor:
-    place = device if request.device == device.type else torch.device(request.device)
-    return torch.zeros(tuple(request.shape), dtype=getattr(torch, request.dtype), device=place)
 
 
 def _copy(tensor: Tensor) -> Tensor:

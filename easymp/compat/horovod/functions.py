@@ -100,5 +100,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 def _gather(data: bytes, name: str | None, among: ProcessSet) -> list[bytes]:
     sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     name = name and f"object.{name}"
-    handle = _enqueue("allgather", sent, name, among, finish=lambda out, order: out.split(list(order.rows)))
+    handle = _enqueue(
+        "allgather", sent, name, among, finish=lambda out, order: out.split([rows for (rows,) in order.rows])
+    )
     return [part.numpy().tobytes() for part in synchronize(handle)]

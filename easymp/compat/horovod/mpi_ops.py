@@ -258,7 +258,7 @@ def alltoall_async(
         raise ValueError(f"alltoall: splits {rows} do not divide {length} rows among {ranks} ranks")
 
     def finish(output: Tensor, order: Any) -> tuple[Tensor, Tensor]:
-        came = [each[process_set.ranks.index(rank())] for each in order.splits]
+        came = [each[process_set.ranks.index(rank())] for each in order.rows]
         return output, torch.tensor(came, dtype=torch.int32, device=place)
 
     return _enqueue("alltoall", tensor, name, process_set, finish=finish, splits=rows)

@@ -67,7 +67,7 @@ def DistributedOptimizer(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
-    if isinstance(optimizer, _Reducing):
+    if isinstance(optimizer, _Distributed):
         raise SettingError(
             "DistributedOptimizer of a DistributedOptimizer: pass the optimizer that it was made of"
         )
@@ -78,16 +78,16 @@ def DistributedOptimizer(
     if adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     kind = type(optimizer)
-    made_of = (_Adasum if adasum else _Reducing, kind)
-    it: Any = object.__new__(type(kind.__name__, made_of, {"__module__": kind.__module__}))
+    made_of = (_Adasum if adasum else _Distributed, kind)
+    made: Any = object.__new__(type(kind.__name__, made_of, {"__module__": kind.__module__}))
     # Not by its constructor, which may not take the values of `defaults`; groups and state are the same objects, as schedulers expect.
-    it.__dict__.update(optimizer.__dict__)
-    it.__dict__.pop("step", None)  # a scheduler's counter, around the plain step
-    factor = gradient_predivide_factor
-    how = {"op": op, "prescale_factor": 1 / factor, "postscale_factor": factor, "process_set": process_set}
-    names = _named(optimizer, named_parameters)
-    it._horovod = _Reduction(names, compression, backward_passes_per_step, how, sparse_as_dense)
-    return it
+    made.__dict__.update(optimizer.__dict__)
+    made.__dict__.pop("step", None)  # a scheduler's counter, around the plain step
+    made.backward_passes_per_step, made.op, made.process_set = backward_passes_per_step, op, process_set
+    made.gradient_predivide_factor, made.sparse_as_dense = gradient_predivide_factor, sparse_as_dense
+    made._compression, made._names = compression, _named(optimizer, named_parameters)
+    made._begin()
+    return made
 
 
 def _check_groups(groups: Any) -> None:
@@ -127,193 +127,167 @@ def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
     return {p: found[p] for p in unnamed}
 
 
-class _Reduction:
-    """The state of a DistributedOptimizer beside its optimizer."""
+class _Distributed:
+    """Comes before the optimizer's own class."""
 
-    def __init__(
-        self, names: dict[Tensor, str], compression: Any, passes: int, how: dict[str, Any], dense: bool
-    ) -> None:
-        self.names, self.compression, self.passes, self.how, self.dense = (
-            names,
-            compression,
-            passes,
-            how,
-            dense,
-        )
-        self.seen: Counter[Tensor] = Counter()  # backward passes since the last step
-        self.flying: dict[Tensor, Callable[[], Tensor]] = {}
-        self.synchronized = self.skip = False
-        self.active = running().world.size > 1 and how["process_set"].included()
-        self.hooked: set[Tensor] = set()
-        self.hook()
+    def _begin(self: Any) -> None:
+        self._seen: Counter[Tensor] = Counter()  # backward passes since the last step
+        self._flying: dict[Tensor, Callable[[], Tensor]] = {}
+        self._synchronized = self._skip = False
+        self._active = running().world.size > 1 and self.process_set.included()
+        self._hooked: set[Tensor] = set()
+        self._hook()
 
-    def hook(self) -> None:
+    def _hook(self: Any) -> None:
         """Register hooks on all parameters, for as long as the optimizer lives."""
-        if not self.active or self.how["op"] == Adasum:
-            return
         me = weakref.ref(self)
 
         def arrived(parameter: Tensor) -> None:
             if (it := me()) is not None:
-                it.arrived(parameter)
+                it._arrived(parameter)
 
-        for parameter in self.names:
-            if parameter.requires_grad and parameter not in self.hooked:
-                self.hooked.add(parameter)
+        for parameter in self._names if self._active else ():
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
                 weakref.finalize(self, parameter.register_post_accumulate_grad_hook(arrived).remove)
 
-    def arrived(self, parameter: Tensor) -> None:
+    def _arrived(self: Any, parameter: Tensor) -> None:
         """Count a backward pass of the parameter; send its gradient after the last one."""
-        if parameter in self.flying:
+        if parameter in self._flying:
+            passes = self.backward_passes_per_step
             raise AssertionError(
-                f"Gradients of {self.names[parameter]} were computed more than backward_passes_per_step={self.passes} times before "
-                "call to step(). Increase backward_passes_per_step to accumulate gradients locally."
+                f"Gradients of {self._names[parameter]} were computed more than backward_passes_per_step={passes} times before call to "
+                "step(). Increase backward_passes_per_step to accumulate gradients locally."
             )
-        self.seen[parameter] += 1
-        if self.seen[parameter] == self.passes:
-            self.send(parameter)
+        self._seen[parameter] += 1
+        if self._seen[parameter] == self.backward_passes_per_step:
+            self._send(parameter)
 
-    def send(self, parameter: Tensor) -> None:
+    def _send(self: Any, parameter: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        self.flying[parameter] = self.reduce(self.names[parameter], parameter.grad)
+        self._flying[parameter] = self._reduce(self._names[parameter], parameter.grad)
 
-    def reduce(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+    def _reduce(self: Any, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """A function that waits for the reduced tensor."""
-        if tensor.is_sparse and not self.dense:
-            among, op = self.how["process_set"], self.how["op"]
-            return sparse_allreduce_async(tensor, name, op, among)
-        small, ctx = self.compression.compress(tensor.to_dense() if tensor.is_sparse else tensor)
-        handle = allreduce_async_(small, None, name, **self.how)
+        if tensor.is_sparse and not self.sparse_as_dense:
+            return sparse_allreduce_async(tensor, name, self.op, self.process_set)
+        small, ctx = self._compression.compress(tensor.to_dense() if tensor.is_sparse else tensor)
+        before, after = 1 / self.gradient_predivide_factor, self.gradient_predivide_factor
+        handle = allreduce_async_(small, None, name, self.op, before, after, self.process_set)
 
         def reduced() -> Tensor:
-            dense = self.compression.decompress(synchronize(handle), ctx)
+            dense = self._compression.decompress(synchronize(handle), ctx)
             return dense.to_sparse(tensor.sparse_dim()) if tensor.is_sparse else dense
 
         return reduced
 
-    def synchronize(self) -> None:
-        if self.active:
-            for parameter in self.names:
-                if parameter.requires_grad and parameter not in self.flying:
-                    self.send(parameter)
-            for parameter, reduced in self.results():
-                if parameter.grad.is_sparse:  # type: ignore[union-attr]
-                    parameter.grad = reduced
-                elif reduced is not parameter.grad:
-                    parameter.grad.copy_(reduced)  # type: ignore[union-attr]
-        self.synchronized = True
-
-    def results(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _results(self: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """Wait for the reductions in flight. Afterwards, also after an error, a new step begins."""
         try:
-            for parameter, reduced in self.flying.items():
+            for parameter, reduced in self._flying.items():
                 yield parameter, reduced()
         finally:
-            self.flying.clear()
-            self.seen.clear()
-            self.synchronized = False
-
-    def abort(self) -> None:
-        """Wait for reductions in flight and drop their gradients, because a step was broken off."""
-        for parameter in list(self.names) if self.flying else []:
-            parameter.grad = None
-        with suppress(HorovodInternalError):  # the state that is loaded now repairs the run
-            for _ in self.results():
-                pass
-
-
-class _Reducing:
-    """Comes before the optimizer's own class."""
-
-    _horovod: _Reduction
+            self._flying.clear()
+            self._seen.clear()
+            self._synchronized = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum the gradients of so many backward passes before they travel."""
-        self._horovod.passes = passes
+        self.backward_passes_per_step = passes
 
-    def synchronize(self) -> None:
+    def synchronize(self: Any) -> None:
         """Wait for the ranks' gradients: afterwards `.grad` is the same on all of them."""
-        self._horovod.synchronize()
+        for parameter in self._names if self._active else ():
+            if parameter.requires_grad and parameter not in self._flying:
+                self._send(parameter)
+        for parameter, reduced in self._results():
+            if parameter.grad.is_sparse:
+                parameter.grad = reduced
+            elif reduced is not parameter.grad:
+                parameter.grad.copy_(reduced)
+        self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, `step` does not wait: `synchronize` was called before."""
-        self._horovod.skip = True
+        self._skip = True
         try:
             yield
         finally:
-            self._horovod.skip = False
+            self._skip = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        it = self._horovod
-        if not it.skip:
-            if it.synchronized and it.active:
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        def reduced() -> Any:
+            loss = closure()  # type: ignore[misc]
+            self.synchronize()
+            self._synchronized = False
+            if not isinstance(loss, Tensor):
+                return loss
+            return allreduce(loss.detach(), name="closure.loss", process_set=self.process_set)
+
+        if not self._skip:
+            if self._synchronized and self._active:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                     "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if "
                     "you use optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
-            if closure is not None and it.active:
-                return super().step(self._reduced(closure))  # type: ignore[misc]
+            if closure is not None and self._active:
+                return super().step(reduced)
             self.synchronize()
-        it.synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        self._synchronized = False
+        return super().step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps a step without this mark; the own class's step calls the hooks
 
-    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def reduced() -> Any:
-            loss, it = closure(), self._horovod
-            self.synchronize()
-            it.synchronized = False
-            if not isinstance(loss, Tensor):
-                return loss
-            return allreduce(loss.detach(), name="closure.loss", process_set=it.how["process_set"])
-
-        return reduced
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Add a group; its gradients are reduced, too."""
-        super().add_param_group(param_group)  # type: ignore[misc]
-        it, group = self._horovod, len(self.param_groups) - 1  # type: ignore[attr-defined]
-        for i, parameter in enumerate(self.param_groups[group]["params"]):  # type: ignore[attr-defined]
-            it.names[parameter] = f"allreduce.noname.{group}.{i}"
-        it.hook()
+        super().add_param_group(param_group)
+        group = len(self.param_groups) - 1
+        for i, parameter in enumerate(self.param_groups[group]["params"]):
+            self._names[parameter] = f"allreduce.noname.{group}.{i}"
+        self._hook()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state; schedules made before stay valid, and reductions in flight are dropped."""
-        self._horovod.abort()
-        load_in_place(self, state_dict, super().load_state_dict)  # type: ignore[arg-type, misc]
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Load the state; schedules made before stay valid. Gradients in flight, of a step that was broken off, are dropped."""
+        for parameter in list(self._names) if self._flying else []:
+            parameter.grad = None
+        with suppress(HorovodInternalError):  # the state that is loaded now repairs the run
+            for _ in self._results():
+                pass
+        load_in_place(self, state_dict, super().load_state_dict)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        if self._horovod.flying:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self._flying:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
                 "This is prohibited as it can cause a race condition."
             )
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)
 
 
-class _Adasum(_Reducing):
+class _Adasum(_Distributed):
     """Steps alone, and combines the changes of the ranks' steps."""
 
+    def _hook(self) -> None:
+        """Register none: no gradient travels before the step."""
+
     def synchronize(self) -> None:
-        """Do nothing: no gradient travels before the step."""
+        """Do nothing, as `_hook`."""
 
     def skip_synchronize(self) -> Any:
         """Raise AssertionError, as Horovod does."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        it = self._horovod
-        before = {p: p.detach().clone() for p in it.names if p.requires_grad}
-        loss = super(_Reducing, self).step(closure)  # type: ignore[misc]
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        before = {p: p.detach().clone() for p in self._names if p.requires_grad}
+        loss = super(_Distributed, self).step(closure)
         with torch.no_grad():
             for p, start in before.items():
-                it.flying[p] = it.reduce(it.names[p], p - start)
-            for p, change in it.results():
+                self._flying[p] = self._reduce(self._names[p], p - start)
+            for p, change in self._results():
                 p.copy_(before[p] + change)
         return loss
 
