@@ -389,14 +389,14 @@ class World:
             dist.all_gather_object(items, item)
         return items
 
-    def broadcast_objects(self, items: list[Any], source: int = 0) -> list[Any]:
+    def broadcast_objects(self, items: list[Any], source: int = 0, group: Any = None) -> list[Any]:
         """Rank `source`'s list on every rank; the given list is filled in place and returned. Lengths must agree.
 
         It goes from host to host where the group has a backend for that: by way of a device it would wait for all that runs there.
         """
         if self.size > 1:
             with self.explained("broadcast of objects"):
-                dist.broadcast_object_list(items, source)
+                dist.broadcast_object_list(items, source, group)
         return items
 
     def send(self, tensor: Tensor, target: int) -> None:

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -45,15 +45,10 @@ class NotInitializedError(EasympError, ValueError):
 class ProcessSet:
     """Ranks that run operations together: pass it to `init` or `add_process_set`, then to operations.
 
-    Args:
-        ranks_or_comm: ranks in the whole world. An MPI communicator is refused: operations go over torch.distributed.
-
-    Attributes:
-        ranks: the same, sorted.
-        process_set_id: None before it is added, and after it is removed; 0 of `global_process_set`.
+    `process_set_id` is None before it is added, and after it is removed; 0 of `global_process_set`.
 
     Raises:
-        ValueError: anything but a list of ranks.
+        ValueError: anything but a list of ranks, such as an MPI communicator.
     """
 
     mpi_comm = None
@@ -104,6 +99,9 @@ class Run:
     sets: dict[int, ProcessSet]
     numbers: count[int] = field(default_factory=lambda: count(1))
     handles: dict[int, tuple[list[Pending], bool]] = field(default_factory=dict)
+    objects: dict[ProcessSet, Any] = field(
+        default_factory=dict
+    )  # groups by which objects go: operations have others
     asked: Counter[Any] = field(default_factory=Counter)
 
     def unnamed(self, kind: str, among: ProcessSet) -> str:
@@ -190,10 +188,7 @@ def running() -> Run:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set, or one of these ranks; every rank of the world calls it.
-
-    Returns:
-        The process set, with its number.
+    """Add and return a process set, or one of these ranks; every rank of the world calls it.
 
     Raises:
         ValueError: it exists already, or has ranks that do not.
@@ -209,17 +204,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if any(new.ranks == other.ranks for other in run.sets.values()):
         raise ValueError(f"Attempted to add a duplicate process set: {new}")
     run.engine.open(new.ranks)
+    run.objects[new] = run.world.group(new.ranks) if run.world.size > 1 else None
     new.process_set_id = max(run.sets) + 1
     run.sets[new.process_set_id] = new
     return new
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set, whose operations have ended; every rank of the world calls it.
-
-    Returns:
-        Whether it was there. The set of all ranks stays.
-    """
+    """Remove a process set, and return whether it was there; every rank of the world calls it. The set of all ranks stays."""
     run = running()
     if not process_set.process_set_id or run.sets.get(process_set.process_set_id) is not process_set:
         return False
@@ -227,6 +219,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     del run.sets[process_set.process_set_id]
     process_set.process_set_id = None
     run.engine.close_set(process_set.ranks)
+    group = run.objects.pop(process_set)
+    if process_set.included() and group is not None:
+        dist.destroy_process_group(group)
     return True
 
 
@@ -235,40 +230,23 @@ def is_initialized() -> bool:
     return _run is not None
 
 
-def rank() -> int:
-    """Rank of this process."""
-    return running().world.rank
+def _fact(name: str, words: str, read: Callable[[World], Any]) -> Callable[[], Any]:
+    def fact() -> Any:
+        return read(running().world)
+
+    fact.__name__, fact.__qualname__, fact.__doc__ = name, name, words
+    return fact
 
 
-def size() -> int:
-    """Number of processes."""
-    return running().world.size
-
-
-def local_rank() -> int:
-    """Rank on this node."""
-    return running().world.local_rank
-
-
-def local_size() -> int:
-    """Processes of this node."""
-    return running().world.local_size
-
-
-def cross_rank() -> int:
-    """This node's number."""
-    return running().world.rank // max(1, local_size())
-
-
-def cross_size() -> int:
-    """Nodes."""
-    return running().world.ranks.nodes
-
-
-def is_homogeneous() -> bool:
-    """Whether all nodes have the same number of processes: always."""
-    running()
-    return True
+rank = _fact("rank", "Rank of this process.", lambda world: world.rank)
+size = _fact("size", "Number of processes.", lambda world: world.size)
+local_rank = _fact("local_rank", "Rank on this node.", lambda world: world.local_rank)
+local_size = _fact("local_size", "Processes of this node.", lambda world: world.local_size)
+cross_rank = _fact("cross_rank", "This node's number.", lambda world: world.rank // max(1, world.local_size))
+cross_size = _fact("cross_size", "Nodes.", lambda world: world.ranks.nodes)
+is_homogeneous = _fact(
+    "is_homogeneous", "Whether all nodes have as many processes: always.", lambda world: True
+)
 
 
 def nccl_built() -> int:

@@ -36,20 +36,13 @@ class HorovodInternalError(WorldError):
 
 @dataclass
 class Pending:
-    """An operation between its request and its end.
-
-    Attributes:
-        tensor: the input; None for a barrier and a join.
-        into: the target of an operation in place.
-        finish: makes the caller's result of the output and the order.
-        ready: on a GPU: event after which the input is computed.
-    """
+    """An operation between its request and its end."""
 
     request: Request
-    tensor: Tensor | None = None
-    into: Tensor | None = None
-    finish: Callable[[Any, Order], Any] | None = None
-    ready: Any = None
+    tensor: Tensor | None = None  # the input; None for a barrier and a join
+    into: Tensor | None = None  # the target of an operation in place
+    finish: Callable[[Any, Order], Any] | None = None  # makes the caller's result of the output and the order
+    ready: Any = None  # on a GPU: event after which the input is computed
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: str = ""
@@ -130,10 +123,15 @@ class Engine:
 
     def wait(self, pending: Pending) -> Any:
         """Its result, once all ranks have asked for it."""
+        name, limit = pending.request.name, self._world.timeout
         if pending.request.kind == "join":
             pending.done.wait()  # until the others have no more data
-        elif not pending.done.wait(min(STALLED, self._world.timeout)):
-            self._wait_longer(pending)
+        elif not pending.done.wait(min(STALLED, limit)):
+            if limit > STALLED:
+                logger.warning("%s waits for other ranks since %g s\n%s", name, STALLED, self._report())
+            if not pending.done.wait(max(0.0, limit - STALLED)):
+                late = f"not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT sets the limit)"
+                raise HorovodInternalError(f"{name}: {late}\n{self._report()}")
         if pending.error:
             raise HorovodInternalError(pending.error)
         for part in pending.result if isinstance(pending.result, tuple) else (pending.result,):
@@ -142,25 +140,11 @@ class Engine:
                 part.record_stream(torch.cuda.current_stream(part.device))
         return pending.result
 
-    def _wait_longer(self, pending: Pending) -> None:
-        name, limit = pending.request.name, self._world.timeout
-        if limit > STALLED:
-            logger.warning("%s waits for other ranks since %g s\n%s", name, STALLED, self._report())
-            if pending.done.wait(limit - STALLED):
-                return
-        late = f"not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT sets the limit)"
-        raise HorovodInternalError(f"{name}: {late}\n{self._report()}")
-
     def _report(self) -> str:
         return self._world.watch.report() if self._world.watch is not None else ""
 
     def close(self, why: str, patience: float) -> None:
-        """Say to the others that this rank leaves, and end the threads. Operations in flight fail, here and there.
-
-        Args:
-            why: the reason for the others.
-            patience: seconds that rank 0 waits for the others to leave.
-        """
+        """Tell the others why this rank leaves, and end the threads; rank 0 waits `patience` seconds for the others to leave, too."""
         if not self._threads:
             return
         self._requests.put(Request(why, "leave"))

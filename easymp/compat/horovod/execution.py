@@ -38,63 +38,41 @@ class Op(IntEnum):
 
 
 class Request(NamedTuple):
-    """One operation of one rank.
+    """One operation of one rank."""
 
-    Attributes:
-        name: brings the requests of the ranks together, in any order; the reason, of a rank that leaves.
-        kind: a key of `ALIKE`, "join" or "leave".
-        ranks: the members of its process set; empty for all ranks.
-        shape, dtype, device: of the tensor; `device` is the type.
-        op: the name of an `Op`, or "".
-        root: of a broadcast.
-        prescale, postscale: factors before and after a reduction.
-        splits: rows for each rank, of an alltoall.
-    """
-
-    name: str
-    kind: str
-    ranks: Sequence[int] = ()
+    name: str  # brings the requests of the ranks together, in any order; the reason, of a rank that leaves
+    kind: str  # a key of `ALIKE`, "join" or "leave"
+    ranks: Sequence[int] = ()  # of its process set; empty for all ranks
     shape: Sequence[int] = ()
     dtype: str = ""
-    device: str = ""
-    op: str = ""
-    root: int = -1
+    device: str = ""  # its type
+    op: str = ""  # the name of an `Op`
+    root: int = -1  # of a broadcast
     prescale: float = 1.0
     postscale: float = 1.0
-    splits: Sequence[int] = ()
+    splits: Sequence[int] = ()  # rows for each rank, of an alltoall
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """An operation in flight: name and process set."""
+        """Name and process set."""
         return self.name, tuple(self.ranks)
 
 
 class Order(NamedTuple):
-    """An agreed operation, which its ranks carry out next.
+    """An agreed operation, which its ranks carry out next."""
 
-    Attributes:
-        request: that of the first rank that asked.
-        rows: by rank: dimension 0 of an allgather, the splits of an alltoall.
-        error: why it is not carried out; on all ranks.
-    """
-
-    request: Request
-    rows: Sequence[Any] = ()
-    error: str = ""
+    request: Request  # that of the first rank that asked
+    rows: Sequence[Sequence[int]] = ()  # by rank: the length of an allgather, the splits of an alltoall
+    error: str = ""  # why it is not carried out, on all ranks
 
 
 class Table:
-    """Rank 0's table of the ranks' requests.
-
-    Attributes:
-        joined: ranks that have no more data, in the order in which they said so.
-        left: ranks that shut down, and why; from then on nothing can be agreed on.
-    """
+    """Rank 0's table of the ranks' requests."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.joined: list[int] = []
-        self.left: dict[int, str] = {}
+        self.joined: list[int] = []  # ranks without more data, in the order in which they said so
+        self.left: dict[int, str] = {}  # ranks that shut down, and why; from then on nothing can be agreed on
         self._leaving: list[int] = []
         self._waiting: dict[Any, dict[int, Request]] = {}
 
@@ -165,7 +143,9 @@ def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
     for order in orders:
         request, error = order.request, order.error
         fuses = request.kind == "allreduce" and request.op != "Adasum" and not error
-        size = getattr(torch, request.dtype).itemsize * torch.Size(request.shape).numel() if fuses else FUSED + 1
+        size = (
+            getattr(torch, request.dtype).itemsize * torch.Size(request.shape).numel() if fuses else FUSED + 1
+        )
         how = request._replace(name="", shape=())
         if batch and (held + size > FUSED or batch[0].request._replace(name="", shape=()) != how):
             yield batch
@@ -177,13 +157,7 @@ def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
 
 
 class Carrier:
-    """Carries operations out among the ranks of a process set.
-
-    Args:
-        group: of these ranks; None where this process is alone.
-        ranks: the members.
-        rank: this process, in the world.
-    """
+    """Carries operations out among the ranks of a process set; `group` is None where this process is alone."""
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
         self.group, self._size = group, len(ranks)

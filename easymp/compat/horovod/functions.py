@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from ...base.pytree import leaves, map_leaves
 from ...errors import RefusedError
-from .basics import ProcessSet, global_process_set, rank
-from .mpi_ops import _enqueue, broadcast_async_, synchronize
+from .basics import ProcessSet, global_process_set, rank, running
+from .mpi_ops import broadcast_async_, synchronize
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
@@ -87,20 +86,13 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Root's object, on every rank; the others' objects are ignored."""
-    root = rank() == root_rank
-    parts = _gather(pickle.dumps(obj) if root else b"", name, process_set)
-    return obj if root else pickle.loads(parts[process_set.ranks.index(root_rank)])
+    run = running()
+    run.members(process_set)
+    if root_rank not in process_set.ranks:
+        raise ValueError(f"broadcast_object received invalid root rank {root_rank} for {process_set}")
+    return run.world.broadcast_objects([obj], root_rank, run.objects.get(process_set))[0]
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The ranks' objects, in rank order, on every rank."""
-    return [pickle.loads(part) for part in _gather(pickle.dumps(obj), name, global_process_set)]
-
-
-def _gather(data: bytes, name: str | None, among: ProcessSet) -> list[bytes]:
-    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    name = name and f"object.{name}"
-    handle = _enqueue(
-        "allgather", sent, name, among, finish=lambda out, order: out.split([rows for (rows,) in order.rows])
-    )
-    return [part.numpy().tobytes() for part in synchronize(handle)]
+    return running().world.gather_objects(obj)

@@ -92,23 +92,10 @@ def poll(handle: int) -> bool:
     return all(pending.done.is_set() for pending in running().handles[handle][0])
 
 
-def _enqueue(
-    kind: str,
-    tensors: Any,
-    name: str | None,
-    among: ProcessSet,
-    finish: Any = None,
-    **fields: Any,
-) -> int:
-    """A handle of operations on a tensor, or on several.
+def _enqueue(kind: str, tensors: Any, name: str | None, among: ProcessSet, finish: Any = None, **fields: Any) -> int:  # fmt: skip
+    """A handle of operations on one tensor, on several (then `synchronize` returns a tuple), or on either as `_InPlace`.
 
-    Args:
-        kind: a key of `execution.ALIKE`.
-        tensors: one, several (then `synchronize` returns a tuple), or either as `_InPlace`.
-        name: of all of them; None for a number.
-        among: the process set.
-        finish: makes a result of the output and the order.
-        fields: more fields of `Request`.
+    `finish` makes a result of the output and the order; `fields` are those of `Request`.
     """
     into = isinstance(tensors, _InPlace)
     tensors = tensors.tensors if into else tensors
@@ -142,12 +129,8 @@ class _InPlace(NamedTuple):
     tensors: Any
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _variant(function: Any, name: str, how: str, given: Any = _same, done: Any = _same) -> Callable[..., Any]:
-    """`function` by another name, of ``given(tensor)``; its result is ``done(…)``."""
+def _variant(function: Any, name: str, how: str, into: bool = False, wait: bool = False) -> Callable[..., Any]:  # fmt: skip
+    """`function` by another name: of several tensors, into its tensors, or waited for."""
     signature = inspect.signature(function)
     first, *others = signature.parameters.values()
     if name.startswith("grouped"):
@@ -156,7 +139,9 @@ def _variant(function: Any, name: str, how: str, given: Any = _same, done: Any =
     @functools.wraps(function)
     def variant(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        return done(function(given(bound.args[0]), *bound.args[1:], **bound.kwargs))
+        tensor, *rest = bound.args
+        result = function(_InPlace(tensor) if into else tensor, *rest, **bound.kwargs)
+        return synchronize(result) if wait else result
 
     variant.__name__ = variant.__qualname__ = name
     variant.__doc__ = f"As `{function.__name__}`, {how}."
@@ -189,14 +174,9 @@ def _op(op: Op | None, average: bool | None) -> Op:
 
 
 def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
     """A handle of a reduction into a new tensor."""
     how = _op(op, average), prescale_factor, postscale_factor, process_set
     return _reduce("allreduce", tensor, name, *how)
@@ -234,11 +214,8 @@ def broadcast_async(
 
 
 def alltoall_async(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:  # fmt: skip
     """A handle; rank i gets the i-th of the parts into which `splits` (rows; equal ones by default) divides dimension 0.
 
     The result is a pair: a tensor, and the rows that came from each rank, as int32.
@@ -265,13 +242,9 @@ def alltoall_async(
 
 
 def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: Op = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
+    tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> int:  # fmt: skip
     """A handle; the result is this rank's part of the reduction along dimension 0; earlier ranks may have one row more."""
     return _reduce("reducescatter", tensor, name, op, prescale_factor, postscale_factor, process_set)
 
@@ -281,13 +254,13 @@ INTO, WAITED, SEVERAL = (
     "waited for",
     "of several tensors at once, with one handle or list",
 )
-allreduce_async_ = _variant(allreduce_async, "allreduce_async_", INTO, given=_InPlace)
-allreduce_ = _variant(allreduce_async_, "allreduce_", WAITED, done=synchronize)
-broadcast_async_ = _variant(broadcast_async, "broadcast_async_", INTO, given=_InPlace)
-broadcast_ = _variant(broadcast_async_, "broadcast_", WAITED, done=synchronize)
+allreduce_async_ = _variant(allreduce_async, "allreduce_async_", INTO, into=True)
+allreduce_ = _variant(allreduce_async_, "allreduce_", WAITED, wait=True)
+broadcast_async_ = _variant(broadcast_async, "broadcast_async_", INTO, into=True)
+broadcast_ = _variant(broadcast_async_, "broadcast_", WAITED, wait=True)
 grouped_allreduce_async = _variant(allreduce_async, "grouped_allreduce_async", SEVERAL)
 grouped_allreduce_async_ = _variant(allreduce_async_, "grouped_allreduce_async_", SEVERAL)
-grouped_allreduce_ = _variant(grouped_allreduce_async_, "grouped_allreduce_", WAITED, done=synchronize)
+grouped_allreduce_ = _variant(grouped_allreduce_async_, "grouped_allreduce_", WAITED, wait=True)
 grouped_allgather_async = _variant(allgather_async, "grouped_allgather_async", SEVERAL)
 grouped_reducescatter_async = _variant(reducescatter_async, "grouped_reducescatter_async", SEVERAL)
 
@@ -318,15 +291,9 @@ def _through(tensors: Any, forward: Any, backward: Any, compression: Any = Compr
 
 
 def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none, op: Op | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Tensor:  # fmt: skip
     """A new tensor of the same shape and type: `op` over the ranks, the average by default. Gradients are reduced alike.
 
     Raises:
@@ -370,11 +337,8 @@ def broadcast(
 
 
 def alltoall(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
+    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:  # fmt: skip
     """As `alltoall_async`, waited for; without `splits` the tensor alone. Each gradient goes back to the row's rank."""
     received: list[Tensor] = []
 
@@ -391,14 +355,9 @@ def alltoall(
 
 
 def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Op = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
+    tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: Op = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Tensor:  # fmt: skip
     """As `reducescatter_async`, waited for. The gradient is the ranks' gradients one after the other, times their number for a sum."""
     how = op, prescale_factor, postscale_factor, process_set
 
@@ -408,10 +367,7 @@ def reducescatter(
         return allgather(grads, process_set=process_set)
 
     return _through(
-        tensor,
-        lambda given: synchronize(_reduce("reducescatter", given, name, *how)),
-        backward,
-        compression,
+        tensor, lambda t: synchronize(_reduce("reducescatter", t, name, *how)), backward, compression
     )
 
 

@@ -29,17 +29,10 @@ from .mpi_ops import (
 
 
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: Op = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None, compression: Any = Compression.none,
+    backward_passes_per_step: int = 1, op: Op = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
+    sparse_as_dense: bool = False, process_set: ProcessSet = global_process_set,
+) -> torch.optim.Optimizer:  # fmt: skip
     """`optimizer`, with its state and param groups, as an instance of its own class that reduces gradients over the ranks.
 
     Each gradient travels while backward goes on with the next; `step` waits for all of them. The ranks may have them in different
