@@ -145,6 +145,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             why = "fp32 masters of low-precision parameters, which are stepped together"
         elif watched(optimizer):
             why = "a hook that looks at all gradients before the step"
+        elif "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched"):
+            why = "a step that was set on it"
         elif signature(optimizer.step).parameters["closure"].default is Parameter.empty:
             why = "a step that needs a closure"
         elif isinstance(optimizer, Muon) and ranks > 1:

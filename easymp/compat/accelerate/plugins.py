@@ -63,7 +63,7 @@ REFUSED = {
     "mixed_precision_policy": "types are Accelerator(mixed_precision=...)'s, and parameters stay fp32",
     "ignored_modules": "name them: FSDPOptions(ignore=('*.router',)) in strategy_options",
     "param_init_fn": "pass Accelerator(initialize=function)",
-    "activation_checkpointing_offload": "kept activations stay on the device",
+    "activation_checkpointing_offload": "pass Accelerator(activation_offload=True), on CUDA",
 }
 
 
