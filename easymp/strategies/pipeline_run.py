@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -226,12 +226,12 @@ class Pipelined(nn.Module):
         batch.factor, batch.total = factor, torch.zeros((), device=self.world.device)
         if count not in self._schedules:
             stages = self._make_stages()
-            # With fewer micro-batches than ranks, all forwards come first.
-            one, several = CLASSES[self.options.schedule if count >= self.world.size else "gpipe"]
+            one, several = CLASSES[self.options.schedule]
             single = len(stages) == 1 and one is not None
             kind: Any = getattr(torch_schedules, str(one if single else several))
+            many = max(count, self.world.size)  # as few as torch takes; with fewer its schedule is not used
             made = kind(
-                stages[0] if single else stages, count, loss_fn=lambda loss, _: loss, scale_grads=False
+                stages[0] if single else stages, many, loss_fn=lambda loss, _: loss, scale_grads=False
             )
             self._schedules[count] = made, stages
         schedule, stages = self._schedules[count]
@@ -239,7 +239,10 @@ class Pipelined(nn.Module):
             stage.take(batch)
         try:
             with self._running("the stages of a pipeline", batch):
-                schedule._step_microbatches([()] * count, [{}] * count, [None] * count, None)
+                if count < self.world.size:
+                    self._without_turns(batch, stages)
+                else:
+                    schedule._step_microbatches([()] * count, [{}] * count, [None] * count, None)
         except BaseException:
             self._schedules.clear()
             raise
@@ -255,17 +258,27 @@ class Pipelined(nn.Module):
         loss.copy_(total)
         self._sum_shared()
 
+    def _without_turns(self, batch: Batch, stages: list[Stage]) -> None:
+        """Run all forwards, then all backwards: fewer micro-batches than ranks leave no turns to take."""
+        sends, last = (
+            list(chain.from_iterable(_forward(stage, batch) for stage in stages)),
+            len(batch.parts) - 1,
+        )
+        for stage in reversed(stages):
+            for chunk in range(len(batch.parts)):
+                wait(start(stage.get_bwd_recv_ops(chunk)))
+                loss = stage.fwd_cache[chunk][0][0] if stage.is_last else None
+                stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == last)
+                sends.extend(start(stage.get_bwd_send_ops(chunk)))
+        wait(sends)
+
     def _forwards(self, batch: Batch) -> list[Stage]:
         """Run all forwards. The outputs are in `batch`, on the rank with the last stage."""
-        stages, sends = self._make_stages(), []
+        stages = self._make_stages()
         with self._running("the forward of a pipeline", batch, torch.is_grad_enabled()):
             for stage in stages:
                 stage.take(batch)
-                for chunk in range(len(batch.parts)):
-                    wait(start(stage.get_fwd_recv_ops(chunk)))
-                    stage.forward_one_chunk(chunk)
-                    sends.extend(start(stage.get_fwd_send_ops(chunk)))
-            wait(sends)
+            wait(list(chain.from_iterable(_forward(stage, batch) for stage in stages)))
         return stages
 
     def _backwards(self, batch: Batch, stages: list[Stage], grads: Sequence[Tensor]) -> None:
@@ -338,6 +351,14 @@ class Pipelined(nn.Module):
                 if tensor.numel():
                     dist.broadcast(as_bytes(tensor), self.last_rank)
         return [t.requires_grad_(f.requires_grad) for t, f in zip(tensors, forms, strict=True)], tree
+
+
+def _forward(stage: Stage, batch: Batch) -> Iterator[Any]:
+    """The forwards of all micro-batches in one stage; gives what is being sent."""
+    for chunk in range(len(batch.parts)):
+        wait(start(stage.get_fwd_recv_ops(chunk)))
+        stage.forward_one_chunk(chunk)
+        yield from start(stage.get_fwd_send_ops(chunk))
 
 
 def start(transfers: list[dist.P2POp]) -> list[Any]:

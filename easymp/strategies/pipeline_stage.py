@@ -114,6 +114,7 @@ class StageForward(nn.Module):
         self._everything = frozenset(id(t) for t in (*root.parameters(), *root.buffers()))
         skip = replayed(places)
         self._calls = {m: self._intercept(name, call_of(m), name in skip) for name, m in places.items()}
+        self.now: tuple[Batch, int] | None = None  # the batch and the number of its micro-batch
         self._blanks: Blanks | None = None
         self._at = 0  # the stage that the running forward has reached
         self._received: Sequence[Tensor] = ()
@@ -128,8 +129,10 @@ class StageForward(nn.Module):
         begins = f"begins at {self.names[self.index - 1]!r}" if self.index else "is the first"
         return f"stage {self.index} of {self.last + 1} ({begins})"
 
-    def forward(self, *received: Tensor, batch: Batch, chunk: int) -> Any:
-        """Micro-batch `chunk` of `batch`: the tensors for the next stage, or what `batch` makes of the model's output."""
+    def forward(self, *received: Tensor) -> Any:
+        """The micro-batch `now`: the tensors for the next stage, or what the batch makes of the model's output."""
+        assert self.now is not None
+        batch, chunk = self.now
         if batch.error is None:
             try:
                 return self._stage(received, batch, chunk)
@@ -288,8 +291,18 @@ class Stage(_PipelineStageBase):
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         return ()
 
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """Nothing: before torch 2.13 it compares what the script passes with shapes that this stage does not have."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Likewise."""
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        return super().forward_one_chunk(fwd_chunk_id, (), {"batch": self.batch, "chunk": fwd_chunk_id})
+        self.submod.now = (
+            self.batch,
+            fwd_chunk_id,
+        )  # torch before 2.13 takes all arguments for inputs of backward
+        return super().forward_one_chunk(fwd_chunk_id, (), {})
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

@@ -155,7 +155,7 @@ def test_no_at_the_end_writes_nothing(talk):
 
 @pytest.mark.slow
 def test_a_measurement_is_said_and_kept_as_the_reason(talk):
-    said = talk("laptop CPU", "", "measure", "fp32:")
+    said = talk("laptop CPU", "", "fp32:", words="--measure")
     assert "measured on cpu in" in said and "tf32 was left out: " in said
     assert re.search(r"^mixed_precision = \"fp32\".*timed here: ", FILE.read_text(), re.M)
 

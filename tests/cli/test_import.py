@@ -264,7 +264,7 @@ SHARD = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n"
         ("a.json", '{"a": 1e999}', "1e999 is not a finite number"),
         ("a.json", "{} {}", "a.json, line 1"),
         ("a.json", "[" * 100_000, "a.json"),
-        ("a.json", '{"a": ' + "9" * 5000 + "}", "a.json cannot be read"),
+        ("a.json", '{"a": ' + "9" * 5000 + "}", "a.json is not valid JSON"),
     ],
 )
 def test_wrong_files_are_refused_with_the_line(name, text, words, config):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import tempfile
 import textwrap
 import tomllib
@@ -19,7 +20,7 @@ from ...base.toml import statements
 from ...base.units import UNITS
 from ...errors import SettingError
 from ...settings import LAUNCH, LAUNCHING, NAMES, checked
-from .rules import KNOWN
+from .rules import KNOWN, SENTENCES
 
 WIDTH = 78
 WHY = "# here: "  # begins a comment of ours, which goes with its value
@@ -27,27 +28,6 @@ HEAD = """\
 # The settings of this project's runs; arguments in a script and variables that
 # begin with EASYMP_ win over them. Written by `easymp config`, and yours to edit.
 """
-# Examples of settings that have no default.
-EXAMPLES: Mapping[str, Any] = {
-    "debug": False,
-    "activation_checkpointing": "blocks",
-    "ema_decay": 0.999,
-    "seed": 0,
-    "memory": 16 << 30,
-    "project_dir": "runs",
-    "processes": 1,
-    "nodes": "2",
-    "main_address": "node0",
-    "main_port": 29500,
-    "max_restarts": 3,
-    "nonfinite": "warn",
-    "compile": "blocks",
-    "log_with": "jsonl",
-    "save_on_signal": True,
-    "strategy_options": {"cpu_offload": True},
-    "dataloader_config": {"split_batches": True},
-    "scaler_options": {"init_scale": 65536.0},
-}
 
 
 # -- text
@@ -88,7 +68,11 @@ def line(name: str, value: Any, why: str = "") -> str:
 def unset(name: str) -> str:
     """A comment that shows a setting's default, or an example where it has none."""
     default = KNOWN[name].default
-    return f"# {line(name, EXAMPLES[name])}  # an example" if default is None else f"# {line(name, default)}"
+    return (
+        f"# {line(name, SENTENCES['examples'][name])}  # an example"
+        if default is None
+        else f"# {line(name, default)}"
+    )
 
 
 def said(values: Mapping[str, Any]) -> list[str]:
@@ -241,13 +225,12 @@ def write(there: Target, text: str) -> Path | None:
     Raises:
         SettingError: the file was changed since it was looked at, or cannot be written; it is as it was.
     """
-    place = there.path.resolve()
+    place, kept = there.path.resolve(), None
     with _errors(there.path), contextlib.ExitStack() as undo:
         if (place.read_bytes() if place.exists() else None) != there.before:
             raise SettingError(
                 f"{there.path} was changed meanwhile and is left as it is: run the command again"
             )
-        kept = None
         if there.before is not None:
             names = (place.with_name(f"{place.name}.bak{f'.{n}' if n else ''}") for n in count())
             kept = next(name for name in names if not name.exists())
@@ -265,10 +248,9 @@ def _create(path: Path, content: bytes, like: Path) -> None:
     """A new file on the disk, with the owner and the mode of the file `like`, if there is one."""
     with open(path, "xb") as file:
         if like.exists():
-            status = like.stat()
             if os.name == "posix" and os.geteuid() == 0:  # only root gives files away
-                os.chown(path, status.st_uid, status.st_gid)
-            os.chmod(path, status.st_mode & 0o7777)
+                os.chown(path, like.stat().st_uid, like.stat().st_gid)
+            shutil.copymode(like, path)
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -7,7 +7,9 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import fsspec
 
 from ... import hardware as hardware_package
 from ...base import env
@@ -28,20 +30,19 @@ UNSET = {"processes": AUTO, "nodes": AUTO, "project_dir": "."}  # answers that l
 SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """This machine, and the number of machines announced to take part."""
+class Machine(NamedTuple):
+    """A machine, and the number of machines announced to take part; `name`: by which others reach it."""
 
     hardware: Hardware
-    nodes: int = 1
-    nodes_why: str = "nothing announced others"
-    name: str = ""  # by which others reach it
+    nodes: int
+    nodes_why: str
+    name: str = ""
 
 
 def look() -> Machine:
     """This machine."""
     found = [(env.integer(name) or 0, f"{name} in the environment") for name in SLURM]
-    nodes, why = next((pair for pair in found if pair[0] > 0), (1, Machine.nodes_why))
+    nodes, why = max(found) if max(found)[0] > 0 else (1, "nothing announced others")
     return Machine(hardware_package.detect(), nodes, why, socket.gethostname())
 
 
@@ -67,6 +68,10 @@ class Draft:
     def devices(self) -> int:
         """Accelerators to train on; 0: the CPU does."""
         return 0 if self.get("cpu") else len(self.machine.hardware.devices)
+
+    @property
+    def threads(self) -> int:
+        return self.machine.hardware.cpu.threads
 
     @property
     def processes(self) -> int:
@@ -102,13 +107,12 @@ class Draft:
         return ""
 
     def _plan(self, ranks: Ranks) -> Plan:
-        values = {name: value for name, value in self.values.items() if name in NAMES}
-        sources = {name: (Source.ASKED, self.origins[name]) for name in values}
-        return make_plan(Settings(**values, sources=sources), self.machine.hardware, ranks)
+        sources = {name: (Source.ASKED, self.origins[name]) for name in self.values if name in NAMES}
+        settings = Settings(**{name: self.values[name] for name in sources}, sources=sources)
+        return make_plan(settings, self.machine.hardware, ranks)
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One setting to decide; an empty text says nothing."""
 
     name: str
@@ -116,7 +120,7 @@ class Question:
     consequence: Callable[[Draft], str]  # the effect of the answer
     matters: Callable[[Draft], bool]  # whether it changes anything here
     here: Callable[[Draft], str]  # the machine's suggestion, with the reason
-    choices: Mapping[str, str] = field(default_factory=dict)  # word: its meaning; empty: any answer
+    choices: Mapping[str, str] = {}  # word: its meaning; empty: any answer
     caution: Callable[[Draft], str] = lambda draft: ""  # about the answer that the draft holds
 
     @property
@@ -151,16 +155,12 @@ def unusable(place: str) -> str:
     if not place.isprintable():
         return f"{place!r} holds characters that a terminal does not show: use a plain name"
     if "://" in place:
-        import fsspec
-
         try:
             fsspec.get_filesystem_class(place.split("://")[0])
         except (ValueError, ImportError) as error:
             return f"fsspec cannot open {place}: {error}"
         return ""
-    there = Path(place)
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    there = next(path for path in (Path(place), *Path(place).absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{str(there)!r} is a file, so there can be no folder {place}: choose another name"
     if not os.access(there, os.W_OK | os.X_OK):
@@ -169,16 +169,15 @@ def unusable(place: str) -> str:
 
 
 def _processes_consequence(draft: Draft) -> str:
-    if draft.devices:
-        return "Each trains on a GPU of its own and sees its own part of the data."
-    return f"They share the {draft.machine.hardware.cpu.threads} threads here, and each sees its own part of the data."
+    shared = f"They share the {draft.threads} threads here, and each"
+    return (
+        f"{'Each trains on a GPU of its own and' if draft.devices else shared} sees its own part of the data."
+    )
 
 
 def _too_many(draft: Draft) -> str:
-    threads = draft.machine.hardware.cpu.threads
-    if draft.devices or draft.processes <= threads:
-        return ""
-    return f"{draft.processes} processes take turns on {threads} thread(s): slower than {threads} would be."
+    said = f"{draft.processes} processes take turns on {draft.threads} thread(s): slower than {draft.threads} would be."
+    return "" if draft.devices or draft.processes <= draft.threads else said
 
 
 def _precisions_differ(draft: Draft) -> bool:
@@ -193,7 +192,7 @@ def _auto(draft: Draft, name: str, decision: str) -> str:
 
 
 def _precision_here(draft: Draft) -> str:
-    measured = f"; timed here: {draft.measured.reason(draft.measured.fastest)}" if draft.measured else ""
+    measured = f"; timed here: {draft.measured.reason}" if draft.measured else ""
     return _auto(draft, "mixed_precision", "precision") + measured
 
 
@@ -217,7 +216,7 @@ QUESTIONS = (
         "processes",
         "Processes",
         _processes_consequence,
-        lambda draft: draft.devices > 1 or (not draft.devices and draft.machine.hardware.cpu.threads > 1),
+        lambda draft: draft.devices > 1 or (not draft.devices and draft.threads > 1),
         lambda draft: (
             f"auto is {draft.devices or 1} ({'one a GPU' if draft.devices else 'training runs on the CPU'})"
         ),

@@ -10,7 +10,8 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Union
@@ -75,6 +76,18 @@ def read_document(path: str | Path) -> Document:
     return Document(name, content, text if yaml else plain)
 
 
+@contextmanager
+def _parsing(name: str, form: str) -> Iterator[None]:
+    """Errors of a parser, such as numbers of thousands of digits and thousands of brackets, as SettingError."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except (ValueError, RecursionError) as error:
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise SettingError(f"{name}{line} is not valid {form}: {' '.join(str(error).split())}") from error
+
+
 def read_json(text: str, name: str) -> Any:
     """The value of JSON with comments and trailing commas; errors call the text `name`.
 
@@ -93,15 +106,8 @@ def read_json(text: str, name: str) -> Any:
         return float(word)
 
     text = LAST_COMMA.sub(lambda m: m[1] or m[2] + " ", plain)
-    try:
+    with _parsing(name, "JSON"):
         return json.loads(text, object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
-    except json.JSONDecodeError as error:
-        line = plain.splitlines()[error.lineno - 1].strip() if plain.strip() else ""
-        raise SettingError(f"{name}, line {error.lineno}: {error.msg}, in {line[:60]!r}") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, and thousands of brackets
-        if isinstance(error, SettingError):
-            raise
-        raise SettingError(f"{name} cannot be read: {error}") from error
 
 
 STRING = r'("(?:[^"\\\n]|\\.)*")'
@@ -130,16 +136,11 @@ def _read_yaml(text: str, name: str) -> Any:
             _refuse_twice([str(key.value) for key, _ in node.value], text, name)
             return super().construct_mapping(node, deep)
 
-    try:
-        return yaml.load(text, Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}" if mark else ""
-        raise SettingError(f"{name}{place} is not valid YAML: {getattr(error, 'problem', error)}") from error
-    except (ValueError, RecursionError) as error:  # such as a date that does not exist
-        if isinstance(error, SettingError):
-            raise
-        raise SettingError(f"{name} is not valid YAML: {error}") from error
+    with _parsing(name, "YAML"):
+        try:
+            return yaml.load(text, Loader)  # a SafeLoader
+        except yaml.YAMLError as error:
+            raise ValueError(error) from error
 
 
 def _key(key: str) -> re.Pattern[str]:
@@ -147,12 +148,13 @@ def _key(key: str) -> re.Pattern[str]:
 
 
 def _refuse_twice(keys: list[str], text: str, name: str) -> None:
-    if len(set(keys)) == len(keys):
-        return
-    key = next(key for key in keys if keys.count(key) > 1)
-    lines = [str(text.count("\n", 0, match.start()) + 1) for match in _key(key).finditer(text)]
-    where = f", line {lines[-1]}" if lines else ""
-    raise SettingError(f"{name}{where}: the key {key!r} stands twice (lines {', '.join(lines)}): keep one")
+    for key in keys:
+        if keys.count(key) > 1:
+            lines = [str(text.count("\n", 0, match.start()) + 1) for match in _key(key).finditer(text)]
+            where = f", line {lines[-1]}" if lines else ""
+            raise SettingError(
+                f"{name}{where}: the key {key!r} stands twice (lines {', '.join(lines)}): keep one"
+            )
 
 
 # -- applying a table of rules
@@ -190,10 +192,8 @@ class Importer:
         if rule is None:
             section = f" in {'.'.join(self.path[:-1])}" if self.path[1:] else ""
             return f"unknown, nothing taken: {self._format} has no {key!r}{section}{nearest(key, rules)}"
-        if said:
-            return said
-        if is_off(value) and not hasattr(rule, "also_off"):
-            return OFF
+        if said or (is_off(value) and not hasattr(rule, "also_off")):
+            return said or OFF
         if isinstance(rule, str):
             return rule.replace("{value}", spelled(value))
         if value == "auto":
@@ -216,9 +216,8 @@ class Importer:
         """Take options of the strategy."""
         if self.strategy is None:
             return "nothing to take: strategy stays auto, which has no options"
-        for name in options:
-            if name not in self.known_options:
-                return f"no counterpart: strategy {self.strategy} has no option {name}"
+        if unknown := options.keys() - self.known_options:
+            return f"no counterpart: strategy {self.strategy} has no option {min(unknown)}"
         return self.table("strategy_options", **options)
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ... import settings
 from ...base import env
 from ...errors import RefusedError, SettingError
-from ...hardware.gpus import Described, describe
+from ...hardware.gpus import describe
 from ...options import DataLoaderConfiguration, GradScalerKwargs
 from ...registry import STRATEGIES
 from ...settings import NAMES, TABLES, as_record, as_table, read_pairs, written
@@ -26,10 +26,9 @@ from .questions import AUTO, QUESTIONS, Draft, Machine, Question, look
 from .rules import KNOWN, Importer
 from .timing import measure
 
-BACK, MEASURE = "back", "measure"
+BACK = "back"
 COLOURS = {"+": GREEN, "-": RED}  # by a line's first character
 SCRIPT = "train.py"
-TO_ASK = "to ask"
 SHOWN = 10  # lines of the file
 OPTIONS = "strategy_options"
 RECORDS = {
@@ -45,15 +44,6 @@ class Preset(NamedTuple):
     origin: str  # "--set", or the name of a file
     values: Mapping[str, Any]
     settled: bool = False
-
-
-class Proposal(NamedTuple):
-    """The default of a question; `problem` says why a preset is impossible."""
-
-    value: Any
-    origin: str = ""
-    settled: bool = False
-    problem: str = ""
 
 
 def read_ahead(pairs: Sequence[str]) -> dict[str, Any]:
@@ -75,15 +65,19 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
     place = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
     there = file.target(place, writable=not args.dry_run)
     foreign = import_file(args.foreign) if args.foreign else None
-    elsewhere = describe(args.machine) if args.machine is not None else None
-    presets = [Preset("--set", ahead, settled=True)]
-    presets += [Preset(f"--for {args.machine}", launched(elsewhere), settled=True)] if elsewhere else []
+    presets, machine, unknown = [Preset("--set", ahead, settled=True)], look(), list[list[str]]()
+    if args.machine is not None:
+        elsewhere, origin = describe(args.machine), f"--for {args.machine}"
+        machine = Machine(elsewhere.hardware, elsewhere.nodes, origin)
+        unknown = [["not known", words] for words in elsewhere.unknown]
+        # What `easymp launch` cannot find out on those machines by itself.
+        launched = {"nodes": str(elsewhere.nodes)} if elsewhere.nodes > 1 else {}
+        launched |= {} if elsewhere.hardware.devices else {"processes": elsewhere.processes}
+        presets.append(Preset(origin, launched, settled=True))
     presets += [Preset(args.foreign, foreign.values)] if foreign else []
     presets += [Preset(str(place), written(settings.read(place)))] if there.before is not None else []
-    start = Draft(
-        Machine(elsewhere.hardware, elsewhere.nodes, f"--for {args.machine}") if elsewhere else look()
-    )
-    if foreign and _needs_several(start, presets, foreign):
+    start = Draft(machine)
+    if foreign and _needs_several(start, presets, foreign.values.get("strategy")):
         start = replace(start, assumed=2)
     for preset in reversed(presets):
         for name, value in preset.values.items():
@@ -92,14 +86,13 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
             asked = name == OPTIONS or any(question.name == name for question in QUESTIONS)
             start = start if asked else start.settle(name, value, preset.origin)
     title(args.machine or "This machine")
-    nodes = ["nodes", f"{start.machine.nodes} ({start.machine.nodes_why})"]
-    unknown = [["not known", words] for words in elsewhere.unknown] if elsewhere else []
-    print(table([*facts(start.machine.hardware), nodes, *unknown], fold=True))
+    nodes = ["nodes", f"{machine.nodes} ({machine.nodes_why})"]
+    print(table([*facts(machine.hardware), nodes, *unknown], fold=True))
     if foreign:
         _tell_foreign(args.foreign, foreign, start)
     if args.measure:
         start = timed(start)
-    draft = proposed = Dialogue(start, presets, strict=args.yes).run()
+    draft = proposed = decide(start, presets, strict=args.yes)
     title("The plan")
     print(table(_plan(proposed), fold=True))
 
@@ -112,15 +105,14 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
         if args.dry_run or text.encode() == there.before:
             return True
         kept = ", and keep the one before beside it" if there.before is not None else ""
-        words = f"Write {there.path.absolute()}{kept}?"
-        answer = library("questionary", TO_ASK).select(words, ["yes", "no", BACK]).unsafe_ask()
+        answer = ask("select", f"Write {place.absolute()}{kept}?", ["yes", "no", BACK])
         if answer == "no":
             raise KeyboardInterrupt
         return bool(answer == "yes")
 
     if asks:
         say("Enter takes the default, Ctrl-C leaves, back goes to the question before.")
-        draft = Dialogue(start, presets, asks=True, everything=args.all).run(confirmed)
+        draft = decide(start, presets, confirmed=confirmed, everything=args.all)
     text = _text(draft, there, presets)
     if not asks:
         _show(text, there)
@@ -138,131 +130,112 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
 # -- presets and questions
 
 
-def launched(there: Described) -> dict[str, Any]:
-    """What `easymp launch` cannot find out on those machines by itself."""
-    nodes = {"nodes": str(there.nodes)} if there.nodes > 1 else {}
-    return nodes if there.hardware.devices else {**nodes, "processes": there.processes}
-
-
-def _needs_several(draft: Draft, presets: Sequence[Preset], foreign: Importer) -> bool:
-    """Whether the file's strategy is possible on two processes, and impossible on those that would start here."""
+def _needs_several(draft: Draft, presets: Sequence[Preset], strategy: str | None) -> bool:
+    """Whether the strategy of an imported file is possible on two processes, and impossible on those that would start here."""
     for preset in reversed(presets):
         for name in ("cpu", "processes", "nodes"):
             draft = draft.settle(name, preset.values[name]) if name in preset.values else draft
-    strategy = foreign.values.get("strategy")
     if strategy is None or draft.world > 1 or "strategy" in presets[0].values:
         return False
     two = replace(draft, assumed=2)
     return bool(draft.refusal("strategy", strategy)) and not two.refusal("strategy", strategy)
 
 
-def propose(question: Question, draft: Draft, presets: Sequence[Preset]) -> Proposal:
-    """The first preset for `question`, or the machine's suggestion."""
-    for origin, values, settled in presets:
-        if question.name in values:
-            problem = draft.refusal(question.name, values[question.name])
-            if problem:
-                return Proposal(question.default, problem=f"{origin}: {problem}")
-            return Proposal(values[question.name], origin, settled)
-    return Proposal(question.default)
+def decide(
+    start: Draft,
+    presets: Sequence[Preset],
+    *,
+    strict: bool = False,
+    confirmed: Callable[[Draft], bool] | None = None,
+    everything: bool = False,
+) -> Draft:
+    """Answer `QUESTIONS` by presets and the machine's suggestions; returns the draft with all answers.
 
-
-class Dialogue:
-    """Goes through `QUESTIONS`: asks those that matter here (all of them with `everything`), or takes the defaults.
-
-    Without asking, an impossible preset is an error where `strict`; else the machine's suggestion is taken.
+    Args:
+        strict: an impossible preset is an error; else the machine's suggestion is taken.
+        confirmed: asks those questions that matter here, and is called at the end; the last question is asked again unless it is true.
+        everything: ask about all that is not settled.
     """
+    drafts, asked = [start], list[int]()  # the drafts before each question; the questions that were asked
+    answers: dict[str, Any] = {}
 
-    def __init__(
-        self,
-        start: Draft,
-        presets: Sequence[Preset],
-        *,
-        asks: bool = False,
-        strict: bool = False,
-        everything: bool = False,
-    ) -> None:
-        self._drafts = [start]  # before each question
-        self._asked: list[int] = []
-        self._answers: dict[str, Any] = {}  # to questions that are asked again
-        self._presets, self._asks, self._strict, self._everything = presets, asks, strict, everything
-
-    def run(self, confirmed: Callable[[Draft], bool] = lambda draft: True) -> Draft:
-        """The draft with all answers, once `confirmed` says so; else the last question is asked again."""
-        while True:
-            while len(self._drafts) <= len(QUESTIONS):
-                self._visit(len(self._drafts) - 1)
-            if confirmed(self._drafts[-1]):
-                return self._drafts[-1]
-            self._back()
-
-    def _back(self) -> None:
-        if self._asked:
-            del self._drafts[self._asked.pop() + 1 :]
+    def back() -> None:
+        if asked:
+            del drafts[asked.pop() + 1 :]
         else:
             say("This is the first question.")
 
-    def _visit(self, number: int) -> None:
-        question, draft = QUESTIONS[number], self._drafts[number]
-        value, origin, settled, problem = propose(question, draft, self._presets)
-        if problem and self._strict:
-            default = question.shown(question.default)
-            raise RefusedError(f"{problem}; or pass --set {question.name}={default}")
-        if problem and self._asks:
-            say(problem)
-        matters = question.matters(draft)
-        if self._asks and not settled and (matters or self._everything):
-            answer = self._ask(question, draft, value)
-            if answer == BACK:
-                self._back()
-                return
-            draft = self._drafts[number]  # which a measurement changes
-            origin = origin if answer == value and origin else "asked for"
-            value = self._answers[question.name] = answer
-            self._asked.append(number)
-        elif not (origin or problem or matters):
-            self._drafts.append(draft)
-            return
-        self._drafts.append(draft.settle(question.name, value, origin or "detected"))
-
-    def _ask(self, question: Question, draft: Draft, default: Any) -> Any:
-        title(question.title)
-        say(f"{question.help}. {question.consequence(draft)}")
-        remembered = self._answers.get(question.name, default)
-        default = default if draft.refusal(question.name, remembered) else remembered
-        ask = _choose if question.choices else _type
-        while True:
-            if here := question.here(draft):
-                say(f"Here: {here}.")
-            answer = ask(question, draft, default)
-            if answer == BACK:
-                return answer
-            if answer == MEASURE:
-                measured = timed(draft).measured
-                self._drafts = [replace(d, measured=measured) for d in self._drafts]
-                draft = self._drafts[-1]
-            elif problem := draft.refusal(question.name, answer):  # a filtered list lets it be chosen
-                say(problem)
+    while True:
+        number, draft = len(drafts) - 1, drafts[-1]
+        if number == len(QUESTIONS):
+            if confirmed is None or confirmed(draft):
+                return draft
+            back()
+            continue
+        question, value, origin, settled, problem = (
+            QUESTIONS[number],
+            QUESTIONS[number].default,
+            "",
+            False,
+            "",
+        )
+        name, matters = question.name, question.matters(draft)
+        if preset := next((preset for preset in presets if name in preset.values), None):
+            if problem := draft.refusal(name, preset.values[name]):
+                problem = f"{preset.origin}: {problem}"
             else:
-                if caution := question.caution(draft.settle(question.name, answer)):
-                    say(caution)
-                return answer
+                origin, value, settled = preset.origin, preset.values[name], preset.settled
+        if problem and strict:
+            raise RefusedError(f"{problem}; or pass --set {name}={question.shown(question.default)}")
+        if problem and confirmed:
+            say(problem)
+        if confirmed and not settled and (matters or everything):
+            answer = _ask(question, draft, answers.get(name, value), value)
+            if answer == BACK:
+                back()
+                continue
+            origin = origin if answer == value and origin else "asked for"
+            value = answers[name] = answer
+            asked.append(number)
+        elif not (origin or problem or matters):
+            drafts.append(draft)
+            continue
+        drafts.append(draft.settle(name, value, origin or "detected"))
+
+
+def ask(kind: str, *args: Any, **options: Any) -> Any:
+    """The answer to a prompt of questionary."""
+    return getattr(library("questionary", "to ask"), kind)(*args, **options).unsafe_ask()
+
+
+def _ask(question: Question, draft: Draft, remembered: Any, default: Any) -> Any:
+    """The answer; `remembered` is the default, where it is possible."""
+    title(question.title)
+    say(f"{question.help}. {question.consequence(draft)}")
+    default = default if draft.refusal(question.name, remembered) else remembered
+    while True:
+        if here := question.here(draft):
+            say(f"Here: {here}.")
+        answer = (_choose if question.choices else _type)(question, draft, default)
+        if answer == BACK:
+            return answer
+        if problem := draft.refusal(question.name, answer):  # a filtered list lets it be chosen
+            say(problem)
+            continue
+        if caution := question.caution(draft.settle(question.name, answer)):
+            say(caution)
+        return answer
 
 
 def _choose(question: Question, draft: Draft, default: Any) -> Any:
     """One of the choices; those that are impossible here are shown with the reason."""
-    questionary = library("questionary", TO_ASK)
-    choices = []
+    choice, choices = library("questionary", "to ask").Choice, []
     for word, words in question.choices.items():
         refusal = draft.refusal(question.name, word)
         short = refusal.partition("cannot run here: ")[2] or refusal
-        disabled = f"not here: {short}" if refusal else None
-        choices.append(questionary.Choice(f"{word}: {words}", word, disabled=disabled))
-    if question.name == "mixed_precision":
-        choices.append(questionary.Choice("measure: time them, for ten seconds", MEASURE))
-    choices.append(questionary.Choice("back: to the question before", BACK))
-    options = {"default": default, "use_search_filter": True, "use_jk_keys": False}
-    return questionary.select(question.name, choices, **options).unsafe_ask()
+        choices.append(choice(f"{word}: {words}", word, disabled=f"not here: {short}" if refusal else None))
+    choices.append(choice("back: to the question before", BACK))
+    return ask("select", question.name, choices, default=default, use_search_filter=True, use_jk_keys=False)
 
 
 def _type(question: Question, draft: Draft, default: Any) -> Any:
@@ -274,10 +247,7 @@ def _type(question: Question, draft: Draft, default: Any) -> Any:
         except SettingError as error:
             return str(error)
 
-    prompt = library("questionary", TO_ASK).text(
-        f"{question.name} [{question.shown(default)}]:", validate=problem
-    )
-    text = prompt.unsafe_ask().strip()
+    text = ask("text", f"{question.name} [{question.shown(default)}]:", validate=problem).strip()
     return BACK if text.lower() == BACK else question.read(text) if text else default
 
 
