@@ -267,7 +267,7 @@ class Pipelined(nn.Module):
         for stage in reversed(stages):
             for chunk in range(len(batch.parts)):
                 wait(start(stage.get_bwd_recv_ops(chunk)))
-                loss = stage.fwd_cache[chunk][0][0] if stage.is_last else None
+                loss = stage.outputs(chunk)[0] if stage.is_last else None
                 stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == last)
                 sends.extend(start(stage.get_bwd_send_ops(chunk)))
         wait(sends)
@@ -290,7 +290,7 @@ class Pipelined(nn.Module):
                 wait(start(stage.get_bwd_recv_ops(chunk)))
                 loss = None
                 if stage.is_last:
-                    loss = Seed.apply(part, *(t for t in stage.fwd_cache[chunk][0] if t.requires_grad))
+                    loss = Seed.apply(part, *(t for t in stage.outputs(chunk) if t.requires_grad))
                 stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == len(parts) - 1)
                 sends.extend(start(stage.get_bwd_send_ops(chunk)))
             wait(sends)

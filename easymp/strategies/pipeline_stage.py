@@ -304,13 +304,18 @@ class Stage(_PipelineStageBase):
         )  # torch before 2.13 takes all arguments for inputs of backward
         return super().forward_one_chunk(fwd_chunk_id, (), {})
 
+    def outputs(self, chunk: int) -> Sequence[Tensor]:
+        """What the forward of a micro-batch has made, until its backward."""
+        states = getattr(self, "_forward_chunk_states", None)  # since torch 2.15
+        return self.fwd_cache[chunk][0] if states is None else states[chunk].live_outputs
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if not full_backward:
             # torch finds the parameters of a split backward between the inputs and the output: there must be inputs, and one output.
             forms = self.batch.crossing(bwd_chunk_id, self.stage_index)
-            outputs = [t for t in self.fwd_cache[bwd_chunk_id][0] if t.requires_grad]
+            outputs = [t for t in self.outputs(bwd_chunk_id) if t.requires_grad]
             if not any(self.batch.returns(f) for _, f in forms) or (len(outputs) > 1 and not self.is_last):
                 full_backward = True
                 self._unsplit.add(bwd_chunk_id)
@@ -338,7 +343,7 @@ class Stage(_PipelineStageBase):
         return tuple(t.requires_grad_(self.batch.returns(f)) for t, (_, f) in zip(arrived, forms))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return [] if self.is_last else self._transfers(dist.isend, self.fwd_cache[fwd_chunk_id][0], 1)
+        return [] if self.is_last else self._transfers(dist.isend, self.outputs(fwd_chunk_id), 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         forms = self.batch.crossing(bwd_chunk_id, self.stage_index + 1)
