@@ -141,11 +141,16 @@ class StageForward(nn.Module):
                 if batch.loss_fn is None or isinstance(error, MemoryError) or "memory" in str(error).lower():
                     raise
                 batch.error = error
+        # Zeros that depend on what was received, because a split backward of torch 2.8 looks for a way there.
+        zero = torch.zeros((), device=batch.factor.device, requires_grad=True)
+        zero = sum((t.abs().sum() * 0 for t in received if t.requires_grad), zero)
         if self.index == self.last:
-            return torch.zeros((), device=batch.factor.device, requires_grad=True)
+            return zero
         forms = [f for _, f in batch.crossing(chunk, self.index + 1)]
         return tuple(
-            torch.zeros(f.shape, dtype=f.dtype, device=batch.factor.device, requires_grad=batch.returns(f))
+            zero.to(f.dtype).expand(f.shape).clone()
+            if batch.returns(f)
+            else torch.zeros(f.shape, dtype=f.dtype, device=zero.device)
             for f in forms
         )
 
