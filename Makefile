@@ -11,7 +11,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-slow wheel-test docs pictures dist sbom lock bench clean
+.PHONY: setup demo test test-slow wheel-test docs pictures dist sbom lock bench gpu clean
 
 setup: $(STAMP)
 
@@ -68,7 +68,13 @@ lock: setup
 
 bench: setup
 	$(PIP_INSTALL) --editable '.[bench]'
-	set -e; for file in benchmarks/*.py; do echo "--- $$file"; $(BIN)/python $$file; done
+	set -e; for file in $(filter-out benchmarks/gpu.py benchmarks/llm.py,$(wildcard benchmarks/*.py)); do echo "--- $$file"; $(BIN)/python $$file; done
+	$(BIN)/python benchmarks/llm.py --cpu
+
+# All that a GPU has to show, at most nine minutes; again: goes on where it stopped.
+gpu: setup
+	$(PIP_INSTALL) --editable '.[bench]'
+	$(BIN)/python benchmarks/gpu.py --keep
 
 clean:
 	rm -rf .venv build dist site sbom.cdx.json *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -51,6 +51,8 @@ def test_call_path() -> None:
         ("overhead --rounds 2 --steps 4 --processes 2 --only", ["| accumulation 4, 2 process"]),
         ("strategies --size tiny --rounds 2 --only single", ["| single, "]),
         ("strategies --size tiny --rounds 2 --only zero1", ["| zero1, "]),
+        ("linear_cross_entropy --size tiny --rounds 1", ["| plain pair ", "| easymp "]),
+        ("llm --rehearse", ["## tiny, 2 processes, bf16", "| by hand again ", "of Accelerate's tokens/s"]),
         ("fused_step --smoke", ["| tiny, clip, 1 thread ", "| tiny, loss scale and clip, 1 thread "]),
     ],
 )
@@ -65,7 +67,6 @@ def test_each_tells_its_rows(words: str, rows: list[str], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_memory_words() -> None:
     """Predicted bytes of gradients are those that are there; of activations, gradients of activations come on top."""
     rows = [row.split("|") for row in run("memory_words").splitlines() if row.startswith("| ") and "%" in row]
@@ -74,6 +75,19 @@ def test_memory_words() -> None:
     assert all(-10 <= difference <= 30 for difference in off.values()), off
 
 
+@pytest.mark.slow
+def test_the_parts_of_make_gpu_run_without_one(tmp_path: Path) -> None:
+    """All but those that have tests of their own above."""
+    parts = ["fsdp", "checkpoint", "timeline"]
+    told = run(
+        "gpu", "--rehearse", "--folder", str(tmp_path), "--only", *parts, "--out", str(tmp_path / "gpu.md")
+    )
+    assert all(f"## {part}: " in told for part in parts)
+    assert "ends with code" not in told
+    assert told.count("- yes: ") + told.count("- NO: ") == 7
+
+
+@pytest.mark.slow
 def test_sharded_memory() -> None:
     cells = [row.split("|") for row in run("sharded_memory").splitlines() if row.startswith("| ")]
     rows = {row[1].strip(): row[2:] for row in cells}

@@ -29,6 +29,8 @@ from ..precision.policies import upcast_again
 from ..settings import as_record
 from .blocks import repeated_blocks
 
+SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # torch's flag, where this torch has it
+
 Compiled = Literal["model", "blocks"]
 WHAT = get_args(Compiled)
 
@@ -99,6 +101,7 @@ class Compiling:
     def __init__(self, options: CompileOptions) -> None:
         self._options = options
         self._compiled: list[nn.Module] = []
+        self._flag: bool | None = None  # `SIDE_EFFECTS` as it was
 
     def whole(self, module: nn.Module) -> None:
         """Called by a strategy with the module that torch.compile should see whole."""
@@ -125,6 +128,13 @@ class Compiling:
                     f"the forward of this {type(model).__name__} is torch's own, which torch.compile passes over behind the hooks that "
                     "gather a sharded model's parameters: call it from a module of your own, or use compile='blocks'"
                 )
+        if sharded:
+            from torch._dynamo import config  # a second
+
+            # Hooks of precisions change a block's parameters and put them back: a recomputed graph need not do that again.
+            if self._flag is None and hasattr(config, SIDE_EFFECTS):
+                self._flag = getattr(config, SIDE_EFFECTS)
+                setattr(config, SIDE_EFFECTS, True)
         if self._options.what == "blocks":
             for block in all_blocks(models, "compile='blocks'", "use compile=True"):
                 self._compile(block)
@@ -146,6 +156,9 @@ class Compiling:
         for module in self._compiled:
             module._compiled_call_impl = None
         self._compiled.clear()
+        if self._flag is not None:
+            setattr(torch._dynamo.config, SIDE_EFFECTS, self._flag)
+            self._flag = None
 
 
 def passed_over(module: nn.Module) -> bool:

@@ -162,3 +162,50 @@ def test_behind_the_hooks_of_fsdp_nothing_of_it_would_be(ranks) -> None:
     for failure in ranks.fails(graphs_of_a_chain, "fsdp"):
         assert failure.type == "PrepareError"
         assert "torch.compile passes over behind the hooks" in failure.message
+
+
+def updates(strategy: str, compiled: CompileOptions | None) -> tuple[list[int], dict[str, int], list[float]]:
+    """Of five updates: graphs compiled so far, after each; the breaks that Dynamo counted; the losses."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    GRAPHS.clear()
+    with under(strategy, None, 2, "bf16", compile=compiled, activation_checkpointing=True) as acc:
+        model = make("tied")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        counts, losses = [], []
+        for turn in range(5):
+            for micro in range(2):
+                x = torch.randn(4, 12, generator=torch.Generator().manual_seed(2 * turn + micro))
+                with acc.accumulate(model):
+                    loss = model(x).square().mean()
+                    acc.backward(loss)
+                    acc.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            counts.append(len(GRAPHS))
+            losses.append(loss.item())
+        return counts, dict(counters["graph_break"]), losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_blocks_are_compiled_once_and_whole(ranks, strategy: str) -> None:
+    [(_, _, eager), _] = ranks(updates, strategy, None)
+    for counts, breaks, losses in ranks(updates, strategy, EAGER["blocks"]):
+        assert not breaks
+        assert counts[1] == counts[-1] > 0, counts
+        assert losses == pytest.approx(eager, rel=0.01)
+
+
+def test_the_mode_reaches_the_backend() -> None:
+    modes: list[Any] = []
+
+    def backend(graph: Any, inputs: Any, mode: Any = None) -> Any:
+        modes.append(mode)
+        return graph.forward
+
+    mode = CompileOptions("blocks", mode="reduce-overhead", backend=backend)
+    agree(trained("single", "tied", mode), trained("single", "tied", False))
+    assert set(modes) == {"reduce-overhead"}
