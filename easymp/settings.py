@@ -11,6 +11,7 @@ A table of options is written as ``[strategy_options]`` in the file and as ``{cp
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -357,8 +358,8 @@ NAMES: dict[str, dataclasses.Field[Any]] = {
     f.name: f for f in dataclasses.fields(Settings) if f.name != "sources"
 }
 TABLES = [name for name, f in NAMES.items() if "Table" in str(f.type)]
-_told = (f"    {f.name}: {f.metadata['help']}.\n    " for f in NAMES.values())
-Settings.__doc__ = (Settings.__doc__ or "") + "".join(_told)  # for help()
+_told = (f"\n    {f.name}: {f.metadata['help']}." for f in NAMES.values())
+Settings.__doc__ = inspect.cleandoc(Settings.__doc__ or "") + "".join(_told)  # for help()
 
 
 @dataclass(frozen=True)

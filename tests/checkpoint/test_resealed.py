@@ -63,7 +63,10 @@ class Run:
         torch.set_printoptions(precision=10)
         parts = (self.model, self.optimizer, self.schedule, self.loader)
         run = [part.state_dict() for part in parts]
-        return repr([*run, self.acc.save_iteration, torch.get_rng_state().sum()])
+        try:
+            return repr([*run, self.acc.save_iteration, torch.get_rng_state().sum()])
+        finally:
+            torch.set_printoptions(profile="default")
 
 
 def reseal(folder: Path, manifest: Any) -> None:

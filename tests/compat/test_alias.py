@@ -89,7 +89,7 @@ def test_flags_of_accelerate_launch(flags: str, printed: str, tmp_path: Path) ->
     file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": False}, "num_processes": 2}
     (tmp_path / "accelerate.json").write_text(json.dumps(file))
     words = ("launch", "--as", "accelerate", *flags.split(), "train.py", "--lr", "1")
-    assert run(*words, folder=tmp_path).strip() == printed
+    assert run(*words, folder=tmp_path).splitlines()[-1] == printed  # gloo prints above it, before torch 2.10
 
 
 @pytest.mark.parametrize(

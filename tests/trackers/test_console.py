@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -275,9 +276,14 @@ def test_on_a_terminal_one_line_is_updated_below_what_the_script_prints(tmp_path
     )
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    process = pexpect.spawn(
-        sys.executable, [str(script), str(tmp_path), end], dimensions=(24, 200), timeout=90, encoding="utf-8"
-    )
+    environment = {**os.environ, "PYTHON_COLORS": "0"}  # in tracebacks, since Python 3.13
+    options: dict[str, Any] = {
+        "dimensions": (24, 200),
+        "timeout": 90,
+        "encoding": "utf-8",
+        "env": environment,
+    }
+    process = pexpect.spawn(sys.executable, [str(script), str(tmp_path), end], **options)
     process.expect(pexpect.EOF)
     process.close()
     assert process.exitstatus == (end == "fail")
