@@ -157,7 +157,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if shared_param is not None or gradient_average_split_factor is not None:
             raise ApexError(
                 "shared_param and gradient_average_split_factor are removed, in Apex too: pass delay_allreduce=True for shared parameters, "
-                "and gradient_predivide_factor"
+                "and pass gradient_predivide_factor for the other"
             )
         if retain_allreduce_buffers or allreduce_communicators:
             raise RefusedError(

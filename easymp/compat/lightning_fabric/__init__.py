@@ -7,9 +7,11 @@ double precision, quantization.
 
 from __future__ import annotations
 
+from ...base.pytree import send_to_device
 from ...training.state import accelerators
 from ..layer import submodules
-from .choices import DDPStrategy, FSDPStrategy, layer, seed_everything
+from . import loggers
+from .choices import DDPStrategy, FSDPStrategy, Strategy, layer, seed_everything
 from .fabric import Fabric
 
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
@@ -23,18 +25,42 @@ def is_wrapped(obj: object) -> bool:
 
 
 ITS_OWN = "pass loggers='tensorboard', 'wandb', 'jsonl' …, or an object of Lightning's loggers"
+ACCELERATORS = "pass accelerator='cpu', 'gpu' or 'auto'"
+PRECISIONS = "pass precision='bf16-mixed' and its kind; easymp joins the launcher and writes its own files"
+PLAIN = "pass strategy='auto', 'ddp', 'fsdp' or 'dp'"
+UTILITIES = {name: getattr(loggers, name) for name in ("rank_zero_info", "rank_zero_only", "rank_zero_warn")}
+THROUGHPUT = dict.fromkeys(
+    ("Throughput", "ThroughputMonitor", "measure_flops"), "use Accelerator.profile, or log_with='console'"
+)
 submodules(
     __name__,
     {
-        "loggers": {"absent": dict.fromkeys(("CSVLogger", "TensorBoardLogger", "Logger"), ITS_OWN)},
+        "accelerators": ACCELERATORS,
+        "fabric": {"Fabric": Fabric},
+        "loggers": {
+            "CSVLogger": loggers.CSVLogger,
+            "absent": dict.fromkeys(("TensorBoardLogger", "Logger"), ITS_OWN),
+        },
+        "plugins": PRECISIONS,
         "strategies": {
             "DDPStrategy": DDPStrategy,
             "FSDPStrategy": FSDPStrategy,
+            "Strategy": Strategy,
             "absent": {
                 "DeepSpeedStrategy": "pass strategy='fsdp', or use easymp.compat.deepspeed",
                 "ModelParallelStrategy": "use easymp.Accelerator(strategy='tensor_parallel')",
+                **dict.fromkeys(("DataParallelStrategy", "ParallelStrategy", "SingleDeviceStrategy"), PLAIN),
             },
         },
+        "utilities": {
+            **UTILITIES,
+            "move_data_to_device": send_to_device,
+            "absent": {**THROUGHPUT, "AttributeDict": "use types.SimpleNamespace, or a dict"},
+        },
+        "utilities.rank_zero": UTILITIES,
+        "utilities.seed": {"seed_everything": seed_everything},
+        "utilities.throughput": {"absent": THROUGHPUT},
+        "wrappers": {"is_wrapped": is_wrapped},
     },
     layer,
     "lightning_fabric",

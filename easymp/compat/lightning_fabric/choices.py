@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,44 +22,64 @@ PRECISIONS = {
     "bf16-true": "bf16-true",
     "transformer-engine": "fp8",
 }
-OFFLOADED, UNUSED = {"cpu_offload": True}, {"find_unused_parameters": True}
-STRATEGIES: dict[str, tuple[str, dict[str, bool] | None]] = {
-    "auto": ("auto", None),
-    "dp": ("data_parallel", None),
-    "single_device": ("single", None),
-    **dict.fromkeys(("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"), ("ddp", None)),
-    "ddp_find_unused_parameters_true": ("ddp", UNUSED),
-    "ddp_find_unused_parameters_false": ("ddp", None),
-    "fsdp": ("fsdp", None),
-    "fsdp_cpu_offload": ("fsdp", OFFLOADED),
-}
+REDUCTIONS = {word: word for word in ("mean", "sum", "max", "min", "product")}
 ACCELERATORS = {"gpu": ("cuda", "xpu", "mps"), "cuda": ("cuda",), "mps": ("mps",)}
 
 
-class Chosen:
+class Strategy:
     """A strategy of easymp with its options."""
 
-    def __init__(
-        self, strategy: str, options: Any = None, activation_checkpointing: bool | None = None
-    ) -> None:
+    def __init__(self, strategy: str, options: Any = None, activation_checkpointing: Any = None) -> None:
         self.strategy, self.options = strategy, options
         self.activation_checkpointing = activation_checkpointing
 
 
-class FSDPStrategy(Chosen):
-    """Strategy "fsdp" (or "hsdp", "ddp") in the words of torch's FSDP; see `FullyShardedDataParallelPlugin` for its options."""
+def _classes(option: str, policy: Any) -> list[str] | None:
+    """Names of the classes in a policy."""
+    if policy is None:
+        return None
+    kinds = list(policy) if isinstance(policy, (set, frozenset, list, tuple)) else [policy]
+    if not all(isinstance(kind, type) for kind in kinds):
+        raise RefusedError(
+            f"FSDPStrategy({option}={policy!r}) is not honoured: pass a set of the modules' classes"
+        )
+    return [kind.__name__ for kind in kinds]
 
-    def __init__(self, activation_checkpointing_policy: Any = None, **options: Any) -> None:
-        plugin = FullyShardedDataParallelPlugin(**options)
-        again = None if activation_checkpointing_policy is None else True
+
+class FSDPStrategy(Strategy):
+    """Strategy "fsdp" (or "hsdp", "ddp") in the words of torch's FSDP; see `FullyShardedDataParallelPlugin` for its options.
+
+    Args:
+        auto_wrap_policy: classes of modules that are gathered one by one; by default the repeated blocks.
+        activation_checkpointing_policy: classes of modules whose activations are computed again in backward.
+    """
+
+    def __init__(
+        self, *, auto_wrap_policy: Any = None, activation_checkpointing_policy: Any = None, **options: Any
+    ) -> None:
+        wrap = _classes("auto_wrap_policy", auto_wrap_policy)
+        plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=wrap, **options)
+        again = _classes("activation_checkpointing_policy", activation_checkpointing_policy)
         super().__init__(plugin.strategy, plugin.options, again)
 
 
-class DDPStrategy(Chosen):
+class DDPStrategy(Strategy):
     """Strategy "ddp"; `options` are fields of `easymp.DistributedDataParallelKwargs`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__("ddp", options or None)
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "auto": partial(Strategy, "auto"),
+    "dp": partial(Strategy, "data_parallel"),
+    "single_device": partial(Strategy, "single"),
+    **dict.fromkeys(("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"), DDPStrategy),
+    "ddp_find_unused_parameters_true": partial(DDPStrategy, find_unused_parameters=True),
+    "ddp_find_unused_parameters_false": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
+}
 
 
 def on_cpu(accelerator: Any) -> bool:
@@ -69,6 +90,12 @@ def on_cpu(accelerator: Any) -> bool:
     if found is None or found.type not in ACCELERATORS.get(str(accelerator), ()):
         raise SettingError(f"accelerator={accelerator!r}: this machine has {found or 'a CPU only'}")
     return False
+
+
+def reduction(given: Any) -> str:
+    """The word of a reduction over ranks, from Fabric's or a torch.distributed.ReduceOp."""
+    word = str(given).rpartition(".")[2].lower()
+    return str(_known("reduce_op", {"avg": "mean", "prod": "product"}.get(word, word), REDUCTIONS))
 
 
 def _known(name: str, given: str, known: Mapping[str, Any]) -> Any:
@@ -84,16 +111,16 @@ def precision(given: Any) -> str | None:
     return None if given is None else _known("precision", str(given), PRECISIONS)
 
 
-def strategy(given: Any) -> Chosen:
+def strategy(given: Any) -> Strategy:
     """The strategy of the Accelerator for several processes."""
-    if isinstance(given, Chosen):
+    if isinstance(given, Strategy):
         return given
     if str(given).startswith("deepspeed"):
         stage = "zero1" if "1" in str(given) else "fsdp"
         raise RefusedError(
             f"strategy={given!r}: its counterpart is easymp.Accelerator(strategy={stage!r}); pass 'fsdp'"
         )
-    return Chosen(*_known("strategy", str(given), STRATEGIES))
+    return _known("strategy", str(given), STRATEGIES)()  # type: ignore[no-any-return]
 
 
 def processes(devices: Any, cpu: bool) -> int:

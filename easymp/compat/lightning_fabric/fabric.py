@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,19 +43,6 @@ ALL_OF_IT = (
 )
 
 
-class Remembered:
-    """The part of a saved `state` that is neither a model nor an optimizer, and the names of those."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
-
-
 class Fabric:
     """Fabric's methods on an Accelerator, which is made by `launch`, or at the first use.
 
@@ -68,32 +56,20 @@ class Fabric:
         callbacks: objects whose methods `call` calls.
         loggers: words of `Accelerator(log_with=…)`, trackers of easymp, or objects with Lightning's ``log_metrics(metrics, step)``.
 
-    Raises:
-        SettingError: a value that Fabric does not know.
-        RefusedError: a value that easymp does not run.
-
     Example:
         >>> fabric = Fabric(accelerator="cpu")
-        >>> fabric.launch()
         >>> model, optimizer = fabric.setup(nn.Linear(2, 1), torch.optim.SGD(…))
         >>> fabric.backward(model(torch.ones(1, 2)).sum()); optimizer.step()
     """
 
     def __init__(
-        self,
-        *,
-        accelerator: str = "auto",
-        strategy: Any = "auto",
-        devices: Sequence[int] | str | int = "auto",
-        num_nodes: int = 1,
-        precision: str | int | None = None,
-        plugins: Any = None,
-        callbacks: Any = None,
+        self, *, accelerator: str = "auto", strategy: Any = "auto", devices: Sequence[int] | str | int = "auto",
+        num_nodes: int = 1, precision: str | int | None = None, plugins: Any = None, callbacks: Any = None,
         loggers: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if plugins:
             raise RefusedError(
-                f"Fabric(plugins={plugins!r}) is not honoured: pass precision=, and let the launcher say the ranks"
+                f"Fabric(plugins={plugins!r}) is not honoured: pass precision=, and use a launcher"
             )
         self._cpu = choices.on_cpu(accelerator)
         self._precision = choices.precision(precision)
@@ -113,7 +89,9 @@ class Fabric:
         self.loggers = [item for item in given if hasattr(item, "log_metrics")]
         self._log_with = [item for item in given if not hasattr(item, "log_metrics")] or None
         self._made: Accelerator | None = None
-        self._remembered = Remembered()
+        self._remembered: dict[
+            str, Any
+        ] = {}  # names of models and optimizers in a saved `state`, and its other values
         if type(self).run is not Fabric.run:
             self.run = partial(self.launch, lambda _, *args, run=self.run, **kwargs: run(*args, **kwargs))  # type: ignore[method-assign]
 
@@ -137,10 +115,8 @@ class Fabric:
         if self._made is None:
             several = read_ranks().size > 1
             if self._devices > 1 and not several:
-                raise StepError(
-                    f"devices={self._devices} in one process: call fabric.launch() first, or start it with easymp launch"
-                )
-            chosen = self._strategy if several else choices.Chosen("auto")
+                raise StepError(f"devices={self._devices} in one process: call fabric.launch() first")
+            chosen = self._strategy if several else choices.Strategy("auto")
             asked = resolve()
             precision = unless_set(asked, "mixed_precision", self._precision, "no")
             choices.layer.use("Fabric", NATIVE.format(precision=precision, strategy=chosen.strategy))
@@ -152,7 +128,8 @@ class Fabric:
                 cpu=self._cpu or None,
                 log_with=unless_set(asked, "log_with", self._log_with, "none"),
             )
-            self._made.register_for_checkpointing(self._remembered)
+            held = SimpleNamespace(state_dict=lambda: self._remembered, load_state_dict=lambda _: None)
+            self._made.register_for_checkpointing(held)
         return self._made
 
     @property
@@ -181,27 +158,20 @@ class Fabric:
         return self.global_rank == 0
 
     @property
-    def strategy(self) -> str:
-        """The name of easymp's strategy."""
-        return self.easymp.plan.strategy.value
+    def strategy(self) -> choices.Strategy:
+        """The strategy that the script asked for; one process trains alone."""
+        return self._strategy
 
     # -- set up -------------------------------------------------------------------------------------------------------
 
     def setup(
-        self,
-        module: nn.Module,
-        *optimizers: torch.optim.Optimizer,
-        scheduler: Any = None,
-        move_to_device: bool = True,
+        self, module: nn.Module, *optimizers: torch.optim.Optimizer, scheduler: Any = None, move_to_device: bool = True,
         _reapply_compile: bool = True,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The model, or a tuple of it, its optimizers and the scheduler, for this run. The scheduler is stepped by the script."""
-        done = self.easymp.prepare(
-            module, *optimizers, device_placement=[move_to_device, *(None for _ in optimizers)]
-        )
-        if scheduler is not None:
-            return (*done, scheduler)
-        return done
+        placed = [move_to_device, *(None for _ in optimizers)]
+        done = self.easymp.prepare(module, *optimizers, device_placement=placed)
+        return done if scheduler is None else (*done, scheduler)
 
     def setup_module(
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
@@ -219,8 +189,7 @@ class Fabric:
         """One loader, or a list of several, of which each rank reads its share."""
         if not use_distributed_sampler and self.world_size > 1:
             raise RefusedError(
-                "setup_dataloaders(use_distributed_sampler=False): the ranks share out what a prepared loader reads. Leave it out and "
-                "pass a loader of the whole data, or read the loader as it is"
+                "use_distributed_sampler=False: ranks share a prepared loader's data. Leave it out, or do not set this loader up"
             )
         placed = [move_to_device] * len(dataloaders)
         done = self.easymp.prepare(*dataloaders, device_placement=placed)
@@ -230,19 +199,13 @@ class Fabric:
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """As ``tensor.backward(*args, **kwargs)``; gradients are averaged over the ranks, and the loss is scaled under fp16."""
-        self.easymp.backward(
-            tensor, **dict(zip(("gradient", "retain_graph", "create_graph"), args)), **kwargs
-        )
+        named = dict(zip(("gradient", "retain_graph", "create_graph"), args))
+        self.easymp.backward(tensor, **named, **kwargs)
 
     def clip_gradients(
-        self,
-        module: nn.Module,
-        optimizer: Any,
-        clip_val: float | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor | None:
+        self, module: nn.Module, optimizer: Any, clip_val: float | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, error_if_nonfinite: bool = True,
+    ) -> Tensor | None:  # fmt: skip
         """Clip to ``[-clip_val, clip_val]``, or the total norm to `max_norm`; returns that norm before.
 
         Raises:
@@ -258,8 +221,7 @@ class Fabric:
         scaled = self.easymp.scaler.scales
         if error_if_nonfinite and not scaled and norm is not None and not torch.isfinite(norm):
             raise NonfiniteError(
-                f"the norm of the gradients is {float(norm)}: lower the learning rate, or look at the loss; "
-                "error_if_nonfinite=False clips on"
+                f"the norm of the gradients is {float(norm)}: error_if_nonfinite=False clips on"
             )
         return norm
 
@@ -308,10 +270,11 @@ class Fabric:
         return _each_number(one, data, self.device)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
-        """The "mean" or "sum" of each tensor or number of `data` over the ranks."""
+        """The "mean", "sum", "max", "min" or "product" of each tensor or number of `data` over the ranks; tensors in place."""
         _refuse_groups("all_reduce", group, False)
-        word = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
-        return _each_number(lambda leaf: self.easymp.reduce(leaf, word), data, self.device)
+        word, world = choices.reduction(reduce_op), self.easymp._world
+        reduce = self.easymp.reduce if word in ("mean", "sum") else world.reduce
+        return _each_number(lambda leaf: leaf.detach().copy_(reduce(leaf, word)), data, self.device)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Rank 0 runs the block before the others; with `local` that of each node."""
@@ -324,12 +287,10 @@ class Fabric:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(
-        self,
-        path: str | os.PathLike[str],
-        state: Mapping[str, Any],
+        self, path: str | os.PathLike[str], state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Save models, optimizers and values by name; all ranks call it.
+    ) -> None:  # fmt: skip
+        """Save models, optimizers, other objects with a state_dict, and values by name; all ranks call it.
 
         With all models and optimizers that were set up this is a checkpoint of easymp in the folder `path`: sharded, verified, with random
         states and positions of loaders. With some of them, or a `filter`, it is one safetensors file; both without pickles.
@@ -340,33 +301,26 @@ class Fabric:
         """
         acc = self.easymp
         names, rest = self._named(state)
+        rest = {key: item.state_dict() if _stateful(item) else item for key, item in rest.items()}
         prepared = len(acc._prepared.models) + len(acc._prepared.optimizers)
         if len(names) == prepared and prepared and not filter:
-            self._remembered.values = {"names": names, "values": rest}
+            self._remembered = {"names": names, "values": rest}
             acc.save_state(path)
             return
         optimizers = [key for key, of in names.items() if of.startswith("optimizer")]
         if acc._sharded and (optimizers or filter):
-            raise RefusedError(
-                f"save({', '.join(optimizers) or 'filter'}) under {self.strategy}: {ALL_OF_IT}"
-            )
-        tree: dict[str, Any] = dict(rest)
+            raise RefusedError(f"save({', '.join(optimizers) or 'filter'}) of sharded weights: {ALL_OF_IT}")
         for key in names:
-            item = state[key]
-            tree[key] = acc.get_state_dict(item) if isinstance(item, nn.Module) else item.state_dict()
-        for key, keep in (filter or {}).items():
-            tree[key] = {name: value for name, value in tree[key].items() if keep(name, value)}
-        on_rank_0(acc._world, lambda: acc.save(tree, path))
+            item, keep = state[key], (filter or {}).get(key, lambda name, value: True)
+            found = acc.get_state_dict(item) if isinstance(item, nn.Module) else item.state_dict()
+            rest[key] = {name: value for name, value in found.items() if keep(name, value)}
+        on_rank_0(acc._world, lambda: acc.save(rest, path))
 
     def load(
-        self,
-        path: str | os.PathLike[str],
-        state: dict[str, Any] | None = None,
-        strict: bool = True,
-        *,
+        self, path: str | os.PathLike[str], state: dict[str, Any] | None = None, strict: bool = True, *,
         weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Load what `save` wrote into the models and optimizers of `state`, and replace its other values; all ranks call it.
+    ) -> dict[str, Any]:  # fmt: skip
+        """Load what `save` wrote into the objects of `state`, and replace its other values; all ranks call it.
 
         Returns:
             The saved values that `state` does not name. For ``state=None`` nothing is loaded, and these are all of a file, or all
@@ -380,50 +334,44 @@ class Fabric:
         names, rest = self._named(wanted)
         if Path(path).is_file():
             found = load_tree(path)
-            for key in names:
-                if acc._sharded:
-                    raise RefusedError(f"load({key}) of one file under {self.strategy}: {ALL_OF_IT}")
-                if key in found:
-                    item = wanted[key]
-                    how = {"strict": strict} if isinstance(item, nn.Module) else {}
-                    item.load_state_dict(found.pop(key), **how)
-                elif strict:
-                    raise KeyError(f"{path} has no {key!r}: it has {', '.join(found)}")
+            if acc._sharded and names:
+                raise RefusedError(f"load({', '.join(names)}) of one file into sharded weights: {ALL_OF_IT}")
+            rest = dict(wanted)
         else:
             saved = self._saved(path)
             if state is not None and names == saved["names"]:
                 acc.load_state(path, strict=strict)
+            elif not all(isinstance(wanted[key], nn.Module) for key in names):
+                raise CheckpointError(
+                    f"{path} was saved of {', '.join(saved['names'])}: pass all of these to load, or models alone"
+                )
             else:
-                models = [key for key in names if isinstance(wanted[key], nn.Module)]
-                if len(models) < len(names):
-                    raise CheckpointError(
-                        f"{path} was saved of {', '.join(saved['names'])}: pass all of these to load, or models alone"
-                    )
-                for key in models:
+                for key in names:
                     load_weights(wanted[key], path, strict=strict, which=saved["names"].get(key, "model"))
             found = dict(saved["values"])
-        for key in rest:
-            if key in found:
+        for key, item in rest.items():
+            if key not in found:
+                if strict:
+                    raise KeyError(f"{path} has no {key!r}: it has {', '.join(found)}")
+            elif isinstance(item, nn.Module):
+                item.load_state_dict(found.pop(key), strict=strict)
+            elif _stateful(item):
+                item.load_state_dict(found.pop(key))
+            else:
                 wanted[key] = found.pop(key)
-            elif strict:
-                raise KeyError(f"{path} has no {key!r}: it has {', '.join(found)}")
         return found
 
     def load_raw(
-        self,
-        path: str | os.PathLike[str],
-        obj: nn.Module | torch.optim.Optimizer,
-        strict: bool = True,
-        *,
+        self, path: str | os.PathLike[str], obj: nn.Module | torch.optim.Optimizer, strict: bool = True, *,
         weights_only: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Load weights of safetensors, a checkpoint, or a plain state dict of torch.save into a model."""
         if not isinstance(obj, nn.Module):
             obj.load_state_dict(load_tree(path))
         elif str(path).endswith(OF_TORCH_SAVE):
             if self.easymp._sharded:
                 raise RefusedError(
-                    f"{path} under {self.strategy}: make it safetensors by `easymp checkpoint convert`"
+                    f"{path} into sharded weights: make it safetensors by `easymp checkpoint convert`"
                 )
             obj.load_state_dict(read_state_dict(path), strict=strict)
         else:
@@ -491,6 +439,11 @@ class Fabric:
             plain = {n: v.item() if isinstance(v, Tensor) else v for n, v in metrics.items()}
             for logger in self.loggers:
                 logger.log_metrics(metrics=plain, step=step)
+
+
+def _stateful(item: Any) -> bool:
+    """Whether `save` keeps an object by its state dict: a scheduler, a metric, a sampler."""
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
 def _as_list(given: Any) -> list[Any]:
