@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from easymp import EasympError, RefusedError
 from easymp.compat import explain
 from easymp.compat.apex import amp
+from easymp.compat.apex.optimizers import FusedAdam
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -540,6 +543,57 @@ def test_optimizers_step_without_casts():
     backward(model(tensor(1.0)).sum(), optimizer)
     optimizer.step()
     assert seen == [torch.float32]
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedAdam])
+def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(level, kind):
+    model = net()
+    model, optimizer = initialize(model, kind(model.parameters(), lr=0.1), opt_level=level)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model(torch.ones(3, 4, device=DEVICE)).float().mean(), optimizer)
+        optimizer.step()
+        scheduler.step()
+    held = [weakref.ref(item) for item in (model, optimizer, *amp.master_params(optimizer))]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer, scheduler
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
+def test_casts_alone_by_init(capsys):
+    handle = amp.init(patch_type=torch.bfloat16)
+    assert handle.is_active() and handle is amp._amp_state.handle
+    assert F.linear(made(2, 2), made(2, 2)).dtype == torch.bfloat16
+    with pytest.raises(NotImplementedError, match=r"binary_cross_entropy on torch\.bfloat16"):
+        F.binary_cross_entropy(made(2, 2, dtype=torch.bfloat16), made(2, 2))
+    assert (
+        F.binary_cross_entropy(amp.init(allow_banned=True) and made(2, 2).half(), made(2, 2)).dtype
+        == torch.float32
+    )
+    handle._deactivate()
+    assert not amp.init(enabled=False).is_active() and F.linear(made(2, 2), made(2, 2)).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"no longer supported: use amp\.initialize"):
+        handle.scale_loss(None, None)
+
+
+@BOTH
+def test_models_in_two_types_stay_so_with_cast_model_type_false(level):
+    model = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2)).to(DEVICE)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    try:
+        initialize(model, sgd(model), opt_level=level, cast_model_type=False)
+    finally:
+        amp._amp_state.allow_incoming_model_not_fp32 = False
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (torch.float16, torch.float32)
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0  # as scripts set it
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}
+    assert amp._amp_state.opt_properties.loss_scale == "dynamic"
 
 
 def test_names_that_are_not_here_and_the_native_lines(capsys):

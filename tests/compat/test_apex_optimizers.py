@@ -11,16 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import required
 
 import easymp.optim
 from easymp import EasympError, EasympWarning
-from easymp.compat import apex, explain
+from easymp.compat import explain
 from easymp.compat.apex import fp16_utils, normalization, optimizers
 
 from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
+from .apex_names import APEX, REFUSED
 
 FusedAdagrad, FusedAdam, FusedSGD = optimizers.FusedAdagrad, optimizers.FusedAdam, optimizers.FusedSGD
 FusedLAMB, FusedNovoGrad = optimizers.FusedLAMB, optimizers.FusedNovoGrad
+FusedMixedPrecisionLamb = optimizers.FusedMixedPrecisionLamb
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -104,18 +107,50 @@ def test_the_kernels_know_of_no_bias_correction(monkeypatch):
     assert torch.allclose(p.detach().double(), exact, rtol=0, atol=1e-5)
 
 
-def test_defaults_are_apexs():
-    expected = {
-        FusedAdam: {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "adam_w_mode": True, "weight_decay": 0.0},
-        FusedSGD: {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "wd_after_momentum": False},
-        FusedAdagrad: {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0, "adagrad_w_mode": False},
-        FusedLAMB: {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0, "use_nvlamb": False, "adam_w_mode": True},
-        FusedNovoGrad: {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "norm_type": 2, "init_zero": False, "grad_averaging": True},
-    }  # fmt: skip
-    for kind, defaults in expected.items():
-        found = inspect.signature(kind).parameters
-        assert {name: found[name].default for name in defaults} == defaults
-        assert issubclass(kind, torch.optim.Optimizer)
+@pytest.mark.parametrize("address", APEX)
+def test_names_and_signatures_are_apexs(address):
+    module = importlib.import_module(f"easymp.compat.apex{address and '.'}{address}")
+    for name, expected in APEX[address].items():
+        found = getattr(module, name)
+        if expected is not None:
+            own = inspect.signature(found).parameters.values()
+            shown = [
+                n.name if n.default is n.empty or n.default is required else f"{n.name}={n.default}"
+                for n in own
+            ]
+            assert [word.replace(" ", "~") for word in shown[: len(expected.split())]] == expected.split(), (
+                name
+            )
+            assert all(n.kind is n.KEYWORD_ONLY for n in [*own][len(expected.split()) :])  # options of ours
+
+
+@pytest.mark.parametrize("address", REFUSED)
+def test_modules_and_names_that_are_refused_say_what_to_take(address):
+    module, _, name = address.rpartition(":")
+    with pytest.raises(ImportError, match=r"is not part of easymp\.compat: (use|it is|torch|start|nothing)"):
+        getattr(importlib.import_module(f"easymp.compat.apex.{module or name}"), name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [(FusedAdam, {"master_weights": True}), (FusedMixedPrecisionLamb, {})]
+)
+def test_fp32_copies_keep_small_updates_and_go_into_the_state(kind, how):
+    p = nn.Parameter(torch.ones(8, dtype=torch.float16, device=DEVICE))
+    optimizer = kind([p], lr=2e-4, weight_decay=0.0, **how)
+    for step in range(8):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        if step == 3:
+            state, optimizer = optimizer.state_dict(), kind([p], lr=2e-4, weight_decay=0.0, **how)
+            optimizer.load_state_dict(state)
+    assert optimizer.state[p]["master_param"].dtype == torch.float32
+    assert p[0].item() < 0.9995  # one step is less than half of fp16's spacing below 1
+    p.data.fill_(3.0)
+    p.grad = torch.ones_like(p)
+    with torch.no_grad():
+        p.add_(1.0)  # weights that were loaded into the model
+    optimizer.step()
+    assert p[0].item() > 3.9
 
 
 @pytest.mark.parametrize(
@@ -254,27 +289,3 @@ def test_networks_in_half():
     fp16_utils.convert_module(layer, torch.float16)
     assert layer[0].weight.dtype == torch.float32
     assert fp16_utils.to_python_float(torch.ones(1)) == fp16_utils.to_python_float([1.0]) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "words"),
-    [
-        (apex, "RNN", "use torch.nn.LSTM"),
-        (apex, "contrib", "torch has most of it"),
-        (apex.optimizers, "FusedAdm", "did you mean 'FusedAdam'"),
-        (apex.parallel, "multiproc", "easymp launch --processes N"),
-        (apex.fp16_utils, "FP16_Optimizer", "use amp.initialize"),
-        (apex.normalization, "InstanceNorm3d", "Here are FusedLayerNorm, "),
-    ],
-)
-def test_absent_names_say_what_to_take(module, name, words):
-    with pytest.raises(ImportError, match=words):
-        getattr(module, name)
-
-
-@pytest.mark.parametrize(
-    "path", ["mlp", "contrib.multihead_attn", "transformer.tensor_parallel", "RNN.models"]
-)
-def test_absent_modules_say_what_to_take(path):
-    with pytest.raises(ModuleNotFoundError, match=r"apex\.\w+ is not part of easymp.compat: (use|torch has)"):
-        importlib.import_module(f"easymp.compat.apex.{path}")

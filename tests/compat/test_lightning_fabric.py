@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from easymp.compat.lightning_fabric.strategies import DDPStrategy, FSDPStrategy
+from easymp.compat.lightning_fabric.utilities import rank_zero
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,6 +20,7 @@ import easymp
 import easymp.compat.lightning_fabric as L
 from easymp import CheckpointError, NonfiniteError, RefusedError, SettingError
 from easymp.compat.lightning_fabric import Fabric
+from easymp.compat.lightning_fabric.loggers import CSVLogger
 
 from ..conftest import Ranks
 
@@ -160,14 +163,28 @@ def test_parts_are_one_file_and_filters_choose(tmp_path: Path) -> None:
 def test_values_of_a_whole_checkpoint(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu")
     model, optimizer = fabric.setup(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters(), lr=0.1))
-    state = {"model": model, "optimizer": optimizer, "best": torch.tensor(1.5), "step": 3}
-    fabric.save(tmp_path / "last", state)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "best": torch.tensor(1.5),
+        "step": 3,
+        "scheduler": scheduler,
+    }
+    for name in ("last", "part.safetensors"):
+        optimizer.step()
+        scheduler.step()
+        fabric.save(tmp_path / name, state if name == "last" else {"scheduler": scheduler})
     nn.init.zeros_(model.weight)
-    assert fabric.load(tmp_path / "last") == {"best": torch.tensor(1.5), "step": 3}
+    rest = fabric.load(tmp_path / "last")
+    assert rest["best"] == 1.5 and rest["step"] == 3 and rest["scheduler"]["last_epoch"] == 1
+    fabric.load(tmp_path / "part.safetensors", {"scheduler": scheduler})
+    assert scheduler.last_epoch == 2
     assert model.weight.abs().sum() == 0  # without a state nothing is loaded
     state["best"] = torch.tensor(0.0)
     assert fabric.load(tmp_path / "last", state) == {}
-    assert state["best"] == 1.5 and model.weight.abs().sum() > 0
+    assert state["best"] == 1.5 and model.weight.abs().sum() > 0 and state["scheduler"] is scheduler
+    assert scheduler.last_epoch == 1 and scheduler.get_last_lr() == [pytest.approx(0.01)]
     fabric.easymp.close()
 
 
@@ -225,6 +242,13 @@ def collectives() -> None:
     gathered = fabric.all_gather({"a": torch.tensor([rank]), "b": float(rank)})
     assert gathered["a"].tolist() == [[0], [1]] and gathered["b"].tolist() == [0.0, 1.0]
     assert fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum").item() == 1
+    values = {"a": torch.tensor(rank), "b": [torch.tensor([float(rank) + 2])]}
+    fabric.all_reduce(values, reduce_op="max")  # tensors in place
+    assert values == {"a": 1, "b": [3.0]}
+    assert fabric.all_reduce(rank + 2, reduce_op=torch.distributed.ReduceOp.PRODUCT).item() == 6
+    with pytest.raises(RefusedError, match=r"reduce_op='bxor' is not run here.*mean, sum, max"):
+        fabric.all_reduce(torch.ones(1), reduce_op="bxor")
+    assert rank_zero.rank_zero_only(lambda: "ran")() == (None if rank else "ran")
     assert fabric.broadcast({"of": rank}, src=1) == {"of": 1}
     with fabric.rank_zero_first():
         pass
@@ -297,7 +321,95 @@ def test_what_is_not_run_is_refused(arguments: dict[str, Any], error: type[Excep
         Fabric(**arguments)
 
 
+def test_metrics_are_rows_of_csv(tmp_path: Path) -> None:
+    for version in (0, 1):
+        log = CSVLogger(tmp_path, name="run", prefix="train")
+        log.log_metrics({"loss": torch.tensor(2.5)}, step=4)
+        log.log_metrics({"loss": 1.5, "lr": 0.1}, step=8)
+        assert log.log_dir == str(tmp_path / "run" / f"version_{version}")
+    assert Path(log.log_dir, "metrics.csv").read_text() == "step,train-loss,train-lr\n4,2.5,\n8,1.5,0.1\n"
+
+
+SCRIPT = Path(__file__).with_name("fabric_script.py")
+
+
+def pretrained(folder: Path, package: str, strategy: str, devices: int, *stops: int) -> list[list[float]]:
+    """The rows that a script in the style of litgpt logs, in as many processes one after another as there are stops."""
+    folder.mkdir()
+    for stop in stops:
+        words = [sys.executable, str(SCRIPT), package, strategy, str(devices), str(folder), str(stop)]
+        subprocess.run(words, check=True, timeout=300, capture_output=True, cwd=folder)
+    files = sorted(folder.glob("logs/*/metrics.csv"))
+    assert (folder / f"{stops[-1]}.json").read_text() == f"[{stops[-1]}, {stops[-1]}]"
+    return [[float(n) for n in line.split(",")[:3]] for f in files for line in f.read_text().splitlines()[1:]]
+
+
+OURS = "easymp.compat.lightning_fabric"
+
+
+@pytest.mark.slow
+def test_a_script_in_the_style_of_litgpt_runs_alone_by_ddp_and_by_fsdp(tmp_path: Path) -> None:
+    alone = pretrained(tmp_path / "alone", OURS, "auto", 1, 3)
+    assert len(alone) == 3
+    by_ddp = pretrained(tmp_path / "ddp", OURS, "ddp", 2, 3)
+    by_fsdp = pretrained(tmp_path / "fsdp", OURS, "fsdp", 2, 2, 3)  # goes on from its checkpoint
+    for other in (by_ddp, by_fsdp):
+        assert other == [pytest.approx(row, rel=1e-4) for row in alone]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_its_losses_are_those_of_fabric(tmp_path: Path, devices: int) -> None:
+    pytest.importorskip("lightning_fabric")
+    strategy = "ddp" if devices > 1 else "auto"
+    ours = pretrained(tmp_path / "ours", OURS, strategy, devices, 3)
+    theirs = pretrained(tmp_path / "theirs", "lightning_fabric", strategy, devices, 3)
+    assert ours == [pytest.approx(row, rel=1e-5) for row in theirs]
+
+
 def test_names_that_are_absent_say_what_to_use() -> None:
     with pytest.raises(ImportError, match="tensor_parallel"):
         from easymp.compat.lightning_fabric.strategies import ModelParallelStrategy  # noqa: F401
     assert DDPStrategy(static_graph=True).options == {"static_graph": True}
+    assert FSDPStrategy(auto_wrap_policy={nn.Linear}).options.wrap == ("Linear",)
+    with pytest.raises(RefusedError, match="pass a set of the modules' classes"):
+        FSDPStrategy(auto_wrap_policy=len)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"lightning_fabric\.plugins is not part of easymp.compat: pass precision"
+    ):
+        importlib.import_module("easymp.compat.lightning_fabric.plugins.precision")
+
+
+# Names of lightning-fabric 2.6.6 that scripts import: here, forwarded or renamed; or refused, with a sentence.
+XLA = " SingleDeviceXLAStrategy XLAFSDPStrategy XLAStrategy"
+UNUSED = " LightningEnum disable_possible_user_warnings is_shared_filesystem rank_zero_deprecation suggested_max_num_workers"
+NAMES = {
+    "": ("Fabric is_wrapped seed_everything", ""),
+    ".loggers": ("CSVLogger", "Logger TensorBoardLogger"),
+    ".strategies": (
+        "DDPStrategy FSDPStrategy Strategy",
+        "DataParallelStrategy DeepSpeedStrategy ModelParallelStrategy ParallelStrategy SingleDeviceStrategy"
+        + XLA,
+    ),
+    ".utilities": (
+        "move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
+        "AttributeDict Throughput ThroughputMonitor measure_flops" + UNUSED,
+    ),
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_name_is_here_or_refused(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, refused = (words.split() for words in NAMES[module])
+    ours = importlib.import_module(OURS + module)
+    assert all(hasattr(ours, name) for name in here)
+    for name in refused:
+        with pytest.raises(ImportError, match=f"{name} is not part of easymp.compat"):
+            getattr(ours, name)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    pytest.importorskip("lightning_fabric")
+    theirs = importlib.import_module("lightning_fabric" + module)
+    public = getattr(theirs, "__all__", None) or [
+        n for n, v in vars(theirs).items() if isinstance(v, type) and n[0] != "_"
+    ]
+    assert sorted(public) == sorted([*here, *refused])
