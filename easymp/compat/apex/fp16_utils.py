@@ -5,7 +5,6 @@ FP16_Optimizer is not here: `amp.initialize` with opt_level="O2" replaces it, in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ clip_grad_norm = nn.utils.clip_grad_norm_
 
 
 class tofp16(nn.Module):
-    """Its input in fp16."""
+    """Casts its input to fp16."""
 
     def forward(self, input: Any) -> Any:
         return cast(input, torch.float16)
@@ -79,23 +78,18 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 
 
 @torch.no_grad()
-def model_grads_to_master_grads(
-    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
-) -> None:
+def model_grads_to_master_grads(model_params: Any, master_params: Any, flat_master: bool = False) -> None:
     """Copy the model's gradients to the masters, in fp32."""
     grads = [p.grad for p in model_params]
     if flat_master:
-        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(model_params, grads)]
-        master_params[0].grad = torch.cat([g.reshape(-1) for g in parts]).float()
-        return
+        whole = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        grads = [torch.cat([g.reshape(-1) for g in whole])]
     for master, grad in zip(master_params, grads):
         master.grad = None if grad is None else grad.detach().clone().float()
 
 
 @torch.no_grad()
-def master_params_to_model_params(
-    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
-) -> None:
+def master_params_to_model_params(model_params: Any, master_params: Any, flat_master: bool = False) -> None:
     """Copy the masters to the model's parameters, rounded."""
     if flat_master:
         master_params = master_params[0].split([p.numel() for p in model_params])

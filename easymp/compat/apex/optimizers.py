@@ -31,16 +31,14 @@ optimizer = easymp.optim.{name}(model.parameters(), …)  # or torch.optim's, wh
 
 
 class _ApexOptimizer(FusedOptimizer):
-    """Base of Apex's optimizers. Their `step` raises ApexError for sparse gradients.
+    """Base of Apex's optimizers. Their `step` raises ApexError for sparse gradients."""
 
-    Attributes:
-        _none: `zero_grad` frees gradients by default.
-        _beside: weight decay multiplies the weights by 1 - lr × decay before the rule, which has no decay then.
-        _master: half parameters are stepped as fp32 copies, which are "master_param" in the state.
-        _written: parameter → its version when it was written from its copy.
-    """
-
-    _none, _beside, _master = True, False, False
+    _none = True  # `zero_grad` frees gradients by default
+    _beside = (
+        False  # weight decay multiplies the weights by 1 - lr × decay before the rule, which has none then
+    )
+    _master = False  # half parameters are stepped as fp32 copies, which are "master_param" in the state
+    _written: dict[Tensor, int]  # parameter → its version when it was written from its copy
 
     @property
     def options(self) -> Options:  # type: ignore[override]
@@ -108,17 +106,13 @@ class _ApexOptimizer(FusedOptimizer):
 
 
 class FusedAdam(_ApexOptimizer, TorchOptimizer, torch.optim.Adam):
-    """Adam, or AdamW with `adam_w_mode`, the default.
+    """Adam, or AdamW with `adam_w_mode`, the default. Raises ApexError for amsgrad.
 
     Args:
         bias_correction: False leaves the averages as they start, at 0.
         set_grad_none: `zero_grad` frees gradients; False makes them 0.
         capturable: without effect; a step while a CUDA graph is captured is refused.
         master_weights: step fp32 copies of half parameters.
-        others: as torch.optim.AdamW's.
-
-    Raises:
-        ApexError: amsgrad; in the step the capture of a CUDA graph.
     """
 
     rule = ADAM
@@ -151,14 +145,12 @@ class FusedAdam(_ApexOptimizer, TorchOptimizer, torch.optim.Adam):
 
 
 class FusedSGD(_ApexOptimizer, TorchOptimizer, torch.optim.SGD):
-    """SGD with momentum.
+    """SGD with momentum; without `lr` each group must have one.
 
     Args:
-        lr: of groups that have none of their own; without it each group must say it.
         wd_after_momentum: weight decay is added to the step, not to the gradient.
         materialize_master_grads: without effect: masters always have gradients.
         set_grad_none: `zero_grad` frees gradients; by default it makes them 0.
-        others: as torch.optim.SGD's.
     """
 
     rule = SGD_RULE
@@ -184,13 +176,7 @@ class FusedSGD(_ApexOptimizer, TorchOptimizer, torch.optim.SGD):
 
 
 class FusedAdagrad(_ApexOptimizer, TorchOptimizer, torch.optim.Adagrad):
-    """Adagrad.
-
-    Args:
-        adagrad_w_mode: weight decay beside the gradient, as in AdamW.
-        set_grad_none: `zero_grad` frees gradients; False makes them 0.
-        others: as torch.optim.Adagrad's.
-    """
+    """Adagrad; `adagrad_w_mode` is weight decay beside the gradient, as in AdamW."""
 
     rule = ADAGRAD
     torchs = torch.optim.Adagrad
@@ -221,11 +207,7 @@ class FusedLAMB(_ApexOptimizer, LAMB):
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """`FusedLAMB` that steps fp32 copies of half parameters, of every half type, whatever `reduced_precision_dtype` says.
-
-    Raises:
-        ApexError: amsgrad, or a first `step`, which `load_state_dict` sets.
-    """
+    """`FusedLAMB` that steps fp32 copies of parameters of every half type. Raises ApexError for a first `step`."""
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, step: int = 0, bias_correction: bool = True,

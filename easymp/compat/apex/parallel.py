@@ -58,11 +58,9 @@ class SyncBatchNorm(batchnorm.SyncBatchNorm):
         process_group: ranks whose samples are normalized together; None for all ranks.
         channel_last: channels are the last dimension of inputs, not the second.
         fuse_relu: ReLU of the output.
-        others: as torch.nn.BatchNorm2d's.
     """
 
-    channel_last: bool = False
-    fuse_relu: bool = False
+    channel_last = fuse_relu = False
 
     def __init__(
         self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
@@ -85,11 +83,7 @@ class SyncBatchNorm(batchnorm.SyncBatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
 ) -> nn.Module:
-    """`module`, in place, with every BatchNorm1d, 2d and 3d replaced by a `SyncBatchNorm` with its weights and statistics.
-
-    Raises:
-        PrepareError: a batch-norm that cannot be one (`easymp.convert_sync_batchnorm` says which).
-    """
+    """`module`, in place, with every BatchNorm1d, 2d and 3d replaced by a `SyncBatchNorm` with its weights and statistics."""
     batchnorm.convert_sync_batchnorm(module, process_group)
     for one in module.modules():
         if isinstance(one, batchnorm.SyncBatchNorm):
@@ -105,9 +99,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         return None
     size, rank = dist.get_world_size(), dist.get_rank()
     if group_size < 0 or size % group_size:
-        raise ApexError(
-            f"group_size={group_size} does not divide the {size} ranks: pass one of their divisors, or 0"
-        )
+        raise ApexError(f"group_size={group_size} does not divide the {size} ranks: pass a divisor, or 0")
     groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, size, group_size)]
     return groups[rank // group_size]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
@@ -38,9 +38,7 @@ acc.save_state(path)  # save(path, state); load_state(path)
 """
 OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
 STATE = "state/object_0"  # of `Fabric.save`, in a checkpoint
-ALL_OF_IT = (
-    "pass all models and optimizers that were set up in `state`, so that a whole checkpoint is written"
-)
+ALL_OF_IT = "pass all models and optimizers that were set up, so that a whole checkpoint is written"
 
 
 class Fabric:
@@ -68,9 +66,7 @@ class Fabric:
         loggers: Any = None,
     ) -> None:  # fmt: skip
         if plugins:
-            raise RefusedError(
-                f"Fabric(plugins={plugins!r}) is not honoured: pass precision=, and use a launcher"
-            )
+            raise RefusedError(f"plugins={plugins!r} is not honoured: pass precision=, and use a launcher")
         self._cpu = choices.on_cpu(accelerator)
         self._precision = choices.precision(precision)
         self._strategy = choices.strategy(strategy)
@@ -91,7 +87,7 @@ class Fabric:
         self._made: Accelerator | None = None
         self._remembered: dict[
             str, Any
-        ] = {}  # names of models and optimizers in a saved `state`, and its other values
+        ] = {}  # what `save` keeps beside models and optimizers, and their names
         if type(self).run is not Fabric.run:
             self.run = partial(self.launch, lambda _, *args, run=self.run, **kwargs: run(*args, **kwargs))  # type: ignore[method-assign]
 
@@ -132,30 +128,12 @@ class Fabric:
             self._made.register_for_checkpointing(held)
         return self._made
 
-    @property
-    def device(self) -> torch.device:
-        return self.easymp.device
-
-    @property
-    def global_rank(self) -> int:
-        return read_ranks().rank
-
-    @property
-    def local_rank(self) -> int:
-        return read_ranks().local_rank
-
-    @property
-    def node_rank(self) -> int:
-        ranks = read_ranks()
-        return ranks.rank // max(1, ranks.local_size)
-
-    @property
-    def world_size(self) -> int:
-        return self.easymp.num_processes
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
+    device = property(lambda self: self.easymp.device)
+    global_rank = property(lambda self: read_ranks().rank)
+    local_rank = property(lambda self: read_ranks().local_rank)
+    node_rank = property(lambda self: read_ranks().rank // max(1, read_ranks().local_size))
+    world_size = property(lambda self: self.easymp.num_processes)
+    is_global_zero = property(lambda self: read_ranks().rank == 0)
 
     @property
     def strategy(self) -> choices.Strategy:
@@ -220,9 +198,7 @@ class Fabric:
         norm = self.easymp.clip_grad_norm_(parameters, max_norm, norm_type)
         scaled = self.easymp.scaler.scales
         if error_if_nonfinite and not scaled and norm is not None and not torch.isfinite(norm):
-            raise NonfiniteError(
-                f"the norm of the gradients is {float(norm)}: error_if_nonfinite=False clips on"
-            )
+            raise NonfiniteError(f"norm of the gradients is {float(norm)}: error_if_nonfinite=False clips on")
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
@@ -232,17 +208,13 @@ class Fabric:
     def autocast(self) -> AbstractContextManager[Any]:
         return self.easymp.autocast()
 
-    @contextmanager
-    def init_tensor(self) -> Any:
+    def init_tensor(self) -> torch.device:
         """Inside, new tensors are on the device of this rank."""
-        with self.device:
-            yield
+        return self.device
 
-    @contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Any:
+    def init_module(self, empty_init: bool | None = None) -> torch.device:
         """Inside, new modules are on the device of this rank; with `empty_init` on the meta device, and setup gives them values."""
-        with torch.device("meta") if empty_init else self.device:
-            yield
+        return torch.device("meta") if empty_init else self.device
 
     def sharded_model(self) -> AbstractContextManager[None]:
         """Nothing: `setup` shards."""
@@ -371,7 +343,7 @@ class Fabric:
         elif str(path).endswith(OF_TORCH_SAVE):
             if self.easymp._sharded:
                 raise RefusedError(
-                    f"{path} into sharded weights: make it safetensors by `easymp checkpoint convert`"
+                    f"{path} into sharded weights: run `easymp checkpoint convert` on it first"
                 )
             obj.load_state_dict(read_state_dict(path), strict=strict)
         else:
@@ -394,7 +366,7 @@ class Fabric:
         for key, item in rest.items():
             if isinstance(item, (nn.Module, torch.optim.Optimizer)):
                 raise CheckpointError(
-                    f"{key}, a {type(item).__name__}, was not set up: pass what setup returned"
+                    f"{key}: a {type(item).__name__} was not set up; pass what setup returned"
                 )
         return names, rest
 
@@ -404,9 +376,7 @@ class Fabric:
         reading = Reading(open_checkpoint(path))
         found = reading.state(STATE) if STATE in reading else {}
         if found.keys() != {"names", "values"}:
-            raise CheckpointError(
-                f"{path} was not saved by Fabric.save: read it by easymp.Accelerator.load_state"
-            )
+            raise CheckpointError(f"{path} was not saved by Fabric.save: read it by Accelerator.load_state")
         reading.run()
         return found
 
@@ -460,5 +430,5 @@ def _each_number(function: Callable[[Tensor], Tensor], data: Any, device: torch.
 def _refuse_groups(call: str, group: Any, sync_grads: bool) -> None:
     if group is not None or sync_grads:
         raise RefusedError(
-            f"{call}(group=…, sync_grads=True): all ranks take part, without gradients; leave it out"
+            f"{call}: group and sync_grads=True are not honoured: all ranks take part; leave it out"
         )

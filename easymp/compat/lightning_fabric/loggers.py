@@ -18,15 +18,7 @@ logger = get_logger(__name__)
 
 
 class CSVLogger:
-    """Metrics in ``root_dir/name/version_<n>/metrics.csv``, written at each call.
-
-    Args:
-        root_dir: the folder of all experiments.
-        name: of the experiment, a folder; None for none.
-        version: a number or a folder's name; by default the next number.
-        prefix: in front of each metric's name, with "-".
-        flush_logs_every_n_steps: without effect: each row is written at once.
-    """
+    """Metrics in ``root_dir/name/version_<n>/metrics.csv``, each row written at once; by default n is the next number."""
 
     def __init__(
         self, root_dir: Any, name: str | None = "lightning_logs", version: int | str | None = None, prefix: str = "",
@@ -59,14 +51,12 @@ class CSVLogger:
             writer.writerows(self._rows if grown else self._rows[-1:])
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, in Fabric, too: `CSVLogger` writes metrics only."""
         raise NotImplementedError("The `CSVLogger` does not yet support logging hyperparameters.")
 
-    def save(self) -> None:
+    def save(self, *status: str) -> None:
         """Nothing: every row is written."""
 
-    def finalize(self, status: str) -> None:
-        """Nothing: every row is written."""
+    finalize = save
 
 
 def rank_zero_only(fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:

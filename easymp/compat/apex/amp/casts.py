@@ -65,9 +65,7 @@ class AmpHandle:
 
     def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, as by Apex."""
-        raise RefusedError(
-            "The old Amp API is no longer supported: use amp.initialize(model, optimizer, opt_level='O1') and amp.scale_loss"
-        )
+        raise RefusedError("The old Amp API is no longer supported: use amp.initialize and amp.scale_loss")
 
     wrap_optimizer = scale_loss
 

@@ -104,11 +104,11 @@ class AmpState:
 
     def loss(self, number: int) -> LossScaler:
         """The scaler of loss `number`."""
-        if not 0 <= number < len(self.loss_scalers):
-            raise ApexError(
-                f"loss_id={number}, and amp.initialize made {len(self.loss_scalers)} loss scalers: pass num_losses={number + 1} there"
-            )
-        return self.loss_scalers[number]
+        if 0 <= number < (made := len(self.loss_scalers)):
+            return self.loss_scalers[number]
+        raise ApexError(
+            f"loss_id={number}, and amp.initialize made {made} loss scalers: pass num_losses={number + 1}"
+        )
 
 
 state = AmpState()
@@ -133,9 +133,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Take scales and counters; call it after `initialize`. A line says so where there are more or fewer than losses."""
     unknown = [key for key in state_dict if not str(key).startswith("loss_scaler")]
     if unknown:
-        raise ApexError(
-            f"unexpected keys in amp's state_dict: {', '.join(map(repr, unknown))}. Pass what amp.state_dict() returned"
-        )
+        said = ", ".join(map(repr, unknown))
+        raise ApexError(f"unexpected keys in amp's state_dict: {said}. Pass what amp.state_dict() returned")
     if (entries := len(state_dict)) != (used := len(state.loss_scalers)):
         maybe_print(f"Warning: state_dict contains {entries} entries, while {used} loss_scalers are used")
     for scaler, entry in zip(state.loss_scalers, state_dict.values()):
@@ -172,9 +171,7 @@ def properties(level: str, given: dict[str, Any]) -> Properties:
         if why and not (name == "cast_model_type" and value in (torch.float32, False)):
             raise ApexError(f"{name}={value!r} with opt_level {level}: {why}. Leave it out, or use O2 or O3")
         if name == "patch_torch_functions" and value and not start.patch_torch_functions:
-            raise ApexError(
-                f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions"
-            )
+            raise ApexError(f"{name}=True with opt_level {level}: only opt_level='O1' casts around functions")
     if start.patch_torch_functions:
         changed.pop("cast_model_type", None)  # fp32, the type of the weights
     return replace(start, **changed)
