@@ -106,14 +106,7 @@ class _ApexOptimizer(FusedOptimizer):
 
 
 class FusedAdam(_ApexOptimizer, TorchOptimizer, torch.optim.Adam):
-    """Adam, or AdamW with `adam_w_mode`, the default. Raises ApexError for amsgrad.
-
-    Args:
-        bias_correction: False leaves the averages as they start, at 0.
-        set_grad_none: `zero_grad` frees gradients; False makes them 0.
-        capturable: without effect; a step while a CUDA graph is captured is refused.
-        master_weights: step fp32 copies of half parameters.
-    """
+    """Adam, or AdamW with `adam_w_mode`, the default. `capturable` has no effect; a step while a CUDA graph is captured is refused."""
 
     rule = ADAM
     torchs = torch.optim.Adam
@@ -145,13 +138,7 @@ class FusedAdam(_ApexOptimizer, TorchOptimizer, torch.optim.Adam):
 
 
 class FusedSGD(_ApexOptimizer, TorchOptimizer, torch.optim.SGD):
-    """SGD with momentum; without `lr` each group must have one.
-
-    Args:
-        wd_after_momentum: weight decay is added to the step, not to the gradient.
-        materialize_master_grads: without effect: masters always have gradients.
-        set_grad_none: `zero_grad` frees gradients; by default it makes them 0.
-    """
+    """SGD with momentum; without `lr` each group must have one. `materialize_master_grads` has no effect."""
 
     rule = SGD_RULE
     torchs = torch.optim.SGD

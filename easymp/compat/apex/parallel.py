@@ -52,13 +52,7 @@ class LARC(larc.LARC):
 
 
 class SyncBatchNorm(batchnorm.SyncBatchNorm):
-    """`easymp`'s batch-norm over the ranks, with Apex's arguments.
-
-    Args:
-        process_group: ranks whose samples are normalized together; None for all ranks.
-        channel_last: channels are the last dimension of inputs, not the second.
-        fuse_relu: ReLU of the output.
-    """
+    """easymp's batch-norm over the ranks, with Apex's arguments."""
 
     channel_last = fuse_relu = False
 
@@ -121,19 +115,8 @@ WITHOUT_EFFECT = {
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel, with Apex's options. Parameters take rank 0's values when it is made; buffers stay each rank's own.
 
-    Args:
-        module: on this rank's device.
-        message_size: elements that are reduced at a time, at least.
-        delay_allreduce: reduce everything at once after backward; parameters may then be without a gradient.
-        allreduce_always_fp32: half gradients travel in fp32.
-        gradient_average: False: gradients are sums over the ranks.
-        gradient_predivide_factor: f divides before the sum over n ranks, n / f after it.
-        device_ids, output_device, find_unused_parameters: as torch's, also where torch has device_ids, as the second argument.
-        allreduce_trigger_params, num_allreduce_streams, prof: without effect.
-
-    Raises:
-        RefusedError: options by which Apex hands out its buffers and communicators.
-        ApexError: options that Apex has removed, or a wrong number.
+    `device_ids`, `output_device` and `find_unused_parameters` are torch's, `device_ids` also where torch has it, as the second argument.
+    `allreduce_trigger_params`, `num_allreduce_streams` and `prof` have no effect.
     """
 
     def __init__(
@@ -211,11 +194,7 @@ def _reduce(hook, bucket):  # type: ignore[no-untyped-def]
 
 
 class Reducer:
-    """Averages gradients over the ranks when `reduce` is called; nothing happens by itself.
-
-    Args:
-        module_or_grads_list: a module, whose parameters take rank 0's values now, or gradients.
-    """
+    """Averages gradients over the ranks when `reduce` is called. Parameters of a module take rank 0's values now."""
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
         given = module_or_grads_list

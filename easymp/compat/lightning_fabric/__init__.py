@@ -10,8 +10,8 @@ from __future__ import annotations
 from ...base.pytree import send_to_device
 from ...training.state import accelerators
 from ..layer import submodules
-from . import loggers
 from .choices import DDPStrategy, FSDPStrategy, Strategy, layer, seed_everything
+from .csv_logs import CSVLogger, rank_zero_info, rank_zero_only, rank_zero_warn
 from .fabric import Fabric
 
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
@@ -28,17 +28,16 @@ ITS_OWN = "pass loggers='tensorboard', 'wandb', 'jsonl' …, or an object of Lig
 ACCELERATORS = "pass accelerator='cpu', 'gpu' or 'auto'"
 PRECISIONS = "pass precision='bf16-mixed' and its kind; easymp joins the launcher and writes its own files"
 PLAIN = "pass strategy='auto', 'ddp', 'fsdp' or 'dp'"
-UTILITIES = {name: getattr(loggers, name) for name in ("rank_zero_info", "rank_zero_only", "rank_zero_warn")}
-THROUGHPUT = dict.fromkeys(
-    ("Throughput", "ThroughputMonitor", "measure_flops"), "use Accelerator.profile, or log_with='console'"
-)
+RANK_ZERO = (rank_zero_info, rank_zero_only, rank_zero_warn)
+UTILITIES = dict(zip(("rank_zero_info", "rank_zero_only", "rank_zero_warn"), RANK_ZERO))
+SPEED = "use Accelerator.profile, or log_with='console'"
+THROUGHPUT = dict.fromkeys(("Throughput", "ThroughputMonitor", "measure_flops"), SPEED)
 submodules(
     __name__,
     {
         "accelerators": ACCELERATORS,
-        "fabric": {"Fabric": Fabric},
         "loggers": {
-            "CSVLogger": loggers.CSVLogger,
+            "CSVLogger": CSVLogger,
             "absent": dict.fromkeys(("TensorBoardLogger", "Logger"), ITS_OWN),
         },
         "plugins": PRECISIONS,

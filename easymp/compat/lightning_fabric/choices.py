@@ -40,19 +40,12 @@ def _classes(option: str, policy: Any) -> list[str] | None:
         return None
     kinds = list(policy) if isinstance(policy, (set, frozenset, list, tuple)) else [policy]
     if not all(isinstance(kind, type) for kind in kinds):
-        raise RefusedError(
-            f"FSDPStrategy({option}={policy!r}) is not honoured: pass a set of the modules' classes"
-        )
+        raise RefusedError(f"{option}={policy!r} is not honoured: pass a set of the modules' classes")
     return [kind.__name__ for kind in kinds]
 
 
 class FSDPStrategy(Strategy):
-    """Strategy "fsdp" (or "hsdp", "ddp") in the words of torch's FSDP; see `FullyShardedDataParallelPlugin` for its options.
-
-    Args:
-        auto_wrap_policy: classes of modules that are gathered one by one; by default the repeated blocks.
-        activation_checkpointing_policy: classes of modules whose activations are computed again in backward.
-    """
+    """Strategy "fsdp" (or "hsdp", "ddp") in the words of torch's FSDP. Policies are sets of classes."""
 
     def __init__(
         self, *, auto_wrap_policy: Any = None, activation_checkpointing_policy: Any = None, **options: Any
@@ -100,9 +93,8 @@ def reduction(given: Any) -> str:
 
 def _known(name: str, given: str, known: Mapping[str, Any]) -> Any:
     if given not in known:
-        raise RefusedError(
-            f"{name}={given!r} is not run here{nearest(given, known) or '.'} Known: {', '.join(known)}"
-        )
+        near = nearest(given, known) or "."
+        raise RefusedError(f"{name}={given!r} is not run here{near} Known: {', '.join(known)}")
     return known[given]
 
 
@@ -117,9 +109,7 @@ def strategy(given: Any) -> Strategy:
         return given
     if str(given).startswith("deepspeed"):
         stage = "zero1" if "1" in str(given) else "fsdp"
-        raise RefusedError(
-            f"strategy={given!r}: its counterpart is easymp.Accelerator(strategy={stage!r}); pass 'fsdp'"
-        )
+        raise RefusedError(f"strategy={given!r} is Accelerator(strategy={stage!r}) of easymp: pass 'fsdp'")
     return _known("strategy", str(given), STRATEGIES)()  # type: ignore[no-any-return]
 
 
@@ -128,7 +118,7 @@ def processes(devices: Any, cpu: bool) -> int:
     if isinstance(devices, (list, tuple)):
         if list(devices) != list(range(len(devices))):
             raise RefusedError(
-                f"devices={devices!r}: name devices by CUDA_VISIBLE_DEVICES, and pass their number"
+                f"devices={devices!r}: set CUDA_VISIBLE_DEVICES, and pass the number of devices"
             )
         return len(devices)
     if str(devices) in ("auto", "-1"):

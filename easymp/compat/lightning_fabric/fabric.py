@@ -44,20 +44,8 @@ ALL_OF_IT = "pass all models and optimizers that were set up, so that a whole ch
 class Fabric:
     """Fabric's methods on an Accelerator, which is made by `launch`, or at the first use.
 
-    Args:
-        accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
-        strategy: "auto", "ddp", "fsdp", "dp" and their variants, `FSDPStrategy(…)` or `DDPStrategy(…)`; a single process trains alone.
-        devices: processes on this machine: a number, -1 or "auto" for one an accelerator. `launch` starts them, unless a launcher did.
-        num_nodes: machines; more than one are started by a launcher.
-        precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "transformer-engine" (fp8).
-        plugins: None only.
-        callbacks: objects whose methods `call` calls.
-        loggers: words of `Accelerator(log_with=…)`, trackers of easymp, or objects with Lightning's ``log_metrics(metrics, step)``.
-
-    Example:
-        >>> fabric = Fabric(accelerator="cpu")
-        >>> model, optimizer = fabric.setup(nn.Linear(2, 1), torch.optim.SGD(…))
-        >>> fabric.backward(model(torch.ones(1, 2)).sum()); optimizer.step()
+    Loggers are words of `Accelerator(log_with=…)`, trackers of easymp, or objects with Lightning's ``log_metrics(metrics, step)``. Raises
+    SettingError for a value that Fabric does not know, RefusedError for one that easymp does not run.
     """
 
     def __init__(
@@ -73,13 +61,10 @@ class Fabric:
         self._devices = choices.processes(devices, self._cpu)
         ranks = read_ranks()
         if ranks.size > 1 and devices not in ("auto", -1, "-1") and ranks.local_size != self._devices:
-            raise SettingError(
-                f"devices={devices!r}, and the launcher ({ranks.announced}) started {ranks.local_size} processes on this machine"
-            )
+            started = f"the launcher ({ranks.announced}) started {ranks.local_size} processes here"
+            raise SettingError(f"devices={devices!r}, and {started}")
         if num_nodes > 1 and ranks.nodes != num_nodes:
-            raise RefusedError(
-                f"num_nodes={num_nodes}: start the script with `easymp launch --nodes {num_nodes}`, torchrun or srun"
-            )
+            raise RefusedError(f"num_nodes={num_nodes}: start it with `easymp launch --nodes {num_nodes}`")
         self.callbacks = _as_list(callbacks)
         given = _as_list(loggers)
         self.loggers = [item for item in given if hasattr(item, "log_metrics")]
@@ -90,8 +75,6 @@ class Fabric:
         ] = {}  # what `save` keeps beside models and optimizers, and their names
         if type(self).run is not Fabric.run:
             self.run = partial(self.launch, lambda _, *args, run=self.run, **kwargs: run(*args, **kwargs))  # type: ignore[method-assign]
-
-    # -- the run ------------------------------------------------------------------------------------------------------
 
     def launch(self, function: Callable[..., Any] = lambda fabric: None, *args: Any, **kwargs: Any) -> Any:
         """Start `devices` processes of this script, unless a launcher did, and return ``function(fabric, *args, **kwargs)``."""
@@ -140,8 +123,6 @@ class Fabric:
         """The strategy that the script asked for; one process trains alone."""
         return self._strategy
 
-    # -- set up -------------------------------------------------------------------------------------------------------
-
     def setup(
         self, module: nn.Module, *optimizers: torch.optim.Optimizer, scheduler: Any = None, move_to_device: bool = True,
         _reapply_compile: bool = True,
@@ -166,14 +147,10 @@ class Fabric:
     ) -> Any:
         """One loader, or a list of several, of which each rank reads its share."""
         if not use_distributed_sampler and self.world_size > 1:
-            raise RefusedError(
-                "use_distributed_sampler=False: ranks share a prepared loader's data. Leave it out, or do not set this loader up"
-            )
+            raise RefusedError("use_distributed_sampler=False: leave it out, or do not set this loader up")
         placed = [move_to_device] * len(dataloaders)
         done = self.easymp.prepare(*dataloaders, device_placement=placed)
         return list(done) if len(dataloaders) > 1 else done
-
-    # -- the step -----------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """As ``tensor.backward(*args, **kwargs)``; gradients are averaged over the ranks, and the loss is scaled under fp16."""
@@ -184,11 +161,7 @@ class Fabric:
         self, module: nn.Module, optimizer: Any, clip_val: float | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, error_if_nonfinite: bool = True,
     ) -> Tensor | None:  # fmt: skip
-        """Clip to ``[-clip_val, clip_val]``, or the total norm to `max_norm`; returns that norm before.
-
-        Raises:
-            NonfiniteError: the norm is not finite. Under a loss scale the step is skipped instead.
-        """
+        """Clip to ``[-clip_val, clip_val]``, or the total norm to `max_norm`; returns that norm before."""
         if (clip_val is None) == (max_norm is None):
             raise ValueError("clip_gradients takes one of clip_val and max_norm")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -223,8 +196,6 @@ class Fabric:
     def to_device(self, obj: Any) -> Any:
         return obj.to(self.device) if isinstance(obj, nn.Module) else send_to_device(obj, self.device)
 
-    # -- the ranks together -------------------------------------------------------------------------------------------
-
     def barrier(self, name: str | None = None) -> None:
         self.easymp.wait_for_everyone()
 
@@ -256,8 +227,6 @@ class Fabric:
         """`print`, on the first process of each node."""
         self.easymp.print(*args, **kwargs)
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
-
     def save(
         self, path: str | os.PathLike[str], state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
@@ -266,10 +235,6 @@ class Fabric:
 
         With all models and optimizers that were set up this is a checkpoint of easymp in the folder `path`: sharded, verified, with random
         states and positions of loaders. With some of them, or a `filter`, it is one safetensors file; both without pickles.
-
-        Raises:
-            CheckpointError: it could not be written.
-            RefusedError: some optimizers, or a filter, where weights are sharded.
         """
         acc = self.easymp
         names, rest = self._named(state)
@@ -294,13 +259,8 @@ class Fabric:
     ) -> dict[str, Any]:  # fmt: skip
         """Load what `save` wrote into the objects of `state`, and replace its other values; all ranks call it.
 
-        Returns:
-            The saved values that `state` does not name. For ``state=None`` nothing is loaded, and these are all of a file, or all
-            of a checkpoint apart from its models and optimizers.
-
-        Raises:
-            CheckpointError: it is not there, damaged, or does not fit.
-            KeyError: with `strict`, a name of `state` that was not saved.
+        Returns the saved values that `state` does not name. For ``state=None`` nothing is loaded, and these are all of a file, or all of a
+        checkpoint apart from its models and optimizers.
         """
         acc, wanted = self.easymp, {} if state is None else state
         names, rest = self._named(wanted)
@@ -314,8 +274,9 @@ class Fabric:
             if state is not None and names == saved["names"]:
                 acc.load_state(path, strict=strict)
             elif not all(isinstance(wanted[key], nn.Module) for key in names):
+                whole = ", ".join(saved["names"])
                 raise CheckpointError(
-                    f"{path} was saved of {', '.join(saved['names'])}: pass all of these to load, or models alone"
+                    f"{path} was saved of {whole}: pass all of these to load, or models alone"
                 )
             else:
                 for key in names:
@@ -380,8 +341,6 @@ class Fabric:
         reading.run()
         return found
 
-    # -- callbacks and logs -------------------------------------------------------------------------------------------
-
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method `hook_name` of each callback that has it, with those of `kwargs` that it takes."""
         for callback in self.callbacks:
@@ -398,7 +357,6 @@ class Fabric:
         return next(iter(self.loggers), None)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Log one number."""
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -36,13 +36,7 @@ def device_type() -> str:
 
 
 class autocast(torch.autocast):
-    """`torch.autocast` on the device that is here; a context manager and a decorator.
-
-    Args:
-        enabled: False turns off an autocast around it.
-        dtype: of the functions on autocast's list: torch.float16, or torch.bfloat16.
-        cache_enabled: keep the casts of weights until the outermost block ends.
-    """
+    """`torch.autocast` on the device that is here; a context manager and a decorator."""
 
     def __init__(
         self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
@@ -52,15 +46,7 @@ class autocast(torch.autocast):
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` on the device that is here, with its methods, errors, state dict and pickle.
-
-    Args:
-        init_scale: the first scale.
-        growth_factor: multiplies the scale after `growth_interval` good steps in a row.
-        backoff_factor: multiplies the scale after an overflow.
-        growth_interval: good steps in a row.
-        enabled: False scales by one and skips nothing.
-    """
+    """`torch.amp.GradScaler` on the device that is here, with its methods, errors, state dict and pickle."""
 
     def __init__(
         self,

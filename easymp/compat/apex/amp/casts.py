@@ -79,12 +79,8 @@ def init(
 ) -> AmpHandle:  # fmt: skip
     """O1's casts without models and optimizers; neither cached nor printed. Losses are scaled after `initialize` only.
 
-    Args:
-        allow_banned: binary_cross_entropy runs in fp32; otherwise it refuses half precision.
-        patch_type: in which products run: torch.float16 or torch.bfloat16.
-
-    Returns:
-        The handle, whose ``_deactivate()`` turns the casts off.
+    With `allow_banned` binary_cross_entropy runs in fp32; otherwise it refuses half precision. Products run in `patch_type`, fp16 or bf16.
+    Returns the handle, whose ``_deactivate()`` turns the casts off.
     """
     handle._deactivate()
     if enabled:

@@ -38,17 +38,7 @@ def initialize(
 ) -> Any:  # fmt: skip
     """`models` and `optimizers`, the same objects, changed in place to train at `opt_level`; wrap for DDP afterwards.
 
-    Args:
-        models: one, or a list; the return value has the same form.
-        optimizers: one, a list, or None: then only models are returned.
-        enabled: False changes nothing, and `scale_loss` hands out the loss.
-        opt_level: "O0" fp32, "O1" casts around functions, "O2" fp16 with fp32 masters, "O3" fp16.
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
-            properties; None keeps them. Booleans may be strings. cast_model_type=False casts nothing.
-        cast_model_outputs: type of the models' outputs. By default O0, O2 and O3 give fp32, O1 the type of the last function.
-        num_losses: how many losses have a scale of their own (`scale_loss`'s loss_id).
-        verbosity: 0 prints nothing.
-        min_loss_scale, max_loss_scale: of dynamic scales (`LossScaler`).
+    Dynamic scales begin at 2**16, double after 2,000 good blocks and are halved at an overflow. cast_model_type=False casts nothing.
 
     Raises:
         TypeError: models or optimizers of another type.

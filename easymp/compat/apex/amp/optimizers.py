@@ -211,16 +211,8 @@ def scale_loss(
     Afterwards gradients (of `master_params`) are divided by the scale, and added to those of the blocks since the last step. An
     overflow skips the next step of every optimizer given, once, and the step says so.
 
-    Args:
-        loss: a tensor with one element.
-        optimizers: every one whose parameters the loss depends on.
-        loss_id: which scale, below `initialize`'s num_losses.
-        model: without effect, as in Apex, which reserves it.
-        delay_unscale: leave gradients multiplied by the scale; the next block without it, with the same loss_id, divides them all.
-
-    Raises:
-        ApexError: before `initialize`; an optimizer or loss_id that it does not know; gradients that are scaled otherwise.
-        RefusedError: delay_overflow_check.
+    Each optimizer whose parameters the loss depends on must be given. With `delay_unscale` gradients stay multiplied by the scale; the next
+    block without it, with the same `loss_id`, divides them all. Raises RefusedError for `delay_overflow_check`, ApexError for the rest.
     """
     if delay_overflow_check:
         raise RefusedError("delay_overflow_check=True: each overflow is looked for at once; leave it out")

@@ -28,10 +28,6 @@ class LossScaler:
     """The scale of one loss, which moves at the end of each `scale_loss` of this loss.
 
     A scale that was given as a number is constant, and skips no step.
-
-    Args:
-        loss_scale: a number, or "dynamic": from `init_scale` or the maximum on, multiplied by `scale_factor` after `scale_window` good
-            blocks, and divided by it at an overflow.
     """
 
     number = 0  # of the loss
