@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from easymp.compat.lightning_fabric.loggers import CSVLogger
 from easymp.compat.lightning_fabric.strategies import DDPStrategy, FSDPStrategy
 from easymp.compat.lightning_fabric.utilities import rank_zero
 from torch import nn
@@ -20,7 +21,6 @@ import easymp
 import easymp.compat.lightning_fabric as L
 from easymp import CheckpointError, NonfiniteError, RefusedError, SettingError
 from easymp.compat.lightning_fabric import Fabric
-from easymp.compat.lightning_fabric.loggers import CSVLogger
 
 from ..conftest import Ranks
 
