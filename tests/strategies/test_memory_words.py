@@ -96,30 +96,29 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Any) -> None:
     assert all(torch.equal(value, resumed[0][name]) for name, value in plain[0].items())
 
 
-def on_ranks(strategy: str, options: Any) -> Any:
-    kind = "tied"
-    got = run(True, strategy, kind, options, optimizer=torch.optim.SGD, momentum=0.9)
-    predicted = easymp.memory.estimate(
-        make(kind), strategy=strategy, world=2, options=options, optimizer_in_backward=True
-    ).gradients
-    return got[0], got[2], predicted
+def on_ranks(ways: list[tuple[str, Any]]) -> list[Any]:
+    found = []
+    for strategy, options in ways:
+        values, _, most = run(True, strategy, "tied", options, optimizer=torch.optim.SGD, momentum=0.9)
+        how = {"strategy": strategy, "world": 2, "options": options, "optimizer_in_backward": True}
+        found.append((values, most, easymp.memory.estimate(make("tied"), **how).gradients))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "size"),
+    ("ways", "size"),
     [
-        ("ddp", {"bucket_cap_mb": 0.002}, 2),
-        ("fsdp", None, 2),
-        ("local_sgd", {"every": 1}, 2),
-        pytest.param("hsdp", {"shard_size": 2}, 4, marks=pytest.mark.slow),
+        ([("ddp", {"bucket_cap_mb": 0.002}), ("fsdp", None), ("local_sgd", {"every": 1})], 2),
+        pytest.param([("hsdp", {"shard_size": 2})], 4, marks=pytest.mark.slow),
     ],
 )
-def test_on_ranks(ranks: Any, strategy: str, options: Any, size: int) -> None:
+def test_on_ranks(ranks: Any, ways: Any, size: int) -> None:
     plain = run(False, optimizer=torch.optim.SGD, momentum=0.9)
-    for ours, few, predicted in ranks(on_ranks, strategy, options, processes=size):
-        for name, value in plain[0].items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
-        assert few <= predicted < plain[2] / 2, (few, predicted, plain[2])
+    for found in ranks(on_ranks, ways, processes=size):
+        for ours, few, predicted in found:
+            for name, value in plain[0].items():
+                torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+            assert few <= predicted < plain[2] / 2, (few, predicted, plain[2])
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,12 @@ def test_alone(kind: str, which: Any) -> None:
         ("ddp", None, 2, "200KB"),
         ("fsdp", {"reshard_after_forward": False}, 2, "attention"),
         ("fsdp", {"wrap": ("LayerNorm", "Linear")}, 2, True),  # shards inside of what is computed again
-        (
+        pytest.param(
             "tensor_parallel",
             {"plan": {"blocks.*.think.0": "colwise", "blocks.*.think.2": "rowwise"}},
             2,
             "attention",
+            marks=pytest.mark.slow,
         ),
         pytest.param("hsdp", {"shard_size": 2}, 4, "60KB", marks=pytest.mark.slow),
         pytest.param("zero1", None, 2, "attention", marks=pytest.mark.slow),
