@@ -501,6 +501,8 @@ def as_record(kind: type[T], owner: str, given: Any) -> T:
     """
     if isinstance(given, kind):
         return given
+    if dataclasses.is_dataclass(given) and issubclass(kind, type(given)):
+        given = as_table(given)  # of a strategy that has further options
     if given is not None and not isinstance(given, Mapping):
         raise SettingError(
             f"{owner} takes {kind.__name__}, or a dict of its fields, not a {type(given).__name__}"

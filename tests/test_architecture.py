@@ -129,7 +129,11 @@ def loads_code(tree: ast.Module) -> Iterator[tuple[int, set[str]]]:
             ("launcher/",),
             ["def f():\n    from . import plan", "def f():\n    import easymp.plan"],
         ),
-        (loads_code, ("checkpoint/accelerate",), ["import pickle", "torch.load('x')", "eval('x')"]),
+        (
+            loads_code,
+            ("checkpoint/accelerate", "compat/deepspeed/engine"),
+            ["import pickle", "torch.load('x')", "eval('x')"],
+        ),
     ],
 )
 def test_where_it_is_done(found: object, allowed: tuple[str, ...], examples: list[str]) -> None:

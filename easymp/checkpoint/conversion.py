@@ -123,6 +123,14 @@ def _of_source(place: Place, model: str, plain: Callable[[str], str], tick: Tick
     return Weights([Item(name, one.dtype, one.shape) for name, one in stored.items()], aliases, read)
 
 
+def read_weights(place: Place, model: str = MODEL) -> dict[str, Tensor]:
+    """All weights at `place`, whole and in host memory, by name; tied ones share memory. See `convert`."""
+    weights = _of_source(place, model, without_wrappers, no_tick)
+    names = [item.name for item in weights.items]
+    state = {name: tensor.clone() for name, tensor in zip(names, weights.read(names))}
+    return state | {name: state[of] for name, of in weights.aliases.items()}
+
+
 def _renamed(names: Iterable[str], place: str, plain: Callable[[str], str]) -> dict[str, str]:
     """Name to write → name in the file."""
     found: dict[str, str] = {}

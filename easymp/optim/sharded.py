@@ -161,8 +161,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's rows of `whole` as the twin wants them, a view."""
-        here = cut(whole, self.world.rank, self.world.size)
-        return here if self._plain else self._distributed(here, parameter, whole)
+        cut_here = hasattr(whole, "to_local")  # a gradient under shard_gradients
+        here = local(whole) if cut_here else cut(whole, self.world.rank, self.world.size)
+        return here if self._plain else self._distributed(here, parameter, parameter if cut_here else whole)
 
     def _cut(self, parameter: Tensor, value: Any) -> Any:
         """This rank's part of an entry of a whole state, a copy."""

@@ -141,12 +141,7 @@ class Spread(Single):
 
     @property
     def counting(self) -> Counting:
-        world = self._world  # optimizers keep the result: it must not hold the strategy
-
-        def add(totals: Tensor) -> None:
-            totals.copy_(world.reduce(totals.to(world.device)))  # a rank without gradients has them anywhere
-
-        return Counting(self._copies(), add, settle)
+        return counting_over(self._world, self._copies())
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies())
@@ -393,6 +388,15 @@ def clip_to_norm(
     return total
 
 
+def counting_over(world: World, count: Callable[[Tensor], int]) -> Counting:
+    """Sums over all ranks of `world`; `count` is as in `clip_to_norm`. Optimizers keep the result: it must not hold a strategy."""
+
+    def add(totals: Tensor) -> None:
+        totals.copy_(world.reduce(totals.to(world.device)))  # a rank without gradients has them anywhere
+
+    return Counting(count, add, settle)
+
+
 def copies(tensor: Any, ranks: int) -> int:
     """The number of `ranks` ranks that hold an element of `tensor`: all for a plain tensor, fewer for a sharded one."""
     if not hasattr(tensor, "to_local"):
@@ -410,5 +414,5 @@ def settle(parameter: Any) -> None:
     Partial sums are added up, and a whole gradient of a sharded parameter is cut.
     """
     grad = parameter.grad
-    if hasattr(grad, "to_local") and grad.placements != parameter.placements:
+    if hasattr(grad, "to_local") and grad.placements != getattr(parameter, "placements", grad.placements):
         parameter.grad = grad.redistribute(placements=parameter.placements)

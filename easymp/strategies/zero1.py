@@ -1,32 +1,71 @@
-"""zero1: as ddp, with optimizer states sharded (ZeRO-1).
+"""zero1: as ddp, with optimizer states sharded (ZeRO-1), and gradients as well if asked for (ZeRO-2).
 
-Parameters and gradients are whole on every rank, and DistributedDataParallel averages the gradients. Each rank keeps optimizer states
-for its rows of each parameter only, updates these rows, and gathers the others. Compared with ddp, a step sends the parameters once
-more, and Adam's state takes 8 / ranks bytes a parameter instead of 8.
+Parameters are whole on every rank. Each rank keeps optimizer states for its rows of each parameter only, updates these rows, and gathers
+the others. Compared with ddp, a step sends the parameters once more, and Adam's state takes 8 / ranks bytes a parameter instead of 8.
+
+Gradients are whole, too, averaged by DistributedDataParallel; or, with ``shard_gradients``, each rank keeps those of its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from ..base.dtensor import local
 from ..distributed import World
-from ..optim.partition import packed_at_once
+from ..errors import SettingError, StepError
+from ..optim.partition import cut, packed_at_once
 from ..optim.sharded import ShardedOptimizer
 from ..options import DistributedDataParallelKwargs
-from ..protocols import Layout, WrapContext, chunk_elements
+from ..precision.policies import LOW
+from ..protocols import Counting, Layout, WrapContext, chunk_elements
 from .blocks import refuse_sparse
 from .ddp import DDP
-from .single import Single
+from .single import Single, clip_to_norm, counting_over, hook_gradient, share_buffers, take_rank_0s
+
+# The older name warns from torch 2.13 on.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class ZeRO1Options(DistributedDataParallelKwargs):
+    """Options of strategy "zero1": those of "ddp", and one more.
+
+    Attributes:
+        shard_gradients: each backward averages gradients bucket by bucket, in fp32 where they are low-precision, and a rank keeps those of
+            its rows (ZeRO-2), also between the micro-batches of an update. Between backward and step ``.grad`` is a DTensor, which
+            ``.grad.full_tensor()`` completes. Parameters without a gradient take part with zeros, several backward passes may come
+            before a step, and any part of the model may be called.
+
+    Raises:
+        SettingError: as for ddp; or `shard_gradients` with an option that changes how DistributedDataParallel sends gradients.
+
+    Example:
+        >>> settings = Settings(strategy="zero1", strategy_options={"shard_gradients": True})
+    """
+
+    shard_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard_gradients and (self.comm_hook != "no" or self.gradient_predivide_factor is not None):
+            raise SettingError(
+                "shard_gradients=True averages gradients without DistributedDataParallel: leave comm_hook and gradient_predivide_factor out"
+            )
 
 
 class ZeRO1(DDP):
     """DistributedDataParallel, and optimizers that keep a part of their state.
 
-    Options are ddp's; `bucket_cap_mb` is also the most that is packed into one gathering of small parameters.
+    Options are ddp's, and `ZeRO1Options.shard_gradients`; `bucket_cap_mb` is also the most that is packed into one gathering of small
+    parameters.
     In place, beside what ddp does: the state of the user's optimizer moves into shards, and the optimizer takes a hook that
     refuses to step by itself. `step` and `state_dict` of the prepared optimizer are collectives: all ranks call them. Optimizers
     that keep parameters beside their param groups (LBFGS) are refused. Optimizers that are not torch's, Muon and Adafactor run on
@@ -36,6 +75,7 @@ class ZeRO1(DDP):
     name: ClassVar[str] = "zero1"
     several: ClassVar[str] = "shards optimizer states over processes"
     no_join: ClassVar[str] = "every rank's step needs the other ranks' shards"
+    Options: ClassVar[type] = ZeRO1Options
 
     no_step_in_backward = "steps the shards of all parameters together, and gathers them"
 
@@ -47,27 +87,224 @@ class ZeRO1(DDP):
         self._frozen: set[int] = (
             set()
         )  # ids of parameters that were frozen, so that ddp averages no gradients of them
+        self._cuts = getattr(options, "shard_gradients", False)  # "auto" has ddp's options
+        if self._cuts:
+            self.sums, self.reduces_each = False, True
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
-        packed = packed_at_once(
-            [p for p in model.parameters() if p.requires_grad], int(options.bucket_cap_mb * 2**20)
+        cap = int(options.bucket_cap_mb * 2**20)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found = DDP.layout(model, options, size, local_size)._replace(
+            states=chunk_elements(size), gathered=packed_at_once(trained, cap)
         )
-        return DDP.layout(model, options, size, local_size)._replace(
-            states=chunk_elements(size), gathered=packed
-        )
+        if not getattr(options, "shard_gradients", False):
+            return found
+        bucket = max((sum(p.numel() for p in bucket) for bucket in buckets_of(trained, cap)), default=0)
+        return found._replace(gradients=chunk_elements(size), unreduced=bucket, reducing=bucket)
 
     def wrap(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
         refuse_sparse(model, "zero1 cuts dense ones only")
-        module = super().wrap(model, optimizers, context)
+        if self._cuts:
+            take_rank_0s(model, self._world, context.place)
+            module = context.policy.forward(context.policy.convert(model), self._world.device)
+            context.compile(module)
+            module = GradientShards(module, model, self._world, self._cap, self.options.broadcast_buffers)
+        else:
+            module = super().wrap(model, optimizers, context)
         self._frozen.update(id(p) for p in model.parameters() if not p.requires_grad)
         return module
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return ShardedOptimizer(optimizer, self._world, self._cap, self._frozen)
 
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return model.reducing(False) if isinstance(model, GradientShards) else super().no_sync(model)
+
+    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return model.reducing(True) if isinstance(model, GradientShards) else super().force_sync(model)
+
+    def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
+        if create_graph and self._cuts:
+            raise StepError(
+                "backward(create_graph=True) with shard_gradients=True, which keeps no graph of gradients: take the inner gradient by "
+                "torch.autograd.grad(..., create_graph=True), and call backward() on a loss made of it"
+            )
+        return super().after_backward(models, create_graph)
+
+    @property
+    def counting(self) -> Counting:
+        return counting_over(self._world, self._copies()) if self._cuts else super().counting
+
+    def _copies(self) -> Callable[[Tensor], int]:
+        size = self._world.size  # the function must not hold the strategy
+        return lambda parameter: 1 if parameter.ndim else size
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        if not self._cuts:
+            return super().clip(parameters, max_norm, norm_type)
+        return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies())
+
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         self._frozen.difference_update(id(p) for p in model.parameters())
+        if isinstance(model, GradientShards):
+            model.forget()
+            return alone
         return super().release(model, alone)
+
+
+# -- gradients in shards -----------------------------------------------------------------------------------------------
+
+
+def buckets_of(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
+    """`parameters` from the last to the first, as gradients mostly come, in lists of one dtype and up to `cap` bytes."""
+    buckets: list[list[nn.Parameter]] = []
+    held = 0
+    for parameter in reversed(parameters):
+        size = parameter.numel() * parameter.element_size()
+        last = buckets[-1][-1] if buckets else None
+        alike = last is not None and last.dtype == parameter.dtype and bool(last.ndim) == bool(parameter.ndim)
+        if not alike or held + size > cap:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(parameter)
+        held += size
+    return buckets
+
+
+class GradientShards(nn.Module):
+    """Calls the model; while backward runs, averages gradients over the ranks, keeps this rank's rows, and frees the rest.
+
+    All ranks reduce the same buckets in the same order, whatever the order in which their gradients come.
+
+    Args:
+        module: `root`, or `root` under autocast.
+        root: the user's module.
+        cap: bytes that are reduced at a time.
+        shares: buffers take rank 0's values before a forward that follows a backward which ended a window.
+
+    Attributes:
+        reduces: whether a backward ends an accumulation window, and its rows become gradients.
+    """
+
+    def __init__(self, module: nn.Module, root: nn.Module, world: World, cap: int, shares: bool) -> None:
+        super().__init__()
+        self.module, self.root, self.world = module, root, world
+        self.reduces, self._shares, self._stale = True, shares, shares
+        trained = [p for p in root.parameters() if p.requires_grad]
+        self._buckets = buckets_of(trained, cap)
+        self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket}
+        self._rows: dict[
+            Tensor, Tensor
+        ] = {}  # sums over the window of this rank's rows, fp32 for low precision
+        self._running = False
+        self._mesh: Any = None
+        self._hooks = [p.register_hook(partial(self._begin, p)) for p in trained]
+        self._hooks += [hook_gradient(p, self._arrived) for p in trained]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stale:
+            share_buffers(self.root, self.world)
+        self._stale = self._shares and torch.is_grad_enabled() and self.reduces
+        self.world.forwards += 1
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def reducing(self, wanted: bool) -> Iterator[None]:
+        before, self.reduces = self.reduces, wanted
+        try:
+            yield
+        finally:
+            self.reduces = before
+
+    def forget(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _take_up(self, parameter: Tensor) -> None:
+        """Add to the rows that an earlier backward has handed over, unless they were cleared since."""
+        grad: Any = parameter.grad
+        if hasattr(grad, "to_local"):
+            rows = local(grad)
+            self._rows[parameter] = rows.float() if rows.dtype in LOW else rows
+            parameter.grad = None
+
+    def _begin(self, parameter: Tensor, gradient: Tensor) -> None:
+        """A gradient is about to be added to ``.grad``, where rows cannot be."""
+        if not self._running:
+            self._running, self._next = True, 0
+            self._missing = [len(bucket) for bucket in self._buckets]
+            # As torch's DDP and FSDP do: called at the end of this backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._take_up(parameter)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        at = self._bucket_of[id(parameter)]
+        if at < self._next:
+            raise StepError(
+                f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward: with shard_gradients=True use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        self._missing[at] -= 1
+        while self._next < len(self._buckets) and self._missing[self._next] <= 0:
+            self._reduce_next()
+
+    def _finish(self) -> None:
+        self._running = False
+        while self._next < len(self._buckets):
+            self._reduce_next()
+        for parameter, rows in self._rows.items() if self.reduces else ():
+            if parameter.requires_grad:  # else it was frozen since
+                parameter.grad = self._as_gradient(parameter, rows)
+        if self.reduces:
+            self._rows.clear()
+
+    def _reduce_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        with torch.no_grad(), self.world.explained("the averaging of gradients"):
+            for parameter in bucket:
+                self._take_up(parameter)
+            for parameter, rows in zip(bucket, self._average(bucket)):
+                before = self._rows.get(parameter)
+                self._rows[parameter] = rows if before is None else before.add_(rows)
+                parameter.grad = None
+
+    def _average(self, bucket: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's rows of the averages of the bucket's gradients."""
+        rank, size, first = self.world.rank, self.world.size, bucket[0]
+        dtype = torch.float32 if first.dtype in LOW else first.dtype
+        if not first.ndim:
+            wholes = [
+                torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to(dtype) for p in bucket
+            ]
+            self.world.average_(wholes)
+            return wholes
+        room = [-(-p.shape[0] // size) * (p.numel() // max(1, p.shape[0])) for p in bucket]
+        packed = torch.zeros(size, sum(room), dtype=dtype, device=first.device)
+        for parameter, columns in zip(bucket, packed.split(room, dim=1)):
+            for there in range(size) if parameter.grad is not None else ():
+                part = cut(parameter.grad, there, size)  # type: ignore[arg-type]
+                columns[there, : part.numel()].copy_(part.reshape(-1))
+        mine = torch.empty_like(packed[0])
+        _reduce_scatter(*map(_real, (mine, packed.view(-1))))
+        parts = mine.div_(size).split(room)
+        shapes = [cut(p, rank, size).shape for p in bucket]
+        return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes)]
+
+    def _as_gradient(self, parameter: Tensor, rows: Tensor) -> Tensor:
+        # Half a second, which other options need not pay.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if self._mesh is None:
+            self._mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+        placements = [Shard(0) if parameter.ndim else Replicate()]
+        sizes = {"shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(rows.to(parameter.dtype), self._mesh, placements, run_check=False, **sizes)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, DistributedDataParallelKwargs, PrepareError, RefusedError, StepError
+from easymp import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    PrepareError,
+    RefusedError,
+    SettingError,
+    StepError,
+)
 
 from ..versions import ADDS
 from .models import STEPS, make, message, part, under
@@ -129,10 +136,75 @@ def test_shards_without_a_row_and_a_parameter_without_dimensions(ranks, which: s
             assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-# -- the memory --------------------------------------------------------------------------------------------------------
+# -- gradients in shards -----------------------------------------------------------------------------------------------
 
 
-# -- gathering ---------------------------------------------------------------------------------------------------------
+class Odd(nn.Module):
+    """Rows that no number of ranks divides, a scalar, a batch-norm, and a layer that one kind of batch does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.rare = (
+            nn.Linear(8, 7),
+            nn.BatchNorm1d(7),
+            nn.Linear(7, 3),
+            nn.Linear(8, 3),
+        )
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, rare: bool = False) -> Tensor:
+        out = self.b(self.norm(torch.tanh(self.a(x)))) * self.gain
+        return out + self.rare(x) if rare else out
+
+
+def cut_gradients(options: dict[str, Any], steps: int, precision: str, backwards: int) -> dict[str, Any]:
+    """Norms, parameters and gradients of updates; the ranks do not use the same layers, and run several backward passes."""
+    torch.manual_seed(0)
+    how = {"strategy": "zero1", "strategy_options": options, "gradient_accumulation_steps": steps}
+    with Accelerator(mixed_precision=precision, seed=0, **how) as acc:
+        model = Odd()
+        model, optimizer = acc.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+        )
+        x = torch.randn(16, 2, 4, 8, generator=torch.Generator().manual_seed(acc.process_index))
+        norms, kinds, local = [], set(), 0
+        for i in range(2 * steps):
+            with acc.accumulate(model):
+                for j in range(backwards):
+                    out = model(x[i, j], rare=True if backwards == 1 else bool(acc.process_index))
+                    acc.backward(out.float().square().mean())
+                if acc.sync_gradients:
+                    norms.append(float(acc.clip_grad_norm_(model.parameters(), 0.5)))
+                    kinds = {type(p.grad).__name__ for p in model.parameters()}
+                    local = sum(getattr(p.grad, "_local_tensor", p).numel() for p in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+        parameters = [p.detach().clone() for p in model.parameters()]
+        return {
+            "norms": norms,
+            "parameters": parameters,
+            "kinds": kinds,
+            "local": local,
+            "mean": model.norm.running_mean,
+        }
+
+
+@pytest.mark.parametrize(("steps", "precision"), [(1, "no"), (2, "bf16-true"), (2, "no")])
+def test_gradients_in_shards_are_those_of_ddp(ranks, steps: int, precision: str) -> None:
+    whole = ranks(cut_gradients, {}, steps, precision, 1)
+    cut = ranks(cut_gradients, {"shard_gradients": True}, steps, precision, 1)
+    for a, b in zip(whole, cut):
+        assert b["norms"] == pytest.approx(a["norms"], rel=1e-2 if precision != "no" else 1e-5)
+        assert precision != "no" or (b["kinds"] == {"DTensor"} and b["local"] < 0.6 * a["local"])
+        assert torch.equal(a["mean"], b["mean"])
+        for p, q in zip(a["parameters"], b["parameters"]):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=2e-2 if precision != "no" else 1e-6)
+
+
+def test_ranks_need_not_use_the_same_layers_nor_one_backward(ranks) -> None:
+    one, other = ranks(cut_gradients, {"shard_gradients": True}, 2, "no", 2)
+    assert one["norms"] == other["norms"]
+    assert all(torch.equal(p, q) for p, q in zip(one["parameters"], other["parameters"]))
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
@@ -328,6 +400,8 @@ def refusals() -> dict[str, str]:
         for name, one in cases.items():
             said[name] = message(StepError, one.step)
     said["closed"] = message(StepError, optimizer.step)
+    hooked = {"shard_gradients": True, "comm_hook": "fp16"}
+    said["hooked"] = message(SettingError, Accelerator, strategy="zero1", strategy_options=hooked)
     with Accelerator(mixed_precision="no", strategy="zero1") as acc:
         said["again"] = message(RefusedError, acc.prepare, model, inner)
     return said
@@ -341,6 +415,7 @@ def test_refusals_have_sentences(ranks) -> None:
         "late": r"shape \(2, 2\) has a gradient but had requires_grad=False",
         "sparse": "'0' has sparse gradients, and zero1 cuts dense ones only",
         "no rule": "Adafactor cannot step on sharded parameters",
+        "hooked": "leave comm_hook and gradient_predivide_factor out",
         "closed": "shards of a run that has ended",
         "again": "was prepared before, and its state went into shards",
     }

@@ -21,49 +21,31 @@ from . import comm
 from .comm import init_distributed
 from .config import layer, read
 from .engine import DeepSpeedEngine
-from .modules import MODULES, get_accelerator, see_memory_usage
+from .keys import ABSENT
+from .modules import MODULES, get_accelerator, log_dist, logger
 from .optimizers import DeepSpeedCPUAdam, FusedAdam
 from .schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
-PIPELINE = 'use Accelerator(strategy="pipeline")'
+_MODULES: dict[str, dict[str, Any]] = {
+    **{address: {} for address in ("ops", "runtime", *ABSENT)},
+    **MODULES,
+    "ops.adagrad": {"DeepSpeedCPUAdagrad": optim.Adagrad},
+    "ops.adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": FusedAdam},
+    "ops.lamb": {"FusedLamb": optim.LAMB},
+    "ops.lion": {"DeepSpeedCPULion": optim.Lion, "FusedLion": optim.Lion},
+    "runtime.lr_schedules": SCHEDULES,
+}
 submodules(
     __name__,
-    {
-        **MODULES,
-        "ops": {
-            "absent": {
-                "op_builder": "nothing is compiled beforehand; leave it out",
-                "sparse_attention": "use torch.nn.attention.flex_attention",
-                "transformer": "use torch.nn.TransformerEncoderLayer",
-            }
-        },
-        "ops.adagrad": {"DeepSpeedCPUAdagrad": optim.Adagrad},
-        "ops.adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": FusedAdam},
-        "ops.lamb": {"FusedLamb": optim.LAMB},
-        "ops.lion": {"DeepSpeedCPULion": optim.Lion, "FusedLion": optim.Lion},
-        "pipe": {"absent": dict.fromkeys(("LayerSpec", "PipelineModule", "TiedLayerSpec"), PIPELINE)},
-        "runtime": {
-            "absent": {
-                "config": "pass the dict or path to deepspeed.initialize(config=…)",
-                "engine": "deepspeed.DeepSpeedEngine is the engine",
-                "zero": "deepspeed.zero has Init and GatheredParameters",
-                "pipe": PIPELINE,
-            }
-        },
-        "runtime.lr_schedules": SCHEDULES,
-        "runtime.utils": {
-            "see_memory_usage": see_memory_usage,
-            "absent": {"clip_grad_norm_": "use torch.nn.utils.clip_grad_norm_, or gradient_clipping"},
-        },
-    },
+    {at: {**names, "absent": ABSENT.get(at, {})} for at, names in sorted(_MODULES.items()) if at},
     layer,
     "deepspeed",
 )
 
 __all__ = [
     "DeepSpeedEngine", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "__version__",
-    "add_config_arguments", "checkpointing", "comm", "get_accelerator", "init_distributed", "initialize", "ops",
-    "runtime", "utils", "zero",
+    "accelerator", "add_config_arguments", "checkpointing", "comm", "get_accelerator", "init_distributed", "initialize", "log_dist",
+    "logger", "ops", "runtime", "utils", "zero",
 ]  # fmt: skip
 
 
@@ -115,6 +97,8 @@ def initialize(
     found = read(configs[0], read_ranks().size)
     given = (optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
     engine = DeepSpeedEngine(model, found, *given)
+    if hasattr(args, "local_rank"):
+        args.local_rank = engine.local_rank
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -130,16 +114,4 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-__getattr__ = layer.absent(
-    "deepspeed",
-    {
-        "init_inference": "inference is not part of easymp",
-        "PipelineModule": PIPELINE,
-        "moe": "mixtures of experts are not part of easymp",
-        "DeepSpeedConfig": "pass the dict or path to initialize(config=…); engine.config is what was read",
-        "OnDevice": 'use `with torch.device("meta")`',
-        "tp_model_init": 'use Accelerator(strategy="tensor_parallel")',
-        "DeepSpeedTransformerLayer": "use torch.nn.TransformerEncoderLayer",
-    },
-    lambda: __all__,
-)
+__getattr__ = layer.absent("deepspeed", ABSENT[""], lambda: __all__)

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,30 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...accelerator import Accelerator
+from ...base.pytree import leaves
 from ...checkpoint.codec import unpack
 from ...checkpoint.folders import open_checkpoint
 from ...checkpoint.weights import load_weights
 from ...distributed import read_ranks
 from ...errors import EasympWarning, RefusedError, SettingError, StepError
 from ...logging import get_logger
+from ...optim import PreparedOptimizer
 from ...options import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from ...training.state import current_world
 from . import optimizers
 from .config import Config, layer
+from .keys import ANSWERED_FALSE, ANSWERS, REFUSED
 
 logger = get_logger(__name__)
 
 COUNTERS, SCHEDULE = "state/object_0", "state/scheduler_0"  # in a checkpoint
 # Up to stage 2 each rank holds whole parameters, which scripts read and save.
-STRATEGIES = {0: "auto", 1: "zero1", 2: "zero1", 3: "fsdp"}
+STRATEGIES: dict[int, tuple[str, dict[str, Any] | None]] = {
+    0: ("auto", None),
+    1: ("zero1", None),
+    2: ("zero1", {"shard_gradients": True}),
+    3: ("fsdp", None),
+}
 NATIVE = """
 acc = Accelerator(mixed_precision={precision!r}, strategy={strategy!r}, gradient_accumulation_steps={steps})
 model, optimizer, loader = acc.prepare(model, optimizer, loader)
@@ -45,22 +54,45 @@ for inputs, targets in loader:
         optimizer.zero_grad()
 acc.save_state()                                       # engine.save_checkpoint
 """
-COUNTED = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
-# Methods of the engine that tell its configuration.
-ANSWERS: dict[str, Callable[[Config], Any]] = {
-    "train_batch_size": lambda config: config.batch.train,
-    "train_micro_batch_size_per_gpu": lambda config: config.batch.micro,
-    "gradient_accumulation_steps": lambda config: config.batch.steps,
-    "get_batch_info": lambda config: (config.batch.train, config.batch.micro, config.batch.steps),
-    "gradient_clipping": lambda config: config.clip,
-    "fp16_enabled": lambda config: config.half == "fp16",
-    "bfloat16_enabled": lambda config: config.half == "bf16",
-    "dynamic_loss_scale": lambda config: config.half == "fp16" and config.scale.get("dynamic", True),
-    "zero_optimization": lambda config: config.stage > 0,
-    "zero_optimization_stage": lambda config: config.stage,
-    "wall_clock_breakdown": lambda config: config.breakdown,
-    "steps_per_print": lambda config: config.every,
+# What the engine tells by attributes, and by methods without arguments, beside those in `keys.ANSWERS`.
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "device": lambda engine: engine.accelerator.device,
+    "local_rank": lambda engine: engine.accelerator.local_process_index,
+    "global_rank": lambda engine: engine.accelerator.process_index,
+    "is_compiled": lambda engine: engine.module._compiled_call_impl is not None,
+    **dict.fromkeys(("world_size", "dp_world_size"), lambda engine: engine.accelerator.num_processes),
 }
+COUNTED = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "": torch.float32}
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "train_batch_size": lambda engine: engine._config.batch.train,
+    "train_micro_batch_size_per_gpu": lambda engine: engine._config.batch.micro,
+    "gradient_accumulation_steps": lambda engine: engine._config.batch.steps,
+    "get_batch_info": lambda engine: engine._config.batch[:3],
+    "is_gradient_accumulation_boundary": lambda engine: engine._in_window + 1 >= engine._config.batch.steps,
+    "was_step_applied": lambda engine: engine._applied,
+    "get_global_grad_norm": lambda engine: None if engine._norm is None else float(engine._norm),
+    "get_lr": lambda engine: [float(group["lr"]) for group in engine._groups()],
+    "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in engine._groups()],
+    "get_data_types": lambda engine: (DTYPES[engine._config.half], torch.float32),
+    "get_data_parallel_rank": lambda engine: engine.global_rank,
+    **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank"), lambda engine: 0),
+    "fp16_enabled": lambda engine: engine._config.half == "fp16",
+    "bfloat16_enabled": lambda engine: engine._config.half == "bf16",
+    "dynamic_loss_scale": lambda engine: engine.loss_scale() == 0,
+    "initial_dynamic_scale": lambda engine: 2 ** engine._config.value("initial_scale_power", "fp16"),
+    "postscale_gradients": lambda engine: not engine._config.value("prescale_gradients"),
+    "zero_optimization": lambda engine: engine._config.stage > 0,
+    "zero_optimization_stage": lambda engine: engine._config.stage,
+    "zero_optimization_partition_gradients": lambda engine: engine._config.stage >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine._config.stage >= 3,
+    "zero_cpu_offload": lambda engine: engine._config.offload,
+    "optimizer_name": lambda engine: (engine._config.optimizer or (None,))[0],
+    "optimizer_params": lambda engine: (engine._config.optimizer or (None, None))[1],
+    "scheduler_name": lambda engine: (engine._config.scheduler or (None,))[0],
+    "scheduler_params": lambda engine: (engine._config.scheduler or (None, None))[1],
+}
+NAME_ONE = "name one in the configuration, or pass it to initialize()"
 
 
 class Counters:
@@ -77,16 +109,34 @@ class Counters:
         vars(self).update(state)
 
 
+class EngineOptimizer(PreparedOptimizer):
+    """A prepared optimizer that also tells the loss scale, by DeepSpeed's names."""
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward; 1.0 without one."""
+        return self._scaler.get_scale()
+
+    loss_scale = cur_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped."""
+        return self.step_was_skipped
+
+
 class DeepSpeedEngine(nn.Module):
     """The engine that `initialize` returns; call it as the model.
 
     Attributes:
         module: the user's model.
+        config: the configuration, as it was given.
         optimizer, lr_scheduler, training_dataloader: prepared, or None.
+        basic_optimizer, client_optimizer: the optimizer that was made or given, and the one that was given.
         accelerator: the Accelerator that does the work.
-        global_steps, micro_steps, skipped_steps, global_samples: updates, backward passes, updates that an overflow skipped, samples.
+        global_steps, micro_steps, skipped_steps, global_samples: updates, micro-batches, updates that an overflow skipped, samples.
 
-    `ANSWERS` has its methods that tell the configuration.
+    `VALUES`, `METHODS` and ``names.toml`` have further attributes and methods, which tell its state and configuration.
     """
 
     def __init__(
@@ -100,8 +150,8 @@ class DeepSpeedEngine(nn.Module):
         collate: Any = None,
     ) -> None:
         super().__init__()
-        self.module = model
-        self.config = config
+        self.module, self._config, self.config = model, config, config.content
+        self.client_optimizer, self.client_lr_scheduler = optimizer, scheduler
         layer.ignore(config.ignored)
         self.accelerator = acc = _accelerator(config)
         how = {"precision": config.precision, "strategy": acc.plan.strategy.value}
@@ -114,29 +164,32 @@ class DeepSpeedEngine(nn.Module):
             optimizer = optimizers.optimizer(*config.optimizer, given)
         elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(given)
+        self.basic_optimizer = optimizer
         if scheduler is None and config.scheduler is not None:
             scheduler = optimizers.scheduler(*config.scheduler)
         if scheduler is not None and not hasattr(scheduler, "step"):
             if optimizer is None:
                 raise SettingError(f"a scheduler without an optimizer: {NAME_ONE}")
             scheduler = scheduler(optimizer)
+        self._collate = collate
         loader = None if data is None else self._loader(data, config.batch.micro, collate)
-        prepared = acc.prepare(model, optimizer, scheduler, loader)
-        called, self.optimizer, self.lr_scheduler, self.training_dataloader = prepared
+        called, self.optimizer, self.lr_scheduler, self.training_dataloader = acc.prepare(
+            model, optimizer, scheduler, loader
+        )
+        if self.optimizer is not None:
+            self.optimizer.__class__ = EngineOptimizer  # a PreparedOptimizer with names more
         object.__setattr__(self, "_called", called)  # not a submodule: its parameters are the module's
         self._counters = Counters()
         acc.register_for_checkpointing(self._counters)
         self._micro: AbstractContextManager[None] | None = None
+        self._in_window = 0  # micro-batches since the last update
         self._norm: Tensor | None = None
-        self._boundary = self._applied = False
-        # As in DeepSpeed, several backward passes before a step, and parameters without a gradient, are right up to stage 2: `backward`
-        # averages gradients at the boundary, not DDP's hooks. The Accelerator averages sums of low-precision ones at the end of a window.
-        summed = config.batch.steps > 1 and any(
-            p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()
-        )
-        self._late = acc.num_processes > 1 and config.stage < 3 and not summed
+        self._boundary = self._applied = self._inside = self._scaled = self._apart = False
+        self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
         self._seconds: dict[str, list[float]] = {}  # by phase, with wall_clock_breakdown
-        self._profile_step = _profile_step(config.flops)
+        self._profile_step = config.value("profile_step", "flops_profiler")
+        if not config.value("enabled", "flops_profiler"):
+            self._profile_step = None
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -148,17 +201,33 @@ class DeepSpeedEngine(nn.Module):
         profiled = training and self.global_steps == self._profile_step
         with self._timed("forward"), self._count_flops() if profiled else nullcontext():
             with self._unsynced() if training else nullcontext():
-                return self._called(*inputs, **kwargs)
+                outputs = self._called(*inputs, **kwargs)
+        if training and self._config.batch.steps > 1:
+            for leaf in leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(self._divide)
+        return outputs
+
+    def _divide(self, gradient: Tensor) -> Tensor:
+        """Divide a gradient of the script's own ``loss.backward()``; `backward` divides the loss."""
+        return gradient if self._inside else gradient / self._config.batch.steps
+
+    @property
+    def _late(self) -> bool:
+        """Whether `backward` averages gradients at the boundary, and not the strategy while backward runs.
+
+        As in DeepSpeed, several backward passes before a step, and parameters without a gradient, are right. zero1 with sharded gradients
+        takes both by itself. The Accelerator averages sums of low-precision gradients at the end of a window.
+        """
+        summed = self._config.batch.steps > 1 and self._low
+        return self.accelerator.num_processes > 1 and self._config.stage < 2 and not summed
 
     def _unsynced(self) -> AbstractContextManager[None]:
-        """Gradients stay on this rank until the boundary, up to stage 2."""
+        """Gradients stay on this rank until the boundary, up to stage 1."""
         return self.accelerator.no_sync(self._called) if self._late else nullcontext()
 
-    def _average_gradients(self) -> None:
-        """Average gradients over the ranks; a parameter without one takes part with zeros, as in DeepSpeed.
-
-        After a further backward the average of an average is that average, so only new gradients are averaged.
-        """
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Average gradients over the ranks, once or again; a parameter without one takes part with zeros, as in DeepSpeed."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:
@@ -175,51 +244,57 @@ class DeepSpeedEngine(nn.Module):
             self._micro.__exit__(None, None, None)
             self._micro = None
 
-    def backward(
-        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **others: Any
-    ) -> Tensor:
-        """Gradients of `loss`, divided by the accumulation steps; returns the divided loss.
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for ``engine.scale(loss).backward()``."""
+        self._scaled = True
+        return self.accelerator.scaler.scale(loss) if self.accelerator.scaler.scales else loss
 
-        Raises:
-            StepError: a loss that is not a scalar, or has no graph; or no optimizer.
-        """
-        _refuse("engine.backward", others, "leave it out")
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Gradients of `loss`, divided by the accumulation steps; returns the divided loss."""
         if self.optimizer is None:
             raise StepError(f"backward() on an engine without an optimizer: {NAME_ONE}")
         self._begin()
-        steps = self.config.batch.steps
+        steps = self._config.batch.steps
         if not scale_wrt_gas:
             loss = loss * steps
-        with self._timed("backward"), self._unsynced():
-            self.accelerator.backward(loss, retain_graph=retain_graph)
-            if self._late and self.accelerator.sync_gradients:
-                self._average_gradients()
+        self._inside = True
+        try:
+            with self._timed("backward"), self._unsynced():
+                self.accelerator.backward(loss, retain_graph=retain_graph)
+                if self._late and self.accelerator.sync_gradients and not self._apart:
+                    self.allreduce_gradients()
+        finally:
+            self._inside = False
         self._boundary = True
         return loss.detach() / steps
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch ends its update."""
-        return (self._counters.micro_steps + 1) % self.config.batch.steps == 0
+    def _take_gradients(self) -> None:
+        """After the script's own ``loss.backward()``: a backward that adds nothing hands the gradients to the Accelerator."""
+        if self._micro is None:
+            raise StepError(
+                "engine.step() before a backward: call the engine, and backward(loss), for each step()"
+            )
+        if self.accelerator.scaler.scales and not self._scaled:
+            raise StepError(
+                "loss.backward() under fp16 leaves the loss scale out: call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self.backward(torch.zeros((), device=self.device, requires_grad=True))
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch; on the last one of an update also clip, and step the optimizer and the scheduler.
-
-        Raises:
-            StepError: no backward since the last step.
-        """
+        """End a micro-batch; on the last one of an update also clip, and step the optimizer and the scheduler."""
+        if self._apart:
+            raise StepError("engine.step() inside engine.no_sync(): step after the block")
         if not self._boundary:
-            raise StepError(
-                "engine.step() before engine.backward(): call backward(loss) once for each step()"
-            )
-        self._boundary = False
-        acc, counters, config = self.accelerator, self._counters, self.config
+            self._take_gradients()
+        self._boundary = self._scaled = False
+        acc, counters, config = self.accelerator, self._counters, self._config
         ended = acc.sync_gradients
         with self._timed("step"):
             if ended:
                 self._norm = acc.clip_grad_norm_(self._called.parameters(), config.clip or float("inf"))
             self.optimizer.step()
             self.optimizer.zero_grad()
-            skipped = ended and config.half == "fp16" and acc.optimizer_step_was_skipped
+            skipped = ended and acc.optimizer_step_was_skipped
             self._applied = ended and not skipped
             counters.global_steps += ended
             counters.skipped_steps += skipped
@@ -227,24 +302,66 @@ class DeepSpeedEngine(nn.Module):
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         self._end()
         counters.micro_steps += 1
-        counters.global_samples += config.batch.micro * config.batch.world
-        if ended and config.every and counters.global_steps % config.every == 0:
-            logger.info(
-                "step=%d, skipped=%d, lr=%s", counters.global_steps, counters.skipped_steps, self.get_lr()
-            )
-            self._log_times()
+        counters.global_samples += ended * config.batch.train
+        self._in_window = 0 if ended else self._in_window + 1
+        every = config.value("steps_per_print")
+        if ended and every and counters.global_steps % every == 0:
+            self._report()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients stay on this rank."""
-        with self.accelerator.no_sync(self._called):
-            yield
+        """Inside, gradients stay on this rank, and no step is made. Stages 2 and 3 reduce at each backward, and refuse it."""
+        if self._config.stage >= 2:
+            raise StepError(
+                f"engine.no_sync() with stage {self._config.stage}, which reduces gradients at each backward: leave it out"
+            )
+        self._apart = True
+        try:
+            with self.accelerator.no_sync(self._called):
+                yield
+        finally:
+            self._apart = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
         self.module.zero_grad(set_to_none)
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Samples of an update, by the number of micro-batches; a ValueError for no multiple of micro-batch × ranks."""
+        batch = self._config.batch
+        if train_batch_size % (batch.micro * batch.world) or train_batch_size < 1:
+            raise ValueError(
+                f"train_batch_size={train_batch_size} is not a multiple of {batch.micro} (a micro-batch) × {batch.world} (ranks)"
+            )
+        steps = train_batch_size // (batch.micro * batch.world)
+        self._config = replace(self._config, batch=batch._replace(train=train_batch_size, steps=steps))
+        self.accelerator.gradient_accumulation_steps = steps
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Samples of a micro-batch, with as many micro-batches in an update as before."""
+        batch = self._config.batch
+        train = micro_batch_size * batch.steps * batch.world
+        self._config = replace(self._config, batch=batch._replace(train=train, micro=micro_batch_size))
+
+    def compile(
+        self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **others: Any
+    ) -> None:
+        """torch.compile of the model, in place."""
+        if given := {name: value for name, value in others.items() if value}:
+            _refuse("engine.compile", remedy="leave it out", **given)
+        self.module.compile(**({"backend": backend} if backend else {}), **(compile_kwargs or {}))
+
     # -- times and operations ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds inside to those of `phase`, for `wall_clock_breakdown`."""
+        if not self._config.value("wall_clock_breakdown"):
+            yield
+            return
+        begin = self._now()
+        yield
+        self._seconds.setdefault(phase, []).append(self._now() - begin)
 
     def _now(self) -> float:
         """Seconds, once the device has done its work."""
@@ -252,17 +369,10 @@ class DeepSpeedEngine(nn.Module):
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        if not self.config.breakdown:
-            yield
-            return
-        begin = self._now()
-        yield
-        self._seconds.setdefault(phase, []).append(self._now() - begin)
-
-    def _log_times(self) -> None:
-        """Log the means of the phases since the last call."""
+    def _report(self) -> None:
+        """Log the counters and rates, and the means of the phases since the last call."""
+        told = self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom()
+        logger.info("step=%d, skipped=%d, lr=%s, mom=%s", *told)
         means = [f"{name}: {1e3 * sum(s) / len(s):.2f}" for name, s in self._seconds.items()]
         if means:
             logger.info("time (ms) | %s", " | ".join(means))
@@ -271,18 +381,15 @@ class DeepSpeedEngine(nn.Module):
     @contextmanager
     def _count_flops(self) -> Iterator[None]:
         """Report the operations of the forward inside, by torch's FlopCounterMode: matrix products, convolutions, attention."""
-        self._profile_step = None  # once
-        begin, counter = self._now(), FlopCounterMode(display=False)
-        with counter:
+        begin, self._profile_step = self._now(), None  # once
+        with FlopCounterMode(display=False) as counter:
             yield
-        seconds = self._now() - begin
-        flops, parameters = counter.get_total_flops(), sum(p.numel() for p in self.module.parameters())
+        flops, seconds = counter.get_total_flops(), self._now() - begin
         report = (
-            f"flops profiler, one forward: {flops:,} floating-point operations, {parameters:,} parameters, {seconds * 1e3:.2f} ms, "
-            f"{flops / max(seconds, 1e-9):.3g} operations a second; the counting itself takes time"
+            f"flops profiler, one forward: {flops:,} floating-point operations, {sum(p.numel() for p in self.module.parameters()):,} "
+            f"parameters, {seconds * 1e3:.2f} ms; the counting itself takes time"
         )
-        file = (self.config.flops or {}).get("output_file")
-        if file:
+        if file := self._config.value("output_file", "flops_profiler"):
             Path(file).write_text(report + "\n", encoding="utf-8")
         else:
             print(report)  # noqa: T201 (as asked for by the configuration)
@@ -290,75 +397,66 @@ class DeepSpeedEngine(nn.Module):
     # -- attributes ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Counters, `ANSWERS`, and the attributes of the user's model."""
+        """Counters, answers about the configuration, and the attributes of the user's model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name in COUNTED:
                 return getattr(self._counters, name)
-            if name in ANSWERS:
-                return partial(ANSWERS[name], self.config)
+            if name in VALUES:
+                return VALUES[name](self)
+            if name in METHODS:
+                return partial(METHODS[name], self)
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
+            if name in ANSWERS:
+                section, key = ANSWERS[name]
+                return lambda: self._config.value(key, section)
+            if name in REFUSED:
+                return partial(_refuse, f"engine.{name}", remedy=REFUSED[name])
+            if name in ANSWERED_FALSE:
+                return lambda: False
             raise
 
-    @property
-    def device(self) -> torch.device:
-        return self.accelerator.device
-
-    @property
-    def local_rank(self) -> int:
-        return self.accelerator.local_process_index
-
-    @property
-    def global_rank(self) -> int:
-        return self.accelerator.process_index
-
-    @property
-    def world_size(self) -> int:
-        return self.accelerator.num_processes
-
-    dp_world_size = world_size
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale of the next backward; 1.0 unless fp16."""
-        return self.accelerator.scaler.get_scale()
-
-    def get_lr(self) -> list[float]:
-        """The rate of each param group."""
-        return [float(group["lr"]) for group in (self.optimizer.param_groups if self.optimizer else ())]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each param group."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """2-norm of the gradients at the last update, before clipping; None before the first."""
-        return None if self._norm is None else float(self._norm)
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` ended an update that no overflow skipped."""
-        return self._applied
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer else []
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **others: Any
     ) -> Any:
         """A prepared loader of `dataset`."""
-        _refuse("deepspeed_io", others, "make the DataLoader, and pass it to engine.accelerator.prepare")
-        return self.accelerator.prepare(
-            self._loader(dataset, batch_size or self.config.batch.micro, collate_fn)
-        )
+        if others:
+            _refuse(
+                "deepspeed_io",
+                remedy="make the DataLoader, and pass it to engine.accelerator.prepare",
+                **others,
+            )
+        size = batch_size or self._config.batch.micro
+        return self.accelerator.prepare(self._loader(dataset, size, collate_fn or self._collate))
 
     def _loader(self, data: Any, size: int, collate: Any) -> DataLoader[Any]:
-        return DataLoader(
-            data, batch_size=size, shuffle=True, collate_fn=collate, drop_last=self.config.drop_last
-        )
+        drop = self._config.value("dataloader_drop_last")
+        return DataLoader(data, batch_size=size, shuffle=True, collate_fn=collate, drop_last=drop)
 
-    def module_state_dict(self) -> dict[str, Any]:
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
         """The module's own."""
-        return self.module.state_dict()
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return self._without_frozen(state) if exclude_frozen_parameters else state
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load ``checkpoint["module"]`` into the module."""
+        self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
 
     def destroy(self) -> None:
         """Close the run; another engine can be made afterwards."""
@@ -377,22 +475,28 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Write everything to ``save_dir/tag``, a checkpoint of easymp's, and its name to ``save_dir/latest``; on all ranks.
 
-        Args:
-            tag: ``global_step`` and the number of updates by default.
-            client_state: numbers, strings, and lists, tuples and dicts of them; `load_checkpoint` returns it.
-
-        Raises:
-            CheckpointError: it cannot be written; earlier checkpoints are untouched.
+        `tag` is ``global_step`` and the number of updates by default. `client_state` holds numbers, strings, and lists, tuples and dicts of
+        them; `load_checkpoint` returns it. Between two micro-batches of an update no gradients are saved, as in DeepSpeed.
         """
         if exclude_frozen_parameters:
             raise RefusedError(
-                "exclude_frozen_parameters=True is not honoured: a checkpoint is whole. Leave it out"
+                "exclude_frozen_parameters=True is not honoured: a checkpoint is whole. Leave it out; save_16bit_model takes it"
             )
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._counters.client = dict(client_state or {})
-        self.accelerator.save_state(os.path.join(save_dir, tag))  # a Path would break a URL
+        window = self.accelerator._window
+        before, window.sync = (
+            window.sync,
+            True,
+        )  # a save in the middle of an update is what the script asks for
+        try:
+            self.accelerator.save_state(os.path.join(save_dir, tag))  # a Path would break a URL
+        finally:
+            window.sync = before
         if save_latest and self.global_rank == 0:
-            _write_whole(Path(save_dir, "latest"), tag)
+            fresh = Path(save_dir, "latest.tmp")
+            fresh.write_text(tag, encoding="utf-8")
+            fresh.replace(Path(save_dir, "latest"))
         self.accelerator.wait_for_everyone()
         return True
 
@@ -408,15 +512,8 @@ class DeepSpeedEngine(nn.Module):
     ) -> tuple[str | None, Any]:
         """The path that was loaded and its `client_state`; or (None, None) with a warning, where there is no ``latest``.
 
-        Without optimizer states, `client_state` may hold no tensors.
-
-        Args:
-            load_module_only: weights alone, with the optimizer and the counters as they are.
-            load_optimizer_states: False: the weights, the counters, and the schedule unless `load_lr_scheduler_states` is False, too.
-
-        Raises:
-            CheckpointError: it does not fit or cannot be read; nothing has changed.
-            RefusedError: `custom_load_fn`.
+        The next micro-batch begins an update. `load_module_only` leaves optimizer and counters as they are. Without optimizer states,
+        `client_state` may hold no tensors. A CheckpointError is raised before anything has changed.
         """
         if custom_load_fn is not None:
             raise RefusedError(
@@ -433,6 +530,7 @@ class DeepSpeedEngine(nn.Module):
             return None, None
         tag = latest.read_text(encoding="utf-8").strip() if tag is None else str(tag)
         place = os.path.join(load_dir, tag)
+        self._drop_window()
         schedule = self.lr_scheduler if load_lr_scheduler_states else None
         if load_module_only or not load_optimizer_states:
             return place, self._load_weights(place, load_module_strict, load_module_only, schedule)
@@ -442,6 +540,15 @@ class DeepSpeedEngine(nn.Module):
         if keep:
             self.lr_scheduler.load_state_dict(kept)
         return place, self._counters.client
+
+    def _drop_window(self) -> None:
+        """Forget the gradients of an unfinished update."""
+        self._end()
+        window = self.accelerator._window
+        window.micro, window.backwards, window.sync = 0, 0, True
+        self._in_window, self._boundary = 0, False
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
 
     def _load_weights(self, place: str, strict: bool, module_only: bool, schedule: Any) -> Any:
         """Load weights, and unless `module_only` counters and the schedule; return the client's state."""
@@ -457,57 +564,49 @@ class DeepSpeedEngine(nn.Module):
         return counters["client"]
 
     def save_16bit_model(
-        self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors", **others: Any
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Whole weights for Hugging Face's tools, in their own precision: fp16 under fp16, else fp32."""
-        if save_filename not in ("model.safetensors", "pytorch_model.bin") or others:
-            raise RefusedError(
-                f"save_16bit_model writes model.safetensors, not {save_filename!r}: leave the name out"
-            )
-        self.accelerator.save_model(self._called, save_dir)
+        """Whole weights in one file, fp16 under fp16, else fp32; on all ranks: of torch.save, unless named ``.safetensors``."""
+        state = self.accelerator.get_state_dict(self._called)
+        if self.global_rank == 0:
+            state = self._without_frozen(state) if exclude_frozen_parameters else state
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            path = Path(save_dir, save_filename)
+            if save_filename.endswith(".safetensors"):
+                self.accelerator.save(state, path)
+            else:
+                save_whole(state, path)
+        self.accelerator.wait_for_everyone()
         return True
 
     save_fp16_model = save_16bit_model
 
 
-NAME_ONE = "name one in the configuration, or pass it to initialize()"
-
-
 def _accelerator(config: Config) -> Accelerator:
     several = read_ranks().size > 1
-    sharded = several and config.stage == 3
-    if config.offload and not sharded:
+    strategy, options = STRATEGIES[config.stage] if several else ("auto", None)
+    if config.offload and strategy != "fsdp":
         layer.ignore({"zero_optimization.offload_…": "with stage 3 on several processes only"})
-    if several and config.stage == 2:
-        why = "runs as stage 1: gradients are whole on each rank; stage 3 shards them, and parameters"
-        layer.ignore({"zero_optimization.stage=2": why})
     handlers: list[Any] = [AutocastKwargs(output_dtype=None)]
     if config.half == "fp16":
-        handlers.append(GradScalerKwargs(**config.scale))
+        handlers.append(GradScalerKwargs(**config.scale()))
     return Accelerator(
-        mixed_precision=config.precision,
-        strategy=STRATEGIES[config.stage] if several else "auto",
-        strategy_options={"cpu_offload": config.offload} if sharded else None,
+        mixed_precision=config.precision,  # type: ignore[arg-type]
+        strategy=strategy,  # type: ignore[arg-type]
+        strategy_options={"cpu_offload": config.offload} if strategy == "fsdp" else options,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             config.batch.steps, sync_with_dataloader=False
         ),
         kwargs_handlers=handlers,
+        nonfinite="skip" if config.skips else None,
     )
 
 
-def _profile_step(flops: Mapping[str, Any] | None) -> int | None:
-    """The update whose first forward is counted."""
-    if flops is None:
-        return None
-    step = flops.get("profile_step", 1)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise SettingError(f"flops_profiler.profile_step={step!r} is not the number of an update")
-    return step
-
-
-def _refuse(call: str, others: Mapping[str, Any], remedy: str) -> None:
-    if others:
-        raise RefusedError(f"{call}({', '.join(others)}=…) is not honoured: {remedy}")
+def _refuse(call: str, *args: Any, remedy: str, **others: Any) -> None:
+    raise RefusedError(f"{call}({', '.join(others)}) is not part of easymp.compat: {remedy}")
 
 
 def _no_tensors(name: str) -> Any:
@@ -516,11 +615,8 @@ def _no_tensors(name: str) -> Any:
     )
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
+def save_whole(state: Any, path: Path) -> None:
+    """Write a file of torch.save that is there as a whole or not at all."""
     fresh = path.with_name(f"{path.name}.tmp")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    torch.save(state, fresh)
     fresh.replace(path)

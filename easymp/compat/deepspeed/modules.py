@@ -4,26 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
+from ...base.dtensor import local
+from ...checkpoint.conversion import convert, read_weights
 from ...distributed import read_ranks
 from ...errors import RefusedError
 from ...logging import get_logger
+from ...training.state import accelerators
 from ..layer import device_of
-from .config import Section, layer
+from .config import layer
+from .engine import save_whole
+from .keys import NAMES
 
 logger = get_logger("easymp.compat.deepspeed.utils")
 
 # -- accelerator ---------------------------------------------------------------------------------------------------------
 
 
-# Answers on the CPU to names of torch.cuda, torch.xpu and their like.
-ON_CPU: dict[str, int | None] = {"device_count": 1, "current_device": 0}
-ON_CPU |= dict.fromkeys(
-    "set_device synchronize empty_cache reset_peak_memory_stats manual_seed manual_seed_all".split()
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+# Names of torch.cuda and its like, for the CPU.
+CPU = SimpleNamespace(
+    **dict.fromkeys(NAMES["accelerator"]["cpu"]["nothing"].split(), _answer(None)),
+    **dict.fromkeys(NAMES["accelerator"]["cpu"]["zero"].split(), _answer(0)),
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
+    **dict.fromkeys(("stream", "device"), lambda index=None: nullcontext()),
+    device_count=_answer(1),
+    memory_stats=_answer({}),
+    initial_seed=torch.initial_seed,
+    get_rng_state=lambda device_index=None: torch.get_rng_state(),
+    set_rng_state=lambda new_state, device_index=None: torch.set_rng_state(new_state),
+    default_generators=[torch.default_generator],
 )
 
 
@@ -31,35 +53,56 @@ class Device:
     """The device of this process, by DeepSpeed's names. Other names are those of torch.cuda or its like."""
 
     def __init__(self) -> None:
-        self._kind = device_of(read_ranks()).type
+        self._name = device_of(read_ranks()).type
 
     def device_name(self, device_index: int | None = None) -> str:
         """``"cuda"``, ``"cuda:1"``, ``"cpu"``."""
-        return self._kind if device_index is None or self._kind == "cpu" else f"{self._kind}:{device_index}"
+        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
 
-    def is_available(self) -> bool:
-        return True
-
-    is_fp16_supported = is_available
+    def communication_backend_name(self) -> str:
+        return "nccl" if self._name == "cuda" else "gloo"
 
     def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if self._kind == "cuda" else True
+        return torch.cuda.is_bf16_supported() if self._name == "cuda" else True
 
-    def communication_backend_name(self) -> str:
-        return "nccl" if self._kind == "cuda" else "gloo"
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    def random(self) -> Any:
+        return torch.random
+
+    def default_generator(self, device_index: int) -> Any:
+        return self.default_generators[device_index]
+
+    def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
+        return tensor if self._name == "cpu" else tensor.pin_memory()
 
     def __getattr__(self, name: str) -> Any:
-        """device_count, memory_allocated, empty_cache …; on the CPU there is one device, and memory is 0."""
-        if not name.startswith("_") and self._kind != "cpu":
-            return getattr(torch.get_device_module(self._kind), name)
-        if name.startswith(("memory_", "max_memory_")):
-            return lambda *_, **__: 0
-        if name in ON_CPU:
-            return lambda *_, **__: ON_CPU[name]
-        raise AttributeError(f"get_accelerator().{name} is not part of easymp.compat: use torch.accelerator")
+        """device_count, get_rng_state, manual_seed, memory_allocated …; on the CPU there is one device, and memory is 0."""
+        if name in NAMES["accelerator"]["same"]:
+            return _answer(NAMES["accelerator"]["same"][name])
+        if name in (
+            "FloatTensor",
+            "HalfTensor",
+            "BFloat16Tensor",
+            "DoubleTensor",
+            "IntTensor",
+            "LongTensor",
+            "ByteTensor",
+        ):
+            return partial(torch.tensor, dtype=getattr(torch, name).dtype, device=self._name)
+        there = CPU if self._name == "cpu" else torch.get_device_module(self._name)
+        if name.startswith("_") or not hasattr(there, name):
+            raise AttributeError(
+                f"get_accelerator().{name} is not part of easymp.compat: use torch.accelerator"
+            )
+        return getattr(there, name)
 
 
 def get_accelerator() -> Device:
@@ -73,17 +116,24 @@ _cpu: bool | None = None  # whether inputs are kept in host memory; None before 
 
 
 def configure(
-    mpu_: Any = None, deepspeed_config: Any = None, checkpoint_in_cpu: bool | None = None, **others: Any
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: Any = None,
+    contiguous_checkpointing: Any = None,
+    num_checkpoints: Any = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: Any = None,
+    profile: Any = None,
 ) -> None:
-    """Set where the inputs of checkpointed functions are kept.
-
-    Args:
-        checkpoint_in_cpu: in host memory.
-        others: partition_activations and other options of DeepSpeed, without effect.
-    """
+    """Set whether the inputs of checkpointed functions are kept in host memory; the other options have no effect."""
     global _cpu
+    others = {
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+    }
+    others |= {"synchronize": synchronize, "profile": profile}
     config = deepspeed_config if isinstance(deepspeed_config, dict) else {}
-    named = Section(config, "activation_checkpointing").flag("cpu_checkpointing")
+    named = bool(config.get("activation_checkpointing", {}).get("cpu_checkpointing"))
     _cpu = named if checkpoint_in_cpu is None else checkpoint_in_cpu
     ignored = [f"checkpointing.configure({name}=…)" for name, value in others.items() if value]
     layer.ignore(dict.fromkeys(ignored, "torch keeps inputs whole"))
@@ -98,10 +148,10 @@ def reset() -> None:
     """Do nothing: no buffers are kept between iterations."""
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args)``, computed again in backward with the same random numbers; only the arguments are kept."""
     with torch.autograd.graph.save_on_cpu() if _cpu else nullcontext():
-        return recompute(function, *args, use_reentrant=False)
+        return recompute(function, *args, use_reentrant=False, **kwargs)
 
 
 class CheckpointFunction:
@@ -110,7 +160,118 @@ class CheckpointFunction:
     apply = staticmethod(checkpoint)
 
 
-# -- utils ---------------------------------------------------------------------------------------------------------------
+# -- utils: whole values; where tensors are in parts, all ranks call these, with the same values ---------------------------------
+
+
+def _held(param: Tensor, state: str = "", grad: bool = False) -> Any:
+    """The tensor, or its part on this rank, that is stepped for `param`, or its `state` or `grad`; None where there is none."""
+    runs = [acc._prepared for acc in accelerators() if id(param) in acc._prepared.stepped_by]
+    if not runs:
+        return param.grad if grad else None
+    held = runs[0].masters.get(id(param), param)
+    if grad:
+        return param.grad if held.grad is None else held.grad
+    (optimizer,) = runs[0].optimizers_of([held])
+    states = optimizer.state.get(held, {})
+    if state and state not in states:
+        raise ValueError(f"{state!r} is not a state of this parameter, which has {list(states)}")
+    return states[state] if state else held
+
+
+def _whole(there: Any) -> Any:
+    return (
+        there if there is None else (there.full_tensor() if hasattr(there, "full_tensor") else there).detach()
+    )
+
+
+@torch.no_grad()
+def _fill(there: Any, value: Tensor) -> None:
+    if there is None:
+        raise ValueError(
+            "there is nothing to set: call this after initialize(), for gradients between backward() and step()"
+        )
+    if hasattr(there, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = there.device_mesh, there.placements
+        value = distribute_tensor(value.to(there.device), mesh, placements, src_data_rank=None)
+    local(there).copy_(local(value))
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The whole parameter in fp32, its master where it has one; None before `initialize`."""
+    found = _whole(_held(param))
+    return None if found is None else found.float()
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The whole gradient between backward and step, averaged over the ranks; None where there is none."""
+    return _whole(_held(param, grad=True))
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """A whole state of the optimizer, by torch's names (``"exp_avg"``); a ValueError where it has none of that name."""
+    return _whole(_held(param, optim_state_key))
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the parameter, or its master, which the next step copies to it."""
+    _fill(_held(param), value)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Set the gradient, between backward and step."""
+    _fill(_held(param, grad=True), value)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set a state of the optimizer."""
+    _fill(_held(param, optim_state_key), value)
+
+
+# -- utils: weights of a checkpoint ------------------------------------------------------------------------------------------
+
+
+def _place(checkpoint_dir: Any, tag: Any) -> Path:
+    found = Path(checkpoint_dir, "latest").read_text(encoding="utf-8").strip() if tag is None else str(tag)
+    return Path(checkpoint_dir, found)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Any,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32; frozen ones, too."""
+    state = read_weights(_place(checkpoint_dir, tag))
+    return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
+
+
+def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: Any, tag: str | None = None) -> Any:
+    """Load these weights into `model`, on the CPU."""
+    model.cpu().load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Any,
+    output_dir: Any,
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write these weights as ``pytorch_model.bin``, or as ``model.safetensors`` and shards."""
+    if safe_serialization:
+        convert(_place(checkpoint_dir, tag), output_dir, "fp32", max_shard_size)
+        return
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    save_whole(state, Path(output_dir, "pytorch_model.bin"))
+
+
+# -- utils: the rest ---------------------------------------------------------------------------------------------------------
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = 20) -> None:
@@ -125,17 +286,13 @@ class RepeatingLoader:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        self._batches: Iterator[Any] = iter(loader)
+        self._batches = chain.from_iterable(repeat(loader))
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._batches = iter(self.loader)
-            return next(self._batches)
+        return next(self._batches)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -149,9 +306,10 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 @contextmanager
-def Init(*args: Any, **kwargs: Any) -> Iterator[None]:
+def Init(module: Any = None, *args: Any, enabled: bool = True, **kwargs: Any) -> Iterator[None]:
     """Inside, the model is built whole; `initialize` shards it. To build without memory use ``torch.device("meta")``."""
-    layer.ignore({"zero.Init": "the model is built whole, and sharded by initialize"})
+    if enabled:
+        layer.ignore({"zero.Init": "the model is built whole, and sharded by initialize"})
     yield
 
 
@@ -167,40 +325,36 @@ def GatheredParameters(
     chosen = [params] if isinstance(params, torch.Tensor) else list(params)
     if enabled and any(hasattr(p, "full_tensor") for p in chosen):
         raise RefusedError(
-            "zero.GatheredParameters of sharded parameters: read them by parameter.full_tensor() on all ranks (all of them by "
-            "engine.accelerator.get_state_dict(engine)), and change them before initialize()"
+            "zero.GatheredParameters of sharded parameters: read them by utils.safe_get_full_fp32_param(p), and set them by "
+            "utils.safe_set_full_fp32_param(p, value), on all ranks"
         )
     yield
 
 
-WHOLE = "of a sharded parameter use parameter.full_tensor() on all ranks; all weights are engine.accelerator.get_state_dict(engine)"
+EXPORT = (
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+    convert_zero_checkpoint_to_fp32_state_dict,
+)
+WHOLE = (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state)
+WHOLE_SET = (safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state)
+CHECKPOINTING = (CheckpointFunction, checkpoint, configure, is_configured, reset)
+
+
+def _named(*functions: Any, **others: Any) -> dict[str, Any]:
+    return {function.__name__: function for function in functions} | others
+
+
 MODULES: dict[str, dict[str, Any]] = {
-    "accelerator": {"get_accelerator": get_accelerator},
-    "checkpointing": {
-        **{f.__name__: f for f in (CheckpointFunction, checkpoint, configure, is_configured, reset)},
-        "model_parallel_cuda_manual_seed": torch.manual_seed,
-    },
-    "utils": {
-        "RepeatingLoader": RepeatingLoader,
-        "log_dist": log_dist,
-        "logger": logger,
-        "see_memory_usage": see_memory_usage,
-        "absent": {
-            "safe_get_full_fp32_param": WHOLE,
-            "safe_get_full_grad": f"{WHOLE}; gradients are parameter.grad",
-            "safe_get_full_optimizer_state": "engine.optimizer.state has this rank's part",
-            "zero_to_fp32": "easymp.load_weights(model, folder_of_a_checkpoint) reads whole weights of any number of ranks",
-            "set_z3_leaf_modules": "say what is sharded as one by FullyShardedDataParallelPlugin's auto_wrap_policy",
-            "groups": "use torch.distributed.new_group",
-            "timer": "set wall_clock_breakdown, or use time.perf_counter",
-        },
-    },
-    "zero": {
-        "GatheredParameters": GatheredParameters,
-        "Init": Init,
-        "absent": {
-            "register_external_parameter": "leave it out: FSDP gathers the parameters of whole modules",
-            "TiledLinear": "use torch.nn.Linear",
-        },
-    },
+    "accelerator": _named(get_accelerator),
+    "checkpointing": _named(*CHECKPOINTING, model_parallel_cuda_manual_seed=torch.manual_seed),
+    "utils": _named(*WHOLE, *WHOLE_SET, RepeatingLoader, log_dist, see_memory_usage, logger=logger),
+    "utils.zero_to_fp32": _named(*EXPORT),
+    "zero": _named(GatheredParameters, Init),
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _named(*CHECKPOINTING),
+    "runtime.dataloader": _named(RepeatingLoader),
+    "runtime.utils": _named(see_memory_usage),
+    "runtime.zero": _named(GatheredParameters, Init),
+    "runtime.zero.partition_parameters": _named(GatheredParameters, Init),
 }

@@ -11,15 +11,17 @@ import torch
 from ... import optim
 from ...cli.config.deepspeed import ADAMS
 from ...cli.config.deepspeed import OURS as NAMES
-from ...errors import SettingError, nearest
+from ...errors import RefusedError, SettingError, nearest
 from .config import layer
 from .schedules import SCHEDULES
 
 OURS = {word: getattr(optim, name) for word, name in NAMES.items()}
 NOT_HERE = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
 NOT_HERE |= {"muadam": "Adam", "muadamw": "AdamW", "musgd": "SGD"}
+NOT_HERE |= {"muon": "AdamW"}
 # Arguments of DeepSpeed's own Adam and Lamb that change nothing here.
-WITHOUT_EFFECT = "bias_correction set_grad_none fp32_optimizer_states fused freeze_step cuda_aware".split()
+WITHOUT_EFFECT = "set_grad_none fp32_optimizer_states fused freeze_step cuda_aware".split()
+Betas = tuple[float, float]
 
 
 def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -33,6 +35,10 @@ def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> t
     if word not in OURS and params.pop("max_grad_norm", None):
         raise SettingError(
             "optimizer.params.max_grad_norm: clipping is not the optimizer's; write gradient_clipping beside optimizer"
+        )
+    if word in (*ADAMS, "adamw") and not params.pop("bias_correction", True):
+        raise RefusedError(
+            "bias_correction=False is not honoured: torch's Adam always corrects its first steps"
         )
     made: Any = OURS.get(word) or known.get(word)
     if word in ADAMS or word == "adamw":
@@ -72,31 +78,23 @@ def _refuse_unknown(params: Iterable[str], takes: list[str], kind: str) -> None:
             )
 
 
+# fmt: off
 class FusedAdam:
-    """AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``. Options in the order of `ORDER`, or by name."""
+    """AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``."""
 
-    ORDER = "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none".split()
-
-    def __new__(cls, params: Any, *values: Any, **options: Any) -> Any:
-        return optimizer("Adam", _named(cls, values, options), params)
+    def __new__(
+        cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999), eps: float = 1e-8,
+        adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
+    ) -> Any:
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        return optimizer("Adam", {**given, "adam_w_mode": adam_w_mode, "bias_correction": bias_correction}, params)
 
 
 class DeepSpeedCPUAdam:
     """`FusedAdam` with its options in another order."""
 
-    ORDER = "lr bias_correction betas eps weight_decay amsgrad adamw_mode".split()
-
-    def __new__(cls, model_params: Any, *values: Any, **options: Any) -> Any:
-        options = _named(cls, values, options)
-        decoupled = options.pop("adamw_mode", True)
-        return optimizer("Adam", {"adam_w_mode": decoupled, **options}, model_params)
-
-
-def _named(cls: Any, values: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """All options by name; a TypeError, as for any function, where there are too many, or one is given twice."""
-    if len(values) > len(cls.ORDER):
-        raise TypeError(f"{cls.__name__} takes {len(cls.ORDER)} options by position, not {len(values)}")
-    given = dict(zip(cls.ORDER, values))
-    if double := given.keys() & options.keys():
-        raise TypeError(f"{cls.__name__} got multiple values for {', '.join(sorted(double))}")
-    return given | options
+    def __new__(
+        cls, model_params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True,
+    ) -> Any:
+        return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

@@ -1,147 +1,194 @@
-"""DeepSpeed's learning-rate schedules, as torch schedulers.
+"""DeepSpeed's learning-rate schedules: rates, attributes and state by its names, and its formulas, digit by digit.
 
-`i` counts the calls of `step` from 0; before the first call it is -1. Formulas are DeepSpeed's (its documentation, "Learning Rate
-Schedulers"): a warm-up over n steps follows log(i + 1) / log(n), or i / n.
+A schedule counts its steps in `last_batch_iteration`, which is -1 before the first one. It is not a scheduler of torch, and its state is
+that count alone. Formulas are those of DeepSpeed's documentation, "Learning Rate Schedulers".
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+import torch
 
-from ...errors import EasympWarning, SettingError
+from ...errors import SettingError
+
+Rates = float | Sequence[float]
 
 
-class Schedule(LRScheduler):
-    """Rates as a function of `last_batch_iteration`, DeepSpeed's count of steps; -1 before the first."""
+class Schedule:
+    """Sets the rates of `optimizer`'s param groups from the count of steps, to those of `get_lr`."""
 
-    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
-        optimizer = _inner(optimizer)
-        if last_batch_iteration >= 0:
-            for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
-        super().__init__(optimizer, last_batch_iteration)
+    optimizer: Any
+    last_batch_iteration: int
 
-    @property
-    def last_batch_iteration(self) -> int:
-        return self.last_epoch - 1
+    def __post_init__(self) -> None:
+        self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        self._prepare()
+        if self.last_batch_iteration == -1:
+            self._set(self.get_lr())
 
-    def rates(self, i: int) -> list[float]:
-        raise NotImplementedError
+    def _prepare(self) -> None:
+        """Check the arguments."""
 
     def get_lr(self) -> list[float]:
-        return self.rates(self.last_batch_iteration)
+        """The rate of each param group at the current count."""
+        raise NotImplementedError
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that were set last."""
+        return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the next rate, or the rate of the named step."""
-        if last_batch_iteration is not None:
-            self.last_epoch = last_batch_iteration
-        super().step()
+        """Count one more, or go to the named count, and set the rates."""
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
+        self._set(self.get_lr())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: dict[str, int]) -> None:
+        self.last_batch_iteration = sd["last_batch_iteration"]
+
+    def _set(self, rates: list[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _each(self, value: Rates, name: str) -> list[float]:
+        groups = len(self.optimizer.param_groups)
+        if not isinstance(value, (list, tuple)):
+            return [value] * groups  # type: ignore[list-item]
+        if len(value) != groups:
+            raise ValueError(f"expected {groups} values for {name}, got {len(value)}")
+        return list(value)
 
 
-class WarmupLR(Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, and then constant.
+class Warmup(Schedule):
+    """Base of schedules that begin with a warm-up over `warmup_num_steps`: log(i + 1) / log(steps), or i / steps."""
 
-    Args:
-        warmup_max_lr: None takes the rate of the optimizer's first param group.
-        warmup_type: "log" or "linear".
-    """
+    warmup_num_steps: int
+    warmup_type: str
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        rates = [group["lr"] for group in _inner(optimizer).param_groups]
-        if warmup_max_lr is None and len(set(rates)) > 1:
-            warnings.warn(
-                f"WarmupLR without warmup_max_lr gives all param groups the first group's rate, {rates[0]:g}, as DeepSpeed's does; the "
-                f"groups have {', '.join(f'{rate:g}' for rate in rates)}. Pass warmup_max_lr={rates} to keep them",
-                EasympWarning,
-                stacklevel=2,
-            )
-        top = rates[0] if warmup_max_lr is None else warmup_max_lr
-        self.min_lrs = _each(warmup_min_lr, len(rates), "warmup_min_lr")
-        self.max_lrs = _each(top, len(rates), "warmup_max_lr")
-        self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
-        super().__init__(optimizer, last_batch_iteration)
+    def _prepare(self) -> None:
+        steps, kind = self.warmup_num_steps, self.warmup_type
+        if not isinstance(steps, int) or steps <= 0:
+            raise ValueError(f"warmup_num_steps must be a positive integer, got {steps}")
+        if kind not in ("log", "linear"):
+            raise SettingError(f"warmup_type={kind!r} is neither 'log' nor 'linear'")
+        self.warmup_num_steps = max(2, steps)
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
-    def rates(self, i: int) -> list[float]:
-        rises = i < self.warmup_num_steps
-        share = (
-            0.0 if i < 0 else _rise(i, self.warmup_num_steps, self.warmup_type) if rises else self.after(i)
+    def _rise(self) -> float | None:
+        """The part of the way up; None after the warm-up."""
+        i = self.last_batch_iteration
+        if i >= self.warmup_num_steps:
+            return None
+        return (
+            self.inverse_log_warm_up * math.log(i + 1)
+            if self.warmup_type == "log"
+            else i / self.warmup_num_steps
         )
-        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs)]
 
-    def after(self, i: int) -> float:
-        """Part of the way from the smallest rate to the largest, after the warm-up."""
+
+class WarmupBetween(Warmup):
+    """A warm-up from `warmup_min_lr` to `warmup_max_lr`, and then a part of the way that `_after` tells."""
+
+    warmup_min_lr: Rates
+    warmup_max_lr: Rates | None
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        own = [group["lr"] for group in self.optimizer.param_groups]
+        self.min_lrs = self._each(self.warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = self._each(own if self.warmup_max_lr is None else self.warmup_max_lr, "warmup_max_lr")
+        self.delta_lrs = [big - small for big, small in zip(self.max_lrs, self.min_lrs)]
+
+    def get_lr(self) -> list[float]:
+        if self.last_batch_iteration < 0:
+            return self.min_lrs
+        rise = self._rise()
+        share = self._after() if rise is None else rise
+        return [low + delta * share for low, delta in zip(self.min_lrs, self.delta_lrs)]
+
+    def _after(self) -> float:
         return 1.0
 
 
-class WarmupDecayLR(WarmupLR):
+@dataclass(eq=False)
+class WarmupLR(WarmupBetween):
+    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, and then constant.
+
+    Args:
+        warmup_min_lr, warmup_max_lr: a rate, or one for each param group; a `warmup_max_lr` of None is each group's own.
+        warmup_type: "log" or "linear".
+    """
+
+    optimizer: Any
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates | None = None
+    warmup_num_steps: int = 1000
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
+
+
+@dataclass(eq=False)
+class WarmupDecayLR(WarmupBetween):
     """As `WarmupLR`, and then in a straight line down to `warmup_min_lr` at `total_num_steps`."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.total_num_steps = total_num_steps
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
-        )
+    optimizer: Any
+    total_num_steps: int
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates = 0.001
+    warmup_num_steps: int = 1000
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
 
-    def after(self, i: int) -> float:
-        return max(0.0, (self.total_num_steps - i) / max(1.0, self.total_num_steps - self.warmup_num_steps))
+    def _after(self) -> float:
+        left = float(self.total_num_steps - self.last_batch_iteration)
+        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
 
 
-class WarmupCosineLR(Schedule):
+@dataclass(eq=False)
+class WarmupCosineLR(Warmup):
     """From `warmup_min_ratio` of the optimizer's rates to all of them, and then down a cosine to `cos_min_ratio` at `total_num_steps`."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.total_num_steps = total_num_steps
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
-        self.org_lrs = [float(group["lr"]) for group in _inner(optimizer).param_groups]
-        super().__init__(optimizer, last_batch_iteration)
+    optimizer: Any
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 0.0001
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
 
-    def rates(self, i: int) -> list[float]:
-        return [rate * self.ratio(i) for rate in self.org_lrs]
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def ratio(self, i: int) -> float:
-        if i < 0:
+    def get_lr_ratio(self) -> float:
+        """The factor of the optimizer's rates at the current count."""
+        if self.last_batch_iteration < 0:
             return 0.0
-        if i < self.warmup_num_steps:
-            rise = _rise(i, self.warmup_num_steps, self.warmup_type)
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * rise
-        steps = max(1, self.total_num_steps - self.warmup_num_steps)
-        done = min(1.0, (i - self.warmup_num_steps + 1) / steps)
-        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+        rise = self._rise()
+        if rise is not None:
+            return self.warmup_min_ratio + rise * (1.0 - self.warmup_min_ratio)
+        done = self.last_batch_iteration - self.warmup_num_steps + 1
+        progress = min(1.0, done / max(1, self.total_num_steps - self.warmup_num_steps))
+        height = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
+
+    def get_lr(self) -> list[float]:
+        ratio = self.get_lr_ratio()
+        return [rate * ratio for rate in self.org_lrs]
 
 
+@dataclass(eq=False)
 class OneCycle(Schedule):
     """Up from `cycle_min_lr` to `cycle_max_lr` and down again, momentum the other way round, and then a decay. Source: arXiv:1803.09820.
 
@@ -153,118 +200,105 @@ class OneCycle(Schedule):
         cycle_momentum: betas[0] goes from `cycle_max_mom` to `cycle_min_mom` and back, for optimizers with betas.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.sizes = float(cycle_first_step_size), float(second)
-        self.stairs = cycle_first_stair_count, stairs
+    optimizer: Any
+    cycle_min_lr: Rates
+    cycle_max_lr: Rates
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Rates = 0.8
+    cycle_max_mom: Rates = 0.9
+    decay_mom_rate: float = 0.0
+    last_batch_iteration: int = -1
+
+    def _prepare(self) -> None:
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
+        second = first if second is None else second
+        if first <= 0 or second < 0:
+            raise ValueError(
+                f"cycle_first_step_size={first} and cycle_second_step_size={second} must be positive"
+            )
+        stairs = self.cycle_first_stair_count, self.cycle_second_stair_count
+        self.stairs = stairs[0], stairs[0] if stairs[1] is None else stairs[1]
+        self.sizes = float(first), float(second)
         self.total_size = sum(self.sizes)
-        self.low, self.high = float(cycle_min_lr), float(cycle_max_lr)
-        self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
-        self.decay_step_size = decay_step_size
-        self.cycle_momentum = cycle_momentum and "betas" in _inner(optimizer).defaults
-        self.low_mom, self.high_mom = float(cycle_min_mom), float(cycle_max_mom)
-        super().__init__(optimizer, last_batch_iteration)
+        self.step_ratio = self.sizes[0] / self.total_size
+        self.min_lrs = self._each(self.cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = self._each(self.cycle_max_lr, "cycle_max_lr")
+        self.cycle_momentum = self.cycle_momentum and "betas" in self.optimizer.defaults
+        self.min_moms = self._each(self.cycle_min_mom, "cycle_min_mom")
+        self.max_moms = self._each(self.cycle_max_mom, "cycle_max_mom")
 
-    def rates(self, i: int) -> list[float]:
-        if i < self.total_size:
-            rate = self.low + (self.high - self.low) * self.height(i)
-        else:
-            rate = self.low / (1 + self.decay_lr_rate * self._intervals(i))
-        if self.cycle_momentum:
-            for group in self.optimizer.param_groups:
-                group["betas"] = (self.momentum(i), 0.99)
-        return [rate] * len(self.optimizer.param_groups)
+    def _set(self, rates: list[float]) -> None:
+        super()._set(rates)
+        begins = self.last_batch_iteration == -1  # at the smallest momentum, as in DeepSpeed
+        momenta = [(low, 0.99) for low in self.min_moms] if begins else self.get_mom()
+        for group, betas in zip(self.optimizer.param_groups, (momenta or ()) if self.cycle_momentum else ()):
+            group["betas"] = betas
 
-    def momentum(self, i: int) -> float:
-        if i < 0:
-            return self.low_mom  # as DeepSpeed begins
-        if i < self.total_size:
-            return self.high_mom - (self.high_mom - self.low_mom) * self.height(i)
-        return self.high_mom * (1 + self.decay_mom_rate * self._intervals(i))
+    def get_lr(self) -> list[float]:
+        if self.last_batch_iteration < self.total_size:
+            height = self._height()
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
+        return [low / (1 + self.decay_lr_rate * self._intervals()) for low in self.min_lrs]
 
-    def _intervals(self, i: int) -> float:
-        return (i - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each param group at the current count; None where momentum stays as it is."""
+        if not self.cycle_momentum:
+            return None
+        if self.last_batch_iteration < self.total_size:
+            height = self._height()
+            return [(high - (high - low) * height, 0.99) for low, high in zip(self.min_moms, self.max_moms)]
+        return [(high * (1 + self.decay_mom_rate * self._intervals()), 0.99) for high in self.max_moms]
 
-    def height(self, i: int) -> float:
+    def _intervals(self) -> float:
+        after = self.last_batch_iteration - self.total_size + 1
+        return after / self.decay_step_size if self.decay_step_size else 0.0
+
+    def _height(self) -> float:
         """0 at the bottom of the cycle, 1 at its top."""
-        at = (i + 1) % self.total_size
-        up = at <= self.sizes[0]
-        share = at / self.sizes[0] if up else (self.total_size - at) / self.sizes[1]
-        stairs = self.stairs[0] if up else self.stairs[1]
-        return math.floor(share * stairs + 1e-9) / stairs if stairs else share
+        i, (first, second) = self.last_batch_iteration + 1, self.sizes
+        x = 1.0 + i / self.total_size - math.floor(1 + i / self.total_size)
+        up = x <= self.step_ratio
+        stairs = self.stairs[not up]
+        if not stairs:
+            return x / self.step_ratio if up else (x - 1) / (self.step_ratio - 1)
+        at = i % self.total_size  # whole steps: a share could miss a stair by the last bit
+        part = at * stairs / first if at <= first else (self.total_size - at) * stairs / second
+        return math.floor(part) / stairs
 
 
+@dataclass(eq=False)
 class LRRangeTest(Schedule):
     """Rates that rise by `lr_range_test_step_rate` × `lr_range_test_min_lr` in each `lr_range_test_step_size` steps.
 
-    Used to find the largest rate at which training converges. Source: arXiv:1803.09820.
+    It finds the largest rate at which training converges. Source: arXiv:1803.09820.
 
     Args:
         lr_range_test_staircase: rise at once after each interval.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        groups = len(_inner(optimizer).param_groups)
-        self.min_lr = _each(lr_range_test_min_lr, groups, "lr_range_test_min_lr")
-        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
-        self.staircase = lr_range_test_staircase
-        super().__init__(optimizer, last_batch_iteration)
+    optimizer: Any
+    lr_range_test_min_lr: Rates = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+    last_batch_iteration: int = -1
 
-    def rates(self, i: int) -> list[float]:
-        intervals = (i + 1) / self.step_size
-        factor = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
-        return [rate * factor for rate in self.min_lr]
+    def _prepare(self) -> None:
+        size = self.lr_range_test_step_size
+        if not isinstance(size, int) or size <= 0:
+            raise ValueError(f"lr_range_test_step_size must be a positive integer, got {size}")
+        self.min_lr = self._each(self.lr_range_test_min_lr, "lr_range_test_min_lr")
 
-
-def _inner(optimizer: Any) -> Optimizer:
-    """The optimizer inside of a wrapper."""
-    found: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
-
-
-def _warmup(steps: Any, kind: str) -> tuple[int, str]:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps <= 0:
-        raise ValueError(f"warmup_num_steps must be a positive integer, got {steps}")
-    if kind not in ("log", "linear"):
-        raise SettingError(f"warmup_type={kind!r} is neither 'log' nor 'linear'")
-    return max(2, steps), kind
-
-
-def _rise(i: int, steps: int, kind: str) -> float:
-    return math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
-
-
-def _each(value: float | Sequence[float], groups: int, name: str) -> list[float]:
-    if not isinstance(value, (list, tuple)):
-        return [float(value)] * groups  # type: ignore[arg-type]
-    if len(value) != groups:
-        raise ValueError(f"expected {groups} values for {name}, got {len(value)}")
-    return [float(v) for v in value]
+    def get_lr(self) -> list[float]:
+        intervals = float(self.last_batch_iteration + 1) / self.lr_range_test_step_size
+        intervals = math.floor(intervals) if self.lr_range_test_staircase else intervals
+        return [rate * (1 + self.lr_range_test_step_rate * intervals) for rate in self.min_lr]
 
 
 SCHEDULES = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}
