@@ -39,10 +39,9 @@ class ZeRO1Options(DistributedDataParallelKwargs):
     """Options of strategy "zero1": those of "ddp", and one more.
 
     Attributes:
-        shard_gradients: each backward averages gradients bucket by bucket, in fp32 where they are low-precision, and a rank keeps those of
-            its rows (ZeRO-2), also between the micro-batches of an update. Between backward and step ``.grad`` is a DTensor, which
-            ``.grad.full_tensor()`` completes. Parameters without a gradient take part with zeros, several backward passes may come
-            before a step, and any part of the model may be called.
+        shard_gradients: each backward averages gradients, low-precision ones in fp32, and a rank keeps those of its rows (ZeRO-2). Between
+            backward and step ``.grad`` is a DTensor, which ``.grad.full_tensor()`` completes. Parameters without a gradient take part with
+            zeros, several backward passes may come before a step, and any part of the model may be called.
 
     Raises:
         SettingError: as for ddp; or `shard_gradients` with an option that changes how DistributedDataParallel sends gradients.
@@ -56,16 +55,13 @@ class ZeRO1Options(DistributedDataParallelKwargs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shard_gradients and (self.comm_hook != "no" or self.gradient_predivide_factor is not None):
-            raise SettingError(
-                "shard_gradients=True averages gradients without DistributedDataParallel: leave comm_hook and gradient_predivide_factor out"
-            )
+            raise SettingError("shard_gradients=True: leave comm_hook and gradient_predivide_factor out")
 
 
 class ZeRO1(DDP):
     """DistributedDataParallel, and optimizers that keep a part of their state.
 
-    Options are ddp's, and `ZeRO1Options.shard_gradients`; `bucket_cap_mb` is also the most that is packed into one gathering of small
-    parameters.
+    `bucket_cap_mb` is also the most that is packed into one gathering of small parameters.
     In place, beside what ddp does: the state of the user's optimizer moves into shards, and the optimizer takes a hook that
     refuses to step by itself. `step` and `state_dict` of the prepared optimizer are collectives: all ranks call them. Optimizers
     that keep parameters beside their param groups (LBFGS) are refused. Optimizers that are not torch's, Muon and Adafactor run on
@@ -86,7 +82,7 @@ class ZeRO1(DDP):
         self._cap = int(options.bucket_cap_mb * 2**20)
         self._frozen: set[int] = (
             set()
-        )  # ids of parameters that were frozen, so that ddp averages no gradients of them
+        )  # ids of parameters that were frozen: no gradients of them are averaged
         self._cuts = getattr(options, "shard_gradients", False)  # "auto" has ddp's options
         if self._cuts:
             self.sums, self.reduces_each = False, True
@@ -129,8 +125,7 @@ class ZeRO1(DDP):
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
         if create_graph and self._cuts:
             raise StepError(
-                "backward(create_graph=True) with shard_gradients=True, which keeps no graph of gradients: take the inner gradient by "
-                "torch.autograd.grad(..., create_graph=True), and call backward() on a loss made of it"
+                "backward(create_graph=True) with shard_gradients=True: use torch.autograd.grad for the inner gradient"
             )
         return super().after_backward(models, create_graph)
 
@@ -149,9 +144,8 @@ class ZeRO1(DDP):
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         self._frozen.difference_update(id(p) for p in model.parameters())
-        if isinstance(model, GradientShards):
-            model.forget()
-            return alone
+        for hook in model.hooks if isinstance(model, GradientShards) else ():
+            hook.remove()
         return super().release(model, alone)
 
 
@@ -177,16 +171,8 @@ def buckets_of(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Par
 class GradientShards(nn.Module):
     """Calls the model; while backward runs, averages gradients over the ranks, keeps this rank's rows, and frees the rest.
 
-    All ranks reduce the same buckets in the same order, whatever the order in which their gradients come.
-
-    Args:
-        module: `root`, or `root` under autocast.
-        root: the user's module.
-        cap: bytes that are reduced at a time.
-        shares: buffers take rank 0's values before a forward that follows a backward which ended a window.
-
-    Attributes:
-        reduces: whether a backward ends an accumulation window, and its rows become gradients.
+    All ranks reduce the same buckets of `cap` bytes in the same order, whatever the order in which their gradients come. While `reduces`,
+    backward ends an accumulation window, and rows become gradients. If it `shares` them, buffers then take rank 0's values.
     """
 
     def __init__(self, module: nn.Module, root: nn.Module, world: World, cap: int, shares: bool) -> None:
@@ -201,8 +187,8 @@ class GradientShards(nn.Module):
         ] = {}  # sums over the window of this rank's rows, fp32 for low precision
         self._running = False
         self._mesh: Any = None
-        self._hooks = [p.register_hook(partial(self._begin, p)) for p in trained]
-        self._hooks += [hook_gradient(p, self._arrived) for p in trained]
+        self.hooks = [p.register_hook(partial(self._begin, p)) for p in trained]
+        self.hooks += [hook_gradient(p, self._arrived) for p in trained]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._stale:
@@ -219,10 +205,6 @@ class GradientShards(nn.Module):
         finally:
             self.reduces = before
 
-    def forget(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
     def _take_up(self, parameter: Tensor) -> None:
         """Add to the rows that an earlier backward has handed over, unless they were cleared since."""
         grad: Any = parameter.grad
@@ -236,7 +218,6 @@ class GradientShards(nn.Module):
         if not self._running:
             self._running, self._next = True, 0
             self._missing = [len(bucket) for bucket in self._buckets]
-            # As torch's DDP and FSDP do: called at the end of this backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._take_up(parameter)
 
@@ -244,8 +225,7 @@ class GradientShards(nn.Module):
         at = self._bucket_of[id(parameter)]
         if at < self._next:
             raise StepError(
-                f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward: with shard_gradients=True use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                "shard_gradients=True: a second gradient in one backward; checkpoint with use_reentrant=False"
             )
         self._missing[at] -= 1
         while self._next < len(self._buckets) and self._missing[self._next] <= 0:
@@ -289,7 +269,7 @@ class GradientShards(nn.Module):
                 part = cut(parameter.grad, there, size)  # type: ignore[arg-type]
                 columns[there, : part.numel()].copy_(part.reshape(-1))
         mine = torch.empty_like(packed[0])
-        _reduce_scatter(*map(_real, (mine, packed.view(-1))))
+        _reduce_scatter(*(torch.view_as_real(t) if t.is_complex() else t for t in (mine, packed.view(-1))))
         parts = mine.div_(size).split(room)
         shapes = [cut(p, rank, size).shape for p in bucket]
         return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes)]
@@ -301,10 +281,6 @@ class GradientShards(nn.Module):
 
         if self._mesh is None:
             self._mesh = init_device_mesh(self.world.device.type, (self.world.size,))
-        placements = [Shard(0) if parameter.ndim else Replicate()]
-        sizes = {"shape": parameter.shape, "stride": parameter.stride()}
-        return DTensor.from_local(rows.to(parameter.dtype), self._mesh, placements, run_check=False, **sizes)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        how = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+        placement = Shard(0) if parameter.ndim else Replicate()
+        return DTensor.from_local(rows.to(parameter.dtype), self._mesh, [placement], **how)

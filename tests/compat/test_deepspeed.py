@@ -23,6 +23,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from easymp import CheckpointError, RefusedError, SettingError, StepError
+from easymp.cli.config.deepspeed import DEEPSPEED
+from easymp.cli.config.rules import Document, Importer
 from easymp.compat import deepspeed, explain
 from easymp.compat.deepspeed import utils
 
@@ -139,12 +141,28 @@ def test_defaults_of_deepspeed_stop_no_script():
     for section, key, default, *_ in KEYS:
         inside = config
         for name in section.split(".") if section else ():
-            inside[name] = inside = inside.get(name) or {}
+            inside[name] = inside[name] if isinstance(inside.get(name), dict) else {}
+            inside = inside[name]
         inside.setdefault(key, default[0] if isinstance(default, list) else default)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with started({**config, **BATCH}) as engine:
             assert engine.get_batch_info() == (4, 4, 1) and engine.zero_reduce_bucket_size() == 500_000_000
+
+
+def test_easymp_config_knows_the_same_keys():
+    known = [key for key in KEYS if key[0] not in ("optimizer", "scheduler", "flops_profiler", "checkpoint")]
+    content = {}
+    for section, key, *_ in known:
+        inside = content
+        for name in section.split(".") if section else ():
+            inside[name] = inside[name] if isinstance(inside.get(name), dict) else {}
+            inside = inside[name]
+        inside.setdefault(key, None)
+    found = Importer(Document("ds.json", content, ""), "DeepSpeed", None)
+    found.walk(content, DEEPSPEED)
+    assert len(found.lines) >= len(known) - 20
+    assert not [line for line in found.lines if line[1].startswith("unknown")]
 
 
 def test_every_other_key_is_ignored_or_refused_by_name():
@@ -431,7 +449,7 @@ def test_batch_sizes_change_while_training():
         assert list(boundaries(3)) == [False, False, True]
         engine.set_train_micro_batch_size(4)
         assert (engine.get_batch_info(), engine.global_steps, engine.global_samples) == ((12, 4, 3), 3, 14)
-        with pytest.raises(ValueError, match="multiple of 4"):
+        with pytest.raises(ValueError, match="train_batch_size=5 is not 4 × 1 × n"):
             engine.set_train_batch_size(5)
 
 

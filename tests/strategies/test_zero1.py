@@ -195,7 +195,7 @@ def test_gradients_in_shards_are_those_of_ddp(ranks, steps: int, precision: str)
     cut = ranks(cut_gradients, {"shard_gradients": True}, steps, precision, 1)
     for a, b in zip(whole, cut):
         assert b["norms"] == pytest.approx(a["norms"], rel=1e-2 if precision != "no" else 1e-5)
-        assert precision != "no" or (b["kinds"] == {"DTensor"} and b["local"] < 0.6 * a["local"])
+        assert precision != "no" or (b["kinds"] == {"DTensor"} and b["local"] < 0.7 * a["local"])
         assert torch.equal(a["mean"], b["mean"])
         for p, q in zip(a["parameters"], b["parameters"]):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=2e-2 if precision != "no" else 1e-6)

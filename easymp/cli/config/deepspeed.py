@@ -197,6 +197,7 @@ DEEPSPEED = table(
         offload_optimizer=OFFLOAD,
         offload_param=OFFLOAD,
         cpu_offload=offload,
+        cpu_offload_param=offload,
         cpu_offload_params=offload,
     ),
     fp16=FP16,

@@ -50,32 +50,16 @@ __all__ = [
 
 
 def initialize(
-    args: Any = None,
-    model: torch.nn.Module | None = None,
-    optimizer: Any = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Any = None,
-    config: Any = None,
-    mesh_param: Any = None,
+    args: Any = None, model: torch.nn.Module | None = None, optimizer: Any = None, model_parameters: Any = None,
+    training_data: Any = None, lr_scheduler: Any = None, distributed_port: int = 29500, mpu: Any = None,
+    dist_init_required: bool | None = None, collate_fn: Any = None, config: Any = None, mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Make the engine.
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
+    """Make the engine; returns (engine, optimizer, training_dataloader, lr_scheduler), with None for those that are not there.
 
-    Returns (engine, optimizer, training_dataloader, lr_scheduler), with None for those that are not there.
-
-    Args:
-        args: may have `deepspeed_config`, the path of the configuration.
-        optimizer: an optimizer, or a function that makes one of parameters; else the configuration's.
-        model_parameters: for the configuration's optimizer; parameters or param groups. None: all of the model's.
-        training_data: a data set; each rank reads its share in micro-batches, shuffled.
-        lr_scheduler: a scheduler, or a function that makes one for the optimizer; else the configuration's.
-        config, config_params: a dict or a path.
-        mpu, mesh_param: without effect here.
+    `args` may have `deepspeed_config`, a path, and gets `local_rank`. `optimizer` and `lr_scheduler` may be functions that make one;
+    without them the configuration's are made, for `model_parameters` (parameters or param groups; None: all). Each rank reads its share of
+    `training_data`, in shuffled micro-batches. `config` is a dict or a path.
 
     Raises:
         SettingError: no model, no configuration or two, or one that is wrong.
@@ -105,9 +89,7 @@ def initialize(
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """``--deepspeed`` and ``--deepspeed_config`` for a script's parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument(
-        "--deepspeed", action="store_true", help="use DeepSpeed (a flag for the script's own code)"
-    )
+    group.add_argument("--deepspeed", action="store_true", help="a flag for the script's own code")
     group.add_argument("--deepspeed_config", help="DeepSpeed's configuration, a JSON file")
     group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's former name
     group.add_argument("--deepscale_config", help=argparse.SUPPRESS)

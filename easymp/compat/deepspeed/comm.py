@@ -15,27 +15,14 @@ _world: World | None = None
 
 
 def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: Any = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500, verbose: bool = True,
+    timeout: Any = None, init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
     world_size: int = -1,
-) -> None:
-    """Join the processes that a launcher announced; a process alone is a group of one. A group that runs is kept.
-
-    Raises:
-        RefusedError: `init_method`, `rank` or `world_size`: the launcher sets RANK, WORLD_SIZE and MASTER_ADDR.
-    """
+) -> None:  # fmt: skip
+    """Join the processes that a launcher announced; a process alone is a group of one. A group that runs is kept."""
     global _world
     if init_method or rank >= 0 or world_size > 0:
-        raise RefusedError(
-            "init_distributed(init_method=…, rank=…, world_size=…): the launcher says them, in RANK, WORLD_SIZE, MASTER_ADDR"
-        )
+        raise RefusedError("init_distributed(init_method=…, rank=…, world_size=…): the launcher says them")
     if dist_backend not in (None, "nccl", "gloo"):
         layer.ignore({"init_distributed(dist_backend)": "NCCL on GPUs, gloo elsewhere"})
     if dist.is_initialized() or dist_init_required is False:

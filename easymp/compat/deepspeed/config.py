@@ -116,7 +116,7 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
     content = _load(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(content, Mapping):
         raise SettingError(
-            f"the DeepSpeed configuration is a {type(content).__name__}; it must be a dict or a file with one"
+            f"the configuration is a {type(content).__name__}; it must be a dict, or a path of one"
         )
     content = {"bf16" if key == "bfloat16" else key: value for key, value in content.items()}
     if isinstance(content.get("zero_optimization"), bool):  # an older spelling
@@ -138,11 +138,9 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
     )
 
 
-def _load(path: str | os.PathLike[str]) -> Any:
+def _load(path: Any) -> Any:
     if not Path(path).is_file():
-        raise SettingError(
-            f"there is no DeepSpeed configuration at {os.fspath(path)!r}: pass a file's path, or a dict"
-        )
+        raise SettingError(f"no DeepSpeed configuration at {os.fspath(path)!r}: pass a path, or a dict")
     return read_json(Path(path).read_text(encoding="utf-8"), str(path))
 
 
@@ -153,9 +151,8 @@ def _look_through(content: Mapping[str, Any], section: str = "") -> dict[str, st
         where = f"{section}.{name}" if section else name
         if name not in known:
             whole = section or "a DeepSpeed configuration"
-            raise SettingError(
-                f"{whole} has no key {name!r}{nearest(name, known) or '.'} Known: {', '.join(known)}"
-            )
+            near = nearest(name, known) or "."
+            raise SettingError(f"{whole} has no key {name!r}{near} Known: {', '.join(known)}")
         key = known[name]
         if where in KEYS and value is not None:
             if not isinstance(value, Mapping):
@@ -176,9 +173,7 @@ def _check(name: str, value: Any, default: Any) -> None:
     if name in SIZES:
         default = None if value == "auto" else 0
     elif value == "auto":
-        raise SettingError(
-            f"{name}='auto' is for tools that fill it in, such as Hugging Face's Trainer: write a value, or leave it out"
-        )
+        raise SettingError(f"{name}='auto' is for tools that fill it in: write a value, or leave it out")
     if isinstance(default, bool) and not isinstance(value, bool):
         raise SettingError(f"{name}={value!r} is neither true nor false")
     if isinstance(default, bool) or not isinstance(default, (int, float)):
@@ -242,9 +237,7 @@ def triangle(content: Mapping[str, Any], world: int) -> Batch:
     train, micro, steps = (_value(content, name, "") for name in SIZES)
     said = ", ".join(f"{name}={value}" for name, value in zip(SIZES, (train, micro, steps)))
     if train is None and micro is None:
-        raise SettingError(
-            f"neither {SIZES[0]} nor {SIZES[1]} is given: DeepSpeed needs at least one of them"
-        )
+        raise SettingError(f"neither {SIZES[0]} nor {SIZES[1]} is given: give at least one of them")
     if train is None:
         train = micro * (steps or 1) * world
     if micro is None:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,12 +96,8 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 NAME_ONE = "name one in the configuration, or pass it to initialize()"
 
 
-class Counters:
+class Counters(SimpleNamespace):
     """The engine's counters and the caller's own state; in every checkpoint."""
-
-    def __init__(self) -> None:
-        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
-        self.client: Any = {}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -121,7 +118,6 @@ class EngineOptimizer(PreparedOptimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped."""
         return self.step_was_skipped
 
 
@@ -129,36 +125,29 @@ class DeepSpeedEngine(nn.Module):
     """The engine that `initialize` returns; call it as the model.
 
     Attributes:
-        module: the user's model.
-        config: the configuration, as it was given.
+        module, config: the user's model, and the configuration as it was given.
         optimizer, lr_scheduler, training_dataloader: prepared, or None.
-        basic_optimizer, client_optimizer: the optimizer that was made or given, and the one that was given.
         accelerator: the Accelerator that does the work.
         global_steps, micro_steps, skipped_steps, global_samples: updates, micro-batches, updates that an overflow skipped, samples.
 
-    `VALUES`, `METHODS` and ``names.toml`` have further attributes and methods, which tell its state and configuration.
+    `VALUES`, `METHODS` and ``names.toml`` have further attributes and methods.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        optimizer: Any = None,
-        parameters: Any = None,
-        data: Any = None,
-        scheduler: Any = None,
-        collate: Any = None,
-    ) -> None:
+        self, model: nn.Module, config: Config, optimizer: Any = None, parameters: Any = None, data: Any = None,
+        scheduler: Any = None, collate: Any = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.module, self._config, self.config = model, config, config.content
         self.client_optimizer, self.client_lr_scheduler = optimizer, scheduler
         layer.ignore(config.ignored)
         self.accelerator = acc = _accelerator(config)
-        how = {"precision": config.precision, "strategy": acc.plan.strategy.value}
-        layer.use(
-            "initialize, engine.backward and engine.step",
-            NATIVE.format(**how, steps=config.batch.steps, clip=config.clip or None),
-        )
+        how = {
+            "precision": config.precision,
+            "strategy": acc.plan.strategy.value,
+            "steps": config.batch.steps,
+        }
+        layer.use("initialize, backward and step", NATIVE.format(**how, clip=config.clip or None))
         given = parameters if parameters is not None else model.parameters()
         if optimizer is None and config.optimizer is not None:
             optimizer = optimizers.optimizer(*config.optimizer, given)
@@ -167,19 +156,18 @@ class DeepSpeedEngine(nn.Module):
         self.basic_optimizer = optimizer
         if scheduler is None and config.scheduler is not None:
             scheduler = optimizers.scheduler(*config.scheduler)
+        if scheduler is not None and optimizer is None:
+            raise SettingError(f"a scheduler without an optimizer: {NAME_ONE}")
         if scheduler is not None and not hasattr(scheduler, "step"):
-            if optimizer is None:
-                raise SettingError(f"a scheduler without an optimizer: {NAME_ONE}")
             scheduler = scheduler(optimizer)
         self._collate = collate
         loader = None if data is None else self._loader(data, config.batch.micro, collate)
-        called, self.optimizer, self.lr_scheduler, self.training_dataloader = acc.prepare(
-            model, optimizer, scheduler, loader
-        )
+        prepared = acc.prepare(model, optimizer, scheduler, loader)
+        called, self.optimizer, self.lr_scheduler, self.training_dataloader = prepared
         if self.optimizer is not None:
             self.optimizer.__class__ = EngineOptimizer  # a PreparedOptimizer with names more
         object.__setattr__(self, "_called", called)  # not a submodule: its parameters are the module's
-        self._counters = Counters()
+        self._counters = Counters(**dict.fromkeys(COUNTED, 0), client={})
         acc.register_for_checkpointing(self._counters)
         self._micro: AbstractContextManager[None] | None = None
         self._in_window = 0  # micro-batches since the last update
@@ -187,9 +175,8 @@ class DeepSpeedEngine(nn.Module):
         self._boundary = self._applied = self._inside = self._scaled = self._apart = False
         self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
         self._seconds: dict[str, list[float]] = {}  # by phase, with wall_clock_breakdown
-        self._profile_step = config.value("profile_step", "flops_profiler")
-        if not config.value("enabled", "flops_profiler"):
-            self._profile_step = None
+        profiled = config.value("enabled", "flops_profiler")
+        self._profile_step = config.value("profile_step", "flops_profiler") if profiled else None
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -198,10 +185,9 @@ class DeepSpeedEngine(nn.Module):
         training = self.training and torch.is_grad_enabled() and self.optimizer is not None
         if training:
             self._begin()
-        profiled = training and self.global_steps == self._profile_step
-        with self._timed("forward"), self._count_flops() if profiled else nullcontext():
-            with self._unsynced() if training else nullcontext():
-                outputs = self._called(*inputs, **kwargs)
+        flops = self._count_flops() if training and self._profile_step == self.global_steps else nullcontext()
+        with self._timed("forward"), flops, self._unsynced() if training else nullcontext():
+            outputs = self._called(*inputs, **kwargs)
         if training and self._config.batch.steps > 1:
             for leaf in leaves(outputs):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -216,8 +202,8 @@ class DeepSpeedEngine(nn.Module):
     def _late(self) -> bool:
         """Whether `backward` averages gradients at the boundary, and not the strategy while backward runs.
 
-        As in DeepSpeed, several backward passes before a step, and parameters without a gradient, are right. zero1 with sharded gradients
-        takes both by itself. The Accelerator averages sums of low-precision gradients at the end of a window.
+        So several backward passes before a step, and parameters without a gradient, are right. Sharded gradients take both anyway, and the
+        Accelerator averages sums of low-precision gradients at the end of a window.
         """
         summed = self._config.batch.steps > 1 and self._low
         return self.accelerator.num_processes > 1 and self._config.stage < 2 and not summed
@@ -272,12 +258,10 @@ class DeepSpeedEngine(nn.Module):
         """After the script's own ``loss.backward()``: a backward that adds nothing hands the gradients to the Accelerator."""
         if self._micro is None:
             raise StepError(
-                "engine.step() before a backward: call the engine, and backward(loss), for each step()"
+                "engine.step() before a backward: call engine(…) and backward(loss) for each step()"
             )
         if self.accelerator.scaler.scales and not self._scaled:
-            raise StepError(
-                "loss.backward() under fp16 leaves the loss scale out: call engine.backward(loss), or engine.scale(loss).backward()"
-            )
+            raise StepError("loss.backward() leaves the loss scale out: call engine.scale(loss).backward()")
         self.backward(torch.zeros((), device=self.device, requires_grad=True))
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -312,9 +296,7 @@ class DeepSpeedEngine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients stay on this rank, and no step is made. Stages 2 and 3 reduce at each backward, and refuse it."""
         if self._config.stage >= 2:
-            raise StepError(
-                f"engine.no_sync() with stage {self._config.stage}, which reduces gradients at each backward: leave it out"
-            )
+            raise StepError("engine.no_sync() with stage 2 or 3, which reduces at each backward")
         self._apart = True
         try:
             with self.accelerator.no_sync(self._called):
@@ -330,9 +312,7 @@ class DeepSpeedEngine(nn.Module):
         """Samples of an update, by the number of micro-batches; a ValueError for no multiple of micro-batch × ranks."""
         batch = self._config.batch
         if train_batch_size % (batch.micro * batch.world) or train_batch_size < 1:
-            raise ValueError(
-                f"train_batch_size={train_batch_size} is not a multiple of {batch.micro} (a micro-batch) × {batch.world} (ranks)"
-            )
+            raise ValueError(f"train_batch_size={train_batch_size} is not {batch.micro} × {batch.world} × n")
         steps = train_batch_size // (batch.micro * batch.world)
         self._config = replace(self._config, batch=batch._replace(train=train_batch_size, steps=steps))
         self.accelerator.gradient_accumulation_steps = steps
@@ -347,8 +327,8 @@ class DeepSpeedEngine(nn.Module):
         self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **others: Any
     ) -> None:
         """torch.compile of the model, in place."""
-        if given := {name: value for name, value in others.items() if value}:
-            _refuse("engine.compile", remedy="leave it out", **given)
+        if any(others.values()):
+            _refuse("engine.compile", remedy="leave it out", **others)
         self.module.compile(**({"backend": backend} if backend else {}), **(compile_kwargs or {}))
 
     # -- times and operations ---------------------------------------------------------------------------------------------
@@ -440,12 +420,8 @@ class DeepSpeedEngine(nn.Module):
         return DataLoader(data, batch_size=size, shuffle=True, collate_fn=collate, drop_last=drop)
 
     def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """The module's own."""
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return self._without_frozen(state) if exclude_frozen_parameters else state
@@ -466,29 +442,20 @@ class DeepSpeedEngine(nn.Module):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
+        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
         """Write everything to ``save_dir/tag``, a checkpoint of easymp's, and its name to ``save_dir/latest``; on all ranks.
 
         `tag` is ``global_step`` and the number of updates by default. `client_state` holds numbers, strings, and lists, tuples and dicts of
         them; `load_checkpoint` returns it. Between two micro-batches of an update no gradients are saved, as in DeepSpeed.
         """
         if exclude_frozen_parameters:
-            raise RefusedError(
-                "exclude_frozen_parameters=True is not honoured: a checkpoint is whole. Leave it out; save_16bit_model takes it"
-            )
+            raise RefusedError("exclude_frozen_parameters=True: only save_16bit_model takes it")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._counters.client = dict(client_state or {})
         window = self.accelerator._window
-        before, window.sync = (
-            window.sync,
-            True,
-        )  # a save in the middle of an update is what the script asks for
+        before, window.sync = window.sync, True  # the script asks for a save here
         try:
             self.accelerator.save_state(os.path.join(save_dir, tag))  # a Path would break a URL
         finally:
@@ -501,32 +468,21 @@ class DeepSpeedEngine(nn.Module):
         return True
 
     def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
+        self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, Any]:
+    ) -> tuple[str | None, Any]:  # fmt: skip
         """The path that was loaded and its `client_state`; or (None, None) with a warning, where there is no ``latest``.
 
         The next micro-batch begins an update. `load_module_only` leaves optimizer and counters as they are. Without optimizer states,
         `client_state` may hold no tensors. A CheckpointError is raised before anything has changed.
         """
         if custom_load_fn is not None:
-            raise RefusedError(
-                "custom_load_fn=… is not honoured: load with easymp.load_weights(engine.module, place)"
-            )
+            raise RefusedError("custom_load_fn=…: use easymp.load_weights(engine.module, place)")
         latest = Path(load_dir, "latest")
         if tag is None and not latest.is_file():
-            warnings.warn(
-                f"Unable to find latest file at {latest}, if trying to load latest checkpoint "
-                "please ensure this file exists or pass an explicit checkpoint tag when loading a checkpoint.",
-                EasympWarning,
-                stacklevel=2,
-            )
+            said = f"Unable to find latest file at {latest}: pass the folder of save_checkpoint, or a tag"
+            warnings.warn(said, EasympWarning, stacklevel=2)
             return None, None
         tag = latest.read_text(encoding="utf-8").strip() if tag is None else str(tag)
         place = os.path.join(load_dir, tag)
@@ -564,11 +520,8 @@ class DeepSpeedEngine(nn.Module):
         return counters["client"]
 
     def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
         """Whole weights in one file, fp16 under fp16, else fp32; on all ranks: of torch.save, unless named ``.safetensors``."""
         state = self.accelerator.get_state_dict(self._called)
         if self.global_rank == 0:
@@ -610,9 +563,7 @@ def _refuse(call: str, *args: Any, remedy: str, **others: Any) -> None:
 
 
 def _no_tensors(name: str) -> Any:
-    raise RefusedError(
-        f"{name} is a tensor: without the optimizer's states no tensors of client_state are read. Load all"
-    )
+    raise RefusedError(f"{name} is a tensor, which is read with the optimizer's states only: load all")
 
 
 def save_whole(state: Any, path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,21 +86,11 @@ class Device:
         """device_count, get_rng_state, manual_seed, memory_allocated …; on the CPU there is one device, and memory is 0."""
         if name in NAMES["accelerator"]["same"]:
             return _answer(NAMES["accelerator"]["same"][name])
-        if name in (
-            "FloatTensor",
-            "HalfTensor",
-            "BFloat16Tensor",
-            "DoubleTensor",
-            "IntTensor",
-            "LongTensor",
-            "ByteTensor",
-        ):
-            return partial(torch.tensor, dtype=getattr(torch, name).dtype, device=self._name)
+        if name.endswith("Tensor") and hasattr(torch, name):
+            return getattr(torch, name)
         there = CPU if self._name == "cpu" else torch.get_device_module(self._name)
         if name.startswith("_") or not hasattr(there, name):
-            raise AttributeError(
-                f"get_accelerator().{name} is not part of easymp.compat: use torch.accelerator"
-            )
+            raise AttributeError(f"get_accelerator().{name} is not here: use torch.accelerator")
         return getattr(there, name)
 
 
@@ -116,27 +105,17 @@ _cpu: bool | None = None  # whether inputs are kept in host memory; None before 
 
 
 def configure(
-    mpu_: Any = None,
-    deepspeed_config: Any = None,
-    partition_activations: Any = None,
-    contiguous_checkpointing: Any = None,
-    num_checkpoints: Any = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: Any = None,
-    profile: Any = None,
-) -> None:
+    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: Any = None, contiguous_checkpointing: Any = None,
+    num_checkpoints: Any = None, checkpoint_in_cpu: bool | None = None, synchronize: Any = None, profile: Any = None,
+) -> None:  # fmt: skip
     """Set whether the inputs of checkpointed functions are kept in host memory; the other options have no effect."""
     global _cpu
-    others = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-    }
-    others |= {"synchronize": synchronize, "profile": profile}
-    config = deepspeed_config if isinstance(deepspeed_config, dict) else {}
-    named = bool(config.get("activation_checkpointing", {}).get("cpu_checkpointing"))
+    others = {"partition_activations": partition_activations, "profile": profile}
+    given = deepspeed_config if isinstance(deepspeed_config, dict) else {}
+    named = bool(given.get("activation_checkpointing", {}).get("cpu_checkpointing"))
     _cpu = named if checkpoint_in_cpu is None else checkpoint_in_cpu
-    ignored = [f"checkpointing.configure({name}=…)" for name, value in others.items() if value]
-    layer.ignore(dict.fromkeys(ignored, "torch keeps inputs whole"))
+    asked = [f"checkpointing.configure({name}=…)" for name, value in others.items() if value]
+    layer.ignore(dict.fromkeys(asked, "torch keeps inputs whole"))
 
 
 def is_configured() -> bool:
@@ -152,12 +131,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args)``, computed again in backward with the same random numbers; only the arguments are kept."""
     with torch.autograd.graph.save_on_cpu() if _cpu else nullcontext():
         return recompute(function, *args, use_reentrant=False, **kwargs)
-
-
-class CheckpointFunction:
-    """For scripts that call ``CheckpointFunction.apply``."""
-
-    apply = staticmethod(checkpoint)
 
 
 # -- utils: whole values; where tensors are in parts, all ranks call these, with the same values ---------------------------------
@@ -179,17 +152,13 @@ def _held(param: Tensor, state: str = "", grad: bool = False) -> Any:
 
 
 def _whole(there: Any) -> Any:
-    return (
-        there if there is None else (there.full_tensor() if hasattr(there, "full_tensor") else there).detach()
-    )
+    return there.full_tensor().detach() if hasattr(there, "full_tensor") else there
 
 
 @torch.no_grad()
 def _fill(there: Any, value: Tensor) -> None:
     if there is None:
-        raise ValueError(
-            "there is nothing to set: call this after initialize(), for gradients between backward() and step()"
-        )
+        raise ValueError("there is nothing to set: gradients are there between backward() and step() only")
     if hasattr(there, "placements"):
         from torch.distributed.tensor import distribute_tensor
 
@@ -255,23 +224,16 @@ def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: Any, tag: s
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: Any,
-    output_dir: Any,
-    max_shard_size: str = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
+    checkpoint_dir: Any, output_dir: Any, max_shard_size: str = "5GB", safe_serialization: bool = False, tag: str | None = None,
     exclude_frozen_parameters: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write these weights as ``pytorch_model.bin``, or as ``model.safetensors`` and shards."""
     if safe_serialization:
         convert(_place(checkpoint_dir, tag), output_dir, "fp32", max_shard_size)
-        return
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
-    save_whole(state, Path(output_dir, "pytorch_model.bin"))
-
-
-# -- utils: the rest ---------------------------------------------------------------------------------------------------------
+    else:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+        save_whole(state, Path(output_dir, "pytorch_model.bin"))
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = 20) -> None:
@@ -317,28 +279,17 @@ def Init(module: Any = None, *args: Any, enabled: bool = True, **kwargs: Any) ->
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Inside, parameters are whole, as they are before `initialize` and up to stage 2.
-
-    Raises:
-        RefusedError: a parameter is sharded.
-    """
+    """Inside, parameters are whole, as they are before `initialize` and up to stage 2; sharded ones are refused."""
     chosen = [params] if isinstance(params, torch.Tensor) else list(params)
     if enabled and any(hasattr(p, "full_tensor") for p in chosen):
-        raise RefusedError(
-            "zero.GatheredParameters of sharded parameters: read them by utils.safe_get_full_fp32_param(p), and set them by "
-            "utils.safe_set_full_fp32_param(p, value), on all ranks"
-        )
+        raise RefusedError("zero.GatheredParameters: use utils.safe_get_full_fp32_param(p), on all ranks")
     yield
 
 
-EXPORT = (
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-    convert_zero_checkpoint_to_fp32_state_dict,
-)
+EXPORT = (get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint)
 WHOLE = (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state)
 WHOLE_SET = (safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state)
-CHECKPOINTING = (CheckpointFunction, checkpoint, configure, is_configured, reset)
+CHECKPOINTING = (checkpoint, configure, is_configured, reset)
 
 
 def _named(*functions: Any, **others: Any) -> dict[str, Any]:
@@ -347,9 +298,13 @@ def _named(*functions: Any, **others: Any) -> dict[str, Any]:
 
 MODULES: dict[str, dict[str, Any]] = {
     "accelerator": _named(get_accelerator),
-    "checkpointing": _named(*CHECKPOINTING, model_parallel_cuda_manual_seed=torch.manual_seed),
+    "checkpointing": _named(
+        *CHECKPOINTING,
+        CheckpointFunction=SimpleNamespace(apply=checkpoint),
+        model_parallel_cuda_manual_seed=torch.manual_seed,
+    ),
     "utils": _named(*WHOLE, *WHOLE_SET, RepeatingLoader, log_dist, see_memory_usage, logger=logger),
-    "utils.zero_to_fp32": _named(*EXPORT),
+    "utils.zero_to_fp32": _named(*EXPORT, convert_zero_checkpoint_to_fp32_state_dict),
     "zero": _named(GatheredParameters, Init),
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _named(*CHECKPOINTING),

@@ -37,9 +37,7 @@ def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> t
             "optimizer.params.max_grad_norm: clipping is not the optimizer's; write gradient_clipping beside optimizer"
         )
     if word in (*ADAMS, "adamw") and not params.pop("bias_correction", True):
-        raise RefusedError(
-            "bias_correction=False is not honoured: torch's Adam always corrects its first steps"
-        )
+        raise RefusedError("bias_correction=False is not honoured: torch's Adam always corrects")
     made: Any = OURS.get(word) or known.get(word)
     if word in ADAMS or word == "adamw":
         decoupled = params.pop("adam_w_mode", True) or word == "adamw"
@@ -62,9 +60,7 @@ def scheduler(kind: str, params: dict[str, Any]) -> Callable[[torch.optim.Optimi
     made = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if not inspect.isclass(made):
         known = [*SCHEDULES, *(name for name in dir(torch.optim.lr_scheduler) if name.endswith("LR"))]
-        raise SettingError(
-            f"there is no scheduler {kind!r}{nearest(kind, known) or '.'} Known: {', '.join(known)}"
-        )
+        raise SettingError(f"there is no scheduler {kind!r}{nearest(kind, known) or '.'} Known: {known}")
     takes = [name for name in inspect.signature(made).parameters if name != "optimizer"]
     _refuse_unknown(params, takes, kind)
     return lambda optimizer: made(optimizer, **params)
@@ -73,9 +69,8 @@ def scheduler(kind: str, params: dict[str, Any]) -> Callable[[torch.optim.Optimi
 def _refuse_unknown(params: Iterable[str], takes: list[str], kind: str) -> None:
     for name in params:
         if name not in takes:
-            raise SettingError(
-                f"{kind} has no parameter {name!r}{nearest(name, takes) or '.'} It takes: {', '.join(takes)}"
-            )
+            near = nearest(name, takes) or "."
+            raise SettingError(f"{kind} has no parameter {name!r}{near} It takes: {', '.join(takes)}")
 
 
 # fmt: off

@@ -26,12 +26,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        self._prepare()
+        self._prepare()  # checks the arguments
         if self.last_batch_iteration == -1:
             self._set(self.get_lr())
 
-    def _prepare(self) -> None:
-        """Check the arguments."""
+    def _prepare(self) -> None: ...
 
     def get_lr(self) -> list[float]:
         """The rate of each param group at the current count."""
@@ -123,12 +122,7 @@ class WarmupBetween(Warmup):
 
 @dataclass(eq=False)
 class WarmupLR(WarmupBetween):
-    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, and then constant.
-
-    Args:
-        warmup_min_lr, warmup_max_lr: a rate, or one for each param group; a `warmup_max_lr` of None is each group's own.
-        warmup_type: "log" or "linear".
-    """
+    """From `warmup_min_lr` to `warmup_max_lr`, for all param groups or each (None: its own), in `warmup_num_steps`, and then constant."""
 
     optimizer: Any
     warmup_min_lr: Rates = 0.0
@@ -192,12 +186,8 @@ class WarmupCosineLR(Warmup):
 class OneCycle(Schedule):
     """Up from `cycle_min_lr` to `cycle_max_lr` and down again, momentum the other way round, and then a decay. Source: arXiv:1803.09820.
 
-    Args:
-        cycle_first_step_size, cycle_second_step_size: steps up, and down (None: as many).
-        cycle_first_stair_count, cycle_second_stair_count: stairs of each half; 0 for a slope.
-        decay_step_size: steps in which the decay's factor grows by its rate; 0 for no decay.
-        decay_lr_rate, decay_mom_rate: rates are divided by 1 + rate × intervals, momenta are multiplied.
-        cycle_momentum: betas[0] goes from `cycle_max_mom` to `cycle_min_mom` and back, for optimizers with betas.
+    Each half may have stairs. In the decay rates are divided by 1 + `decay_lr_rate` × intervals of `decay_step_size` steps, and momenta
+    multiplied. The momentum is betas[0], for optimizers with betas.
     """
 
     optimizer: Any
@@ -219,9 +209,7 @@ class OneCycle(Schedule):
         first, second = self.cycle_first_step_size, self.cycle_second_step_size
         second = first if second is None else second
         if first <= 0 or second < 0:
-            raise ValueError(
-                f"cycle_first_step_size={first} and cycle_second_step_size={second} must be positive"
-            )
+            raise ValueError(f"cycle_first_step_size={first}, cycle_second_step_size={second}: negative or 0")
         stairs = self.cycle_first_stair_count, self.cycle_second_stair_count
         self.stairs = stairs[0], stairs[0] if stairs[1] is None else stairs[1]
         self.sizes = float(first), float(second)
@@ -274,13 +262,7 @@ class OneCycle(Schedule):
 
 @dataclass(eq=False)
 class LRRangeTest(Schedule):
-    """Rates that rise by `lr_range_test_step_rate` × `lr_range_test_min_lr` in each `lr_range_test_step_size` steps.
-
-    It finds the largest rate at which training converges. Source: arXiv:1803.09820.
-
-    Args:
-        lr_range_test_staircase: rise at once after each interval.
-    """
+    """Rates that rise by rate × `lr_range_test_min_lr` in each `lr_range_test_step_size` steps. Source: arXiv:1803.09820."""
 
     optimizer: Any
     lr_range_test_min_lr: Rates = 1e-3
