@@ -21,13 +21,13 @@ from . import comm
 from .comm import init_distributed
 from .config import layer, read
 from .engine import DeepSpeedEngine
-from .keys import ABSENT
+from .keys import ABSENT, ADDRESSES
 from .modules import MODULES, get_accelerator, log_dist, logger
 from .optimizers import DeepSpeedCPUAdam, FusedAdam
 from .schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 _MODULES: dict[str, dict[str, Any]] = {
-    **{address: {} for address in ("ops", "runtime", *ABSENT)},
+    **{address: {} for address in ("ops", "runtime", *filter(None, ABSENT))},
     **MODULES,
     "ops.adagrad": {"DeepSpeedCPUAdagrad": optim.Adagrad},
     "ops.adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": FusedAdam},
@@ -35,12 +35,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     "ops.lion": {"DeepSpeedCPULion": optim.Lion, "FusedLion": optim.Lion},
     "runtime.lr_schedules": SCHEDULES,
 }
-submodules(
-    __name__,
-    {at: {**names, "absent": ABSENT.get(at, {})} for at, names in sorted(_MODULES.items()) if at},
-    layer,
-    "deepspeed",
-)
+_MODULES = {at: {**names, "absent": ABSENT.get(at, {})} for at, names in sorted(_MODULES.items())}
+submodules(__name__, {**_MODULES, **ADDRESSES}, layer, "deepspeed")
 
 __all__ = [
     "DeepSpeedEngine", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "__version__",

@@ -33,16 +33,6 @@ class Key(NamedTuple):
         return (value.lower() if isinstance(value, str) else value) not in known
 
 
-class All(dict[str, str]):
-    """One reason for every name."""
-
-    def __missing__(self, name: str) -> str:
-        return self["*"]
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
 def _keys(table: Mapping[str, Any], why: str = "", refused: bool = False) -> dict[str, Key]:
     own = {name: value for name, value in table.items() if name != "null" and not isinstance(value, dict)}
     found = {name: Key(value, why, refused) for name, value in own.items()}
@@ -54,13 +44,10 @@ def _keys(table: Mapping[str, Any], why: str = "", refused: bool = False) -> dic
 
 
 KEYS = {section: _keys(table) for section, table in NAMES["keys"].items()}
-# Address of a module → its absent names, with the reasons.
-ABSENT: dict[str, dict[str, str]] = {
-    **NAMES["absent"],
-    **{at: All({"*": why}) for why, addresses in NAMES["addresses"].items() for at in addresses.split()},
-}
-for _at in ("runtime.zero", "runtime.zero.partition_parameters"):
-    ABSENT[_at] = ABSENT["zero"]
+# Address of a module → its absent names, with the reasons; and addresses of modules that are refused.
+ABSENT: dict[str, dict[str, str]] = NAMES["absent"]
+ABSENT |= dict.fromkeys(("runtime.zero", "runtime.zero.partition_parameters"), ABSENT["zero"])
+ADDRESSES = {at: why for why, addresses in NAMES["addresses"].items() for at in addresses.split()}
 REFUSED: dict[str, str] = NAMES["engine"]["refused"]
 # Method of the engine → the section and the key that it answers with.
 ANSWERS: dict[str, tuple[str, str]] = {
