@@ -158,7 +158,7 @@ def test_easymp_config_knows_the_same_keys():
         for name in section.split(".") if section else ():
             inside[name] = inside[name] if isinstance(inside.get(name), dict) else {}
             inside = inside[name]
-        inside.setdefault(key, "auto" if key in SIZES else False)
+        inside.setdefault(key, "auto")
     found = Importer(Document("ds.json", content, ""), "DeepSpeed", None)
     found.walk(content, DEEPSPEED)
     assert len(found.lines) >= len(known) - 20

@@ -84,7 +84,7 @@ def test_top_level_names():
 def test_names_of_the_engine():
     with started({**BATCH, "optimizer": SGD}, model=nn.Linear(8, 2)) as engine:
         for name in NAMES["engine"]["refused"]:
-            with pytest.raises(RefusedError, match=rf"engine\\.{name}\\(\\) is not part of easymp.compat: "):
+            with pytest.raises(RefusedError, match=rf"engine\.{name}\(\) is not part of easymp.compat: "):
                 getattr(engine, name)()
         for name in NAMES["engine"]["off"]["names"].split():
             assert getattr(engine, name)() is False
