@@ -9,55 +9,44 @@ from __future__ import annotations
 
 from ...strategies.batchnorm import SyncBatchNorm
 from ..layer import submodules
-from . import elastic, mpi_ops
+from . import elastic, mpi_ops, optimizer
 from .basics import layer
-from .functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .mpi_ops import *  # noqa: F403
-from .optimizer import DistributedOptimizer
-
-__all__ = [
-    *mpi_ops.__all__,
-    *"DistributedOptimizer SyncBatchNorm allgather_object broadcast_object broadcast_optimizer_state".split(),
-    *"broadcast_parameters elastic".split(),
-]
-
-TIMELINE = dict.fromkeys(
-    ("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces"
+from .optimizer import (
+    DistributedOptimizer,
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
 )
-HANDLERS = "give the object state_dict and load_state_dict, by which TorchState keeps it"
+
+_functions = "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters".split()
+__all__ = [*mpi_ops.__all__, *_functions, "DistributedOptimizer", "SyncBatchNorm", "elastic"]
+
+TIMELINE = dict.fromkeys(("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces")  # fmt: skip
+FUNCTIONS = [f"Horovod{g}{n}" for n in "Allreduce Allgather Broadcast Alltoall Reducescatter".split() for g in ("", "Grouped")]  # fmt: skip
+HANDLERS = [
+    *(f"{kind}StateHandler" for kind in ("Model", "Optimizer", "Sampler", "")),
+    *(f"{verb}_handler_registry" for verb in ("get", "set")),
+]
+KEPT = dict.fromkeys(HANDLERS, "give the object state_dict and load_state_dict, by which TorchState keeps it")
+RUN = "start the script with `easymp launch --processes N script.py`, or use easymp.notebook_launcher"
 _named = {n: vars(mpi_ops)[n] for n in ("Compression", "FP16Compressor", "NoneCompressor")}
 submodules(
     __name__,
     {
+        "functions": {n: vars(optimizer)[n] for n in _functions},
         "compression": {**_named, "Compressor": mpi_ops.NoneCompressor},
         "sync_batch_norm": {"SyncBatchNorm": SyncBatchNorm},
         "elastic.sampler": {"ElasticSampler": elastic.ElasticSampler},
-        "elastic.state": {
-            "TorchState": elastic.TorchState,
-            "absent": dict.fromkeys(
-                [
-                    *(f"{kind}StateHandler" for kind in ("Model", "Optimizer", "Sampler")),
-                    *("StateHandler", "get_handler_registry", "set_handler_registry"),
-                ],
-                HANDLERS,
-            ),
-        },
+        "elastic.state": {"TorchState": elastic.TorchState, "absent": KEPT},
     },
     layer,
     "horovod.torch",
 )
-_operations = ("Allreduce", "Allgather", "Broadcast", "Alltoall", "Reducescatter")
-_functions = [f"Horovod{group}{n}" for n in _operations for group in ("", "Grouped")]
 vars(mpi_ops)["__getattr__"] = layer.absent(
     "horovod.torch.mpi_ops",
-    {**TIMELINE, **dict.fromkeys(_functions, "call the operation, which is differentiable")},
+    {**TIMELINE, **dict.fromkeys(FUNCTIONS, "call the operation, which is differentiable")},
     lambda: mpi_ops.__all__,
 )
-__getattr__ = layer.absent(
-    "horovod.torch",
-    {
-        **TIMELINE,
-        "run": "start the script with `easymp launch --processes N script.py`, or use easymp.notebook_launcher",
-    },
-    lambda: __all__,
-)
+__getattr__ = layer.absent("horovod.torch", {**TIMELINE, "run": RUN}, lambda: __all__)

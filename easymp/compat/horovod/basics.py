@@ -99,9 +99,7 @@ class Run:
     sets: dict[int, ProcessSet]
     numbers: count[int] = field(default_factory=lambda: count(1))
     handles: dict[int, tuple[list[Pending], bool]] = field(default_factory=dict)
-    objects: dict[ProcessSet, Any] = field(
-        default_factory=dict
-    )  # groups by which objects go: operations have others
+    objects: dict[ProcessSet, Any] = field(default_factory=dict)  # the groups of objects
     asked: Counter[Any] = field(default_factory=Counter)
 
     def unnamed(self, kind: str, among: ProcessSet) -> str:
@@ -142,14 +140,14 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     global _run
     if comm is not None and not isinstance(comm, Iterable):
         raise ValueError(f"{NO_MPI}: hvd.init(comm={comm!r}) takes a list of all ranks, or None")
+    timeout = resolve().timeout
+    ranks = locate(read_ranks(), timeout) if _run is None else _run.world.ranks
+    if comm and sorted(comm) != list(range(ranks.size)):
+        raise RefusedError(
+            f"hvd.init(comm={list(comm)}): the launcher started {ranks.size} processes, and all of them take part. "
+            "Leave comm out, and pass parts of the ranks as process_sets=[hvd.ProcessSet([…])]"
+        )
     if _run is None:
-        timeout = resolve().timeout
-        ranks = locate(read_ranks(), timeout)
-        if comm and sorted(comm) != list(range(ranks.size)):
-            raise RefusedError(
-                f"hvd.init(comm={list(comm)}): the launcher started {ranks.size} processes, and all of them take part. "
-                "Leave comm out, and pass parts of the ranks as process_sets=[hvd.ProcessSet([…])]"
-            )
         layer.use("init, DistributedOptimizer, allreduce", NATIVE)
         world = World(ranks, device_of(ranks), timeout)
         global_process_set.ranks = list(range(world.size))

@@ -22,7 +22,7 @@ from ...checkpoint.huggingface import load, save_tree
 from ...errors import SettingError
 from ...settings import resolve
 from .basics import HorovodInternalError, init, is_initialized, rank, shutdown, size
-from .functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .optimizer import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 FILE = "elastic-state.safetensors"
 RESETS = 100

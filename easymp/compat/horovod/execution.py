@@ -171,13 +171,7 @@ class Carrier:
         if kind == "barrier":
             self._all(tensors[0])
             return [None]
-        does = {
-            "allgather": self._gather,
-            "broadcast": self._broadcast,
-            "alltoall": self._exchange,
-            "reducescatter": self._scatter,
-        }
-        return [does[kind](orders[0], tensors[0])]
+        return [getattr(self, kind)(orders[0], tensors[0])]
 
     def _reduce(self, how: Request, tensors: Sequence[Tensor]) -> list[Tensor]:
         if len(tensors) == 1:
@@ -209,13 +203,13 @@ class Carrier:
         dist.all_gather(parts, tensor, group=self.group)
         return parts
 
-    def _scatter(self, order: Order, tensor: Tensor) -> Tensor:
+    def reducescatter(self, order: Order, tensor: Tensor) -> Tensor:
         # Earlier ranks get one row more, where the size does not divide.
         return _copy(self._reduced(_copy(tensor), order.request).tensor_split(self._size)[self._rank])
 
     # Moves go as bytes: backends do not have all types.
 
-    def _gather(self, order: Order, tensor: Tensor) -> Tensor:
+    def allgather(self, order: Order, tensor: Tensor) -> Tensor:
         lengths, rest = [rows for (rows,) in order.rows], tensor.shape[1:]
         longest = max(lengths)
         padded = tensor.new_zeros((longest, *rest))
@@ -223,13 +217,13 @@ class Carrier:
         parts = zip(self._all(padded.reshape(-1).view(torch.uint8)), lengths)
         return torch.cat([part.view(tensor.dtype).view(longest, *rest)[:rows] for part, rows in parts])
 
-    def _broadcast(self, order: Order, tensor: Tensor) -> Tensor:
+    def broadcast(self, order: Order, tensor: Tensor) -> Tensor:
         done = _copy(tensor)
         if self.group is not None and done.numel():
             dist.broadcast(done.reshape(-1).view(torch.uint8), order.request.root, group=self.group)
         return done
 
-    def _exchange(self, order: Order, tensor: Tensor) -> Tensor:
+    def alltoall(self, order: Order, tensor: Tensor) -> Tensor:
         rows, own = [splits[self._rank] for splits in order.rows], order.rows[self._rank]
         sent = _copy(tensor[: sum(own)])
         if self.group is None:

@@ -397,4 +397,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank is here."""
     run = running()
     name = f"barrier.{run.unnamed('barrier', process_set)}"
-    synchronize(_submit([Pending(Request(name, "barrier", run.members(process_set)))]))
+    synchronize(_submit([Pending(Request(name, "barrier", run.members(process_set), (1,)))]))
