@@ -110,16 +110,9 @@ def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
         raise SettingError(
             f"--node-rank {args.node_rank} is for one node, and --slurm starts them all: leave it out"
         )
-    flags = {
-        "--processes": wanted.processes,
-        "--nodes": args.nodes,
-        "--main-address": args.main_address,
-        "--wait": args.wait,
-        "--max-restarts": args.max_restarts,
-        "--grace": args.grace,
-        "--config": args.config,
-        "--as": args.name,
-    }
+    names = ("nodes", "main_address", "wait", "max_restarts", "grace", "config")
+    flags = {"--processes": wanted.processes, **{f"--{n.replace('_', '-')}": getattr(args, n) for n in names}}
+    flags["--as"] = args.name
     words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
     words += [word for pair in args.set for word in ("--set", pair)]
     words += ["--no-numa"] * (args.numa is False) + ["-m"] * args.module

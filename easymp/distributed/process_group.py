@@ -95,12 +95,8 @@ class World:
         self._number = 0  # of the group that runs, the same on all ranks
         self._compared = self._turns = 0  # calls of `compare` and `in_turn` in this group
         self._ending = threading.Lock()
-        if ranks.announced:
-            self._join()
-
-    # -- joining and leaving ------------------------------------------------------------------------------------------
-
-    def _join(self) -> None:
+        if not ranks.announced:
+            return
         if not dist.is_initialized():
             self._connect(_signed_in.pop() if _signed_in else _sign_in(self.ranks, self.timeout)[0])
             self.owned = True
@@ -109,6 +105,8 @@ class World:
         if self.size > 1:
             self.watch = Watch(self.rank, self.size, self._store, self._abort)
         atexit.register(self.close)  # a thread that sleeps in the store must not outlive the interpreter
+
+    # -- joining and leaving ------------------------------------------------------------------------------------------
 
     def _connect(self, store: dist.Store) -> None:
         # Each group has a place of its own in the store, counted there: a process that started later, or lived through other worlds,

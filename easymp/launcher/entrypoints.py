@@ -136,10 +136,21 @@ def launch(processes: int | None = None) -> None:
     processes = _checked(processes)
     if processes == 1 and found is None:
         return
-    name, module = _this_script()
+    main = sys.modules["__main__"]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is None and (path is None or not os.path.isfile(path)):
+        raise SettingError(
+            "launch() starts the script again on every process, and an interactive session has no script: "
+            "put the training into a function and call notebook_launcher(function, num_processes=…)"
+        )
+    name = sys.argv[0] if os.path.isfile(sys.argv[0]) else path
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__")
     config, variables = (None, {}) if found is None else slurm.find_nodes(None, None, None, None, WAIT)
     sys.exit(
-        launch_script(name, sys.argv[1:], processes, module=module, rendezvous=config, variables=variables)
+        launch_script(
+            name, sys.argv[1:], processes, module=spec is not None, rendezvous=config, variables=variables
+        )
     )
 
 
@@ -200,7 +211,17 @@ def notebook_launcher(
         [(0, 0.1), (1, 0.1)]
     """
     processes, conf = _checked(num_processes, max_restarts), rdzv_conf or {}
-    _refuse_options(rdzv_backend, conf, rdzv_id, log_line_prefix_template)
+    unknown = set(conf) - {"timeout", "join_timeout"}
+    refused = {
+        f"rdzv_backend={rdzv_backend!r}: nodes meet at node 0": rdzv_backend not in ("static", "c10d"),
+        f"rdzv_conf has {min(unknown, default='')!r}: it takes 'timeout' only": unknown,
+        f"rdzv_conf={conf!r} has two timeouts, and there is one wait": len(set(conf.values())) > 1,
+        f"rdzv_id={rdzv_id!r}: runs differ by node 0's port, use_port": rdzv_id != "none",
+        "log_line_prefix_template: ranks write to this process's output": log_line_prefix_template
+        is not None,
+    }
+    for words in (words for words, wrong in refused.items() if wrong):
+        raise RefusedError(f"notebook_launcher cannot honour {words}. Leave it out")
     port = None
     if rdzv_endpoint:
         master_addr, port = read_address(rdzv_endpoint)
@@ -279,38 +300,6 @@ def default_processes() -> int:
 
     # By NVML where it can: a process that has initialised CUDA cannot fork workers that use it.
     return max(1, torch.cuda.device_count(), torch.xpu.device_count())
-
-
-def _refuse_options(backend: str, conf: Mapping[str, Any], run: str, prefix: str | None) -> None:
-    """Raises RefusedError for an option of Accelerate's notebook_launcher that has no counterpart here."""
-    unknown = set(conf) - {"timeout", "join_timeout"}
-    refused = {
-        f"rdzv_backend={backend!r}: nodes meet at node 0": backend not in ("static", "c10d"),
-        f"rdzv_conf has {min(unknown, default='')!r}: it takes 'timeout' only": unknown,
-        f"rdzv_conf={conf!r} has two timeouts, and there is one wait": len(set(conf.values())) > 1,
-        f"rdzv_id={run!r}: runs differ by node 0's port, use_port": run != "none",
-        "log_line_prefix_template: ranks write to this process's output": prefix is not None,
-    }
-    for words in (words for words, wrong in refused.items() if wrong):
-        raise RefusedError(f"notebook_launcher cannot honour {words}. Leave it out")
-
-
-# -- scripts -----------------------------------------------------------------------------------------------------------
-
-
-def _this_script() -> tuple[str, bool]:
-    """The path that python was started with, or a module's name and True."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return spec.name.removesuffix(".__main__"), True
-    path = getattr(main, "__file__", None)
-    if path is None or not os.path.isfile(path):
-        raise SettingError(
-            "launch() starts the script again on every process, and an interactive session has no script: "
-            "put the training into a function and call notebook_launcher(function, num_processes=…)"
-        )
-    return sys.argv[0] if os.path.isfile(sys.argv[0]) else path, False
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------

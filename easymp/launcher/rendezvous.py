@@ -335,7 +335,18 @@ class MultiNode(SingleNode):
                 f"there (so far came: {names}): start the others, ask for fewer with --nodes, or wait longer with --wait SECONDS"
             ) from None
         except (rendezvous.RendezvousClosedError, rendezvous.RendezvousGracefulExitError):
-            raise self._ended() from None
+            try:
+                ends = self._final_reports()
+            except RuntimeError as error:  # the main node closed the run and did not wait for this one
+                raise self._gone(error) from None
+            if ends:
+                raise Ended(ends) from None
+            late = (
+                "before this node's ranks could start again" if self._round else "before this node took part"
+            )
+            raise WorldError(
+                f"the run at {self._config.endpoint} is over, {late}: the others' output says how it ended"
+            ) from None
         except (SettingError, WorldError):
             raise
         except (rendezvous.RendezvousError, RuntimeError) as error:
@@ -345,18 +356,6 @@ class MultiNode(SingleNode):
             why = f"a rank failed; restart {self._restarts}" if failed else "the workers start again"
             say(f"{why}, on {len(order)} node{'s' * (len(order) > 1)}: {', '.join(names)}")
         return rendezvous.RendezvousInfo(found.store, rank, len(order), meet)
-
-    def _ended(self) -> Ended | WorldError:
-        try:
-            ends = self._final_reports()
-        except RuntimeError as error:  # the main node closed the run and did not wait for this one
-            return self._gone(error)
-        if ends:
-            return Ended(ends)
-        late = "before this node's ranks could start again" if self._round else "before this node took part"
-        return WorldError(
-            f"the run at {self._config.endpoint} is over, {late}: the others' output says how it ended"
-        )
 
     def _gone(self, error: Exception) -> WorldError:
         return WorldError(f"the main node at {self._config.endpoint} is gone, and with it this run ({error})")
