@@ -6,6 +6,7 @@ An optimizer's state can therefore be loaded with parameters in another order an
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,36 @@ Groups = list[dict[str, Any]]
 Fills = list[tuple[str, Box, Tensor]]  # full name, chunk, and the live part that takes it
 # Entries of a param group that are not loaded: the parameters, and the implementation of the step.
 NOT_KEPT = ("params", "param_names", *IMPLEMENTATION)
+
+
+KIND = "tensor subclass"  # key of the class's name, beside the tensors that a subclass is made of
+
+
+def _parted(value: Any) -> Any:
+    """A tensor subclass (torchao's 8-bit states) as the plain tensors in it, its class and the rest; other values as they are."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None or hasattr(value, "to_local"):
+        return value
+    inner, context = flatten()
+    kind = f"{type(value).__module__}:{type(value).__qualname__}"
+    return {KIND: kind, "context": context, "parts": {name: getattr(value, name) for name in inner}}
+
+
+def _joined(value: Any) -> Any:
+    """The tensor subclass of its parts. Its class is one that this process has loaded: no file makes it import a module."""
+    if not isinstance(value, dict) or KIND not in value:
+        return value
+    module, _, name = str(value[KIND]).partition(":")
+    kind = getattr(sys.modules.get(module), name, None)
+    if (
+        not isinstance(kind, type)
+        or not issubclass(kind, Tensor)
+        or not hasattr(kind, "__tensor_unflatten__")
+    ):
+        raise CheckpointError(
+            f"the state is a {value[KIND]}, which is not loaded here: import {module} first"
+        )
+    return kind.__tensor_unflatten__(value["parts"], value["context"], None, None)
 
 
 def leave() -> None:
@@ -195,7 +226,7 @@ class OptimizerState:
             if not isinstance(key, Tensor):
                 shared[key] = value
             elif value and id(key) in self._names:
-                state[self._names[id(key)]] = dict(value)
+                state[self._names[id(key)]] = {name: _parted(part) for name, part in value.items()}
         facts = {"kind": self.kind, "groups": self.groups(), "updates": inner.updates}
         into.add(self.name, {**facts, "shared": shared, "rest": inner.rest()})
         into.add(f"{self.name}/state", state, own=self._apart)
@@ -235,7 +266,9 @@ class OptimizerState:
         if unfit:
             source.complain(f"{self.name} remembers parameters of another shape: {several(unfit)}")
         refill = source.overwriting(fills)
-        state = {**saved["shared"], **{self._parameters[name]: states[name] for name in fresh}}
+        state = {**saved["shared"]}
+        for name in fresh:
+            state[self._parameters[name]] = {key: _joined(part) for key, part in states[name].items()}
         if given:
             source.trials.append(self._trial(saved["rest"], groups, state))
 
