@@ -19,9 +19,8 @@ from ...version import __version__
 from ..layer import submodules
 from . import comm
 from .comm import init_distributed
-from .config import layer, read
+from .config import ABSENT, ADDRESSES, layer, read
 from .engine import DeepSpeedEngine
-from .keys import ABSENT, ADDRESSES
 from .modules import MODULES, get_accelerator, log_dist, logger
 from .optimizers import DeepSpeedCPUAdam, FusedAdam
 from .schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR

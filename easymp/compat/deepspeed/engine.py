@@ -31,8 +31,7 @@ from ...optim import PreparedOptimizer
 from ...options import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from ...training.state import current_world
 from . import optimizers
-from .config import Config, layer
-from .keys import ANSWERED_FALSE, ANSWERS, REFUSED
+from .config import ANSWERED_FALSE, ANSWERS, REFUSED, Config, layer
 
 logger = get_logger(__name__)
 
@@ -55,7 +54,7 @@ for inputs, targets in loader:
         optimizer.zero_grad()
 acc.save_state()                                       # engine.save_checkpoint
 """
-# What the engine tells by attributes, and by methods without arguments, beside those in `keys.ANSWERS`.
+# What the engine tells by attributes, and by methods without arguments, beside those in `config.ANSWERS`.
 VALUES: dict[str, Callable[[Any], Any]] = {
     "device": lambda engine: engine.accelerator.device,
     "local_rank": lambda engine: engine.accelerator.local_process_index,

@@ -20,9 +20,8 @@ from ...errors import RefusedError
 from ...logging import get_logger
 from ...training.state import accelerators
 from ..layer import device_of
-from .config import layer
+from .config import NAMES, layer
 from .engine import save_whole
-from .keys import NAMES
 
 logger = get_logger("easymp.compat.deepspeed.utils")
 
