@@ -1373,7 +1373,11 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc.total_updates(loader, epochs=2)  # of 10 micro-batches each
             6
         """
-        if self._prepared.strategy.data_size > 1 and isinstance(loader, DataLoader):
+        if (
+            self._prepared.strategy.data_size > 1
+            and isinstance(loader, DataLoader)
+            and not isinstance(loader, data.PreparedLoader)
+        ):
             raise PrepareError(
                 "total_updates() of a loader that is not prepared counts the batches of all ranks: prepare the loader first, then make the "
                 "schedule, and prepare the rest"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,6 +60,17 @@ def _check_table(name: str, given: Any, known: Mapping[str, tuple[Callable[[Any]
         _check(key in known, f"{name} has no {key!r}{near} Known: {', '.join(known)}")
         good, words = known[key]
         _check(good(value), f"{key}={value!r} in {name} is not {words}")
+
+
+class KwargsHandler:
+    """Base of the records for `kwargs_handlers`: `to_dict` gives all fields, `to_kwargs` those that are not the default."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self))
+
+    def to_kwargs(self) -> dict[str, Any]:
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
 @dataclass(slots=True)
@@ -144,7 +156,7 @@ class ProjectConfiguration:
 
 
 @dataclass(frozen=True)
-class GradientAccumulationPlugin:
+class GradientAccumulationPlugin(KwargsHandler):
     """When gradients are reduced and optimizers step.
 
     Attributes:
@@ -172,7 +184,7 @@ class GradientAccumulationPlugin:
 
 
 @dataclass(frozen=True)
-class AutocastKwargs:
+class AutocastKwargs(KwargsHandler):
     """Options of autocast.
 
     Attributes:
@@ -201,7 +213,7 @@ class AutocastKwargs:
 
 
 @dataclass(frozen=True)
-class GradScalerKwargs:
+class GradScalerKwargs(KwargsHandler):
     """Options of the loss scale under fp16: the rule of torch.amp.GradScaler, and of Apex's and DeepSpeed's scalers.
 
     Attributes:
@@ -309,7 +321,7 @@ POWER_SGD: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 @dataclass(frozen=True)
-class DistributedDataParallelKwargs:
+class DistributedDataParallelKwargs(KwargsHandler):
     """Options of DistributedDataParallel, with torch's names and defaults, and how gradients are communicated.
 
     Attributes:
@@ -395,7 +407,7 @@ class DistributedDataParallelKwargs:
 
 
 @dataclass(frozen=True)
-class InitProcessGroupKwargs:
+class InitProcessGroupKwargs(KwargsHandler):
     """Options of the process group.
 
     Attributes:
@@ -439,7 +451,7 @@ SCHEDULE["active"] = (lambda v: _whole(v, 1), "a whole number of steps of at lea
 
 
 @dataclass(frozen=True)
-class ProfileKwargs:
+class ProfileKwargs(KwargsHandler):
     """Options of `Accelerator.profile`, by Accelerate's names. Those that torch.profiler.profile has keep its defaults.
 
     Attributes:

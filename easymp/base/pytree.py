@@ -118,6 +118,10 @@ def leaf_paths(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, tree
 
 
+class LeafError(BatchError, TypeError):
+    """A leaf that is not a tensor."""
+
+
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
@@ -140,7 +144,7 @@ def recursively_apply(
         A batch of the same structure, with the results in place of the leaves.
 
     Raises:
-        BatchError: a leaf of another type, with `error_on_other_type`.
+        BatchError: a leaf of another type, with `error_on_other_type`; it is a TypeError, too.
 
     Example:
         >>> recursively_apply(torch.neg, {"x": torch.ones(2), "name": "a"})
@@ -151,7 +155,7 @@ def recursively_apply(
         if test_type(leaf):
             return func(leaf, *args, **kwargs)
         if error_on_other_type:
-            raise BatchError(
+            raise LeafError(
                 f"{getattr(func, '__name__', 'the function')} takes nested lists, tuples and dicts of tensors, but a leaf is a "
                 f"{type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
             )

@@ -18,9 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from ..base.lazy import modules_at_first_use
 from ..errors import CheckpointError, RefusedError, SettingError, StepError, WorldError
 from ..logging import get_logger
+from ..optim.sharded import ShardedOptimizer
 from .resume import RESTART, Epochs, Preemption
 
 if TYPE_CHECKING:
+    from ..distributed import World
     from ..options import ProjectConfiguration
     from ..precision import Scaler
     from ..trackers.logbook import Logbook
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from ..training.state import Run
     from . import (
         accelerate_import,
+        alone,
         folders,
         hooks,
         huggingface,
@@ -48,6 +51,7 @@ modules_at_first_use(
     globals(),
     *(
         "accelerate_import",
+        "alone",
         "folders",
         "hooks",
         "huggingface",
@@ -77,6 +81,7 @@ class Checkpoints:
     close: Callable[[], None]
     _saves: Saves | None = None  # from the first save or load on
     _save_on_signal: bool | None = None
+    _attendance: alone.Attendance  # where the main process may save alone
     _claimed = False  # whether this run holds the lock of its project's checkpoints
 
     def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
@@ -132,7 +137,7 @@ class Checkpoints:
         if saves or project.project_dir is not None:
             self._claim_project(reading=not saves)
 
-    def _claim_project(self, reading: bool = False) -> None:
+    def _claim_project(self, reading: bool = False, world: World | None = None) -> None:
         """Lock the project's checkpoints for this process until `close`. With `reading`, a read-only folder is not locked."""
 
         def claim() -> bool:
@@ -146,7 +151,7 @@ class Checkpoints:
             self._undo.callback(weakref.finalize(self, release))
             return True
 
-        self._claimed = self._claimed or snapshot.on_rank_0(self._run.world, claim)
+        self._claimed = self._claimed or snapshot.on_rank_0(world or self._run.world, claim)
 
     # -- what scripts add ---------------------------------------------------------------------------------------------
 
@@ -296,15 +301,52 @@ class Checkpoints:
             )
             raise
 
-    def _save_state(self, path: Path | None, async_: bool) -> str:
-        world, project = self._run.world, self._project
-        world.settle()
+    def _save_alone(self, path: Path | None) -> str:
+        """Write a checkpoint while the other ranks are elsewhere. Threads of theirs write the parts of a split optimizer's state."""
+        world, attendance = self._run.world, self._attendance
+        split = [o for o in self._prepared.optimizers if isinstance(o.optimizer, ShardedOptimizer)]
+        if self._prepared.strategy.sharded or world.settling or (split and attendance.ended):
+            raise RefusedError(
+                f"save_state() under `if accelerator.is_main_process:`: with strategy {self._prepared.strategy.name!r} every rank has a "
+                "part of the state. Take the call out of the condition, so that all ranks make it"
+            )
+        self._check_settled()
+        self._logbook.settle()
+        return self._save_state(path, False, alone.solo(world), attendance.helped if split else None)
+
+    def _help(self, there: alone.Apart) -> None:
+        """In a thread, while rank 0 saves alone: write this rank's part of split states."""
+        with there:
+            (root, name, step, models, names), *_ = there.gather_objects(None)
+            target = save.Target(folders.open_storage(root), name, step, {})
+            parts = [part for part in self._parts(models) if isinstance(part, run_state.OF_EACH_RANK)]
+            save.Saves(there).save(target, parts, extra=folders.Extra(names=names))
+
+    def _save_state(
+        self,
+        path: Path | None,
+        async_: bool,
+        world: World | None = None,
+        helped: Callable[[], alone.Apart] | None = None,
+    ) -> str:
+        project, saver = self._project, self._saver()
         self._settle_saves()  # one at a time, and hooks write for one, too
+        if world is None:
+            world = self._run.world
+            world.settle()
+        else:
+            saver = save.Saves(world)
+            saver.line = self._saver().line
         step = max((o.updates for o in self._prepared.optimizers), default=0)
-        chosen = folders.inside(self._root, folders.step_folder(step)) if path is None else path
-        root, name = snapshot.on_rank_0(world, lambda: folders.parted(chosen))
+
+        def chosen() -> tuple[str, str]:
+            return folders.parted(
+                folders.inside(self._root, self._folder_name(step)) if path is None else path
+            )
+
+        root, name = snapshot.on_rank_0(world, chosen)
         if root == self._project_root and folders.step_of(name) is not None:
-            self._claim_project()
+            self._claim_project(world=world)
         target = save.Target(folders.open_storage(root), name, step, self._run.plan.as_dict())
         limit = None if path is not None or project.total_limit is None else project.total_limit - 1
         place, views = folders.inside(root, name), self._views()
@@ -314,13 +356,22 @@ class Checkpoints:
             models, extra = hooks.before_save(world, self._save_hooks, views, target.storage, name)
         project.iteration += 1
         try:
-            with progress.of_ranks(world, "saving", "saved", place, async_) as tick:
-                self._saver().save(target, self._parts(models), async_, limit, tick, extra)
+            with ExitStack() as open_, progress.of_ranks(world, "saving", "saved", place, async_) as tick:
+                if helped is not None:
+                    there = open_.enter_context(helped())
+                    there.gather_objects((root, name, step, list(models), tuple(extra.names)))
+                    saver = save.Saves(there)
+                    saver.line = self._saver().line
+                saver.save(target, self._parts(models), async_, limit, tick, extra)
         except BaseException:
             project.iteration -= 1
             extra.close()
             raise
         return place
+
+    def _folder_name(self, step: int) -> str:
+        """The name of a checkpoint that the script did not name."""
+        return folders.step_folder(step)
 
     def _saver(self) -> Saves:
         if self._saves is None:

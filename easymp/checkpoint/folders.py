@@ -35,7 +35,9 @@ from .storage_remote import RemoteStorage
 LATEST = "latest"
 FIRST = 2**16  # bytes of a file that are read at once: its header, mostly
 SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and a line feed
-_STEP = re.compile(r"step-(\d{8,})(\.line-[0-9a-f]+(-\d+)?)?")
+_STEP = re.compile(
+    r"(?:step-(?=\d{8})|checkpoint_)(\d+)(\.line-[0-9a-f]+(-\d+)?)?"
+)  # ours, and Accelerate's automatic names
 _AGAIN = re.compile(r"(.+)\.save-(\d+)")
 _TEMPORARY = re.compile(r"\.tmp-(.+)(-[0-9a-f]{8}|\.lock)")
 

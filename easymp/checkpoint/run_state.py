@@ -386,6 +386,10 @@ class RandomState:
             )
 
 
+# What has a part on each rank although models are whole.
+OF_EACH_RANK = (OptimizerState, CarriedState, RandomState)
+
+
 def _drawing_devices(world: World) -> list[torch.device]:
     """Accelerators with random streams of this process, its own first; all visible ones if it is the only process."""
     device = world.device

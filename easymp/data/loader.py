@@ -7,6 +7,7 @@ once. `skip_first_batches` counts from the start of the epoch. A state saved bet
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ logger = get_logger(__name__)
 Loader = TypeVar("Loader", bound=Iterable[Any])
 
 
-class PreparedLoader:
+class PreparedLoader(DataLoader[Any]):
     """DataLoader that yields the batches of this rank on its device and tracks its position.
 
     Attributes:
@@ -94,12 +95,12 @@ class PreparedLoader:
     # -- facts --------------------------------------------------------------------------------------------------------
 
     @property
-    def dataset(self) -> Any:
+    def dataset(self) -> Any:  # type: ignore[override]
         """The user's data set."""
         return self._given.dataset
 
     @property
-    def sampler(self) -> Any:
+    def sampler(self) -> Any:  # type: ignore[override]
         """The user's sampler. easymp computes the order of torch's samplers and does not iterate them."""
         return self._given.sampler
 
@@ -137,6 +138,11 @@ class PreparedLoader:
             )
         return self._surplus
 
+    @property
+    def remainder(self) -> int:
+        """Samples in the last global batch that are not repeated ones; -1 where none are, or before that batch."""
+        return self.total_batch_size - self.surplus if self.surplus else -1  # type: ignore[operator]
+
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch, also if the next pass resumes inside one.
 
@@ -167,9 +173,15 @@ class PreparedLoader:
         words += f" × {accumulation} accumulation" if accumulation > 1 else ""
         return f"{words} = {size * ranks * accumulation}"
 
+    def __reduce__(self) -> Any:
+        """Copies are of the user's DataLoader, to be prepared where they are used."""
+        return copy.copy, (self._given,)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
             raise AttributeError(name)
+        if name == "end_of_dataloader":  # as Accelerate calls it
+            return self.last
         try:
             return getattr(self.loader, name)
         except AttributeError:

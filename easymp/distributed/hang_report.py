@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class Watch:
     Attributes:
         trains: the reported thread: the one that made this, until another one calls an Accelerator.
         heard: called in the listener's thread when another rank wants an agreement (`call`); it returns this rank's answer, or None.
+        told: word → called in the listener's thread when another rank asks by it; it returns the answer.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Watch:
         self._silent = False  # whether the store has left a request without an answer
         self.trains = threading.get_ident()
         self.heard: Callable[[], int | None] = lambda: None
+        self.told: dict[str, Callable[[], str]] = {"where": self._whereabouts}
         self._thread = threading.Thread(target=self._listen, name="easymp-watch", daemon=True)
         self._thread.start()
 
@@ -93,7 +95,8 @@ class Watch:
                 if asker.startswith(ABORT):
                     self._abort(int(asker.removeprefix(ABORT)))
                 elif asker != "call":
-                    self._store.set(asker, self._whereabouts())
+                    word, _, key = asker.partition(" ")
+                    self._store.set(key, self.told[word]() if word in self.told else "")
                 elif (answer := self.heard()) is not None:
                     self._store.set(f"called/{self._rank}", str(answer))
         except RuntimeError:
@@ -124,7 +127,7 @@ class Watch:
         try:
             for rank in range(self._size):
                 if rank != self._rank:
-                    there = self._ask_where(rank) or "no answer: it has ended, was killed, or is stopped"
+                    there = self.ask(rank) or "no answer: it has ended, was killed, or is stopped"
                     lines.append(f"  rank {rank}: {there}")
         except RuntimeError:
             lines.append(
@@ -132,10 +135,10 @@ class Watch:
             )
         return "\n".join(lines)
 
-    def _ask_where(self, rank: int) -> str:
-        """The whereabouts of `rank`, or ``""`` where it does not answer. RuntimeError: the store is gone."""
+    def ask(self, rank: int, word: str = "where") -> str:
+        """The answer of `rank` to a word of `told`, or ``""`` where it does not answer. RuntimeError: the store is gone."""
         answer = f"answer/{self._rank}-{rank}-{self._ask.add('answers', 1)}"
-        self._send(rank, answer)
+        self._send(rank, f"{word} {answer}")
         try:
             self._ask.wait([answer], PATIENCE)
         except RuntimeError:
@@ -192,6 +195,10 @@ class Watch:
             for key in (f"compare/{group}/{number}/end", f"left/{group}/{self._rank}", f"left/{group}"):
                 self._ask.set(key, f"rank {self._rank} has left the run")
 
+    def has_left(self, group: int, rank: int) -> bool:
+        """Whether `rank` has left the group of this number."""
+        return self._ask.check([f"left/{group}/{rank}"])
+
     def come(self, turn: tuple[int, int]) -> None:
         """Release ranks that wait for this one in `wait_for_all`; `turn` is a group and a number."""
         self._ask.set(f"turn/{turn[0]}/{turn[1]}/{self._rank}", "")
@@ -207,12 +214,12 @@ class Watch:
                 pause = min(2 * pause, 0.5)
                 if self._ask.check([f"left/{turn[0]}"]):
                     for rank, key in enumerate(keys):
-                        if self._ask.check([f"left/{turn[0]}/{rank}"]) and not self._ask.check([key]):
+                        if self.has_left(turn[0], rank) and not self._ask.check([key]):
                             raise RuntimeError(f"rank {rank} has left the run")
                 if time.monotonic() < asked + seconds / 4:
                     continue
                 late = next((rank for rank, key in enumerate(keys) if not self._ask.check([key])), self._rank)
-                answered = self._ask_where(late)
+                answered = self.ask(late)
                 asked = time.monotonic()
                 if answered:
                     heard = asked
@@ -257,15 +264,26 @@ class Watch:
 
 def last_collective() -> str:
     """The newest entry of torch's flight recorders, in words: there is one for gloo, and one for NCCL."""
-    entries = []
-    for name in RECORDERS:
-        dump = getattr(torch._C._distributed_c10d, name, None)  # a torch without CUDA has the first alone
-        try:
-            entries += json.loads(dump()).get("entries", ())[-1:] if dump is not None else ()
-        except (RuntimeError, ValueError):
-            return "last collective unknown"
+    try:
+        entries = [entry for recorded in _recorded() for entry in recorded[-1:]]
+    except (RuntimeError, ValueError):
+        return "last collective unknown"
     if not entries:
         return "no collective yet"
     entry = max(entries, key=lambda entry: entry.get("time_created_ns", 0))
     name = str(entry.get("profiling_name", "?")).split(":")[-1]
     return f"last collective #{entry.get('collective_seq_id', '?')} {name}{entry.get('input_sizes', '')} ({entry.get('state', '?')})"
+
+
+def collectives() -> dict[str, int]:
+    """The number of the last collective that this rank began in each group; of groups that the recorders still know."""
+    entries = [entry for recorded in _recorded() for entry in recorded if not entry.get("is_p2p")]
+    return {str(entry["process_group"]): int(entry["collective_seq_id"]) for entry in entries}
+
+
+def _recorded() -> Iterator[list[dict[str, Any]]]:
+    """The entries of torch's flight recorders, the oldest first."""
+    for name in RECORDERS:
+        dump = getattr(torch._C._distributed_c10d, name, None)  # a torch without CUDA has the first alone
+        if dump is not None:
+            yield json.loads(dump()).get("entries", [])

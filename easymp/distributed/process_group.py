@@ -32,7 +32,7 @@ from ..base import env
 from ..base.ranks import LOOPBACK, Ranks
 from ..base.torch_flags import TORCH
 from ..errors import ALIKE, RefusedError, WorldError, failing
-from .hang_report import Watch
+from .hang_report import Watch, collectives
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -94,6 +94,7 @@ class World:
         self._store: dist.Store | None = None
         self._number = 0  # of the group that runs, the same on all ranks
         self._compared = self._turns = 0  # calls of `compare` and `in_turn` in this group
+        self._barriers = 0
         self._ending = threading.Lock()
         if not ranks.announced:
             return
@@ -229,6 +230,15 @@ class World:
 
     # -- calls of a script --------------------------------------------------------------------------------------------
 
+    def has_left(self, rank: int) -> bool:
+        """Whether another rank has left the run."""
+        return self.watch is None or self.watch.has_left(self._number, rank)
+
+    def position(self) -> dict[str, int]:
+        """How many meetings of the ranks this one has begun, by kind and group. All ranks begin them in one order."""
+        counted = {"compare": self._compared, "turn": self._turns, "barrier": self._barriers}
+        return {**counted, **collectives()}
+
     def trains_here(self) -> None:
         """Report the line of this thread as the place of this rank, when the others wait for it."""
         if self.watch is not None:
@@ -294,6 +304,7 @@ class World:
         """Wait until every rank is here. On gloo a missing rank is named."""
         if self.size == 1:
             return
+        self._barriers += 1  # gloo's are in no flight recorder
         with self.explained("barrier"):
             if self.device.type == "cuda":
                 dist.barrier(device_ids=[self.device.index])

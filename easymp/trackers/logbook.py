@@ -17,7 +17,7 @@ from ..errors import EasympError, TrackerError, failing
 from ..logging import get_logger
 from . import TRACKERS
 from .own import Own
-from .rows import Pending, Row, plain
+from .rows import FACTS, Pending, Row, plain
 
 logger = get_logger(__name__)
 EVERY = 1.0  # seconds that rows wait, while anything is logged or trained
@@ -171,7 +171,7 @@ class Logbook:
         return getattr(module, TRACKERS[name].kind)(self._folder, options)
 
     def _start(self, name: str, tracker: Any) -> Any:
-        config = {**plain(self._config), "easymp": plain(self._facts())}
+        config = {**plain(self._config), FACTS: plain(self._facts())}
         try:
             with isolated():  # packages draw random numbers at import, and for names of runs
                 tracker.start(self.run, config, self._positions.get(name))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ..errors import SettingError
 from ..logging import is_main
-from .rows import Row, concise
+from .rows import FACTS, Row
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,7 +37,8 @@ class Own:
         else:
             if hasattr(self.given, "start"):
                 self.given.start()
-            self.given.store_init_configuration(concise(config))
+            if asked := {name: value for name, value in config.items() if name != FACTS}:
+                self.given.store_init_configuration(asked)
         self._running = True
 
     def write(self, rows: Sequence[Row]) -> None:

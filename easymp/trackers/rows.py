@@ -28,6 +28,7 @@ from ..base.units import flat
 from ..errors import SettingError
 
 PLAIN = (float, int, str, bool)
+FACTS = "easymp"  # key of the plan and the machine beside the script's hyperparameters
 HOST = "cpu"
 EVENTS = ("cuda", "xpu")  # devices whose transfers to pinned memory run while the host continues
 

@@ -177,10 +177,10 @@ class Preparation:
             return self._prepare_model(item, optimizers, place, named[id(item)])
         if isinstance(item, Optimizer):
             return item if isinstance(item, optim.PreparedOptimizer) else self._prepare_optimizer(item)
-        if isinstance(item, DataLoader):
-            return self._prepare_loader(item, place)
         if item is None or isinstance(item, (PreparedLoader, SkippedLoader, optim.PreparedScheduler)):
             return item
+        if isinstance(item, DataLoader):
+            return self._prepare_loader(item, place)
         if callable(getattr(item, "step", None)) and hasattr(item, "state_dict"):
             return self._prepare_scheduler(item)
         raise PrepareError(

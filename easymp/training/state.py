@@ -80,7 +80,9 @@ class View:
         if name in ("_run", "_world", "_window") and not vars(self).keys() & {"_world", "_window"}:
             self.__init__()  # type: ignore[misc]
             return getattr(self, name)
-        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    initialized = True  # a view without a run cannot be made
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -266,9 +268,7 @@ class GradientState(View):
     def remainder(self) -> int:
         """Samples in the last global batch that are not repeated ones; -1 where none are, or before that batch."""
         loader = self._window.reading
-        if loader is None or not loader.surplus:
-            return -1
-        return loader.total_batch_size - loader.surplus
+        return -1 if loader is None else loader.remainder
 
 
 def _newest(what: str) -> Run:

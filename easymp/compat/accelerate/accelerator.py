@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ... import accelerator
 from ...base.pytree import leaves
+from ...checkpoint import folders
+from ...checkpoint.alone import Attendance
 from ...checkpoint.api import Path
 from ...checkpoint.load import Loaded
+from ...data import SkippedLoader
 from ...distributed import read_ranks
 from ...distributed.processes import DistributedType
-from ...errors import BatchError, RefusedError, SettingError
+from ...errors import BatchError, CheckpointError, RefusedError, SettingError
+from ...logging import get_logger
 from ...optim import PreparedScheduler
 from ...options import (
     DataLoaderConfiguration,
@@ -30,9 +37,19 @@ from ...options import (
     ProjectConfiguration,
 )
 from ...settings import as_record, read_record, resolve
+from ...trackers import TRACKERS
 from ...training.collectives import gather_object
+from ...training.state import GradientState
 from ..layer import unless_set
-from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
+from . import pickled
+from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
+from .tracking import made_by_name
+from .utils import extract_model_from_parallel
+
+logger = get_logger(__name__)
+EXISTS = "exists already: set ProjectConfiguration(iteration=…) to the next number"
+ALONE = "a parameter of no prepared model"
+KNOWN = (nn.Module, Optimizer, DataLoader, SkippedLoader, PreparedScheduler, type(None))
 
 NATIVE = """
 acc = Accelerator(mixed_precision={precision!r}, gradient_accumulation_steps={steps}, scheduler_steps_per_process=True, log_with={log!r})
@@ -45,6 +62,10 @@ class AcceleratedScheduler(PreparedScheduler):
     easymp's own rule counts optimizer updates. This one counts calls, also before the first update and after several ones.
     """
 
+    def __init__(self, *given: Any, adjust: bool = True, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self._adjust = adjust  # other micro-steps count toward `total_steps`
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule; the step past `total_steps` of a schedule that has them is left out."""
         if not self._with_optimizer:
@@ -52,13 +73,18 @@ class AcceleratedScheduler(PreparedScheduler):
             return
         self.each_update = max(self.behind, default=0) == 1 and not args and not kwargs
         self.behind = [0] * len(self.optimizers)
-        if not self.optimizers[0].synchronizes or any(
-            optimizer.step_was_skipped for optimizer in self.optimizers
-        ):
-            return
-        for _ in range(self._steps):
-            if not self._at_horizon():
-                self.scheduler.step(*args, **kwargs)
+        if not GradientState().sync_gradients:
+            if self._adjust and hasattr(self.scheduler, "_step_count"):
+                self.scheduler._step_count += 1
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            for _ in range(self._steps):
+                if not self._at_horizon():
+                    self.scheduler.step(*args, **kwargs)
+
+    def _at_horizon(self) -> bool:
+        total = getattr(self.scheduler, "total_steps", None)
+        count = getattr(self.scheduler, "_step_count", self.scheduler.last_epoch + 1) if total else 0
+        return total is not None and count > total
 
 
 class Accelerator(accelerator.Accelerator):
@@ -90,6 +116,8 @@ class Accelerator(accelerator.Accelerator):
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: Any = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
         **others: Any,
     ) -> None:
         asked = resolve(dataloader_config=dataloader_config)
@@ -118,6 +146,13 @@ class Accelerator(accelerator.Accelerator):
                         {"DistributedDataParallelKwargs": f"strategy {fsdp_plugin.strategy} has no DDP"}
                     )
         others.setdefault("scheduler_steps_per_process", not loading.split_batches)
+        adjust = gradient_accumulation_plugin is None or gradient_accumulation_plugin.adjust_scheduler
+        self._make_scheduler = partial(AcceleratedScheduler, adjust=adjust)  # type: ignore[method-assign]
+        project, me = project_config or ProjectConfiguration(project_dir), weakref.ref(self)
+        folder = project.logging_dir or project_dir
+        words = log_with if isinstance(log_with, (list, tuple)) else [log_with]
+        words = [made_by_name(word, lambda: me()._logbook.run, folder) for word in words]  # type: ignore[union-attr]
+        log_with = words if isinstance(log_with, (list, tuple)) else words[0]
         super().__init__(
             device_placement=device_placement,
             mixed_precision=unless_set(asked, "mixed_precision", mixed_precision, "no"),
@@ -125,6 +160,8 @@ class Accelerator(accelerator.Accelerator):
             cpu=cpu,
             dataloader_config=loading,
             deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            parallelism_config=parallelism_config,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             log_with=unless_set(asked, "log_with", log_with, "none"),
@@ -137,6 +174,7 @@ class Accelerator(accelerator.Accelerator):
             **others,
         )
         self._window.full_passes = True
+        self._attendance = Attendance(self._world, lambda there: me()._help(there))  # type: ignore[union-attr]
         how = {
             "precision": self.mixed_precision,
             "steps": self._window.accumulation,
@@ -144,19 +182,66 @@ class Accelerator(accelerator.Accelerator):
         }
         layer.use("Accelerator()", NATIVE.format(**how))
 
-    _make_scheduler = AcceleratedScheduler
+    def __getattr__(self, name: str) -> Any:
+        """What libraries know the lists of prepared objects by; other members of Accelerate's say what to write."""
+        if name in ("_optimizers", "_schedulers", "_dataloaders"):
+            return getattr(self._prepared, name.replace("data", "").removeprefix("_"))
+        raise AttributeError(
+            f"Accelerator has no {name!r}" + (f": {MEMBERS[name]}" if name in MEMBERS else "")
+        )
+
+    def prepare(
+        self, *args: Any, device_placement: Sequence[bool | None] | None = None, **options: Any
+    ) -> Any:
+        """As `easymp.Accelerator.prepare`; objects that it does not know stay as they are."""
+        asked = device_placement or [None] * len(args)
+        if len(asked) != len(args):
+            raise SettingError(
+                f"device_placement has {len(asked)} values for {len(args)} objects: pass one for each"
+            )
+        known = [i for i, item in enumerate(args) if isinstance(item, KNOWN) or _is_schedule(item)]
+        self._adopt([args[i] for i in known])
+        done = super().prepare(
+            *[args[i] for i in known], device_placement=[asked[i] for i in known], **options
+        )
+        found = dict(zip(known, (done,) if len(known) == 1 else done))
+        result = tuple(found.get(i, item) for i, item in enumerate(args))
+        return result[0] if len(result) == 1 else result
+
+    def _adopt(self, items: Sequence[Any]) -> None:
+        """One process: optimizers without their models are prepared, too, and the models may come later."""
+        owner, models = self._prepared.owner, [item for item in items if isinstance(item, nn.Module)]
+        own = {id(p) for model in models for p in model.parameters()}
+        for known in [known for known in own if owner.get(known) == ALONE]:
+            del owner[known]
+        if self.num_processes == 1:
+            steps = [item for item in items if isinstance(item, Optimizer)]
+            held = {id(p) for step in steps for group in step.param_groups for p in group["params"]}
+            owner.update(dict.fromkeys(held - own - owner.keys(), ALONE))
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """As `easymp.Accelerator.prepare_data_loader`; only None is taken as `slice_fn_for_dispatch`."""
+        if slice_fn_for_dispatch is not None:
+            raise RefusedError(
+                "slice_fn_for_dispatch is not honoured: batches are cut along dimension 0. Leave it out"
+            )
+        return super().prepare_data_loader(data_loader, device_placement)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's own module; it carries no wrapper for fp32 outputs, so there is none to keep or take off."""
-        return super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
+        """See `extract_model_from_parallel` in ``accelerate.utils``."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def init_trackers(
         self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """As `easymp.Accelerator.init_trackers`; options of trackers that this run does not have wait for one that has."""
         super().init_trackers(project_name, config, self._for_this_run(init_kwargs))
+        if not set(self._tracking.names) <= TRACKERS.keys():  # the script's own start here, as in Accelerate
+            self._tracking.all()
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
@@ -176,16 +261,89 @@ class Accelerator(accelerator.Accelerator):
     def save_state(
         self, output_dir: Path | None = None, safe_serialization: bool = True, **options: Any
     ) -> str:
-        """As `easymp.Accelerator.save_state`, with Accelerate's second argument."""
-        return super().save_state(output_dir=output_dir, safe_serialization=safe_serialization, **options)
+        """As `easymp.Accelerator.save_state`; False writes ``pytorch_model.bin`` beside the checkpoint's own files.
+
+        With ``automatic_checkpoint_naming`` it is ``checkpoint_0``, ``checkpoint_1`` …, by `save_iteration`.
+        """
+        binary = partial(pickled.beside, main=self.is_main_process)
+        handle = None if safe_serialization else self.register_save_state_pre_hook(binary)
+        try:
+            if self.num_processes == 1 or self._attendance.together():
+                return super().save_state(output_dir=output_dir, **options)
+            return self._save_alone(output_dir) if self.is_main_process else ""
+        except CheckpointError as error:
+            if EXISTS in str(error):
+                raise SettingError(str(error)) from None
+            raise
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _folder_name(self, step: int) -> str:
+        if not self._project.automatic_checkpoint_naming:
+            return super()._folder_name(step)
+        name = f"checkpoint_{self.save_iteration}"
+        if os.path.exists(folders.inside(self._root, name)):
+            raise CheckpointError(f"{folders.inside(self._root, name)} {EXISTS}")
+        return name
 
     def load_state(self, input_dir: Path | None = None, load_kwargs: Any = None, **options: Any) -> Loaded:
-        """As `easymp.Accelerator.load_state`, with Accelerate's second argument, of which only None is taken."""
+        """As `easymp.Accelerator.load_state`; of `load_kwargs` and of `map_location` only None and this device make no difference."""
         if load_kwargs is not None:
             raise RefusedError(
                 f"load_state(load_kwargs={load_kwargs!r}) is not honoured: files are read in one way. Leave it out"
             )
+        if options.pop("map_location", None) is not None:
+            layer.ignore({"map_location": "each tensor is read to where its live one is"})
+        if input_dir is not None and "://" not in os.fspath(input_dir) and not os.path.isdir(input_dir):
+            raise SettingError(f"load_state({os.fspath(input_dir)!r}): there is no such folder")
         return super().load_state(input_dir=input_dir, **options)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As `easymp.Accelerator.save_model`; False writes ``pytorch_model.bin``, or shards of it and their index."""
+        if self._sharded and self.num_processes > 1 and not self._attendance.together():
+            raise RefusedError(
+                f"save_model() under `if accelerator.is_main_process:`: strategy {self.plan.strategy.value!r} shards the weights, and each "
+                "rank sends its part. Take the call out of the condition, so that all ranks make it"
+            )
+        if os.path.isfile(save_directory):
+            logger.error("save_model(%r): it is a file, not a folder", save_directory)
+            return
+        if safe_serialization:
+            super().save_model(model, save_directory, max_shard_size)
+            return
+        state = self.get_state_dict(model)
+        if self.is_main_process:
+            pickled.write_model(state, os.fspath(save_directory), max_shard_size)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """As `easymp.Accelerator.save`; False writes by torch.save what ``torch.load(weights_only=True)`` reads."""
+        if safe_serialization:
+            super().save(obj, f)
+        elif self.is_main_process:
+            pickled.write(obj, f)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """As `easymp.Accelerator.register_for_checkpointing`."""
+        unfit = [
+            f"Item at index {i} is a {type(item).__name__}"
+            for i, item in enumerate(objects)
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
+        ]
+        if unfit:
+            raise SettingError(f"{'; '.join(unfit)}: pass objects with state_dict and load_state_dict")
+        super().register_for_checkpointing(*objects)
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes weights."""
+        return self.is_main_process
 
     def _for_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
         known = {word.value for word in LoggerType} - set(self._tracking.names)
@@ -195,6 +353,15 @@ class Accelerator(accelerator.Accelerator):
     def scaler(self) -> Any:
         """The loss scaler under fp16, else None."""
         return super().scaler if self._scaler.scales else None
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends its window; a script that counts micro-steps itself sets it."""
+        return self._window.sync
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self._window.sync = sync
 
     @property
     def _models(self) -> list[nn.Module]:
@@ -223,3 +390,7 @@ class Accelerator(accelerator.Accelerator):
     def fp8_backend(self) -> None:
         """None: fp8 is torch's own."""
         return None
+
+
+def _is_schedule(item: Any) -> bool:
+    return callable(getattr(item, "step", None)) and hasattr(item, "state_dict")

@@ -17,13 +17,20 @@ def save_fsdp_model(
     output_dir: str,
     model_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Write the weights of one prepared model to ``pytorch_model_fsdp_0`` in `output_dir`; all ranks call it."""
     _save(accelerator, _model(accelerator, model), output_dir, "pytorch_model_fsdp", model_index)
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: Any, output_dir: str, optimizer_index: int = 0
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: str,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
 ) -> None:
     """Write the state of one prepared optimizer to ``optimizer_0`` in `output_dir`; all ranks call it."""
     _save(accelerator, _optimizer(accelerator, optimizer), output_dir, "optimizer", optimizer_index)
@@ -36,6 +43,7 @@ def load_fsdp_model(
     input_dir: str,
     model_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Load what `save_fsdp_model` wrote; all ranks call it."""
     _load(accelerator, _model(accelerator, model), input_dir, "pytorch_model_fsdp", model_index)
@@ -49,6 +57,7 @@ def load_fsdp_optimizer(
     input_dir: str,
     optimizer_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Load what `save_fsdp_optimizer` wrote; all ranks call it."""
     _load(accelerator, _optimizer(accelerator, optimizer), input_dir, "optimizer", optimizer_index)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from ...errors import RefusedError, SettingError, nearest
+from ...options import KwargsHandler
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
 from ..layer import Layer
@@ -26,17 +29,11 @@ def stand_in(name: str, instead: str) -> type:
     )
 
 
-DEEPSPEED = (
-    "Accelerator(strategy='zero1') does what its stage 1 does, strategy='fsdp' stages 2 and 3; a script for DeepSpeed itself runs by "
-    "easymp.compat.deepspeed"
+REFUSED_NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refused.toml").read_text("utf-8"))
+INSTEAD, MEMBERS = (
+    {name: reason for reason, names in REFUSED_NAMES[table].items() for name in names.split()}
+    for table in ("names", "members")
 )
-MEGATRON = "use Accelerator(strategy='tensor_parallel') or strategy='pipeline'"
-FP8 = "mixed_precision='fp8' is torch's own scaled products and takes no recipe"
-OFFLOADING = (
-    "moving parts of a model between devices for inference is not part of easymp; for training use Accelerator(strategy='fsdp'), and "
-    "build the model under `with torch.device('meta'):`"
-)
-QUANTIZED = "models in 4 or 8 bits are not part of easymp: load them by the library that made them, and train adapters in bf16"
 
 # Words of torch's FSDP1, with strategy, its record of options, and `reshard_after_forward`; numbers are 1, 2 … in this order.
 SHARDING: dict[str, tuple[str, type[FSDPOptions] | None, bool]] = {
@@ -145,12 +142,15 @@ def _wrapped(policy: Any, classes: Sequence[str] | None, smallest: int | None) -
 
 
 # Backends of torch.compile, by the names that scripts pass; the Accelerator refuses one that torch does not have.
-_BACKENDS = "NO EAGER AOT_EAGER INDUCTOR CUDAGRAPHS ONNXRT TENSORRT TVM".split()
+_BACKENDS = (
+    "NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT AOT_TORCHXLA_TRACE_ONCE "
+    "TORCHXLA_TRACE_ONCE TVM HPU_BACKEND NEURON"
+).split()
 DynamoBackend = StrEnum("DynamoBackend", {name: name for name in _BACKENDS}, module=__name__)
 
 
 @dataclass
-class TorchDynamoPlugin:
+class TorchDynamoPlugin(KwargsHandler):
     """torch.compile in Accelerate's words; `use_regional_compilation` is ``what="blocks"``."""
 
     backend: Any = None

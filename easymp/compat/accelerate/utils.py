@@ -1,14 +1,20 @@
-"""``accelerate.utils`` and its modules: collectives, nested batches, records, environment, versions, ``is_…_available()``."""
+"""``accelerate.utils`` and its modules: collectives, nested batches, records, environment, versions, ``is_…_available()``.
+
+The modules below it (``accelerate.utils.operations`` …) all have the names of this one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import importlib.metadata
 import importlib.util
 import operator
+import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from enum import StrEnum
@@ -20,21 +26,20 @@ from torch import nn
 from ... import options
 from ...base import env, pytree
 from ...base.rng import set_seed
+from ...checkpoint.huggingface import load, save_tree
+from ...checkpoint.weights import load_weights
 from ...distributed.processes import DistributedType, PrecisionType
-from ...errors import RefusedError, SettingError
+from ...errors import BatchError, RefusedError, SettingError, WorldError
 from ...logging import tqdm
 from ...training import collectives
 from ...training.oom import find_executable_batch_size, out_of_memory, release_memory
 from ...training.state import PartialState
 from ...training.wrapper import unwrap
 from ..layer import submodules
-from . import fsdp
+from . import fsdp, pickled
 from .plugins import (
-    DEEPSPEED,
-    FP8,
-    MEGATRON,
-    OFFLOADING,
-    QUANTIZED,
+    INSTEAD,
+    REFUSED_NAMES,
     SHARDING,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
@@ -46,6 +51,10 @@ from .plugins import (
 # -- operations ---------------------------------------------------------------------------------------------------
 
 
+class CannotPadNestedTensorWarning(UserWarning):
+    """`pad_across_processes` leaves nested tensors as they are."""
+
+
 def convert_to_fp32(tensor: Any) -> Any:
     """The tree with its half-precision tensors in fp32."""
     return pytree.recursively_apply(
@@ -53,14 +62,20 @@ def convert_to_fp32(tensor: Any) -> Any:
     )
 
 
+class ConvertOutputsToFp32:
+    """A function with outputs in fp32; it can be pickled where the function can."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """`model_forward` with outputs in fp32."""
-
-    @functools.wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return convert_to_fp32(model_forward(*args, **kwargs))
-
-    return forward
+    return ConvertOutputsToFp32(model_forward)
 
 
 def listify(data: Any) -> Any:
@@ -71,6 +86,41 @@ def listify(data: Any) -> Any:
 def find_device(data: Any) -> torch.device | None:
     """Device of the first tensor of the tree."""
     return next((leaf.device for leaf in pytree.leaves(data) if isinstance(leaf, torch.Tensor)), None)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Dimension 0 of every tensor cut to `tensor_slice`; the last two arguments make no difference, as in Accelerate."""
+    return pytree.slice_tensors(data, tensor_slice)
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """As `find_batch_size`; None where there is no tensor."""
+    with contextlib.suppress(BatchError, TypeError):
+        return pytree.find_batch_size(data)
+    return None
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether `data` is a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The items as a list, tuple or named tuple of the type of `obj`."""
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """As easymp's; a nested tensor, and one without dimension `dim`, stays as it is."""
+    if isinstance(tensor, torch.Tensor):
+        if getattr(tensor, "is_nested", False):
+            warnings.warn("a nested tensor is not padded", CannotPadNestedTensorWarning, stacklevel=2)
+            return tensor
+        if not -tensor.ndim <= dim < tensor.ndim:
+            return tensor
+    return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 @contextlib.contextmanager
@@ -113,10 +163,22 @@ def set_module_tensor_to_device(
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The user's own module. easymp wraps no forward for fp32 outputs, so `keep_fp32_wrapper` changes nothing."""
+    """The user's own module; ``keep_fp32_wrapper=False`` also gives it back the forward that `convert_outputs_to_fp32` wrapped."""
     if recursive:
         raise RefusedError("recursive=True: only whole models are wrapped here. Leave it out")
-    return unwrap(model, keep_torch_compile)
+    compiled = model if keep_torch_compile and is_compiled_module(model) else None
+    module = (
+        unwrap(model, keep_torch_compile=False) if compiled is not None else unwrap(model, keep_torch_compile)
+    )
+    own = vars(module)
+    if not keep_fp32_wrapper and "_original_forward" in own:
+        own["forward"] = own.pop("_original_forward")
+    if compiled is not None:
+        if module is compiled._orig_mod:
+            return compiled
+        compiled._orig_mod = module
+        return compiled
+    return module
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -130,6 +192,35 @@ def is_peft_model(model: nn.Module) -> bool:
     return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
 
 
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether a parameter of `model` is a DTensor."""
+    return any(hasattr(p, "to_local") for p in model.parameters())
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: Any,
+    device_map: Any = None,
+    *others: Any,
+    strict: bool = False,
+    **options: Any,
+) -> None:
+    """Load what `save_model` wrote into a model, or another file or folder of weights. Options about devices are refused."""
+    given = {name: value for name, value in options.items() if value not in (None, False) and name != "dtype"}
+    if device_map is not None or any(others) or given:
+        raise RefusedError(f"load_checkpoint_in_model(device_map=…, offload_…): {INSTEAD['dispatch_model']}")
+    place = os.fspath(checkpoint)
+    found = sorted(glob.glob(os.path.join(glob.escape(place), "pytorch_model*.bin"))) or [
+        place
+    ] * place.endswith(".bin")
+    if not found:
+        load_weights(model, place, strict=strict, dtype=options.get("dtype"))
+    for file in found:
+        model.load_state_dict(
+            torch.load(file, map_location="cpu", weights_only=True), strict and len(found) == 1
+        )
+
+
 def wait_for_everyone() -> None:
     """Wait until all processes are here."""
     PartialState().wait_for_everyone()
@@ -140,22 +231,45 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     release_memory()
 
 
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write an object on the main process; see `Accelerator.save` of this layer."""
+    if save_on_each_node:
+        raise RefusedError(
+            "save(save_on_each_node=True) is not honoured: write to a place that all nodes reach"
+        )
+    if PartialState().is_main_process:
+        (save_tree if safe_serialization else pickled.write)(obj, f)
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes in words."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024.0:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024.0
+    return f"{round(size, 2)} PB"
+
+
 # -- environment and versions -------------------------------------------------------------------------------------
 
 
-def str_to_bool(value: str) -> int:
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """1 for "yes", "true", "1" …, 0 for "no", "false", "0" …; ValueError for other words."""
     word = str(value).lower()
-    if word in env.TRUE or word in ("y", "t"):
-        return 1
-    if word in env.FALSE - {""} or word in ("n", "f"):
-        return 0
-    raise ValueError(f"{value!r} is neither yes nor no")
+    if word not in env.TRUE | env.FALSE - {""} | {"y", "t", "n", "f"}:
+        raise ValueError(f"{value!r} is neither yes nor no")
+    yes = word in env.TRUE or word in ("y", "t")
+    return yes if to_bool else int(yes)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """Whether a variable says yes."""
     return bool(str_to_bool(env.read(key, str(default)) or "no"))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The value of a variable."""
+    return env.read(key, str(default)) or ""
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
@@ -167,6 +281,36 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 def patch_environment(**kwargs: Any) -> AbstractContextManager[None]:
     """Inside, these variables are set, with their names in capitals."""
     return env.override(**{key.upper(): str(value) for key, value in kwargs.items()})
+
+
+def clear_environment() -> AbstractContextManager[None]:
+    """Inside, no variable is set."""
+    return env.override(**dict.fromkeys(env.names("")))
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Decorate a function, or the tests of a class and its subclasses: variables ``ACCELERATE_…`` are afterwards as they were before."""
+    if isinstance(func_or_cls, type):
+        for name in (name for name in dir(func_or_cls) if name.startswith("test")):
+            setattr(func_or_cls, name, purge_accelerate_environment(getattr(func_or_cls, name)))
+        vars_of: Any = func_or_cls
+        vars_of.__init_subclass__ = classmethod(lambda cls, **_: purge_accelerate_environment(cls))
+        return func_or_cls
+
+    @functools.wraps(func_or_cls)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before = {name: env.read(name) for name in env.names("ACCELERATE_")}
+        try:
+            return func_or_cls(*args, **kwargs)
+        finally:
+            env.put({**dict.fromkeys(env.names("ACCELERATE_")), **before})
+
+    return wrapper
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the libraries that are imported."""
+    return [name for name in library_names if name in sys.modules]
 
 
 COMPARED = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">=": "ge", ">": "gt"}
@@ -208,172 +352,108 @@ def _installed(*packages: str) -> Callable[..., bool]:
 
 
 PACKAGES = (
-    "aim bitsandbytes boto3 clearml comet_ml datasets dvclive matplotlib mlflow pandas peft pynvml pytest rich sagemaker "
-    "schedulefree swanlab timm torchao torchdata torchvision trackio transformers triton wandb"
+    "aim amdsmi bitsandbytes boto3 clearml comet_ml datasets dvclive import_timer matplotlib mlflow pandas peft pynvml pytest rich "
+    "sagemaker schedulefree swanlab timm torchao torchdata torchvision trackio transformers triton wandb"
 )
 # Engines and devices that easymp never uses: scripts then take their path without them.
 NEVER = (
-    "deepspeed habana hpu lomo megatron_lm mlu msamp musa neuron npu pippy sdaa torch_xla transformer_engine fp8 4bit_bnb "
-    "8bit_bnb"
+    "deepspeed habana hpu lomo megatron_lm mlu msamp musa neuron npu pippy sdaa torch_xla transformer_engine transformer_engine_mxfp8 "
+    "fp8 4bit_bnb 8bit_bnb torchdata_stateful_dataloader bitsandbytes_multi_backend xccl"
 )
-_checks: dict[str, Any] = {
-    "bnb": _installed("bitsandbytes"),
-    "tensorboard": _installed("tensorboard", "tensorboardX"),
+_CHECKS: dict[str, Any] = {
     **{name: _installed(name) for name in PACKAGES.split()},
     **{name: _installed() for name in NEVER.split()},
+    "bnb": _installed("bitsandbytes"),
+    "tensorboard": _installed("tensorboard", "tensorboardX"),
+    "cuda": lambda: torch.cuda.is_available(),
+    "xpu": lambda check_device=False: torch.xpu.is_available(),
+    "mps": lambda min_version="1.12": torch.backends.mps.is_available(),
+    "fp16": lambda: True,  # on every device; `easymp env` says where it is fast
+    "weights_only": lambda: True,
+    "rocm": lambda: torch.version.hip is not None and torch.cuda.is_available(),
 }
-_imports = {f"is_{name}_available": check for name, check in _checks.items()}
-_imports |= {
-    "is_cuda_available": lambda: torch.cuda.is_available(),
-    "is_xpu_available": lambda: torch.xpu.is_available(),
-    "is_mps_available": lambda min_version="1.12": torch.backends.mps.is_available(),
-    "is_fp16_available": lambda: True,  # on every device; `easymp env` says where it is fast
-    "is_rocm_available": lambda: torch.version.hip is not None and torch.cuda.is_available(),
-}
+_imports = {f"is_{name}_available": check for name, check in _CHECKS.items()}
+_imports["is_habana_gaudi1"] = _installed()
 for _name, _check in _imports.items():
     _check.__name__ = _check.__qualname__ = _name
-_imports["is_bf16_available"] = is_bf16_available
 
-# -- dataclasses --------------------------------------------------------------------------------------------------
-
+# -- all names ----------------------------------------------------------------------------------------------------
 
 # Words for `rng_types`, which has no effect: the order of data is the same on all ranks by itself.
-RNGType = StrEnum("RNGType", "TORCH CUDA NPU XLA XPU GENERATOR", module=__name__)
-
+RNGType = StrEnum("RNGType", "TORCH CUDA MLU SDAA MUSA NPU XLA XPU HPU NEURON GENERATOR", module=__name__)
 _RECORDS = (
     "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs "
-    "GradientAccumulationPlugin InitProcessGroupKwargs LoggerType ProfileKwargs ProjectConfiguration"
+    "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType ProfileKwargs ProjectConfiguration"
 )
-_STAND_INS = {
-    "DeepSpeedPlugin": DEEPSPEED,
-    "MegatronLMPlugin": MEGATRON,
-    "ParallelismConfig": "use Accelerator(strategy='hsdp') or 'tensor_parallel', and strategy_options",
-    "TorchTensorParallelPlugin": "use Accelerator(strategy='tensor_parallel')",
-    **dict.fromkeys(("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"), FP8),
-    "BnbQuantizationConfig": QUANTIZED,
-}
-_dataclasses = {
+_TREES = "concatenate find_batch_size recursively_apply send_to_device"
+_RANKS = "broadcast broadcast_object_list gather gather_object reduce"
+_FSDP = "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
+_OWN = (
+    *(
+        CannotPadNestedTensorWarning,
+        ConvertOutputsToFp32,
+        are_libraries_initialized,
+        clear_device_cache,
+        clear_environment,
+    ),
+    *(
+        compare_versions,
+        convert_bytes,
+        convert_outputs_to_fp32,
+        convert_to_fp32,
+        extract_model_from_parallel,
+        find_device,
+    ),
+    *(find_executable_batch_size, get_int_from_env, honor_type, ignorant_find_batch_size, init_empty_weights),
+    *(
+        is_bf16_available,
+        is_compiled_module,
+        is_namedtuple,
+        is_peft_model,
+        is_torch_version,
+        listify,
+        load,
+        load_checkpoint_in_model,
+    ),
+    *(
+        model_has_dtensor,
+        pad_across_processes,
+        parse_choice_from_env,
+        parse_flag_from_env,
+        patch_environment,
+        purge_accelerate_environment,
+    ),
+    *(release_memory, save, set_module_tensor_to_device, set_seed, slice_tensors, str_to_bool, tqdm),
+    *(wait_for_everyone, DistributedType, FullyShardedDataParallelPlugin, PrecisionType, TorchDynamoPlugin),
+)
+NAMES: dict[str, Any] = {
+    **_imports,
+    **{each.__name__: each for each in _OWN},
     **{name: getattr(options, name) for name in _RECORDS.split()},
-    **{name: stand_in(name, instead) for name, instead in _STAND_INS.items()},
-    "DistributedType": DistributedType,
+    **{name: getattr(pytree, name) for name in _TREES.split()},
+    **{name: getattr(collectives, name) for name in _RANKS.split()},
+    **{name: getattr(fsdp, name) for name in _FSDP.split()},
+    **{name: stand_in(name, INSTEAD[name]) for name in REFUSED_NAMES["stand_ins"].split()},
+    **pickled.FILES,
+    "DistributedOperationException": WorldError,
     "DynamoBackend": DynamoBackend,
-    "FullyShardedDataParallelPlugin": FullyShardedDataParallelPlugin,
-    "KwargsHandler": Any,  # for annotations: list[KwargsHandler]
-    "PrecisionType": PrecisionType,
     "RNGType": RNGType,
-    "TorchDynamoPlugin": TorchDynamoPlugin,
-}
-
-# -- addresses ----------------------------------------------------------------------------------------------------
-
-ALIKE = "set_seed(seed) seeds all ranks alike; the order of data is the same on them by itself"
-TIED = "tied weights are found, kept once and tied again by themselves"
-_RANDOM = dict.fromkeys(("synchronize_rng_state", "synchronize_rng_states"), ALIKE)
-_OTHER = {
-    "clean_state_dict_for_safetensors": "accelerator.save_model writes tied weights once by itself",
-    "load": "use easymp.load(file), which runs no code",
-    "save": "use accelerator.save(obj, file)",
-    "write_basic_config": "run `easymp config`, or nothing: missing settings are detected",
-}
-_memory = {
-    "clear_device_cache": clear_device_cache,
-    "find_executable_batch_size": find_executable_batch_size,
-    "release_memory": release_memory,
+    "FSDP_AUTO_WRAP_POLICY": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
+    "FSDP_SHARDING_STRATEGY": list(SHARDING),
+    "is_torch_tensor": lambda tensor: torch.is_tensor(tensor),  # by keyword, too
     "should_reduce_batch_size": out_of_memory,
 }
-_TREES = ("concatenate", "find_batch_size", "recursively_apply", "send_to_device", "slice_tensors")
-_RANKS = ("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "reduce")
-_own = (convert_outputs_to_fp32, convert_to_fp32, find_device, listify)
-_operations = {
-    **{f.__name__: f for f in _own},
-    "is_torch_tensor": lambda tensor: torch.is_tensor(tensor),  # by keyword, too
-    **{name: getattr(pytree, name) for name in _TREES},
-    **{name: getattr(collectives, name) for name in _RANKS},
-}
-_environment = {
-    f.__name__: f for f in (get_int_from_env, parse_flag_from_env, patch_environment, str_to_bool)
-}
-_other = {
-    f.__name__: f for f in (extract_model_from_parallel, is_compiled_module, is_peft_model, wait_for_everyone)
-}
-_fsdp = {
-    f.__name__: f
-    for f in (fsdp.load_fsdp_model, fsdp.load_fsdp_optimizer, fsdp.save_fsdp_model, fsdp.save_fsdp_optimizer)
-}
-_versions = {f.__name__: f for f in (compare_versions, is_torch_version)}
-
-_OFFLOADING = (
-    "CustomDtype get_balanced_memory get_max_memory infer_auto_device_map load_offloaded_weights named_module_tensors "
-    "offload_state_dict offload_weight save_offload_index"
+globals().update(NAMES)
+__all__ = sorted(NAMES)
+__path__: list[str] = []  # modules below this one are made here
+_MODULES = (
+    "constants dataclasses deepspeed environment imports fsdp_utils megatron_lm memory modeling offload operations other random tqdm "
+    "versions bnb"
 )
-_MODELING = f"{_OFFLOADING} clean_device_map compute_module_sizes convert_file_size_to_int get_max_layer_size"
-_DEEPSPEED = ("DeepSpeedSchedulerWrapper", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig")
-__path__: list[str] = []  # modules below this one are in the table
 submodules(
     __name__,
-    {
-        "constants": {
-            "FSDP_AUTO_WRAP_POLICY": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
-            "FSDP_SHARDING_STRATEGY": list(SHARDING),
-        },
-        "dataclasses": {**_dataclasses, "absent": {"get_module_class_from_name": OFFLOADING}},
-        "deepspeed": {name: stand_in(name, DEEPSPEED) for name in _DEEPSPEED},
-        "environment": _environment,
-        "imports": _imports,
-        "fsdp_utils": {
-            **_fsdp,
-            "absent": dict.fromkeys(("get_parameters_from_modules",), "name modules: FSDPOptions(ignore=…)"),
-        },
-        "memory": _memory,
-        "modeling": {
-            "set_module_tensor_to_device": set_module_tensor_to_device,
-            "absent": dict.fromkeys(_MODELING.split(), OFFLOADING),
-        },
-        "offload": {"absent": dict.fromkeys(_OFFLOADING.split(), OFFLOADING)},
-        "operations": _operations,
-        "other": {**_other, "absent": _OTHER},
-        "random": {"set_seed": set_seed, "absent": _RANDOM},
-        "tqdm": {"tqdm": tqdm},
-        "versions": _versions,
-    },
+    {module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()},
     layer,
     "accelerate.utils",
 )
-_names = {
-    **_dataclasses,
-    **_environment,
-    **_fsdp,
-    **_imports,
-    **_memory,
-    **_operations,
-    **_other,
-    **_versions,
-    "init_empty_weights": init_empty_weights,
-    "set_module_tensor_to_device": set_module_tensor_to_device,
-    "set_seed": set_seed,
-    "tqdm": tqdm,
-    **{name: stand_in(name, DEEPSPEED) for name in _DEEPSPEED},
-    **{name: stand_in(name, MEGATRON) for name in ("MegatronLMDummyDataLoader", "MegatronLMDummyScheduler")},
-}
-globals().update(_names)
-__all__ = sorted(_names)
-
-__getattr__ = layer.absent(
-    "accelerate.utils",
-    {
-        **dict.fromkeys(_OFFLOADING.split(), OFFLOADING),
-        **dict.fromkeys(("load_and_quantize_model", "has_4bit_bnb_layers"), QUANTIZED),
-        **dict.fromkeys(
-            ("load_checkpoint_in_model", "load_state_dict"), "use easymp.load_weights(model, place)"
-        ),
-        "merge_fsdp_weights": "run `easymp checkpoint merge FOLDER TARGET`",
-        "compile_regions": "use Accelerator(compile='blocks')",
-        "compute_module_sizes": "use easymp.training.memory.estimate(model)",
-        "GatheredParameters": "read a sharded parameter by parameter.full_tensor(), on all ranks",
-        "find_tied_parameters": TIED,
-        "retie_parameters": TIED,
-        **_OTHER,
-        **_RANDOM,
-    },
-    lambda: __all__,
-)
+__getattr__ = layer.absent("accelerate.utils", INSTEAD, lambda: __all__)
