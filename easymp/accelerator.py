@@ -28,7 +28,7 @@ from .base.lazy import modules_at_first_use
 from .base.rng import set_seed
 from .base.torch_flags import switch
 from .checkpoint.api import Checkpoints
-from .errors import PrepareError, RefusedError, SettingError, StepError, failing, nearest
+from .errors import ArgumentError, PrepareError, RefusedError, SettingError, StepError, failing, nearest
 from .logging import get_logger
 from .registry import reported
 from .training import wrapper
@@ -138,7 +138,7 @@ def _explaining(init: Init) -> Init:
         for name in [name for name in named if name not in known]:
             value = named.pop(name)
             if name not in ELSEWHERE:
-                raise SettingError(f"Accelerator() has no argument {name!r}{nearest(name, known)}")
+                raise ArgumentError(f"Accelerator() has no argument {name!r}{nearest(name, known)}")
             if value is not None:  # a script of the peer may pass None
                 raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {ELSEWHERE[name]}")
         init(self, *arguments, **named)

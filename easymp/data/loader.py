@@ -139,6 +139,16 @@ class PreparedLoader(DataLoader[Any]):
         return self._surplus
 
     @property
+    def end_of_dataloader(self) -> bool:
+        """`last`, by Accelerate's name."""
+        return bool(self.last)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data set, by Accelerate's name."""
+        return len(self.dataset)
+
+    @property
     def remainder(self) -> int:
         """Samples in the last global batch that are not repeated ones; -1 where none are, or before that batch."""
         return self.total_batch_size - self.surplus if self.surplus else -1  # type: ignore[operator]
@@ -180,8 +190,6 @@ class PreparedLoader(DataLoader[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
             raise AttributeError(name)
-        if name == "end_of_dataloader":  # as Accelerate calls it
-            return self.last
         try:
             return getattr(self.loader, name)
         except AttributeError:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 modules_at_first_use(globals(), "state")
 T = TypeVar("T")
-Reduction = Literal["sum", "mean", "none"]
+Reduction = Literal["sum", "mean", "max", "none"]
 
 LENGTHS = (
     f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current batch "
@@ -329,7 +329,7 @@ def broadcast_object_list(
 
 
 def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, world: World | None = None) -> T:
-    """Sum or average tensors over the ranks.
+    """Sum or average tensors over the ranks, or take the largest values.
 
     Args:
         tensor: tensors of one dtype and shape on all ranks, nested in any way.
@@ -351,7 +351,7 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, worl
         tensor([0.5000, 0.5000])
     """
     if reduction not in get_args(Reduction):
-        raise SettingError(f"reduction={reduction!r} is not one of sum, mean, none")
+        raise SettingError(f"reduction={reduction!r} is not one of sum, mean, max, none")
     there = world or state.current_world()
 
     def one(leaf: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class PartialState(View, Processes):
                 f"PartialState(cpu=True) in a run that is open on {self.device}: make it first, or pass cpu=True to the Accelerator"
             )
 
-    def destroy_process_group(self) -> None:
+    def destroy_process_group(self, group: Any = None) -> None:
         """Leave the other processes, if a PartialState joined them without an Accelerator; an Accelerator does it in `end_training`."""
         for run in [run for run in _open if run.world is self._world and run.accelerator() is None]:
             unregister(run)

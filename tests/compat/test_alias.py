@@ -36,7 +36,8 @@ acc = Accelerator(cpu=True)
 model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 acc.backward(model(torch.ones(2, 2)).sum())
 optimizer.step()
-print(type(acc).__module__, acc.num_processes, acc.gather(model.weight.detach()[0, :1]).tolist())
+weights = acc.gather(model.weight.detach()[0, :1]).tolist()
+print(f"{type(acc).__module__} {acc.num_processes} {weights}\\n", end="", flush=True)
 acc.end_training()
 """
 

@@ -46,7 +46,8 @@ submodules(
 _LISTED = (
     "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin DistributedDataParallelKwargs "
     "DistributedType FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs LocalSGD ParallelismConfig PartialState "
-    "ProfileKwargs debug_launcher find_executable_batch_size init_empty_weights is_rich_available notebook_launcher skip_first_batches"
+    "ProfileKwargs debug_launcher find_executable_batch_size init_empty_weights is_rich_available load_checkpoint_in_model "
+    "notebook_launcher skip_first_batches synchronize_rng_states"
 )
 globals().update({name: NAMES[name] for name in _LISTED.split()})
 __all__ = [*_LISTED.split(), *_MODULES.split(), "install", "logging", "tracking", "utils"]

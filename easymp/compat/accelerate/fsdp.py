@@ -11,13 +11,7 @@ from ...errors import StepError
 
 
 def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Any,
-    output_dir: str,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
+    fsdp_plugin: Any, accelerator: Any, model: Any, output_dir: str, model_index: int = 0, **_: Any
 ) -> None:
     """Write the weights of one prepared model to ``pytorch_model_fsdp_0`` in `output_dir`; all ranks call it."""
     _save(accelerator, _model(accelerator, model), output_dir, "pytorch_model_fsdp", model_index)
@@ -30,20 +24,14 @@ def save_fsdp_optimizer(
     model: Any,
     output_dir: str,
     optimizer_index: int = 0,
-    use_dcp: bool = True,
+    **_: Any,
 ) -> None:
     """Write the state of one prepared optimizer to ``optimizer_0`` in `output_dir`; all ranks call it."""
     _save(accelerator, _optimizer(accelerator, optimizer), output_dir, "optimizer", optimizer_index)
 
 
 def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Any,
-    input_dir: str,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
+    fsdp_plugin: Any, accelerator: Any, model: Any, input_dir: str, model_index: int = 0, **_: Any
 ) -> None:
     """Load what `save_fsdp_model` wrote; all ranks call it."""
     _load(accelerator, _model(accelerator, model), input_dir, "pytorch_model_fsdp", model_index)
@@ -56,8 +44,7 @@ def load_fsdp_optimizer(
     model: Any,
     input_dir: str,
     optimizer_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
+    **_: Any,
 ) -> None:
     """Load what `save_fsdp_optimizer` wrote; all ranks call it."""
     _load(accelerator, _optimizer(accelerator, optimizer), input_dir, "optimizer", optimizer_index)

@@ -64,52 +64,58 @@ REFUSED = {
 }
 
 
+FIELDS = (
+    "fsdp_version sharding_strategy reshard_after_forward backward_prefetch mixed_precision_policy auto_wrap_policy cpu_offload "
+    "ignored_modules state_dict_type state_dict_config optim_state_dict_config limit_all_gathers use_orig_params param_init_fn "
+    "sync_module_states forward_prefetch activation_checkpointing activation_checkpointing_offload cpu_ram_efficient_loading "
+    "transformer_cls_names_to_wrap min_num_params"
+).split()
+
+
 class FullyShardedDataParallelPlugin:
     """Strategy "fsdp" (or "hsdp", "ddp") in Accelerate's words; a single process trains alone, as there.
 
     Attributes:
         strategy, options: the arguments of the Accelerator.
         activation_checkpointing: as the Accelerator's.
-        fsdp_version, state_dict_type: for libraries that ask; the latter as it was given.
+        The options by Accelerate's names, as they were given.
 
     Raises:
         SettingError: an option that the plugin does not have, or a wrong value.
         RefusedError: an option that has another place here, or none.
     """
 
-    def __init__(
-        self,
-        sharding_strategy: Any = None,
-        reshard_after_forward: Any = None,
-        cpu_offload: Any = None,
-        auto_wrap_policy: Any = None,
-        transformer_cls_names_to_wrap: Sequence[str] | None = None,
-        min_num_params: int | None = None,
-        activation_checkpointing: bool = False,
-        **others: Any,
-    ) -> None:
-        for name, value in others.items():
+    sharding_strategy: Any
+    reshard_after_forward: Any
+    auto_wrap_policy: Any
+    cpu_offload: Any
+    activation_checkpointing: Any
+    transformer_cls_names_to_wrap: Any
+    min_num_params: Any
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        asked = {**dict(zip(FIELDS, args)), **named}
+        for name, value in asked.items():
+            if name not in FIELDS:
+                raise SettingError(f"FullyShardedDataParallelPlugin has no {name!r}{nearest(name, FIELDS)}")
             if name in REFUSED and value not in (None, False):
                 raise RefusedError(
                     f"FullyShardedDataParallelPlugin({name}=…) is not honoured: {REFUSED[name]}"
                 )
-            if name not in REFUSED and name not in WITHOUT_EFFECT:
-                options = ("sharding_strategy", "reshard_after_forward", "auto_wrap_policy")
-                known = (*REFUSED, *WITHOUT_EFFECT, *options)
-                raise SettingError(f"FullyShardedDataParallelPlugin has no {name!r}{nearest(name, known)}")
-        given = [name for name, value in others.items() if name in WITHOUT_EFFECT and value is not None]
+        vars(self).update({**dict.fromkeys(FIELDS), **asked})
+        given = [name for name, value in asked.items() if name in WITHOUT_EFFECT and value is not None]
         layer.ignore({name: WITHOUT_EFFECT[name] for name in given})
-        self.strategy, kind, reshard = _sharding(sharding_strategy, reshard_after_forward)
-        wrap = _wrapped(auto_wrap_policy, transformer_cls_names_to_wrap, min_num_params)
+        self.strategy, kind, reshard = _sharding(self.sharding_strategy, self.reshard_after_forward)
+        wrap = _wrapped(self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params)
         # A bool, or a record of FSDP1 or FSDP2.
-        offload = getattr(cpu_offload, "offload_params", cpu_offload)
+        offload = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
         host = offload is True or type(offload).__name__ == "CPUOffloadPolicy"
         self.options = kind and kind(reshard_after_forward=reshard, wrap=wrap, cpu_offload=host)
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing = bool(self.activation_checkpointing)
         self.fsdp_version = 2
-        self.state_dict_type = others.get("state_dict_type", "SHARDED_STATE_DICT")
+        self.state_dict_type = asked.get("state_dict_type", "SHARDED_STATE_DICT")
         words = "" if kind is None or self.options == kind() else f", strategy_options={self.options!r}"
-        words += ", activation_checkpointing=True" if activation_checkpointing else ""
+        words += ", activation_checkpointing=True" if self.activation_checkpointing else ""
         layer.use(
             "FullyShardedDataParallelPlugin(…)", f"acc = Accelerator(strategy={self.strategy!r}{words})"
         )

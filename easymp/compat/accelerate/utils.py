@@ -2,6 +2,7 @@
 
 The modules below it (``accelerate.utils.operations`` …) all have the names of this one.
 """
+# ruff: noqa: F401 (what is imported belongs to the names of this module)
 
 from __future__ import annotations
 
@@ -18,41 +19,56 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from enum import StrEnum
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ... import options
 from ...base import env, pytree
+from ...base.pytree import concatenate, find_batch_size, recursively_apply, send_to_device
 from ...base.rng import set_seed
+from ...checkpoint import torch_files
 from ...checkpoint.huggingface import load, save_tree
 from ...checkpoint.weights import load_weights
 from ...distributed.processes import DistributedType, PrecisionType
-from ...errors import BatchError, RefusedError, SettingError, WorldError
+from ...errors import BatchError, RefusedError, SettingError
+from ...errors import WorldError as DistributedOperationException
 from ...logging import tqdm
-from ...training import collectives
-from ...training.oom import find_executable_batch_size, out_of_memory, release_memory
+from ...options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    LoggerType,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from ...training import collectives, oom
+from ...training.collectives import broadcast, broadcast_object_list, gather, gather_object, reduce
+from ...training.oom import out_of_memory as should_reduce_batch_size
+from ...training.oom import release_memory
 from ...training.state import PartialState
 from ...training.wrapper import unwrap
 from ..layer import submodules
-from . import fsdp, pickled
-from .plugins import (
-    INSTEAD,
-    REFUSED_NAMES,
-    SHARDING,
-    DynamoBackend,
-    FullyShardedDataParallelPlugin,
-    TorchDynamoPlugin,
-    layer,
-    stand_in,
-)
+from . import plugins
+from .fsdp import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from .plugins import INSTEAD, DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
 
 # -- operations ---------------------------------------------------------------------------------------------------
 
 
 class CannotPadNestedTensorWarning(UserWarning):
     """`pad_across_processes` leaves nested tensors as they are."""
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether it is a tensor."""
+    return torch.is_tensor(tensor)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
@@ -221,6 +237,45 @@ def load_checkpoint_in_model(
         )
 
 
+def find_executable_batch_size(
+    function: Any = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """As `easymp.find_executable_batch_size`; a size that does not fit is followed by nine tenths of it."""
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    size = [starting_batch_size]
+
+    def smaller() -> int:
+        size[0] = int(size[0] * 0.9)
+        return size[0]
+
+    return oom.find_executable_batch_size(function, starting_batch_size, reduce_batch_size_fn or smaller)
+
+
+def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
+    """Give all ranks rank 0's random state: of "torch", of the device ("cuda" …), or of a `generator`."""
+    for word in map(str, rng_types):
+        there: Any = generator if word == "generator" else torch
+        if word not in ("torch", "generator"):
+            there = torch.get_device_module(PartialState().device)
+        if there is None:
+            raise SettingError("synchronize_rng_states(['generator']): pass the generator")
+        held = [there.get_state() if word == "generator" else there.get_rng_state()]
+        broadcast_object_list(held)
+        (there.set_state if word == "generator" else there.set_rng_state)(held[0])
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """`synchronize_rng_states` of one."""
+    synchronize_rng_states([rng_type], generator)
+
+
 def wait_for_everyone() -> None:
     """Wait until all processes are here."""
     PartialState().wait_for_everyone()
@@ -238,7 +293,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
             "save(save_on_each_node=True) is not honoured: write to a place that all nodes reach"
         )
     if PartialState().is_main_process:
-        (save_tree if safe_serialization else pickled.write)(obj, f)
+        (save_tree if safe_serialization else torch_files.write)(obj, f)
 
 
 def convert_bytes(size: float) -> str:
@@ -313,16 +368,16 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
     return [name for name in library_names if name in sys.modules]
 
 
-COMPARED = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">=": "ge", ">": "gt"}
+_COMPARED = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">=": "ge", ">": "gt"}
 
 
 def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
     """Whether an installed package, or a version, is ``"<"``, ``">="`` … `requirement_version`, by the release numbers."""
-    if operation not in COMPARED:
-        raise SettingError(f"operation={operation!r} is not one of {', '.join(COMPARED)}")
+    if operation not in _COMPARED:
+        raise SettingError(f"operation={operation!r} is not one of {', '.join(_COMPARED)}")
     given = str(library_or_version)
     version = given if given[:1].isdigit() else importlib.metadata.version(given)
-    return bool(getattr(operator, COMPARED[operation])(_numbers(version), _numbers(requirement_version)))
+    return bool(getattr(operator, _COMPARED[operation])(_numbers(version), _numbers(requirement_version)))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -351,18 +406,18 @@ def _installed(*packages: str) -> Callable[..., bool]:
     return available
 
 
-PACKAGES = (
+_PACKAGES = (
     "aim amdsmi bitsandbytes boto3 clearml comet_ml datasets dvclive import_timer matplotlib mlflow pandas peft pynvml pytest rich "
     "sagemaker schedulefree swanlab timm torchao torchdata torchvision trackio transformers triton wandb"
 )
 # Engines and devices that easymp never uses: scripts then take their path without them.
-NEVER = (
+_NEVER = (
     "deepspeed habana hpu lomo megatron_lm mlu msamp musa neuron npu pippy sdaa torch_xla transformer_engine transformer_engine_mxfp8 "
     "fp8 4bit_bnb 8bit_bnb torchdata_stateful_dataloader bitsandbytes_multi_backend xccl"
 )
 _CHECKS: dict[str, Any] = {
-    **{name: _installed(name) for name in PACKAGES.split()},
-    **{name: _installed() for name in NEVER.split()},
+    **{name: _installed(name) for name in _PACKAGES.split()},
+    **{name: _installed() for name in _NEVER.split()},
     "bnb": _installed("bitsandbytes"),
     "tensorboard": _installed("tensorboard", "tensorboardX"),
     "cuda": lambda: torch.cuda.is_available(),
@@ -381,69 +436,21 @@ for _name, _check in _imports.items():
 
 # Words for `rng_types`, which has no effect: the order of data is the same on all ranks by itself.
 RNGType = StrEnum("RNGType", "TORCH CUDA MLU SDAA MUSA NPU XLA XPU HPU NEURON GENERATOR", module=__name__)
-_RECORDS = (
-    "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs "
-    "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType ProfileKwargs ProjectConfiguration"
+FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_SHARDING_STRATEGY = list(plugins.SHARDING)
+globals().update(_imports, **torch_files.FILES)
+globals().update(
+    {name: plugins.stand_in(name, INSTEAD[name]) for name in plugins.REFUSED_NAMES["stand_ins"].split()}
 )
-_TREES = "concatenate find_batch_size recursively_apply send_to_device"
-_RANKS = "broadcast broadcast_object_list gather gather_object reduce"
-_FSDP = "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
-_OWN = (
-    *(
-        CannotPadNestedTensorWarning,
-        ConvertOutputsToFp32,
-        are_libraries_initialized,
-        clear_device_cache,
-        clear_environment,
-    ),
-    *(
-        compare_versions,
-        convert_bytes,
-        convert_outputs_to_fp32,
-        convert_to_fp32,
-        extract_model_from_parallel,
-        find_device,
-    ),
-    *(find_executable_batch_size, get_int_from_env, honor_type, ignorant_find_batch_size, init_empty_weights),
-    *(
-        is_bf16_available,
-        is_compiled_module,
-        is_namedtuple,
-        is_peft_model,
-        is_torch_version,
-        listify,
-        load,
-        load_checkpoint_in_model,
-    ),
-    *(
-        model_has_dtensor,
-        pad_across_processes,
-        parse_choice_from_env,
-        parse_flag_from_env,
-        patch_environment,
-        purge_accelerate_environment,
-    ),
-    *(release_memory, save, set_module_tensor_to_device, set_seed, slice_tensors, str_to_bool, tqdm),
-    *(wait_for_everyone, DistributedType, FullyShardedDataParallelPlugin, PrecisionType, TorchDynamoPlugin),
+_NOT_LISTED = (
+    "AbstractContextManager Any BatchError Callable INSTEAD Iterable Iterator RefusedError SettingError StrEnum annotations layer "
+    "load_weights nn submodules unwrap"
 )
 NAMES: dict[str, Any] = {
-    **_imports,
-    **{each.__name__: each for each in _OWN},
-    **{name: getattr(options, name) for name in _RECORDS.split()},
-    **{name: getattr(pytree, name) for name in _TREES.split()},
-    **{name: getattr(collectives, name) for name in _RANKS.split()},
-    **{name: getattr(fsdp, name) for name in _FSDP.split()},
-    **{name: stand_in(name, INSTEAD[name]) for name in REFUSED_NAMES["stand_ins"].split()},
-    **pickled.FILES,
-    "DistributedOperationException": WorldError,
-    "DynamoBackend": DynamoBackend,
-    "RNGType": RNGType,
-    "FSDP_AUTO_WRAP_POLICY": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
-    "FSDP_SHARDING_STRATEGY": list(SHARDING),
-    "is_torch_tensor": lambda tensor: torch.is_tensor(tensor),  # by keyword, too
-    "should_reduce_batch_size": out_of_memory,
+    name: value
+    for name, value in globals().items()
+    if not name.startswith("_") and not isinstance(value, ModuleType) and name not in _NOT_LISTED.split()
 }
-globals().update(NAMES)
 __all__ = sorted(NAMES)
 __path__: list[str] = []  # modules below this one are made here
 _MODULES = (

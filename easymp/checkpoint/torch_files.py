@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.huggingface import Item, cut
-from ...checkpoint.snapshot import encode_index
-from ...errors import CheckpointError, RefusedError
-from ...settings import read_bytes
+from ..errors import CheckpointError, RefusedError
+from ..settings import read_bytes
+from .huggingface import Item, cut
+from .snapshot import encode_index
 
 FILES = {
     "MODEL_NAME": "pytorch_model",
