@@ -268,7 +268,7 @@ def test_schedules_count_calls_as_in_accelerate(ranks: Ranks) -> None:
     assert ranks(scheduled, 2, 2, 2) == pytest.approx([0.2, 0.2])
 
 
-def saved_alone(strategy: str) -> Any:
+def saved_alone(strategy: str, folder: str) -> Any:
     """What diffusers' examples do: the others go on to their next collective."""
     acc = Accelerator(cpu=True, strategy=strategy, kwargs_handlers=[InitProcessGroupKwargs(timeout=30)])
     model = Net()
@@ -284,16 +284,16 @@ def saved_alone(strategy: str) -> Any:
     try:
         trained()
         if acc.is_main_process:
-            acc.save_state(f"{strategy}/alone", safe_serialization=False)
-            acc.save_model(model, f"{strategy}/model", safe_serialization=False)
+            acc.save_state(f"{folder}/alone", safe_serialization=False)
+            acc.save_model(model, f"{folder}/model", safe_serialization=False)
         after = trained()
-        acc.load_state(f"{strategy}/alone")
+        acc.load_state(f"{folder}/alone")
         once_more = trained()
         acc.wait_for_everyone()
-        acc.save_state(f"{strategy}/all")
-        names = sorted(os.listdir(f"{strategy}/model")) if acc.is_main_process else []
+        acc.save_state(f"{folder}/all")
+        names = sorted(os.listdir(f"{folder}/model")) if acc.is_main_process else []
         if acc.is_main_process:
-            acc.save_state(f"{strategy}/last")  # the other one ends meanwhile
+            acc.save_state(f"{folder}/last")  # the other one ends meanwhile
         return after == once_more, names
     except (RefusedError, WorldError) as error:
         return str(error)
@@ -301,18 +301,22 @@ def saved_alone(strategy: str) -> Any:
         acc.end_training()
 
 
-def test_the_main_process_saves_alone(ranks: Ranks) -> None:
-    assert ranks(saved_alone, "ddp") == [(True, ["pytorch_model.bin"]), (True, [])]
+def test_the_main_process_saves_alone(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ranks(saved_alone, "ddp", str(tmp_path)) == [(True, ["pytorch_model.bin"]), (True, [])]
     files = {
-        name: torch.load(f"ddp/{name}/pytorch_model.bin", weights_only=True) for name in ("alone", "model")
+        name: torch.load(tmp_path / name / "pytorch_model.bin", weights_only=True)
+        for name in ("alone", "model")
     }
     assert all(torch.equal(value, files["model"][name]) for name, value in files["alone"].items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_the_main_process_saves_alone_where_ranks_have_parts(strategy: str, ranks: Ranks) -> None:
-    first, second = ranks(saved_alone, strategy)
+def test_the_main_process_saves_alone_where_ranks_have_parts(
+    strategy: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks(saved_alone, strategy, str(tmp_path))
     if strategy == "zero1":
         assert (
             second == (True, []) and "every rank has a part" in first
@@ -407,10 +411,10 @@ class Kept(accelerate.tracking.GeneralTracker):
         self.calls.append((values, step, options))
 
 
-def test_trackers_of_the_script_get_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        accelerate.tracking, "LOGGER_TYPE_TO_CLASS", accelerate.tracking.LOGGER_TYPE_TO_CLASS.copy()
-    )
+def test_trackers_of_the_script_get_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "kept", Kept)
+    del accelerate.tracking.LOGGER_TYPE_TO_CLASS["kept"]
     accelerate.tracking.register_tracker_class(Kept)
     with Accelerator(cpu=True, log_with="kept", project_dir="runs") as acc:
         acc.init_trackers("digits", {"lr": 0.1}, init_kwargs={"kept": {"color": "red"}})

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from easymp import Accelerator, GeneralTracker, LoggerType, SettingError
 from easymp.compat.accelerate.tracking import GeneralTracker as TheirName
 from easymp.compat.accelerate.tracking import on_main_process
+
+from easymp import Accelerator, GeneralTracker, LoggerType, SettingError
 from easymp.trackers import TRACKERS
 from easymp.trackers import rows as pending
 from easymp.trackers.rows import Pending, Row

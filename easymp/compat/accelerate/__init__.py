@@ -13,10 +13,11 @@ from ...data import PreparedLoader, skip_first_batches
 from ...launcher.entrypoints import debug_launcher, notebook_launcher
 from ...optim import PreparedOptimizer
 from ...strategies.local_sgd import LocalSGD
+from ...trackers.own import on_main_process
 from ...training.state import AcceleratorState, GradientState, PartialState, is_open
 from ..alias import VERSION, install
 from ..layer import submodules
-from . import logging, tracking, utils
+from . import logging, plugins, utils
 from .accelerator import AcceleratedScheduler, Accelerator
 from .plugins import INSTEAD, layer
 
@@ -24,7 +25,6 @@ __version__ = VERSION  # for scripts that ask
 
 NAMES: dict[str, Any] = {
     **{name: utils.NAMES[name] for name in utils.__all__},
-    **tracking.NAMES,
     "AcceleratedOptimizer": PreparedOptimizer,
     "AcceleratedScheduler": AcceleratedScheduler,
     "Accelerator": Accelerator,
@@ -33,15 +33,23 @@ NAMES: dict[str, Any] = {
     "DataLoaderShard": PreparedLoader,
     "GradientState": GradientState,
     "LocalSGD": LocalSGD,
+    "LOGGER_TYPE_TO_CLASS": plugins.LOGGER_TYPE_TO_CLASS,
+    "GeneralTracker": plugins.GeneralTracker,
     "PartialState": PartialState,
     "debug_launcher": debug_launcher,
+    "get_available_trackers": plugins.get_available_trackers,
     "is_initialized": is_open,
     "notebook_launcher": notebook_launcher,
+    "on_main_process": on_main_process,
+    "register_tracker_class": plugins.register_tracker_class,
     "skip_first_batches": skip_first_batches,
 }
-_MODULES = "big_modeling commands data_loader hooks inference launchers local_sgd memory_utils optimizer parallelism_config scheduler state"
+_MODULES = "big_modeling commands data_loader hooks inference launchers local_sgd memory_utils optimizer parallelism_config scheduler state tracking"
 submodules(
-    __name__, {module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()}, layer, "accelerate"
+    __name__,
+    {module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()},
+    layer,
+    "accelerate",
 )
 _LISTED = (
     "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin DistributedDataParallelKwargs "
@@ -50,5 +58,5 @@ _LISTED = (
     "notebook_launcher skip_first_batches synchronize_rng_states"
 )
 globals().update({name: NAMES[name] for name in _LISTED.split()})
-__all__ = [*_LISTED.split(), *_MODULES.split(), "install", "logging", "tracking", "utils"]
+__all__ = [*_LISTED.split(), *_MODULES.split(), "install", "logging", "utils"]
 __getattr__ = layer.absent("accelerate", INSTEAD, lambda: __all__)

@@ -41,8 +41,7 @@ from ...trackers import TRACKERS
 from ...training.collectives import gather_object
 from ...training.state import GradientState
 from ..layer import unless_set
-from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
-from .tracking import made_by_name
+from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer, made_by_name
 from .utils import extract_model_from_parallel
 
 logger = get_logger(__name__)

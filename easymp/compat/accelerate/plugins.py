@@ -1,18 +1,23 @@
-"""Plugins that scripts give to the Accelerator, in the words of easymp; stand-ins for absent classes; messages of this layer."""
+"""Plugins in the words of easymp, stand-ins for absent classes, checkpoints of one sharded object, and a script's classes of trackers."""
 
 from __future__ import annotations
 
+import os
 import tomllib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ...errors import RefusedError, SettingError, nearest
-from ...options import KwargsHandler
+from ...checkpoint import folders, load, save
+from ...checkpoint.model_state import ModelState, OptimizerState
+from ...errors import RefusedError, SettingError, StepError, nearest
+from ...options import KwargsHandler, LoggerType
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
+from ...trackers import choose, own
 from ..layer import Layer
 
 layer = Layer("Accelerate")
@@ -175,3 +180,140 @@ class TorchDynamoPlugin(KwargsHandler):
         what = "blocks" if self.use_regional_compilation else "model"
         mode = None if self.mode == "default" else self.mode
         return CompileOptions(what, backend.lower(), mode, bool(self.fullgraph), self.dynamic, self.options)
+
+
+# -- checkpoints of one sharded model or optimizer, as libraries write them --------------------------------------------
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any, accelerator: Any, model: Any, output_dir: str, model_index: int = 0, **_: Any
+) -> None:
+    """Write the weights of one prepared model to ``pytorch_model_fsdp_0`` in `output_dir`; all ranks call it."""
+    _save(accelerator, _model(accelerator, model), output_dir, "pytorch_model_fsdp", model_index)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: str,
+    optimizer_index: int = 0,
+    **_: Any,
+) -> None:
+    """Write the state of one prepared optimizer to ``optimizer_0`` in `output_dir`; all ranks call it."""
+    _save(accelerator, _optimizer(accelerator, optimizer), output_dir, "optimizer", optimizer_index)
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any, accelerator: Any, model: Any, input_dir: str, model_index: int = 0, **_: Any
+) -> None:
+    """Load what `save_fsdp_model` wrote; all ranks call it."""
+    _load(accelerator, _model(accelerator, model), input_dir, "pytorch_model_fsdp", model_index)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: str,
+    optimizer_index: int = 0,
+    **_: Any,
+) -> None:
+    """Load what `save_fsdp_optimizer` wrote; all ranks call it."""
+    _load(accelerator, _optimizer(accelerator, optimizer), input_dir, "optimizer", optimizer_index)
+
+
+def _model(accelerator: Any, model: Any) -> Any:
+    (route,) = accelerator._prepared.routes((model,))
+    index = [prepared.route for prepared in accelerator._prepared.models].index(route)
+    return _parts(accelerator, ModelState)[index]
+
+
+def _optimizer(accelerator: Any, optimizer: Any) -> Any:
+    there = [o for o in accelerator._prepared.optimizers if optimizer in (o, o.optimizer)]
+    if not there:
+        raise StepError(f"this {type(optimizer).__name__} is not prepared: pass what prepare() returned")
+    return _parts(accelerator, OptimizerState)[accelerator._prepared.optimizers.index(there[0])]
+
+
+def _parts(accelerator: Any, kind: type) -> list[Any]:
+    models = range(len(accelerator._prepared.models))
+    return [part for part in accelerator._parts(models) if isinstance(part, kind)]
+
+
+def _save(accelerator: Any, part: Any, folder: str, name: str, index: int) -> None:
+    accelerator._world.settle()
+    plan = accelerator.plan.as_dict()
+    target = save.Target(folders.open_storage(os.fspath(folder)), f"{name}_{index}", 0, plan)
+    accelerator._saver().save(target, [part])
+
+
+def _load(accelerator: Any, part: Any, folder: str, name: str, index: int) -> None:
+    storage = folders.open_storage(os.fspath(folder))
+    load.load_checkpoint(accelerator._world, storage, f"{name}_{index}", [part])
+
+
+# -- trackers ---------------------------------------------------------------------------------------------------------
+
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {}  # those that the script registered
+
+
+class GeneralTracker(own.GeneralTracker):
+    """Base class of a script's trackers; see `easymp.GeneralTracker`.
+
+    Raises:
+        NotImplementedError: the class lacks `name`, `requires_logging_directory` or `tracker`.
+    """
+
+    def __init__(self, _blank: bool = False) -> None:
+        kinds = [
+            kind for kind in type(self).__mro__ if kind not in (GeneralTracker, own.GeneralTracker, object)
+        ]
+        there = {name for kind in kinds for name in vars(kind)} | vars(self).keys()
+        lacks = [name for name in ("name", "requires_logging_directory", "tracker") if name not in there]
+        if lacks and not _blank:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no {' and no '.join(lacks)}: define it in the class"
+            )
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let `log_with` name a class of trackers, which is made as ``tracker_class(project_name, **options)``.
+
+    A class with ``requires_logging_directory = True`` gets the folder as its second argument.
+
+    Raises:
+        SettingError: it is not a GeneralTracker, or has no name or no `requires_logging_directory` of its own.
+    """
+    kinds = tracker_class.__mro__ if isinstance(tracker_class, type) else ()
+    said = [kind for kind in kinds if "requires_logging_directory" in vars(kind)]
+    if own.GeneralTracker not in kinds or not tracker_class.name or said[0] is own.GeneralTracker:
+        raise SettingError(
+            f"{tracker_class!r} cannot be registered: derive it from GeneralTracker, and set name and requires_logging_directory in it"
+        )
+    if tracker_class.name in LOGGER_TYPE_TO_CLASS:
+        warnings.warn(f"the tracker {tracker_class.name!r} is registered anew", stacklevel=2)
+    LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
+
+
+def made_by_name(word: Any, run: Any, folder: Any) -> Any:
+    """`word`, or where a class is registered under it, one that `log_with` takes; `run` and `folder` are asked when it is made."""
+    kind = LOGGER_TYPE_TO_CLASS.get(str(word)) if isinstance(word, str) else None
+    if kind is None:
+        return word
+    if kind.requires_logging_directory and folder is None:
+        raise SettingError(
+            f"log_with={word!r}: this tracker needs a folder: pass project_dir, or a logging_dir"
+        )
+
+    def made(self: Any, **options: Any) -> None:
+        kind.__init__(self, run(), *([folder] if kind.requires_logging_directory else []), **options)  # type: ignore[misc]
+
+    return type(kind.__name__, (kind,), {"__init__": made, "__module__": kind.__module__})
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """The trackers whose packages are installed."""
+    return [LoggerType(word) for word in choose("all", "log_with='all'", {})]

@@ -56,8 +56,17 @@ from ...training.state import PartialState
 from ...training.wrapper import unwrap
 from ..layer import submodules
 from . import plugins
-from .fsdp import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
-from .plugins import INSTEAD, DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
+from .plugins import (
+    INSTEAD,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+    layer,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 
 # -- operations ---------------------------------------------------------------------------------------------------
 
