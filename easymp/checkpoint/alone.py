@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..distributed import World
@@ -154,12 +154,23 @@ class Apart(World):
         self._objects += 1
         given, found = f"given/{self._objects}", f"found/{self._objects}"
         if self.rank:
-            self._meeting.put(f"{given}/{self.rank}", pickle.dumps(item))
-            parts = pickle.loads(self._meeting.take(found))
+            self._meeting.put(f"{given}/{self.rank}", _packed(item))
+            parts = _unpacked(self._meeting.take(found))
         else:
-            parts = self._meeting.gather(given, pickle.dumps(item))
+            parts = self._meeting.gather(given, _packed(item))
             for part in parts:
                 if isinstance(part, CheckpointError):
                     raise part
-            self._meeting.put(found, pickle.dumps(parts))
-        return [pickle.loads(part) for part in parts]
+            self._meeting.put(found, _packed(parts))
+        return [_unpacked(part) for part in parts]
+
+
+def _packed(item: Any) -> bytes:
+    """As torch's collectives of objects send it."""
+    tensor, _ = dist.distributed_c10d._object_to_tensor(item, torch.device("cpu"), None)
+    return bytes(tensor.numpy())
+
+
+def _unpacked(data: bytes) -> Any:
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return dist.distributed_c10d._tensor_to_object(tensor, len(data), None)

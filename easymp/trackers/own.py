@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ..errors import SettingError
 from ..logging import is_main
-from .rows import FACTS, Row
+from .rows import FACTS, Row, concise
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,7 +37,9 @@ class Own:
         else:
             if hasattr(self.given, "start"):
                 self.given.start()
-            if asked := {name: value for name, value in config.items() if name != FACTS}:
+            if not getattr(self.given, "as_given", False):
+                self.given.store_init_configuration(concise(config))
+            elif asked := {name: value for name, value in config.items() if name != FACTS}:
                 self.given.store_init_configuration(asked)
         self._running = True
 

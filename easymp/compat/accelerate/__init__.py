@@ -44,8 +44,10 @@ NAMES: dict[str, Any] = {
     "register_tracker_class": plugins.register_tracker_class,
     "skip_first_batches": skip_first_batches,
 }
-_MODULES = "big_modeling commands data_loader hooks inference launchers local_sgd memory_utils optimizer parallelism_config scheduler state "
+_MODULES = (
+    "big_modeling commands data_loader hooks inference launchers local_sgd memory_utils optimizer parallelism_config scheduler state "
     "tracking"
+)
 submodules(
     __name__,
     {module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()},

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from ... import accelerator
 from ...base.pytree import leaves
-from ...checkpoint import folders, torch_files
+from ...checkpoint import accelerate_export, folders
 from ...checkpoint.alone import Attendance
 from ...checkpoint.api import Path
 from ...checkpoint.load import Loaded
@@ -263,7 +263,7 @@ class Accelerator(accelerator.Accelerator):
 
         With ``automatic_checkpoint_naming`` it is ``checkpoint_0``, ``checkpoint_1`` …, by `save_iteration`.
         """
-        binary = partial(torch_files.beside, main=self.is_main_process)
+        binary = partial(accelerate_export.beside, main=self.is_main_process)
         handle = None if safe_serialization else self.register_save_state_pre_hook(binary)
         try:
             if self.num_processes == 1 or self._attendance.together():
@@ -318,14 +318,14 @@ class Accelerator(accelerator.Accelerator):
             return
         state = self.get_state_dict(model)
         if self.is_main_process:
-            torch_files.write_model(state, os.fspath(save_directory), max_shard_size)
+            accelerate_export.write_model(state, os.fspath(save_directory), max_shard_size)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """As `easymp.Accelerator.save`; False writes by torch.save what ``torch.load(weights_only=True)`` reads."""
         if safe_serialization:
             super().save(obj, f)
         elif self.is_main_process:
-            torch_files.write(obj, f)
+            accelerate_export.write(obj, f)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """As `easymp.Accelerator.register_for_checkpointing`."""

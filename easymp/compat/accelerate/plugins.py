@@ -267,6 +267,8 @@ class GeneralTracker(own.GeneralTracker):
         NotImplementedError: the class lacks `name`, `requires_logging_directory` or `tracker`.
     """
 
+    as_given = True  # it gets the script's hyperparameters and nothing more
+
     def __init__(self, _blank: bool = False) -> None:
         kinds = [
             kind for kind in type(self).__mro__ if kind not in (GeneralTracker, own.GeneralTracker, object)

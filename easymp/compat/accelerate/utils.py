@@ -28,7 +28,7 @@ from torch import nn
 from ...base import env, pytree
 from ...base.pytree import concatenate, find_batch_size, recursively_apply, send_to_device
 from ...base.rng import set_seed
-from ...checkpoint import torch_files
+from ...checkpoint import accelerate_export
 from ...checkpoint.huggingface import load, save_tree
 from ...checkpoint.weights import load_weights
 from ...distributed.processes import DistributedType, PrecisionType
@@ -241,9 +241,7 @@ def load_checkpoint_in_model(
     if not found:
         load_weights(model, place, strict=strict, dtype=options.get("dtype"))
     for file in found:
-        model.load_state_dict(
-            torch.load(file, map_location="cpu", weights_only=True), strict and len(found) == 1
-        )
+        model.load_state_dict(accelerate_export.read(file), strict and len(found) == 1)
 
 
 def find_executable_batch_size(
@@ -302,7 +300,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
             "save(save_on_each_node=True) is not honoured: write to a place that all nodes reach"
         )
     if PartialState().is_main_process:
-        (save_tree if safe_serialization else torch_files.write)(obj, f)
+        (save_tree if safe_serialization else accelerate_export.write)(obj, f)
 
 
 def convert_bytes(size: float) -> str:
@@ -447,7 +445,7 @@ for _name, _check in _imports.items():
 RNGType = StrEnum("RNGType", "TORCH CUDA MLU SDAA MUSA NPU XLA XPU HPU NEURON GENERATOR", module=__name__)
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_SHARDING_STRATEGY = list(plugins.SHARDING)
-globals().update(_imports, **torch_files.FILES)
+globals().update(_imports, **accelerate_export.FILES)
 globals().update(
     {name: plugins.stand_in(name, INSTEAD[name]) for name in plugins.REFUSED_NAMES["stand_ins"].split()}
 )

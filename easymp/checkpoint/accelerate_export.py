@@ -55,6 +55,11 @@ def write(obj: Any, f: str | os.PathLike[str]) -> None:
             os.remove(fresh)
 
 
+def read(file: str) -> Any:
+    """The weights in a file of torch.save, on the CPU."""
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
 def write_model(state: Mapping[str, Any], folder: str, max_shard_size: int | str) -> None:
     """Write weights as ``pytorch_model.bin``, or as shards and their index; shards of an earlier model are removed."""
     os.makedirs(folder, exist_ok=True)
