@@ -98,7 +98,8 @@ def test_names_of_the_engine():
 
 
 @pytest.mark.slow
-def test_beside_deepspeed_itself():
+def test_beside_deepspeed_itself(monkeypatch):
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which it sets
     theirs = pytest.importorskip("deepspeed")
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -136,7 +137,7 @@ def test_beside_deepspeed_itself():
         if f"{n}_DEFAULT" in constants and isinstance(v, str) and "\n" not in v
     }
     known = {key for _, key, *_ in KEYS}
-    assert {key for key in top if key.isidentifier()} <= known | {"check_overflow", "type"}
+    assert {key for key in top if key.isidentifier()} <= known | {"check_overflow", "pipeline_stage", "type"}
     for name, parameters in SIGNATURES.items():
-        if name != "WarmupLR" and not name.startswith(("Warmup", "ops")):
+        if name != "WarmupLR" and not name.startswith(("Warmup", "ops", "DeepSpeedEngine.backward")):
             assert parameters_of(theirs, name) == parameters.split(), name
