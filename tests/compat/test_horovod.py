@@ -676,6 +676,12 @@ def misuse():
         sgd = torch.optim.SGD(net.parameters(), lr=0.1)
         named = list(net.named_parameters())
         said = refused(
+            lambda: hvd.allreduce(1.5),
+            lambda: hvd.grouped_allreduce_async([torch.ones(1), 1.5]),
+            lambda: hvd.allreduce(torch.ones(1), process_set=0),
+            lambda: hvd.ProcessSet([0, 0]),
+            lambda: hvd.DistributedOptimizer(net),
+            lambda: hvd.DistributedOptimizer(sgd, named, compression="fp16"),
             lambda: hvd.DistributedOptimizer(sgd, [*named, named[0]]),
             lambda: hvd.DistributedOptimizer(sgd, named[1:]),
             lambda: hvd.DistributedOptimizer(sgd, net.parameters()),
@@ -684,6 +690,9 @@ def misuse():
             lambda: hvd.DistributedOptimizer(sgd, named, backward_passes_per_step=0),
             lambda: hvd.DistributedOptimizer(sgd, named, groups=[[named[0][1], named[0][1]]]),
         )
+        assert hvd.grouped_allreduce([]) == []
+        with pytest.raises(TypeError):
+            hvd.alltoall(torch.arange(4), splits=[1.5, 1.5])
         optimizer = hvd.DistributedOptimizer(sgd, named)
         loss_of(net, slice(None), 0).backward()
         said += refused(lambda: loss_of(net, slice(None), 0).backward(), optimizer.zero_grad)
@@ -696,6 +705,12 @@ def misuse():
 
 def test_misuse_is_told_as_horovod_tells_it(ranks):
     wanted = [
+        "ValueError: 1.5 is a float: pass a tensor",
+        "ValueError: 1.5 is a float: pass a tensor",
+        "ValueError: process_set=0: pass an hvd.ProcessSet",
+        "ValueError: ProcessSet names a rank twice: [0, 0]",
+        "ValueError: DistributedOptimizer takes an optimizer of torch, not a Sequential",
+        "ValueError: compression='fp16': pass hvd.Compression.fp16",
         "ValueError: Parameter names in named_parameters must be unique. Found duplicates: 0.weight",
         "one or more model parameters were not named (1 of them)",
         "should be a sequence of tuples",

@@ -48,7 +48,7 @@ class ProcessSet:
     `process_set_id` is None before it is added, and after it is removed; 0 of `global_process_set`.
 
     Raises:
-        ValueError: anything but a list of ranks, such as an MPI communicator.
+        ValueError: anything but a list of ranks, each once; such as an MPI communicator.
     """
 
     mpi_comm = None
@@ -60,6 +60,8 @@ class ProcessSet:
         self.ranks = sorted(ranks_or_comm)
         if any(not isinstance(rank, int) for rank in self.ranks):
             raise ValueError(f"ProcessSet should be initialized with a list of ranks, got {self.ranks}")
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"ProcessSet names a rank twice: {self.ranks}; pass each rank once")
 
     def size(self) -> int | None:
         """Number of its ranks; None before it is added."""
@@ -111,8 +113,10 @@ class Run:
         """The ranks of a process set, ``()`` for all.
 
         Raises:
-            ValueError: it was not added, or this process is not part of it.
+            ValueError: it is not a ProcessSet, it was not added, or this process is not part of it.
         """
+        if not isinstance(among, ProcessSet):
+            raise ValueError(f"process_set={among!r}: pass an hvd.ProcessSet that hvd.init was given, or leave it out")
         if self.sets.get(among.process_set_id or 0) is not among:
             raise ValueError(f"{among} does not exist, or has not been registered: pass it to hvd.init")
         if not among.included():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ def _enqueue(kind: str, tensors: Any, name: str | None, among: ProcessSet, finis
     `finish` makes a result of the output and the order; `fields` are those of `Request`.
     """
     into = isinstance(tensors, _InPlace)
-    tensors = tensors.tensors if into else tensors
+    tensors = _checked(tensors.tensors if into else tensors)
     run, several = running(), not isinstance(tensors, Tensor)
     ranks, whole, made = run.members(among), f"{kind}.{name or run.unnamed(kind, among)}", []
     for i, tensor in enumerate(tensors if several else [tensors]):
@@ -112,6 +113,17 @@ def _enqueue(kind: str, tensors: Any, name: str | None, among: ProcessSet, finis
         request = Request(each, kind, ranks, tuple(tensor.shape), dtype, tensor.device.type, **fields)
         made.append(Pending(request, tensor.detach(), tensor if into else None, finish))
     return _submit(made, several)
+
+
+def _checked(tensors: Any) -> Any:
+    """A tensor, or a list of several. Raises ValueError for anything else."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    several = list(tensors) if isinstance(tensors, Iterable) else [tensors]
+    for each in several:
+        if not isinstance(each, Tensor):
+            raise ValueError(f"{each!r} is a {type(each).__name__}: pass a tensor, such as torch.tensor({each!r})")
+    return several
 
 
 def _submit(made: list[Pending], several: bool = False) -> int:
@@ -230,7 +242,7 @@ def alltoall_async(
             )
     if splits is None and length % ranks:
         raise ValueError(f"alltoall without splits: {length} rows do not divide among {ranks} ranks")
-    rows = [length // ranks] * ranks if splits is None else [int(split) for split in splits]
+    rows = [length // ranks] * ranks if splits is None else [index(split) for split in splits]
     if len(rows) != ranks or min(rows) < 0 or sum(rows) > length:
         raise ValueError(f"alltoall: splits {rows} do not divide {length} rows among {ranks} ranks")
 
@@ -286,6 +298,9 @@ def _through(tensors: Any, forward: Any, backward: Any, compression: Any = Compr
     if isinstance(tensors, Tensor):
         one = _through([tensors], lambda t: [forward(t[0])], lambda g: [backward(g[0])], compression)
         return one[0]
+    tensors = _checked(tensors)
+    if not tensors:
+        return []
     small, contexts = zip(*map(compression.compress, tensors))
     return list(map(compression.decompress, _Flow.apply(forward, backward, *small), contexts))
 
