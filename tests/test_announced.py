@@ -197,6 +197,8 @@ URI = "7.0;tcp://192.0.2.2,10.0.0.1:56327;tcp6://[fd00::2]:60173"
         ({"PET_NNODES": 2, "PET_NODE_RANK": 2, "PET_MASTER_ADDR": "a"}, "PET_NNODES=2 and node rank 2 contradict each other"),
         ({"PET_NNODES": 2, "PET_NODE_RANK": 0}, "PET_NNODES=2 is in the environment but PET_MASTER_ADDR is not"),
         ({"PET_NNODES": "two"}, "PET_NNODES='two' is not a number of nodes"),
+        ({"PET_NNODES": "4:1"}, "PET_NNODES='4:1' is not a number of nodes"),
+        ({"PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE='0' is not a number of processes"),
         # what only a launcher can join
         ({"PET_NPROC_PER_NODE": 4}, "NODE=4 announce 1 node with 4 processes each, .*: start it with torchrun or `easymp launch`"),
         ({"SKYPILOT_NUM_NODES": 2, "SKYPILOT_NODE_IPS": "a\nb"}, "SKYPILOT_NUM_NODES=2 is in .* but SKYPILOT_NODE_RANK is not"),

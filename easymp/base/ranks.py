@@ -243,12 +243,16 @@ def _read_pods(launcher: Launcher) -> Announced | str:
         return ""
     text, each = env.read(launcher.size) or "1", env.read(launcher.each) or "1"
     nodes = re.fullmatch(r"\s*([1-9]\d*)(?::(\d+))?\s*", text)
-    if nodes is None:
+    if nodes is None or int(nodes[1]) > int(nodes[2] or nodes[1]):
         raise WorldError(
             f"PET_NNODES={text!r} is not a number of nodes, such as 2 or 1:4: check the job's settings"
         )
+    if re.fullmatch(r"[1-9]\d*|auto|gpu|cpu|xpu", each) is None:
+        raise WorldError(
+            f"PET_NPROC_PER_NODE={each!r} is not a number of processes, such as 8 or auto: check the job's settings"
+        )
     least, most = int(nodes[1]), int(nodes[2] or nodes[1])
-    processes = int(each) if each.isdecimal() else 0  # "auto", "gpu", "cpu"
+    processes = int(each) if each.isdecimal() else 0  # by the node's accelerators
     if most == 1 and processes in (0, 1):
         return ""
     rank = env.integer(launcher.rank, env.integer("RANK"))

@@ -87,6 +87,7 @@ def test_the_batch_triangle(given, solved):
         ({**BATCH, "optimizer": {"type": "Adam", "lr": 1}}, "optimizer has no key 'lr'"),
         ({**BATCH, "fp16": {"enabled": "auto"}}, "fp16.enabled='auto' is for tools that fill it in"),
         ({**BATCH, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "optimizer.params.lr='auto' is for tools"),
+        ({**BATCH, "optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, "optimizer.params.lr='1e-3' is a string"),
         ([], "is a list; it must be a dict"),
         ({**BATCH, "optimizer": {"type": "Adan"}}, "there is no optimizer 'Adan', did you mean 'Adam'"),
         ({**BATCH, "optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam' is not part of easymp.compat: use 'AdamW'"),
@@ -388,6 +389,29 @@ def test_a_backward_of_the_scripts_own(ranks, stage, half):
     own, engines = ranks(own_backward, stage, half)[0]
     for a, b in zip(own, engines):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-3, atol=1e-4)
+
+
+class Parts(nn.Module):
+    """Outputs that come from one operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(4))
+
+    def forward(self):
+        return self.weights.chunk(2)
+
+
+def test_outputs_without_use_in_a_backward_of_the_scripts_own():
+    with started(
+        {"train_batch_size": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0, "optimizer": SGD},
+        model=Parts(),
+    ) as engine:
+        for _ in range(2):
+            engine()[0].sum().backward()
+            engine.step()
+        lr = engine.get_lr()[0]
+        assert engine.module.weights.tolist() == pytest.approx([1 - lr, 1 - lr, 1.0, 1.0])
 
 
 def test_a_loss_without_its_scale_is_refused():
@@ -770,6 +794,10 @@ def test_initialize_says_what_is_missing():
         deepspeed.initialize(model=model())
     with pytest.raises(SettingError, match="given twice"):
         deepspeed.initialize(model=model(), config=BATCH, config_params=BATCH)
+    with pytest.raises(SettingError, match="pass a torch"):
+        deepspeed.initialize(model="bert", config=BATCH)
+    with pytest.raises(SettingError, match="optimizer='adam' is neither one nor a function"):
+        deepspeed.initialize(model=model(), optimizer="adam", config=BATCH)
     with pytest.raises(ImportError, match=r"deepspeed.PipelineModule is not part of easymp.compat: use"):
         deepspeed.PipelineModule  # noqa: B018
 

@@ -220,6 +220,9 @@ def test_what_setup_returned_is_wrapped() -> None:
     net, other = nn.Linear(2, 1), nn.Linear(2, 1)
     wrapped = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert all(L.is_wrapped(part) for part in wrapped) and not L.is_wrapped(other)
+    several = nn.Sequential(nn.Linear(2, 1), nn.Tanh())  # has parts of its own
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(several.parameters(), lr=0.1), 1)
+    assert fabric.setup(several, scheduler=schedule) == (several, schedule)
     fabric.easymp.close()
 
 

@@ -61,6 +61,13 @@ def initialize(
     """
     if model is None:
         raise SettingError("deepspeed.initialize requires a model")
+    if not isinstance(model, torch.nn.Module):
+        raise SettingError(f"deepspeed.initialize(model={model!r}): pass a torch.nn.Module")
+    for name, made in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if not (made is None or callable(made) or hasattr(made, "step")):
+            raise SettingError(
+                f"{name}={made!r} is neither one nor a function that makes one; a name goes into the configuration"
+            )
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     configs = [c for c in (config, config_params, named) if c is not None]
     if not configs:

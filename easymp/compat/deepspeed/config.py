@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,6 +80,9 @@ FP16 = ("fp16", "float16", "torch.float16", "half")
 # Bounds of numbers; others are 0 or more.
 LEAST = dict.fromkeys((*SIZES, "fp16.loss_scale_window", "fp16.hysteresis"), 1)
 MOST = {"zero_optimization.stage": 3, "fp16.initial_scale_power": 127}
+
+
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
 class Batch(NamedTuple):
@@ -280,6 +284,8 @@ def _typed(content: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]] 
         raise SettingError(f"{name} needs a type by name and params as a dict, not {kind!r} and {params!r}")
     for key, value in params.items():
         _check(f"{name}.params.{key}", value, None)
+        if isinstance(value, str) and NUMBER.fullmatch(value):
+            raise SettingError(f"{name}.params.{key}={value!r} is a string: write the number without quotes")
     return kind, dict(params)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import index
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,9 +194,9 @@ class DeepSpeedEngine(nn.Module):
                     leaf.register_hook(self._divide)
         return outputs
 
-    def _divide(self, gradient: Tensor) -> Tensor:
-        """Divide a gradient of the script's own ``loss.backward()``; `backward` divides the loss."""
-        return gradient if self._inside else gradient / self._config.batch.steps
+    def _divide(self, gradient: Tensor | None) -> Tensor | None:
+        """Divide a gradient of the script's own ``loss.backward()``; `backward` divides the loss. It is None of an output without use."""
+        return gradient if gradient is None or self._inside else gradient / self._config.batch.steps
 
     @property
     def _late(self) -> bool:
@@ -310,6 +311,7 @@ class DeepSpeedEngine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Samples of an update, by the number of micro-batches; a ValueError for no multiple of micro-batch × ranks."""
         batch = self._config.batch
+        train_batch_size = index(train_batch_size)
         if train_batch_size % (batch.micro * batch.world) or train_batch_size < 1:
             raise ValueError(f"train_batch_size={train_batch_size} is not {batch.micro} × {batch.world} × n")
         steps = train_batch_size // (batch.micro * batch.world)
@@ -319,6 +321,8 @@ class DeepSpeedEngine(nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Samples of a micro-batch, with as many micro-batches in an update as before."""
         batch = self._config.batch
+        if index(micro_batch_size) < 1:
+            raise ValueError(f"micro_batch_size={micro_batch_size} is below 1")
         train = micro_batch_size * batch.steps * batch.world
         self._config = replace(self._config, batch=batch._replace(train=train, micro=micro_batch_size))
 

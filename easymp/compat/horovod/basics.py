@@ -116,7 +116,9 @@ class Run:
             ValueError: it is not a ProcessSet, it was not added, or this process is not part of it.
         """
         if not isinstance(among, ProcessSet):
-            raise ValueError(f"process_set={among!r}: pass an hvd.ProcessSet that hvd.init was given, or leave it out")
+            raise ValueError(
+                f"process_set={among!r}: pass an hvd.ProcessSet that hvd.init was given, or leave it out"
+            )
         if self.sets.get(among.process_set_id or 0) is not among:
             raise ValueError(f"{among} does not exist, or has not been registered: pass it to hvd.init")
         if not among.included():

@@ -122,7 +122,9 @@ def _checked(tensors: Any) -> Any:
     several = list(tensors) if isinstance(tensors, Iterable) else [tensors]
     for each in several:
         if not isinstance(each, Tensor):
-            raise ValueError(f"{each!r} is a {type(each).__name__}: pass a tensor, such as torch.tensor({each!r})")
+            raise ValueError(
+                f"{each!r} is a {type(each).__name__}: pass a tensor, such as torch.tensor({each!r})"
+            )
     return several
 
 

@@ -56,7 +56,9 @@ def DistributedOptimizer(
         ValueError: as in Horovod, for wrong names, groups, an op that is not known, a predivision without Average.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"DistributedOptimizer takes an optimizer of torch, not a {type(optimizer).__name__}")
+        raise ValueError(
+            f"DistributedOptimizer takes an optimizer of torch, not a {type(optimizer).__name__}"
+        )
     if not hasattr(compression, "compress"):
         raise ValueError(f"compression={compression!r}: pass hvd.Compression.fp16 or hvd.Compression.none")
     if op not in (Average, Sum, Adasum):

@@ -130,7 +130,7 @@ class Fabric:
         """The model, or a tuple of it, its optimizers and the scheduler, for this run. The scheduler is stepped by the script."""
         placed = [move_to_device, *(None for _ in optimizers)]
         done = self.easymp.prepare(module, *optimizers, device_placement=placed)
-        return done if scheduler is None else (*done, scheduler)
+        return done if scheduler is None else (*(done if optimizers else [done]), scheduler)
 
     def setup_module(
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
