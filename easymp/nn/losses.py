@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..errors import BatchError, SettingError
+from ..errors import BatchError, SettingError, StepError
 
 LEAST = 512  # tokens of a chunk, below which matrix products are slow
 REDUCTIONS = ("mean", "sum", "none")
@@ -58,6 +57,7 @@ def linear_cross_entropy(
 
     Raises:
         BatchError: shapes that do not fit, or targets that are not int64.
+        StepError: in backward, with create_graph=True.
         SettingError: a wrong option, or a weight in shards that no rank can use as they are.
 
     Example:
@@ -79,21 +79,22 @@ def linear_cross_entropy(
         raise BatchError(f"targets are {targets.dtype}, not int64: pass indices of the vocabulary")
     if reduction not in REDUCTIONS:
         raise SettingError(f"reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise SettingError(f"label_smoothing={label_smoothing} must be a number from 0 to 1")
-    if chunk_tokens is not None and chunk_tokens < 1:
+    if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing <= 1.0:
+        raise SettingError(f"label_smoothing={label_smoothing!r} must be a number from 0 to 1")
+    if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
         raise SettingError(
-            f"chunk_tokens={chunk_tokens} must be at least 1; leave it out for a fitting number"
+            f"chunk_tokens={chunk_tokens!r} must be an integer of at least 1; leave it out for a fitting number"
         )
     words, group, start = weight.shape[0], None, 0
+    most = words  # of a rank
     if hasattr(weight, "to_local"):
-        group, start = _split(weight)
+        group, start, most = _split(weight)
         weight, bias = weight.to_local(), None if bias is None else _part(bias, weight)
     hidden, targets = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (hidden, targets))
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    tokens = chunk_tokens or max(LEAST, rows.numel() // len(weight))
+    tokens = chunk_tokens or max(LEAST, rows.numel() // max(1, most))  # the same on all ranks
     summed = reduction != "none"
     how = _How(
         words, start, group, dtype, ignore_index, label_smoothing, tokens, summed, torch.is_grad_enabled()
@@ -108,8 +109,8 @@ def linear_cross_entropy(
     return loss if summed else loss.view(targets.shape)
 
 
-def _split(weight: Any) -> tuple[dist.ProcessGroup, int]:
-    """The ranks that hold the parts of a weight, and the first word of this rank's part."""
+def _split(weight: Any) -> tuple[dist.ProcessGroup, int, int]:
+    """The ranks that hold the parts of a weight, the first word of this rank's part, and the number of words in the largest part."""
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or "tensor" not in (mesh.mesh_dim_names or ()) or not placements[0].is_shard(0):
         raise SettingError(
@@ -118,7 +119,7 @@ def _split(weight: Any) -> tuple[dist.ProcessGroup, int]:
             "tensor_parallel, say 'colwise_rep' for the head in the plan"
         )
     each = -(-weight.shape[0] // mesh.size())  # rows of each rank, as torch.chunk cuts
-    return mesh.get_group(0), min(mesh.get_local_rank() * each, weight.shape[0])
+    return mesh.get_group(0), min(mesh.get_local_rank() * each, weight.shape[0]), each
 
 
 def _part(bias: Any, weight: Any) -> Tensor:
@@ -165,8 +166,12 @@ class _Chunks(torch.autograd.Function):
         return losses.sum() if how.summed else losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, arrived: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise StepError(
+                "linear_cross_entropy has no gradient of a gradient, and create_graph=True asks for one: leave create_graph out, or use "
+                "F.cross_entropy(F.linear(hidden, weight, bias), targets)"
+            )
         gradients = ctx.gradients
         if ctx.how.summed and gradients is not None:
             ctx.gradients = None
@@ -176,7 +181,9 @@ class _Chunks(torch.autograd.Function):
         else:
             each = arrived.expand(len(ctx.saved_tensors[0]))
             gradients = _run(*ctx.saved_tensors, ctx.how, ctx.needs_input_grad[:3], each)[1]
-        return (*gradients, None, None)
+        # A sum over many tokens can be too large for fp16 before it is divided by their number, which is in `arrived`.
+        narrow = (None if g is None else g.to(t.dtype) for g, t in zip(gradients, ctx.saved_tensors))
+        return (*narrow, None, None)
 
 
 def _run(
@@ -188,7 +195,10 @@ def _run(
     needed: tuple[bool, ...],
     arrived: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The loss of each token, and the gradients of hidden, weight and bias that are `needed`, times what has `arrived`."""
+    """The loss of each token, and the gradients of hidden, weight and bias that are `needed`, times what has `arrived`.
+
+    Those of weight and bias are fp32 or wider.
+    """
     words, start, group, dtype, ignore_index, smoothing, tokens, *_ = how
     wide, held = torch.promote_types(dtype, torch.float32), weight.to(dtype)
     added = None if bias is None else bias.to(dtype)
@@ -237,11 +247,7 @@ def _run(
         losses.masked_fill_(outside, torch.nan)  # of a whole weight, torch refuses to gather such a one
         if of_hidden is not None:
             dist.all_reduce(of_hidden, group=group)
-    return losses, (
-        of_hidden,
-        None if of_weight is None else of_weight.to(weight.dtype),
-        None if of_bias is None or bias is None else of_bias.to(bias.dtype),
-    )
+    return losses, (of_hidden, of_weight, of_bias)
 
 
 def _over_ranks(widths: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from easymp import Accelerator, BatchError, SettingError, TensorParallelOptions
+from easymp import Accelerator, BatchError, SettingError, StepError, TensorParallelOptions
 from easymp.nn import linear_cross_entropy
 
 WORDS = 101
@@ -88,6 +88,20 @@ def test_under_autocast_it_is_as_exact_as_the_plain_pair(dtype: torch.dtype) -> 
     )
 
 
+def test_a_gradient_is_divided_by_the_tokens_before_it_is_rounded_to_fp16() -> None:
+    hidden, weight = torch.full((40_000, 4), 8.0), torch.zeros(5, 4, dtype=torch.float16, requires_grad=True)
+    targets = torch.zeros(40_000, dtype=torch.int64)
+    linear_cross_entropy(hidden.half(), weight, targets, chunk_tokens=512).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[0], torch.full((4,), -6.4, dtype=torch.float16))
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    (hidden, weight), targets = data(torch.float32, False)
+    with pytest.raises(StepError, match="F.cross_entropy"):
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), hidden, create_graph=True)
+
+
 @pytest.mark.slow
 def test_it_is_compiled_whole() -> None:
     (hidden, weight), targets = data(torch.float32, False)
@@ -106,6 +120,7 @@ def test_it_is_compiled_whole() -> None:
         ({"reduction": "max"}, SettingError, "'max' is not one of mean, sum, none"),
         ({"label_smoothing": 2.0}, SettingError, "0 to 1"),
         ({"chunk_tokens": 0}, SettingError, "at least 1"),
+        ({"chunk_tokens": 2.5}, SettingError, "an integer"),
     ],
 )
 def test_what_is_wrong_is_named(changed: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -129,9 +144,7 @@ class Language(nn.Module):
         y = self.hidden(self.words(x))
         if plain:
             return F.cross_entropy(self.head(y).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
-        return linear_cross_entropy(
-            y, self.head.weight, targets, bias=self.head.bias, label_smoothing=0.1, chunk_tokens=7
-        )
+        return linear_cross_entropy(y, self.head.weight, targets, bias=self.head.bias, label_smoothing=0.1)
 
 
 def losses(strategy: str, tied: bool, plain: bool, **words: Any) -> list[float]:
@@ -139,7 +152,7 @@ def losses(strategy: str, tied: bool, plain: bool, **words: Any) -> list[float]:
     with Accelerator(strategy=strategy, cpu=True, mixed_precision="fp32", **words) as acc:
         model = Language(tied)
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        sequence = torch.arange(41).remainder(WORDS).repeat(4, 1)
+        sequence = torch.arange(411).remainder(WORDS).repeat(4, 1)  # chunks depend on the number of words
         x, targets = sequence[:, :-1], sequence[:, 1:]
         told = []
         for _ in range(5):
