@@ -97,8 +97,13 @@ class Muon(torch.optim.Optimizer):
             "adamw_lr": adamw_lr,
             "adamw_weight_decay": adamw_weight_decay,
         }.items():
-            if value is not None and not value >= 0:
-                raise SettingError(f"{name}={value} must be a number of at least 0")
+            unset = value is None and name in ("adamw_lr", "adamw_weight_decay")
+            if not unset and not (isinstance(value, (int, float, Tensor)) and value >= 0):
+                raise SettingError(f"{name}={value!r} must be a number of at least 0")
+        if momentum >= 1 or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise SettingError(f"momentum={momentum} and the two betas={betas} must be from 0 to below 1")
+        if type(ns_steps) is not int:
+            raise SettingError(f"ns_steps={ns_steps} must be an integer: it counts iterations")
         if adjust_lr_fn not in SHAPES:
             raise SettingError(f"adjust_lr_fn={adjust_lr_fn!r} is not one of {', '.join(SHAPES)}")
         if isinstance(adamw, str):
