@@ -48,7 +48,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         turn: its part in the current update.
         away: whether the parameters hold their averages at the moment.
         updates: steps that ended a window, skipped ones included.
-        ahead: whether backward has stepped parameters since the last `step`.
+        ahead: ids of the parameters that backward has stepped since the last `step`.
 
     Example:
         >>> acc = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="no")
@@ -64,7 +64,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
     """
 
     away, updates = False, 0
-    ahead = False  # whether backward has stepped parameters since the last `step`
     _told = False  # of averages that were dropped
     _group_of: dict[int, int] | None = None  # of parameters by id, where backward steps them
     # Hook that applies a waiting clip when the script steps the wrapped optimizer itself.
@@ -81,6 +80,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         engine: Engine | None = None,
     ) -> None:
         # torch's own __init__ would build param groups and state a second time.
+        self.ahead: set[int] = set()
         self.optimizer, self.given = optimizer, given or optimizer
         for name in HOOKS:
             if hasattr(optimizer, name):  # a wrapper may leave out torch's own __init__
@@ -125,7 +125,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             raise StepError(
                 "step(closure) under optimizer_in_backward=True: the backward in the closure steps already. Leave one out"
             )
-        turn.spent, turn.waiting, self.ahead = True, False, False
+        turn.spent, turn.waiting = True, False
+        self.ahead.clear()
         self.updates += 1
         low = self._masters is not None or (self._sums is not None and self._sums.on)
         result = self._step_low(closure) if low else self._step(closure)
@@ -167,16 +168,26 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_now(self, parameters: Sequence[Tensor]) -> None:
-        """Step `parameters` alone, in backward, and free their gradients. Hooks of steps are left to `step`, which counts the update."""
-        optimizer, where = self.optimizer, self._group_of
+        """Step `parameters` alone, in backward, and free their gradients. Hooks of steps are left to `step`, which counts the update.
+
+        Raises:
+            StepError: backward has stepped one of them already, or the optimizer counts its steps for all parameters together.
+        """
+        optimizer, where, ids = self.optimizer, self._group_of, {id(p) for p in parameters}
         assert where is not None
+        if not ids.isdisjoint(self.ahead):
+            raise StepError(
+                "a second gradient of a parameter before optimizer.step(), under optimizer_in_backward=True, which has stepped on the "
+                "first: call accelerator.backward() once for each step(), and checkpoint with use_reentrant=False"
+            )
         every, kind = optimizer.param_groups, type(optimizer)
-        if not where.keys() >= {id(p) for p in parameters}:  # groups may have been added
+        if not where.keys() >= ids:  # groups may have been added
             where.update((id(p), g) for g, group in enumerate(every) for p in group["params"])
         chosen: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             chosen.setdefault(where[id(parameter)], []).append(parameter)
         held = {g: every[g]["params"] for g in chosen}
+        before = None if self.updates else counters(optimizer)
         step: Any = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]
         try:
             for g, few in chosen.items():
@@ -189,7 +200,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 every[g]["params"] = params
         for parameter in parameters:
             parameter.grad = None
-        self.ahead = True
+        self.ahead |= ids
+        if before is not None and (after := counters(optimizer)) != before:
+            name = min(key for key in after if after[key] != before.get(key))[1]
+            raise StepError(
+                f"optimizer_in_backward=True steps each parameter alone, and a step of this {type(self.given).__name__} has changed "
+                f"{name!r}, which counts for all of them: leave optimizer_in_backward out, or use another optimizer"
+            )
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         scaler = self._scaler
@@ -416,6 +433,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Prepared({self.optimizer!r})"
+
+
+def counters(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:
+    """The numbers that an optimizer keeps beside the states of parameters, by param group (-1: on itself) and name."""
+    tables = [(-1, vars(optimizer)), *enumerate(optimizer.param_groups)]
+    return {(g, name): v for g, table in tables for name, v in table.items() if type(v) in (int, float)}
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> PreparedOptimizer:

@@ -81,6 +81,11 @@ class DDP(Single):
             model.to(device)
         module = context.policy.forward(context.policy.convert(model), device)
         if context.in_backward:
+            refuse_sparse(
+                model,
+                "optimizer_in_backward=True averages dense ones only",
+                "leave optimizer_in_backward out",
+            )
             take_rank_0s(model, self._world)
             self._early.append(Early(module, model, self._world, self.options))
             module = self._early[-1]
@@ -195,8 +200,10 @@ class Early(nn.Module):
         self._next = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._shares and torch.is_grad_enabled():
-            share_buffers(self._root[0], self._world)
+        if torch.is_grad_enabled():
+            self._ready, self._next = set(), 0  # a backward before may have ended in an error
+            if self._shares:
+                share_buffers(self._root[0], self._world)
         return self.module(*args, **kwargs)
 
     def reduced(self, parameter: Tensor) -> list[Tensor]:
@@ -217,13 +224,14 @@ class Early(nn.Module):
             self._ready.difference(id(p) for b in self._buckets for p in b),
         )
         missing = [self.names[id(p)] for bucket in left for p in bucket if id(p) not in self._ready]
+        idle = not self._ready  # the loss was another model's
         self._ready, self._next = set(), 0
         if late:
             raise StepError(
                 f"backward() added a gradient that no rank averages: {self.names[late.pop()]!r} had requires_grad=False when the model was "
                 "prepared. Freeze it after prepare() instead, or prepare the model anew once it trains"
             )
-        if missing and left:
+        if missing and not idle:
             raise StepError(
                 f"no gradient came for {missing[0]!r}, and with optimizer_in_backward=True ddp averages gradients only when it has them "
                 "all: use all parameters in each step, freeze others before prepare, or leave optimizer_in_backward out"

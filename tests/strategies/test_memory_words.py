@@ -152,6 +152,23 @@ def refused_on_ranks() -> list[str]:
             acc.backward(model(torch.ones(2, 12)).sum())
         said.append(str(missing.value))
         acc.free_memory()
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        first, second = acc.prepare(first, second)
+        acc.prepare(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
+        hook = first.weight.register_hook(lambda _: 1 / 0)
+        x = torch.full((1, 2), 1.0 + acc.process_index)
+        with pytest.raises(ZeroDivisionError):
+            acc.backward(second(first(x)).sum())
+        hook.remove()
+        for optimizer in acc._prepared.optimizers:
+            first.zero_grad()
+            optimizer.step()
+        acc.backward(first(x).sum())  # without the second model, after a backward that was cut short
+        assert all(p.grad is None for p in first.parameters())
+        assert torch.equal(*acc.gather(first.weight.detach()[None]))
+        acc.free_memory()
+        with pytest.raises(PrepareError, match="'Embedding' has sparse gradients"):
+            acc.prepare(nn.Embedding(4, 2, sparse=True))
         model = acc.prepare(make("mlp"))
         with pytest.raises(PrepareError, match="a step that the ranks share"):
             acc.prepare(easymp.optim.Muon(model, lr=0.1))
@@ -174,6 +191,8 @@ def test_calls_that_come_too_late_or_too_early_are_refused() -> None:
         with pytest.raises(RefusedError, match="a second backward"):
             acc.backward(loss(), retain_graph=True)
         acc.backward(loss())
+        with pytest.raises(StepError, match="a second gradient of a parameter before optimizer.step()"):
+            loss().backward()
         for call in (
             lambda: acc.backward(loss()),
             lambda: acc.clip_grad_norm_(model.parameters(), 1.0),
@@ -190,6 +209,20 @@ def test_calls_that_come_too_late_or_too_early_are_refused() -> None:
         with pytest.raises(StepError, match="the backward in the closure"):
             optimizer.step(loss)
         assert "each parameter is stepped in backward" in str(acc)
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["number"] = self.param_groups[0].get("number", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
+    with Accelerator(cpu=True, mixed_precision="no", optimizer_in_backward=True) as acc:
+        model = make("mlp")
+        model, _ = acc.prepare(model, Counting(model.parameters(), lr=0.1))
+        with pytest.raises(StepError, match="has changed 'number', which counts for all of them"):
+            acc.backward(model(torch.ones(2, 12)).sum())
 
 
 @pytest.mark.parametrize(
