@@ -790,7 +790,7 @@ class Accelerator(Collectives, Checkpoints):
             loss.backward(gradient, retain_graph, create_graph, inputs)
         except RuntimeError as error:
             self._world.blame(error, "backward")
-            wrapper.explain_second_backward(error)
+            wrapper.explain_backward(error)
             raise
         if check is not None:
             check()

@@ -258,7 +258,8 @@ def _by_pattern(models: Sequence[nn.Module], patterns: tuple[str, ...]) -> list[
                 taken.update(id(m) for m in module.modules())
     if models and unmet:
         raise PrepareError(
-            f"activation_checkpointing={unmet[0]!r} is the name or class of no module inside {_said(models)}{nearest(unmet[0], known)}"
+            f"activation_checkpointing={unmet[0]!r} is the name or class of no module inside {_said(models)}{nearest(unmet[0], known)}. "
+            "Use blocks, attention or a size such as 16GiB, each alone, or patterns of names or classes of modules"
         )
     return list(found.values())
 

@@ -202,6 +202,10 @@ class Budget:
         self._run, self._which = run, which
         self._taken = 0  # by models that are prepared, and their activations as far as these are known
 
+    def forget(self) -> None:
+        """The models are released."""
+        self._taken = 0
+
     def watch(
         self, model: nn.Module, policy: Precision, need: int, undo: list[Callable[[], None]]
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
@@ -218,7 +222,13 @@ class Budget:
 
         def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             below: int = which.below  # type: ignore[assignment]
-            found = count_activations(shapes, policy, (args, kwargs), which, below - self._taken)
+            try:
+                found = count_activations(shapes, policy, (args, kwargs), which, below - self._taken)
+            except BatchError as error:
+                why = str(error).split(": check the sample")[0]
+                raise BatchError(
+                    f"{why}, so activation_checkpointing cannot count blocks for {size(below)}: use activation_checkpointing='blocks'"
+                ) from error
             self._taken += found.bytes
             undo.append(recompute(parts[: found.blocks]))
             reason = f"{found}, {size(self._taken)} a rank of {size(below)}"

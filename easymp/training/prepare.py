@@ -631,6 +631,8 @@ class Preparation:
         for names in (self.owner, self.stepped_by, self._done, self._not_fused, self._raised):
             names.clear()
         self._auto.forget()
+        if self._budget:
+            self._budget.forget()
 
 
 def same_kernels(world: World, stepped: Optimizer, engine: Engine) -> None:

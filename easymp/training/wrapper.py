@@ -311,12 +311,17 @@ def loss_trouble(loss: Any) -> str:
     )
 
 
-def explain_second_backward(error: RuntimeError) -> None:
-    """Raise a StepError if `error` is torch's about a gradient of a gradient."""
+def explain_backward(error: RuntimeError) -> None:
+    """Raise a StepError if `error` is torch's about a gradient of a gradient, or about values that selective checkpointing keeps."""
     said = str(error).splitlines()[0] if str(error) else ""
     if any(words in said for words in ("double backward", "differentiate twice", "backward an extra time")):
         raise StepError(
             "the loss holds the gradient of a gradient, which a part of the model does not have: torch.compile's default backend, "
             f"Linears in fp8, synchronised batch-norm and activation_checkpointing='attention' have none. Leave these "
             f"out. torch said: {said}"
+        ) from error
+    if "Tensor cached during selective activation checkpoint has been mutated" in said:
+        raise StepError(
+            "activation_checkpointing='attention' keeps the results of matrix products, convolutions and attention, and a block has changed "
+            "one in place: write it without (nn.ReLU(inplace=False), x = x + y), or use activation_checkpointing='blocks'"
         ) from error

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, PrepareError, SettingError
+from easymp import Accelerator, BatchError, PrepareError, SettingError, StepError
 from easymp.strategies.transforms import Recompute, find_recomputed, recompute
 
 from .models import Block, Tied, agree, make, trained
@@ -137,17 +137,48 @@ def test_a_size_decides_how_many_blocks_are_recomputed(caplog: pytest.LogCapture
     """The first ones, which backward comes to when the others have been freed; the plan says how many."""
     for below, blocks in (("1MB", 0), ("400KB", 1), ("300KB", 2), ("100KB", 3)):
         with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing=below) as acc:
-            model = make("tied")
-            optimizer: Any = torch.optim.AdamW(model.parameters())
-            view, _ = acc.prepare(model, optimizer)
-            with torch.no_grad():
-                view(torch.ones(24, 12))
-            assert "first forward" in str(acc.plan.activations)
-            view(torch.ones(24, 12)).sum().backward()
-            assert [type(b) is Block for b in model.blocks] == [False] * blocks + [True] * (3 - blocks)
-            assert f"{blocks} of 3 blocks are recomputed" in str(acc)
-        assert all(type(b) is Block for b in model.blocks)
+            for again in (False, True):  # a model that free_memory() has released counts no more
+                model = make("tied")
+                optimizer: Any = torch.optim.AdamW(model.parameters())
+                view, _ = acc.prepare(model, optimizer)
+                with torch.no_grad():
+                    view(torch.ones(24, 12))
+                assert again or "first forward" in str(acc.plan.activations)
+                view(torch.ones(24, 12)).sum().backward()
+                assert [type(b) is Block for b in model.blocks] == [False] * blocks + [True] * (3 - blocks)
+                assert f"{blocks} of 3 blocks are recomputed" in str(acc)
+                acc.free_memory()
+                assert all(type(b) is Block for b in model.blocks)
     assert "too much, so use a smaller batch" in caplog.text
+
+
+class Branching(Tied):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def test_models_that_cannot_be_counted_or_kept_are_told_what_to_use() -> None:
+    with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing="1GiB") as acc:
+        model = acc.prepare(Branching())
+        with pytest.raises(
+            BatchError, match="so activation_checkpointing cannot count blocks for 1.0 GiB: use"
+        ):
+            model(torch.ones(2, 12))
+    with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing="attention") as acc:
+        model = acc.prepare(InPlace())
+        with pytest.raises(StepError, match="a block has changed one in place"):
+            acc.backward(model(torch.ones(2, 4)).sum())
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
