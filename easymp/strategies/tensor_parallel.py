@@ -255,7 +255,9 @@ class TensorParallel(Spread):
         import torch._inductor.config as inductor
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-        inductor._micro_pipeline_tp, self._overlapped = True, inductor._micro_pipeline_tp
+        if self._overlapped is None:  # else by another model
+            self._overlapped = inductor._micro_pipeline_tp
+        inductor._micro_pipeline_tp = True
         enable_symm_mem_for_group(self._mesh()["tensor"].get_group().group_name)
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -311,7 +313,7 @@ class TensorParallel(Spread):
         if self._overlapped is not None:
             import torch._inductor.config as inductor
 
-            inductor._micro_pipeline_tp = self._overlapped
+            inductor._micro_pipeline_tp, self._overlapped = self._overlapped, None
         return Released(SHARDS)
 
 
