@@ -322,6 +322,6 @@ def explain_backward(error: RuntimeError) -> None:
         ) from error
     if "Tensor cached during selective activation checkpoint has been mutated" in said:
         raise StepError(
-            "activation_checkpointing='attention' keeps the results of matrix products, convolutions and attention, and a block has changed "
-            "one in place: write it without (nn.ReLU(inplace=False), x = x + y), or use activation_checkpointing='blocks'"
+            "activation_checkpointing='attention' keeps the results of matrix products, convolutions and attention, and a block has "
+            "changed one in place: write it without (nn.ReLU(inplace=False), x = x + y), or use activation_checkpointing='blocks'"
         ) from error

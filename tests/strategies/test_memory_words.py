@@ -191,7 +191,7 @@ def test_calls_that_come_too_late_or_too_early_are_refused() -> None:
         with pytest.raises(RefusedError, match="a second backward"):
             acc.backward(loss(), retain_graph=True)
         acc.backward(loss())
-        with pytest.raises(StepError, match="a second gradient of a parameter before optimizer.step()"):
+        with pytest.raises(StepError, match="a second gradient of a parameter before"):
             loss().backward()
         for call in (
             lambda: acc.backward(loss()),

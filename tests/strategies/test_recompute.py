@@ -171,9 +171,7 @@ class InPlace(nn.Module):
 def test_models_that_cannot_be_counted_or_kept_are_told_what_to_use() -> None:
     with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing="1GiB") as acc:
         model = acc.prepare(Branching())
-        with pytest.raises(
-            BatchError, match="so activation_checkpointing cannot count blocks for 1.0 GiB: use"
-        ):
+        with pytest.raises(BatchError, match="so activation_checkpointing cannot count blocks for"):
             model(torch.ones(2, 12))
     with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing="attention") as acc:
         model = acc.prepare(InPlace())
