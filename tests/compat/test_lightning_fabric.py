@@ -136,6 +136,8 @@ def test_parts_are_one_file_and_filters_choose(tmp_path: Path) -> None:
     fabric.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="filter names"):
+        fabric.save(tmp_path / "part.safetensors", {"model": model}, {"net": lambda name, value: False})
     fabric.save(tmp_path / "model.safetensors", {"model": model, "epoch": 3})
     fabric.save(
         tmp_path / "part.safetensors",

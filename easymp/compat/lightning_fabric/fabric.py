@@ -236,6 +236,10 @@ class Fabric:
         With all models and optimizers that were set up this is a checkpoint of easymp in the folder `path`: sharded, verified, with random
         states and positions of loaders. With some of them, or a `filter`, it is one safetensors file; both without pickles.
         """
+        if unknown := set(filter or {}) - set(state):
+            raise ValueError(
+                f"filter names {sorted(unknown)}, and state has {sorted(state)}: pass keys of state"
+            )
         acc = self.easymp
         names, rest = self._named(state)
         rest = {key: item.state_dict() if _stateful(item) else item for key, item in rest.items()}
