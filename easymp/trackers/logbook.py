@@ -48,7 +48,7 @@ class Logbook:
         folder: Path,
         facts: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self._names, self._own, self._folder, self._facts = names, own, folder, facts
+        self._names, self.own, self._folder, self._facts = names, own, folder, facts
         self.run, self._config, self._options = "log", {}, {}
         self._pending, self._since = Pending(), 0.0
         self._trackers: dict[str, Any] | None = None  # from their start on
@@ -73,7 +73,7 @@ class Logbook:
     @property
     def trackers(self) -> dict[str, Any]:
         """The started trackers by name; for the script's own ones its objects."""
-        found = {name: t.given if name in self._own else t for name, t in self._started().items()}
+        found = {name: t.given if name in self.own else t for name, t in self._started().items()}
         self._complain()
         return found
 
@@ -112,7 +112,7 @@ class Logbook:
         self.listen(self._hear)
         if rows:
             for name, tracker in (*self._started().items(), *self.attached.items()):
-                self._try(name, partial(tracker.write, rows), len(rows))
+                self.attempt(name, partial(tracker.write, rows), len(rows))
 
     def show(self, names: Sequence[str], method: str, *args: Any, **named: Any) -> None:
         """Hand over all rows, then call `method` of the trackers that have it."""
@@ -120,7 +120,7 @@ class Logbook:
         for name, tracker in {**self.attached, **self._started()}.items():
             act = getattr(tracker, method, None)
             if act is not None:
-                self._try(name, partial(act, *args, **named))
+                self.attempt(name, partial(act, *args, **named))
             elif name in names:
                 what = method.removeprefix("log_").removesuffix("s") + "s"
                 self.say(f"tracker {name} has no {method}(): it does not keep the {what} of this run")
@@ -131,7 +131,7 @@ class Logbook:
             self._said.add(words)
             logger.warning("%s", words)
 
-    def _try(self, name: str, act: Callable[[], Any], rows: int = 0) -> Any:
+    def attempt(self, name: str, act: Callable[[], Any], rows: int = 0) -> Any:
         """Return the result of `act`. An error of a tracker is logged and does not end the training."""
         try:
             return act()
@@ -165,8 +165,8 @@ class Logbook:
 
     def _create(self, name: str) -> Any:
         options = self._options.get(name, {})
-        if name in self._own:
-            return Own(name, self._own[name], options)
+        if name in self.own:
+            return Own(name, self.own[name], options)
         module = importlib.import_module(f".{name}", __package__)
         return getattr(module, TRACKERS[name].kind)(self._folder, options)
 
@@ -194,7 +194,7 @@ class Logbook:
         if not self.waiting and self._trackers is None:
             return self._loaded
         self.settle()
-        positions = {name: self._try(name, tracker.position) for name, tracker in self._started().items()}
+        positions = {name: self.attempt(name, tracker.position) for name, tracker in self._started().items()}
         known = {name: position for name, position in positions.items() if position is not None}
         return {"run": self.run, "positions": {**self._positions, **known}}
 
@@ -206,7 +206,7 @@ class Logbook:
         self.settle()
         for name, tracker in self._trackers.items():
             if name in self._positions:
-                self._try(name, partial(self._start, name, tracker))
+                self.attempt(name, partial(self._start, name, tracker))
 
     def finish(self) -> None:
         """End the run; raise the error of a tracker that could not start, unless the run ends by another error."""
@@ -219,7 +219,7 @@ class Logbook:
         except Exception as error:  # of a device; the trackers still have to finish
             logger.error("the last rows are lost: %s: %s", type(error).__name__, error)
         for name, tracker in (*(self._trackers or {}).items(), *self.attached.items()):
-            self._try(name, tracker.finish)
+            self.attempt(name, tracker.finish)
         for name, rows in self._lost.items():
             if rows:
                 logger.error("tracker %s: %d rows were not kept", name, rows)

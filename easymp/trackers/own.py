@@ -26,6 +26,9 @@ class Own:
         self.name, self.given = name, given
         self._running = False
         self._accelerates = _is_accelerates(given)
+        self._as_given = getattr(
+            given, "as_given", False
+        )  # Accelerator.log calls it, with what the script passed
 
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         if position is not None:
@@ -37,14 +40,14 @@ class Own:
         else:
             if hasattr(self.given, "start"):
                 self.given.start()
-            if not getattr(self.given, "as_given", False):
+            if not self._as_given:
                 self.given.store_init_configuration(concise(config))
             elif asked := {name: value for name, value in config.items() if name != FACTS}:
                 self.given.store_init_configuration(asked)
         self._running = True
 
     def write(self, rows: Sequence[Row]) -> None:
-        for row in rows:
+        for row in rows if not self._as_given else ():
             options = row.options.get(self.name, {})
             if self._accelerates:
                 self.given.log(row.values, step=row.step, **options)

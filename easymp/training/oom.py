@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import World
-from ..errors import SettingError
+from ..errors import ArgumentError, SettingError
 from ..logging import get_logger
 from .state import accelerators, current_world
 
@@ -186,7 +186,7 @@ def find_executable_batch_size(
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal size, micro
         if len(args) > len(names) - ours or any(n in kwargs for n in names[:ours]):
-            raise SettingError(
+            raise ArgumentError(
                 f"{function.__name__}() gets {', '.join(names[:ours])} from find_executable_batch_size: leave it out of the call"
             )
         world = current_world()

@@ -164,6 +164,8 @@ class AcceleratorState(View, Processes):
         self._run = _newest("AcceleratorState")
         self._world = self._run.world
 
+    destroy_process_group = PartialState.destroy_process_group
+
     @property
     def plan(self) -> Plan:
         """The decisions and their reasons."""

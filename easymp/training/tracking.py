@@ -60,7 +60,7 @@ class Tracking:
         good = isinstance(project_name, str) and project_name and ".." not in project_name
         if not good or Path(project_name).is_absolute():
             raise SettingError(f"init_trackers({project_name!r}): pass a name, which names files and folders")
-        options = self._by_name(init_kwargs, "init_kwargs")
+        options = self.by_name(init_kwargs, "init_kwargs")
         self._check_place()
         if self._begun:
             raise StepError(
@@ -74,7 +74,7 @@ class Tracking:
         row, updates = trackers.checked_values(values), self._updates
         step = self._begin(step)
         self._calls += 1
-        options = self._by_name(log_kwargs, "log_kwargs")
+        options = self.by_name(log_kwargs, "log_kwargs")
         for name in options:
             if name in trackers.TRACKERS and not trackers.TRACKERS[name].takes_options:
                 raise SettingError(f"log_kwargs: {name} takes nothing beside values and step. Leave it out")
@@ -138,7 +138,7 @@ class Tracking:
                 "ProjectConfiguration(project_dir=..., logging_dir='a/local/folder'), or log_with='none'"
             )
 
-    def _by_name(self, options: Options, where: str) -> dict[str, Mapping[str, Any]]:
+    def by_name(self, options: Options, where: str) -> dict[str, Mapping[str, Any]]:
         for name in options or ():
             self._check_name(name, where)
         return {name.lower(): given for name, given in (options or {}).items()}

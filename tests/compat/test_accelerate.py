@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 import pickle
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,29 +243,59 @@ def test_windows_that_a_script_counts_itself(ranks: Ranks) -> None:
     assert len(losses) == 4 and steps == 7  # one step a process and update, and not beyond the schedule's end
 
 
-def scheduled(calls: int, updates: int, processes: int) -> float:
-    """The rate after `updates` updates, each followed by `calls` steps of a schedule; with none, just the steps."""
-    with Accelerator(cpu=True) as acc:
-        model = Net()
+def scheduled(calls: int, updates: int, before: int = 0, **options: Any) -> list[tuple[float, int]]:
+    """Rate and count of a schedule after `before` steps, and after each of `updates` backward passes followed by `calls` steps."""
+    handlers = [utils.GradScalerKwargs(init_scale=16.0)] if "mixed_precision" in options else []
+    with Accelerator(cpu=True, kwargs_handlers=handlers, **options) as acc:
+        model, seen = Net(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / 10)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / 20)
         model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
-        for _ in range(max(updates, 1)):
-            if updates:
-                acc.backward(model(X[:4]).sum())
-                optimizer.step()
-            for _ in range(calls):
+        for update in range(-1, updates):
+            if update >= 0:
+                with acc.accumulate(model):
+                    loss = model(X[:4]).mean() * 1e-4
+                    acc.backward(loss * math.inf if "mixed_precision" in options and update == 1 else loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for _ in range(calls if update >= 0 else before):
                 schedule.step()
-        assert schedule.last_epoch == calls * max(updates, 1) * processes
-        return schedule.get_last_lr()[0]
+            seen.append((round(schedule.get_last_lr()[0], 4), schedule.state_dict()["_step_count"]))
+        return seen
 
 
+SCHEDULES: list[tuple[dict[str, Any], list[tuple[float, int]], list[tuple[float, int]]]] = [
+    # what to run, and what Accelerate 1.15 gives with one process and with two
+    ({"calls": 2, "updates": 2}, [(1.0, 1), (0.9, 3), (0.8, 5)], [(1.0, 1), (0.8, 5), (0.6, 9)]),
+    (
+        {"calls": 1, "updates": 4, "gradient_accumulation_steps": 4},
+        [(1.0, 1), (1.0, 1), (1.0, 1), (1.0, 1), (0.95, 2)],
+        [(1.0, 1), (1.0, 1), (1.0, 1), (1.0, 1), (0.9, 3)],
+    ),
+    ({"calls": 1, "updates": 1, "split_batches": True}, [(1.0, 1), (0.95, 2)], [(1.0, 1), (0.95, 2)]),
+    (
+        {"calls": 1, "updates": 2, "gradient_accumulation_steps": 2, "step_scheduler_with_optimizer": False},
+        [(1.0, 1), (0.95, 2), (0.9, 3)],
+        [(1.0, 1), (0.95, 2), (0.9, 3)],
+    ),
+    ({"calls": 1, "updates": 1, "before": 3}, [(0.85, 4), (0.8, 5)], [(0.7, 7), (0.6, 9)]),
+    (
+        {"calls": 1, "updates": 3, "mixed_precision": "fp16"},
+        [(1.0, 1), (0.95, 2), (0.95, 2), (0.9, 3)],
+        [(1.0, 1), (0.9, 3), (0.9, 3), (0.8, 5)],
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_schedules_count_calls_as_in_accelerate(ranks: Ranks) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-        assert scheduled(3, 0, 1) == pytest.approx(0.7)
-    assert scheduled(2, 2, 1) == pytest.approx(0.6)
-    assert ranks(scheduled, 2, 2, 2) == pytest.approx([0.2, 0.2])
+    assert [scheduled(**case) for case, one, _ in SCHEDULES] == [one for _, one, _ in SCHEDULES]
+    found, other = ranks(all_scheduled)
+    assert found == other == [two for _, _, two in SCHEDULES]
+
+
+def all_scheduled() -> list[Any]:
+    return [scheduled(**case) for case, _, _ in SCHEDULES]
 
 
 def saved_alone(strategy: str, folder: str) -> Any:
@@ -419,11 +449,14 @@ def test_trackers_of_the_script_get_what_was_given(tmp_path: Path, monkeypatch: 
     with Accelerator(cpu=True, log_with="kept", project_dir="runs") as acc:
         acc.init_trackers("digits", {"lr": 0.1}, init_kwargs={"kept": {"color": "red"}})
         acc.log({"loss": 0.5, "note": "x"}, step=3, log_kwargs={"kept": {"commit": True}})
+        nested = {"val": {"accuracy": [0.9]}}
+        acc.log(nested)
         tracker = acc.get_tracker("kept")
         assert isinstance(tracker, Kept) and tracker.made == ("digits", "runs", {"color": "red"})
     assert acc is not None and tracker.calls == [
         {"lr": 0.1},
         ({"loss": 0.5, "note": "x"}, 3, {"commit": True}),
+        (nested, None, {}),
     ]
     for wrong in (dict, type("Nameless", (Kept,), {"name": ""})):
         with pytest.raises(ValueError, match="cannot be registered"):

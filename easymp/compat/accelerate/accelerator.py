@@ -60,29 +60,21 @@ class AcceleratedScheduler(PreparedScheduler):
     easymp's own rule counts optimizer updates. This one counts calls, also before the first update and after several ones.
     """
 
-    def __init__(self, *given: Any, adjust: bool = True, **how: Any) -> None:
+    def __init__(self, *given: Any, split_batches: bool = False, **how: Any) -> None:
         super().__init__(*given, **how)
-        self._adjust = adjust  # other micro-steps count toward `total_steps`
+        self._split_batches = split_batches
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule; the step past `total_steps` of a schedule that has them is left out."""
+        """Step the schedule. Without `split_batches`, steps past its `total_steps` are left out."""
         if not self._with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
         self.each_update = max(self.behind, default=0) == 1 and not args and not kwargs
         self.behind = [0] * len(self.optimizers)
-        if not GradientState().sync_gradients:
-            if self._adjust and hasattr(self.scheduler, "_step_count"):
-                self.scheduler._step_count += 1
-        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        if GradientState().sync_gradients and not any(it.step_was_skipped for it in self.optimizers):
             for _ in range(self._steps):
-                if not self._at_horizon():
+                if self._split_batches or not self._at_horizon():
                     self.scheduler.step(*args, **kwargs)
-
-    def _at_horizon(self) -> bool:
-        total = getattr(self.scheduler, "total_steps", None)
-        count = getattr(self.scheduler, "_step_count", self.scheduler.last_epoch + 1) if total else 0
-        return total is not None and count > total
 
 
 class Accelerator(accelerator.Accelerator):
@@ -144,8 +136,7 @@ class Accelerator(accelerator.Accelerator):
                         {"DistributedDataParallelKwargs": f"strategy {fsdp_plugin.strategy} has no DDP"}
                     )
         others.setdefault("scheduler_steps_per_process", not loading.split_batches)
-        adjust = gradient_accumulation_plugin is None or gradient_accumulation_plugin.adjust_scheduler
-        self._make_scheduler = partial(AcceleratedScheduler, adjust=adjust)  # type: ignore[method-assign]
+        self._make_scheduler = partial(AcceleratedScheduler, split_batches=loading.split_batches)  # type: ignore[method-assign]
         project, me = project_config or ProjectConfiguration(project_dir), weakref.ref(self)
         folder = project.logging_dir or project_dir
         words = log_with if isinstance(log_with, (list, tuple)) else [log_with]
@@ -244,8 +235,14 @@ class Accelerator(accelerator.Accelerator):
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """As `easymp.Accelerator.log`; options of trackers that this run does not have wait for one that has."""
-        super().log(values, step, self._for_this_run(log_kwargs))
+        """As `easymp.Accelerator.log`; the script's own GeneralTrackers get values and step at once, and as they were passed."""
+        tracking, book, options = self._open_tracking("log"), self._logbook, self._for_this_run(log_kwargs)
+        given = [name for name, one in book.own.items() if getattr(one, "as_given", False)]
+        for name in book.trackers.keys() & given:
+            further = tracking.by_name(options, "log_kwargs").get(name, {})
+            book.attempt(name, partial(book.trackers[name].log, values, step=step, **further), rows=1)
+        if not given or len(given) < len(tracking.names) or book.attached:
+            super().log(values, step, options)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `easymp.Accelerator.gather_for_metrics`; what it refuses (scalars, calls outside of loops) is gathered, with one warning."""

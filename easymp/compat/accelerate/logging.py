@@ -24,7 +24,7 @@ class MultiProcessAdapter(logging.RankLogger):
         **kwargs: Any,
     ) -> None:
         """`in_order`: with ``main_process_only=False``, rank 0 first, then rank 1 …; all ranks call it."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        kwargs.setdefault("stacklevel", 2)
         if main_process_only or not in_order:
             super().log(level, msg, *args, main_process_only=main_process_only, **kwargs)
             return

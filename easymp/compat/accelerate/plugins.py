@@ -267,7 +267,7 @@ class GeneralTracker(own.GeneralTracker):
         NotImplementedError: the class lacks `name`, `requires_logging_directory` or `tracker`.
     """
 
-    as_given = True  # it gets the script's hyperparameters and nothing more
+    as_given = True  # it gets what the script passes, and nothing more
 
     def __init__(self, _blank: bool = False) -> None:
         kinds = [
