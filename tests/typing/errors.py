@@ -36,8 +36,8 @@ Accelerator(compile="layers")  # type: ignore[arg-type]
 Settings(strategy="dp")  # type: ignore[arg-type]
 CompileOptions("layers")  # type: ignore[arg-type]
 DistributedDataParallelKwargs(comm_hook="fp8")  # type: ignore[arg-type]
-acc.reduce(x, "max")  # type: ignore[arg-type]
-easymp.reduce(x, "max")  # type: ignore[arg-type]
+acc.reduce(x, "median")  # type: ignore[arg-type]
+easymp.reduce(x, "median")  # type: ignore[arg-type]
 
 # -- wrong types
 
