@@ -246,6 +246,10 @@ class Strategy(Protocol):
         """A context in which backward reduces gradients, even if `model` was called under `no_sync`."""
         ...
 
+    def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
+        """Drop gradients that are kept elsewhere than in ``.grad``, of the parameters with these ids."""
+        ...
+
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         """Average `gradients` over the data ranks, in place, after a window whose backwards all ran under `no_sync`.
 

@@ -48,6 +48,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         turn: its part in the current update.
         away: whether the parameters hold their averages at the moment.
         updates: steps that ended a window, skipped ones included.
+        cleared: called by `zero_grad` with a function that returns the ids of the model's parameters; None on one rank.
         ahead: ids of the parameters that backward has stepped since the last `step`.
 
     Example:
@@ -64,6 +65,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     """
 
     away, updates = False, 0
+    cleared: Callable[[Callable[[], set[int]]], None] | None = None
     _told = False  # of averages that were dropped
     _group_of: dict[int, int] | None = None  # of parameters by id, where backward steps them
     # Hook that applies a waiting clip when the script steps the wrapped optimizer itself.
@@ -290,6 +292,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._masters is not None:
             self._masters.clear()
         self._forget()
+        if self.cleared is not None:
+            self.cleared(lambda: {id(own) for _, own in self.parameters()})
 
     def _forget(self) -> None:
         """Drop the fp32 sums of this optimizer's gradients."""

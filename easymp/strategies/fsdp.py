@@ -12,7 +12,7 @@ The numbers differ from ddp's by the rounding of the weights outside of matrix p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -108,9 +108,9 @@ class FSDP(Spread):
     parameters. Only calling the model itself gathers its parameters, not its other methods, and a parameter must be
     used on all ranks or on none. After the run is closed the model keeps its shards and can no longer be called.
 
-    Gradients that are not reduced yet (`no_sync`, accumulation) are whole on each rank, in fp32, and torch keeps them: ``.grad`` is None
-    and `zero_grad` does not clear them. Reduced at each micro-batch (``reduce_every_micro_batch``), they add up in ``.grad``, as shards in
-    the dtype of the parameters.
+    Gradients that are not reduced yet (`no_sync`, accumulation) are whole on each rank, in fp32, and torch keeps them: ``.grad`` is None,
+    and the prepared optimizer's `zero_grad` clears them. Reduced at each micro-batch (``reduce_every_micro_batch``), they add up in
+    ``.grad``, as shards in the dtype of the parameters.
 
     Ignored parameters stay whole, and their gradients are averaged at the end of a backward that reduces. torch's foreach and
     fused optimizer steps do not take whole and sharded parameters in one param group: give each kind its own, or leave the choice open.
@@ -205,6 +205,10 @@ class FSDP(Spread):
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         assert isinstance(model, Sharded)
         return model.reducing(True)
+
+    def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
+        if isinstance(model, Sharded):
+            model.drop(parameters)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         if isinstance(model, Sharded):
@@ -437,6 +441,7 @@ class Sharded(nn.Module):
         self.root: Any = root
         self.parts = tuple(parts)
         self.reduces, self.early, self.replicated = True, False, False
+        self._unreduced = False  # whether torch may keep sums beside `.grad`
         self._stale = True  # whether buffers may differ between the ranks
         self._gathered = False  # whether all parts have been gathered once
         self._whole = tuple(whole)  # a tuple: they are parameters of `root`, and of nothing else
@@ -538,6 +543,27 @@ class Sharded(nn.Module):
         self._used.clear()
         self.root.set_reduce_scatter_unused_params(False)
 
+    def drop(self, parameters: Callable[[], set[int]]) -> None:
+        """Drop the sums that torch keeps beside ``.grad`` for these ids of parameters, after backwards under `no_sync`."""
+        if not self._unreduced:
+            return
+        self._unreduced, cleared = False, parameters()
+        for part in self.parts:
+            state = part._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [
+                state._fsdp_param_group
+            ]  # the latter before torch 2.11
+            for group in filter(None, groups):
+                chosen = [p for p in group.fsdp_params if id(p.sharded_param) in cleared]
+                for kept in chosen:
+                    kept.unsharded_accumulated_grad = (
+                        None  # in another dtype than the parameter's; else in the gathered parameter
+                    )
+                    if hasattr(kept, "_unsharded_param"):
+                        kept._unsharded_param.grad = None
+                if len(chosen) == len(group.fsdp_params):
+                    group._partial_reduce_output = None
+
     def forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -553,6 +579,7 @@ class Sharded(nn.Module):
 
     def _reduce(self, wanted: bool) -> None:
         self.reduces = wanted
+        self._unreduced |= not wanted
         if not self.early:
             self.root.set_requires_gradient_sync(wanted)
         elif self.replicated:

@@ -104,6 +104,9 @@ class Single:
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
+        pass
+
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         pass
 

@@ -309,6 +309,10 @@ class TensorParallel(Spread):
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.reducing(True) if isinstance(model, Sharded) else nullcontext()
 
+    def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
+        if isinstance(model, Sharded):
+            model.drop(parameters)
+
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         if self._overlapped is not None:
             import torch._inductor.config as inductor

@@ -391,6 +391,8 @@ class Preparation:
             prepared.step_in_backward(self._run.world.size)
         self.stepped_by.update((id(p), prepared) for p in held)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
+        if self._run.world.size > 1:
+            prepared.cleared = self._drop
         self.optimizers.append(prepared)
         self._scaler.sharers = len(self.optimizers)
         if settings.fused:
@@ -407,6 +409,11 @@ class Preparation:
             words = f"each parameter is stepped in backward: {size(few)} of gradients at once instead of {size(whole)}"
             self._refine("optimizer", choice.value, f"{choice.reason}; {words}")
         return prepared
+
+    def _drop(self, parameters: Callable[[], set[int]]) -> None:
+        """Drop what the strategy keeps of these parameters' gradients beside ``.grad``."""
+        for model in self.models:
+            self.strategy.drop(model.route.module, parameters)
 
     def _masters_for(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Masters | None:
         """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically, or the precision uses neither.

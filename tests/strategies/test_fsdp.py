@@ -21,7 +21,7 @@ from easymp import (
 )
 from easymp.strategies.blocks import find_blocks
 
-from .models import Tied, agree, make, message, part, trained, under, whole
+from .models import Tied, agree, make, mean_square, message, part, trained, under, whole
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 
@@ -414,3 +414,26 @@ def test_wrong_names_are_refused(ranks) -> None:
         assert "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'" in nothing
         assert "leaves no parameter to shard" in everything
         assert "AdamW has foreach=True for sharded and ignored parameters together (param group 0)" in mixed
+
+
+def cleared(strategy: str, options: dict[str, Any], precision: str) -> torch.Tensor:
+    """Weights after a backward under `no_sync` whose gradients are cleared, and two updates."""
+    with under(strategy, options, precision=precision) as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(0)))
+        for _ in range(2):
+            with acc.no_sync(model):
+                acc.backward(100 * mean_square(model(batch)))
+            optimizer.zero_grad()
+            acc.backward(mean_square(model(batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([whole(p).flatten() for p in model.parameters()])
+
+
+def test_zero_grad_drops_gradients_that_are_not_reduced(ranks) -> None:
+    wanted = ranks(cleared, "ddp", {}, "no")[0]
+    for precision, near in (("no", {}), ("bf16", {"rtol": 0.1, "atol": 0.01})):
+        found = ranks(cleared, "fsdp", {"reduce_every_micro_batch": False}, precision)[0]
+        torch.testing.assert_close(found, wanted, **near)
