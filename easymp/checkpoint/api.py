@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from ..training.state import Run
     from . import (
         accelerate_import,
-        alone,
         folders,
         hooks,
         huggingface,
         lineage,
         load,
         lock,
+        main_only,
         progress,
         run_state,
         save,
@@ -51,7 +51,7 @@ modules_at_first_use(
     globals(),
     *(
         "accelerate_import",
-        "alone",
+        "main_only",
         "folders",
         "hooks",
         "huggingface",
@@ -81,7 +81,7 @@ class Checkpoints:
     close: Callable[[], None]
     _saves: Saves | None = None  # from the first save or load on
     _save_on_signal: bool | None = None
-    _attendance: alone.Attendance  # where the main process may save alone
+    _save_calls: main_only.SaveCalls  # where the main process may save alone
     _claimed = False  # whether this run holds the lock of its project's checkpoints
 
     def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
@@ -303,18 +303,18 @@ class Checkpoints:
 
     def _save_alone(self, path: Path | None) -> str:
         """Write a checkpoint while the other ranks are elsewhere. Threads of theirs write the parts of a split optimizer's state."""
-        world, attendance = self._run.world, self._attendance
+        world, calls = self._run.world, self._save_calls
         split = [o for o in self._prepared.optimizers if isinstance(o.optimizer, ShardedOptimizer)]
-        if self._prepared.strategy.sharded or world.settling or (split and attendance.ended):
+        if self._prepared.strategy.sharded or world.settling or (split and calls.ended):
             raise RefusedError(
                 f"save_state() under `if accelerator.is_main_process:`: with strategy {self._prepared.strategy.name!r} every rank has a "
                 "part of the state. Take the call out of the condition, so that all ranks make it"
             )
         self._check_settled()
         self._logbook.settle()
-        return self._save_state(path, False, alone.solo(world), attendance.helped if split else None)
+        return self._save_state(path, False, main_only.one_rank(world), calls.with_helpers if split else None)
 
-    def _help(self, there: alone.Apart) -> None:
+    def _help(self, there: main_only.StoreWorld) -> None:
         """In a thread, while rank 0 saves alone: write this rank's part of split states."""
         with there:
             (root, name, step, models, names), *_ = there.gather_objects(None)
@@ -327,7 +327,7 @@ class Checkpoints:
         path: Path | None,
         async_: bool,
         world: World | None = None,
-        helped: Callable[[], alone.Apart] | None = None,
+        with_helpers: Callable[[], main_only.StoreWorld] | None = None,
     ) -> str:
         project, saver = self._project, self._saver()
         self._settle_saves()  # one at a time, and hooks write for one, too
@@ -357,8 +357,8 @@ class Checkpoints:
         project.iteration += 1
         try:
             with ExitStack() as open_, progress.of_ranks(world, "saving", "saved", place, async_) as tick:
-                if helped is not None:
-                    there = open_.enter_context(helped())
+                if with_helpers is not None:
+                    there = open_.enter_context(with_helpers())
                     there.gather_objects((root, name, step, list(models), tuple(extra.names)))
                     saver = save.Saves(there)
                     saver.line = self._saver().line

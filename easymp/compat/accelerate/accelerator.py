@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from ... import accelerator
 from ...base.pytree import leaves
 from ...checkpoint import accelerate_export, folders
-from ...checkpoint.alone import Attendance
 from ...checkpoint.api import Path
 from ...checkpoint.load import Loaded
+from ...checkpoint.main_only import SaveCalls
 from ...data import SkippedLoader
 from ...distributed import read_ranks
 from ...distributed.processes import DistributedType
@@ -163,7 +163,7 @@ class Accelerator(accelerator.Accelerator):
             **others,
         )
         self._window.full_passes = True
-        self._attendance = Attendance(self._world, lambda there: me()._help(there))  # type: ignore[union-attr]
+        self._save_calls = SaveCalls(self._world, lambda there: me()._help(there))  # type: ignore[union-attr]
         how = {
             "precision": self.mixed_precision,
             "steps": self._window.accumulation,
@@ -263,7 +263,7 @@ class Accelerator(accelerator.Accelerator):
         binary = partial(accelerate_export.beside, main=self.is_main_process)
         handle = None if safe_serialization else self.register_save_state_pre_hook(binary)
         try:
-            if self.num_processes == 1 or self._attendance.together():
+            if self.num_processes == 1 or self._save_calls.all_called():
                 return super().save_state(output_dir=output_dir, **options)
             return self._save_alone(output_dir) if self.is_main_process else ""
         except CheckpointError as error:
@@ -302,7 +302,7 @@ class Accelerator(accelerator.Accelerator):
         safe_serialization: bool = True,
     ) -> None:
         """As `easymp.Accelerator.save_model`; False writes ``pytorch_model.bin``, or shards of it and their index."""
-        if self._sharded and self.num_processes > 1 and not self._attendance.together():
+        if self._sharded and self.num_processes > 1 and not self._save_calls.all_called():
             raise RefusedError(
                 f"save_model() under `if accelerator.is_main_process:`: strategy {self.plan.strategy.value!r} shards the weights, and each "
                 "rank sends its part. Take the call out of the condition, so that all ranks make it"

@@ -1,8 +1,8 @@
 """A save that the main process alone may call, as in ``if accelerator.is_main_process: accelerator.save_state(...)``.
 
-A call does not show whether the other ranks will make it, too. So the main process asks their listeners (threads that sleep in the store)
-until each rank has either come to the call, or begun a collective that the main process has not begun: all ranks begin collectives in one
-order, so that rank has passed the call. It then waits for the main process, and its state stays as it is meanwhile.
+The main process cannot see from its own call whether the other ranks will make it, too. So it asks their listeners (threads that wait at
+the store) until each rank either makes the call, or has begun a collective that the main process has not begun. All ranks begin
+collectives in one order, so that rank has passed the call. It waits in that collective, and its state does not change meanwhile.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ HERE = "here"
 PAUSE = 0.02  # seconds between two questions
 
 
-class Attendance:
-    """Where the ranks are when one of them comes to a save. All ranks make one.
+class SaveCalls:
+    """Finds out which ranks call a save. All ranks make one.
 
     Args:
-        help: called in a thread of a rank that has passed a save, with a world for it, when the main process needs its part.
+        help: called with a world in a thread of a rank that has passed a save, if the main process needs that rank's part of the state.
 
     Attributes:
-        ended: ranks that answer no more.
+        ended: ranks that do not answer, because they have ended.
     """
 
-    def __init__(self, world: World, help: Callable[[Apart], None]) -> None:
+    def __init__(self, world: World, help: Callable[[StoreWorld], None]) -> None:
         self._world, self._help = world, help
         self.ended: list[int] = []
-        self._waits = False  # whether this rank has come, and waits for the main process's word
+        self._waits = False  # whether this rank has made the call, and waits for the main process's answer
         self._words: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._number = 0  # saves in which ranks that have passed took part
+        self._number = 0  # saves in which helper threads took part
         if world.watch is not None:
             answers = {
                 "save": lambda: HERE if self._waits else json.dumps(world.position()),
                 "together": lambda: self._hear(True),
                 "alone": lambda: self._hear(False),
-                "help": self._begin_to_help,
+                "help": self._start_helper,
             }
             world.watch.told.update(answers)
 
@@ -58,11 +58,11 @@ class Attendance:
         self._words.put(together)
         return HERE
 
-    def together(self) -> bool:
-        """Whether all ranks have come. The others return when the main process has found out.
+    def all_called(self) -> bool:
+        """Whether all ranks make the call. The other ranks wait for the main process's answer.
 
         Raises:
-            WorldError: a rank neither comes nor begins a collective within the world's timeout.
+            WorldError: a rank neither makes the call nor begins a collective within the world's timeout.
         """
         world = self._world
         if world.rank:
@@ -102,37 +102,37 @@ class Attendance:
         assert self._world.watch is not None
         return self._world.watch.ask(rank, word)
 
-    def helped(self) -> Apart:
-        """Rank 0: a world for a save in which the other ranks' helping threads take part."""
+    def with_helpers(self) -> StoreWorld:
+        """On rank 0, make a world for a save in which helper threads of the other ranks take part."""
         for rank in range(1, self._world.size):
             self._ask(rank, "help")
-        return self._apart()
+        return self._store_world()
 
-    def _begin_to_help(self) -> str:
+    def _start_helper(self) -> str:
         def act() -> None:
             try:
                 self._help(there)
             except Exception as error:  # rank 0 hears of it by the store
                 logger.error("save_state() of the main process: %s", error)
 
-        there = self._apart()
+        there = self._store_world()
         threading.Thread(target=act, name="easymp-save", daemon=True).start()
         return HERE
 
-    def _apart(self) -> Apart:
+    def _store_world(self) -> StoreWorld:
         self._number += 1
-        return Apart(self._world, self._number)
+        return StoreWorld(self._world, self._number)
 
 
-def solo(world: World) -> World:
-    """`world` as one rank alone sees it."""
+def one_rank(world: World) -> World:
+    """A copy of `world` with one rank."""
     one = copy.copy(world)
     one.size = 1
     return one
 
 
-class Apart(World):
-    """The ranks of a world, which exchange objects through the store, in a ``with`` block: collectives of its group go on beside it."""
+class StoreWorld(World):
+    """A world whose ranks exchange objects through the store, beside collectives of its process group. Use it in a ``with`` block."""
 
     def __init__(self, world: World, number: int) -> None:
         vars(self).update(vars(world))
@@ -142,7 +142,7 @@ class Apart(World):
     def store(self) -> dist.Store:
         return dist.PrefixStore(self._prefix, super().store())
 
-    def __enter__(self) -> Apart:
+    def __enter__(self) -> StoreWorld:
         self._meeting.__enter__()
         return self
 
@@ -150,7 +150,7 @@ class Apart(World):
         self._meeting.__exit__(*error)
 
     def gather_objects(self, item: Any) -> list[Any]:
-        """One Python object a rank, in rank order, on every rank."""
+        """Return the objects of all ranks, in rank order, on every rank."""
         self._objects += 1
         given, found = f"given/{self._objects}", f"found/{self._objects}"
         if self.rank:
@@ -166,7 +166,7 @@ class Apart(World):
 
 
 def _packed(item: Any) -> bytes:
-    """As torch's collectives of objects send it."""
+    """Serialise an object as torch's collectives of objects do."""
     tensor, _ = dist.distributed_c10d._object_to_tensor(item, torch.device("cpu"), None)
     return bytes(tensor.numpy())
 
