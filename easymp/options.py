@@ -63,12 +63,30 @@ def _check_table(name: str, given: Any, known: Mapping[str, tuple[Callable[[Any]
 
 
 class KwargsHandler:
-    """Base of the records for `kwargs_handlers`: `to_dict` gives all fields, `to_kwargs` those that are not the default."""
+    """Base of the records for `kwargs_handlers`."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Copy all fields.
+
+        Returns:
+            Values by name.
+
+        Example:
+            >>> easymp.GradScalerKwargs(growth_interval=100).to_dict()["growth_interval"]
+            100
+        """
         return copy.deepcopy(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
+        """Copy the fields that differ from their defaults.
+
+        Returns:
+            Values by name.
+
+        Example:
+            >>> easymp.GradScalerKwargs(growth_interval=100).to_kwargs()
+            {'growth_interval': 100}
+        """
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from ..base.lazy import modules_at_first_use
 from ..errors import CheckpointError, RefusedError, SettingError, StepError, WorldError
 from ..logging import get_logger
-from ..optim.sharded import ShardedOptimizer
 from .resume import RESTART, Epochs, Preemption
 
 if TYPE_CHECKING:
@@ -304,7 +303,7 @@ class Checkpoints:
     def _save_alone(self, path: Path | None) -> str:
         """Write a checkpoint while the other ranks are elsewhere. Threads of theirs write the parts of a split optimizer's state."""
         world, calls = self._run.world, self._save_calls
-        split = [o for o in self._prepared.optimizers if isinstance(o.optimizer, ShardedOptimizer)]
+        split = [o for o in self._prepared.optimizers if o.optimizer is not o.given]  # under zero1
         if self._prepared.strategy.sharded or world.settling or (split and calls.ended):
             raise RefusedError(
                 f"save_state() under `if accelerator.is_main_process:`: with strategy {self._prepared.strategy.name!r} every rank has a "

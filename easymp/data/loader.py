@@ -55,6 +55,8 @@ class PreparedLoader(DataLoader[Any]):
         '4 per device × 1 process × 2 accumulation = 8'
         >>> type(loader.sampler).__name__, [len(batch) for batch in loader.read(skip=1)]
         ('SequentialSampler', [4])
+        >>> loader.total_dataset_length, loader.end_of_dataloader, loader.remainder
+        (8, False, -1)
         >>> loader.replay(finished=1)  # the next pass is empty
         >>> list(loader)
         []

@@ -141,7 +141,15 @@ class PartialState(View, Processes):
             )
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the other processes, if a PartialState joined them without an Accelerator; an Accelerator does it in `end_training`."""
+        """Leave the other processes, if a PartialState joined them without an Accelerator; an Accelerator does it in `end_training`.
+
+        Args:
+            group: makes no difference: the group of all processes is left.
+
+        Example:
+            >>> state = PartialState(cpu=True)
+            >>> state.destroy_process_group()
+        """
         for run in [run for run in _open if run.world is self._world and run.accelerator() is None]:
             unregister(run)
             run.world.close()
