@@ -88,6 +88,7 @@ class Console:
         self._marks: deque[Mark] = deque()  # the recent ones
         self._every, self._due = EVERY, 0.0
         self._now = self._next = 0.0  # when the last update ended, and when the loss is to be looked at again
+        self._span = 0.0  # seconds of the last update
         self._bar: Bar | None = None  # on a terminal and in a notebook
         self._flops, self._counting = Flops(run, prepared), True
         self._window.stepped.append(self._stepped)
@@ -131,7 +132,9 @@ class Console:
             self._next = now + REDRAWN
             self._listen(None)
         # Listen to the next update if it may end when a line or a look is due, or ends the epoch.
-        soon = now + 2 * (now - before) >= min(self._next, self._due) or progress.updates + 1 == progress.end
+        # The shorter of the last two updates tells how long it takes: an evaluation may lie before one.
+        span, self._span = min(now - before, self._span), now - before
+        soon = now + 2 * span >= min(self._next, self._due) or progress.updates + 1 == progress.end
         if soon and self._listens:
             self._listen(self._hear)
         if now < self._due and not self._counting:
