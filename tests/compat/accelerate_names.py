@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +56,11 @@ def signature(value: Any) -> str:
 
 def shown(value: Any) -> str:
     plain = value.value if isinstance(value, enum.Enum) else value
-    return "…" if callable(plain) or type(plain) is object else re.sub(r" at 0x\w+", "", repr(plain))
+    return (
+        "…"
+        if callable(plain) or type(plain) is object
+        else re.sub(r" at 0x\w+", "", repr(plain)).replace(str(Path.home()), "~")
+    )
 
 
 def find(address: str) -> Any:
