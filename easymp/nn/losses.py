@@ -47,8 +47,8 @@ def linear_cross_entropy(
         weight: (vocabulary, features), as of `nn.Linear`.
         targets: (...), int64, indices of the vocabulary.
         bias: (vocabulary,).
-        ignore_index: targets of this value count for nothing.
-        reduction: "mean" over the targets that count, "sum", or "none".
+        ignore_index: targets of this value are left out.
+        reduction: "mean" over the other targets, "sum", or "none".
         label_smoothing: the part of each target, 0 to 1, that is spread over the vocabulary.
         chunk_tokens: tokens whose logits are in memory at once. None: so many that they take no more memory than `hidden`, at least 512.
 
@@ -56,7 +56,7 @@ def linear_cross_entropy(
         The loss, in fp32 or wider: 0-dim, or the shape of `targets` with reduction="none".
 
     Raises:
-        BatchError: shapes that do not fit, or targets that are not int64.
+        BatchError: shapes that do not fit, targets that are not int64, or different dtypes outside of autocast.
         StepError: in backward, with create_graph=True.
         SettingError: a wrong option, or a weight in shards that no rank can use as they are.
 
@@ -92,7 +92,12 @@ def linear_cross_entropy(
         weight, bias = weight.to_local(), None if bias is None else _part(bias, weight)
     hidden, targets = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (hidden, targets))
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    autocast = torch.is_autocast_enabled(kind)
+    if not autocast and hidden.dtype != weight.dtype:
+        raise BatchError(
+            f"linear_cross_entropy got hidden in {hidden.dtype} and a weight in {weight.dtype}, outside of autocast: convert one of them"
+        )
+    dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     tokens = chunk_tokens or max(LEAST, rows.numel() // max(1, most))  # the same on all ranks
     summed = reduction != "none"

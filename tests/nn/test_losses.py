@@ -115,6 +115,7 @@ def test_it_is_compiled_whole() -> None:
     ("changed", "error", "said"),
     [
         ({"weight": torch.ones(5, 3)}, BatchError, "weight (5, 3)"),
+        ({"weight": torch.ones(101, 16, dtype=torch.bfloat16)}, BatchError, "a weight in torch.bfloat16"),
         ({"bias": torch.ones(5)}, BatchError, "(5,), not (101,)"),
         ({"targets": torch.ones(3, 67)}, BatchError, "float32, not int64"),
         ({"reduction": "max"}, SettingError, "'max' is not one of mean, sum, none"),

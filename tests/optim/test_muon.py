@@ -99,7 +99,10 @@ def every_way(folder: str) -> dict[str, Any]:
     }
 
 
-needs_torchs = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+needs_torchs = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"),
+    reason="an optional package is not installed: a torch with torch.optim.Muon",
+)
 
 
 @needs_torchs
