@@ -135,6 +135,11 @@ class _Refused(MetaPathFinder):
             raise ModuleNotFoundError(self.words[fullname], name=fullname)
 
 
+def named(*things: Any, **others: Any) -> dict[str, Any]:
+    """Functions and classes by their names, and `others`."""
+    return {thing.__name__: thing for thing in things} | others
+
+
 def submodules(
     package: str, table: Mapping[str, Mapping[str, Any] | ModuleType | str], layer: Layer, original: str
 ) -> None:
@@ -142,7 +147,8 @@ def submodules(
 
     Args:
         package: its ``__name__``.
-        table: address below `package` → the module's names; the key ``"absent"`` has replacements by name, as for `Layer.absent`.
+        table: address below `package` → the module's names; the key ``"absent"`` has replacements by name, as for `Layer.absent`,
+            or is the module's ``__getattr__``.
             A module of ours in place of the names gives all of its ``__all__``. A string refuses the module, and all below it, with this
             replacement.
         original: the name of the library's own package, for messages.
@@ -162,7 +168,8 @@ def submodules(
         instead = names.pop("absent", {})
         listed = sorted(names)
         vars(module).update(names, __all__=listed, __path__=[])
-        vars(module)["__getattr__"] = layer.absent(f"{original}.{address}", instead, partial(list, listed))
+        absent = layer.absent(f"{original}.{address}", instead, partial(list, listed))
+        vars(module)["__getattr__"] = instead if callable(instead) else absent
         sys.modules[module.__name__] = module
         # A function or class of the same name wins: accelerate.utils.tqdm, apex.parallel.LARC.
         vars(sys.modules[parent]).setdefault(leaf, module)

@@ -135,6 +135,6 @@ REFUSED = [  # modules, and names as module:name
         "amp.rnn_compat",
     ),
     *("amp.utils", "amp.wrap", "amp._initialize", "fp16_utils.fp16_optimizer", "fp16_utils.loss_scaler"),
-    *("normalization.instance_norm", "parallel.multiproc", "amp:AmpHandle", "fp16_utils:FP16_Optimizer"),
+    *("normalization.instance_norm", "parallel.multiproc", "amp:NoOpHandle", "fp16_utils:FP16_Optimizer"),
     *("fp16_utils:DynamicLossScaler", "optimizers:FP16_Optimizer", "parallel:multiproc"),
 ]

@@ -598,9 +598,9 @@ def test_models_in_two_types_stay_so_with_cast_model_type_false(level):
 
 def test_names_that_are_not_here_and_the_native_lines(capsys):
     with pytest.raises(
-        ImportError, match=r"apex.amp.AmpHandle is not part of easymp.compat: use amp.initialize"
+        ImportError, match=r"apex.amp.NoOpHandle is not part of easymp.compat: use amp.initialize"
     ):
-        importlib.import_module("easymp.compat.apex.amp").AmpHandle  # noqa: B018
+        importlib.import_module("easymp.compat.apex.amp").NoOpHandle  # noqa: B018
     one("O2")
     assert 'acc = Accelerator(mixed_precision="O2")' in explain()
     assert "# Apex → easymp" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import easymp.compat.horovod as hvd
-from easymp.compat.horovod.execution import adasum, pair
+from easymp.compat.horovod.engine import adasum, pair
 
 from ..test_announced import NO_MPI, by_mpirun
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layer import submodules
+from ..layer import named, submodules
 from . import amp, fp16_utils, normalization, optimizers, parallel
-from .amp.state import ApexError, layer
+from .amp import ApexError, layer
 
 __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
@@ -55,14 +55,11 @@ submodules(
             for name in optimizers.__all__
             for module in [MIXED.get(name, name[5:].lower())]
         },
-        "parallel.LARC": {"LARC": parallel.LARC},
-        "parallel.distributed": {
-            "DistributedDataParallel": parallel.DistributedDataParallel,
-            "Reducer": parallel.Reducer,
-        },
+        "parallel.LARC": named(parallel.LARC),
+        "parallel.distributed": named(parallel.DistributedDataParallel, parallel.Reducer),
         "parallel.multiproc": "start the script with `easymp launch --processes N script.py`",
-        "parallel.optimized_sync_batchnorm": {"SyncBatchNorm": parallel.SyncBatchNorm},
-        "parallel.sync_batchnorm": {"SyncBatchNorm": parallel.SyncBatchNorm},
+        "parallel.optimized_sync_batchnorm": named(parallel.SyncBatchNorm),
+        "parallel.sync_batchnorm": named(parallel.SyncBatchNorm),
         "pyprof": "use Accelerator.profile",
         "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
         "testing": "it is for Apex's own tests",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...precision.levels import cast, cast_model
-from .amp.state import layer
+from .amp import layer
 
 __all__ = [
     *("BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network"),

@@ -19,7 +19,7 @@ from ...optim.lamb import LAMB
 from ...optim.masters import LOW
 from ...optim.novograd import NovoGrad
 from ...optim.torch_optimizers import ADAGRAD, ADAM, SGD_RULE, TorchOptimizer, swapped
-from .amp.state import ApexError, layer
+from .amp import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
 BY_AMP = {"FP16_Optimizer": "use amp.initialize(model, optimizer, opt_level='O2')"}

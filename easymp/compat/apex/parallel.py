@@ -19,8 +19,7 @@ from ...errors import RefusedError
 from ...optim import larc
 from ...strategies import batchnorm
 from ...strategies.ddp import UNFINISHED, CommHookState, all_reduce
-from .amp.optimizers import Stepping
-from .amp.state import ApexError, layer
+from .amp import ApexError, Stepping, layer
 
 __all__ = [
     *("LARC", "DistributedDataParallel", "ReduceOp", "Reducer", "SyncBatchNorm"),

@@ -17,13 +17,19 @@ from ...distributed import read_ranks
 from ...errors import SettingError
 from ...version import __version__
 from ..layer import submodules
-from . import comm
-from .comm import init_distributed
 from .config import ABSENT, ADDRESSES, layer, read
 from .engine import DeepSpeedEngine
-from .modules import MODULES, get_accelerator, log_dist, logger
-from .optimizers import DeepSpeedCPUAdam, FusedAdam
-from .schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from .modules import MODULES, get_accelerator, init_distributed, log_dist, logger
+from .optimizers import (
+    SCHEDULES,
+    DeepSpeedCPUAdam,
+    FusedAdam,
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 
 _MODULES: dict[str, dict[str, Any]] = {
     **{address: {} for address in ("ops", "runtime", *filter(None, ABSENT))},
@@ -34,7 +40,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "ops.lion": {"DeepSpeedCPULion": optim.Lion, "FusedLion": optim.Lion},
     "runtime.lr_schedules": SCHEDULES,
 }
-_MODULES = {at: {**names, "absent": ABSENT.get(at, {})} for at, names in sorted(_MODULES.items())}
+_MODULES = {at: {"absent": ABSENT.get(at, {}), **names} for at, names in sorted(_MODULES.items())}
 submodules(__name__, {**_MODULES, **ADDRESSES}, layer, "deepspeed")
 
 __all__ = [

@@ -1,29 +1,87 @@
-"""DeepSpeed's small modules: ``deepspeed.accelerator``, ``checkpointing``, ``utils`` and ``zero``, as `MODULES` lists them."""
+"""DeepSpeed's small modules: ``deepspeed.comm``, ``accelerator``, ``checkpointing``, ``utils`` and ``zero``, as `MODULES` lists them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 from ...base.dtensor import local
 from ...checkpoint.conversion import convert, read_weights
-from ...distributed import read_ranks
+from ...distributed import World, locate, read_ranks
 from ...errors import RefusedError
 from ...logging import get_logger
 from ...training.state import accelerators
-from ..layer import device_of
+from ..layer import device_of, named
 from .config import NAMES, layer
 from .engine import save_whole
 
 logger = get_logger("easymp.compat.deepspeed.utils")
+
+# -- comm ----------------------------------------------------------------------------------------------------------------
+
+_world: World | None = None
+
+
+def init_distributed(
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500, verbose: bool = True,
+    timeout: Any = None, init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
+    world_size: int = -1,
+) -> None:  # fmt: skip
+    """Join the processes that a launcher announced; a process alone is a group of one. A group that runs is kept."""
+    global _world
+    if init_method or rank >= 0 or world_size > 0:
+        raise RefusedError("init_distributed(init_method=…, rank=…, world_size=…): the launcher says them")
+    if dist_backend not in (None, "nccl", "gloo"):
+        layer.ignore({"init_distributed(dist_backend)": "NCCL on GPUs, gloo elsewhere"})
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    ranks = read_ranks()
+    if ranks.announced:
+        seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else 120.0
+        ranks = locate(ranks, seconds)
+        _world = World(ranks, device_of(ranks), seconds)
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+
+def get_rank(group: Any = None) -> int:
+    """Rank of this process."""
+    return dist.get_rank(group) if dist.is_initialized() else read_ranks().rank
+
+
+def get_world_size(group: Any = None) -> int:
+    """Number of processes."""
+    return dist.get_world_size(group) if dist.is_initialized() else read_ranks().size
+
+
+def get_local_rank() -> int:
+    """Rank of this process on its node."""
+    return read_ranks().local_rank
+
+
+def log_summary(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: `Accelerator.profile` shows the time of communication."""
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Leave the group."""
+    global _world
+    if _world is not None and group is None:
+        _world.close()
+        _world = None
+    elif dist.is_initialized():
+        dist.destroy_process_group(group)
+
 
 # -- accelerator ---------------------------------------------------------------------------------------------------------
 
@@ -289,26 +347,25 @@ EXPORT = (get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_ch
 WHOLE = (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state)
 WHOLE_SET = (safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state)
 CHECKPOINTING = (checkpoint, configure, is_configured, reset)
-
-
-def _named(*functions: Any, **others: Any) -> dict[str, Any]:
-    return {function.__name__: function for function in functions} | others
-
-
 MODULES: dict[str, dict[str, Any]] = {
-    "accelerator": _named(get_accelerator),
-    "checkpointing": _named(
+    "accelerator": named(get_accelerator),
+    "checkpointing": named(
         *CHECKPOINTING,
         CheckpointFunction=SimpleNamespace(apply=checkpoint),
         model_parallel_cuda_manual_seed=torch.manual_seed,
     ),
-    "utils": _named(*WHOLE, *WHOLE_SET, RepeatingLoader, log_dist, see_memory_usage, logger=logger),
-    "utils.zero_to_fp32": _named(*EXPORT, convert_zero_checkpoint_to_fp32_state_dict),
-    "zero": _named(GatheredParameters, Init),
+    # Every other name of `comm` is torch.distributed's: all_reduce, broadcast, barrier, ReduceOp and so on.
+    "comm": named(
+        *(destroy_process_group, get_local_rank, get_rank, get_world_size, init_distributed, log_summary),
+        absent=partial(getattr, dist),
+    ),
+    "utils": named(*WHOLE, *WHOLE_SET, RepeatingLoader, log_dist, see_memory_usage, logger=logger),
+    "utils.zero_to_fp32": named(*EXPORT, convert_zero_checkpoint_to_fp32_state_dict),
+    "zero": named(GatheredParameters, Init),
     "runtime.activation_checkpointing": {},
-    "runtime.activation_checkpointing.checkpointing": _named(*CHECKPOINTING),
-    "runtime.dataloader": _named(RepeatingLoader),
-    "runtime.utils": _named(see_memory_usage),
-    "runtime.zero": _named(GatheredParameters, Init),
-    "runtime.zero.partition_parameters": _named(GatheredParameters, Init),
+    "runtime.activation_checkpointing.checkpointing": named(*CHECKPOINTING),
+    "runtime.dataloader": named(RepeatingLoader),
+    "runtime.utils": named(see_memory_usage),
+    "runtime.zero": named(GatheredParameters, Init),
+    "runtime.zero.partition_parameters": named(GatheredParameters, Init),
 }

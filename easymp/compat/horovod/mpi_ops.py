@@ -19,8 +19,7 @@ from torch import Tensor
 from .basics import *  # noqa: F403 (the names of horovod.torch.mpi_ops)
 from .basics import ProcessSet, global_process_set, rank, running, size
 from .basics import __all__ as basics
-from .engine import Pending
-from .execution import Op, Request
+from .engine import Op, Pending, Request
 
 __all__ = [
     *basics,

@@ -1,4 +1,4 @@
-"""The Fabric: an Accelerator behind the methods and names of Lightning's."""
+"""The Fabric: an Accelerator behind the methods of Lightning's, and the choices in Fabric's words."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ... import launcher
 from ...accelerator import Accelerator
 from ...base.pytree import recursively_apply, send_to_device
+from ...base.rng import set_seed
 from ...checkpoint.accelerate_import import read_state_dict
 from ...checkpoint.folders import open_checkpoint
 from ...checkpoint.huggingface import load as load_tree
@@ -24,11 +25,123 @@ from ...checkpoint.load import Reading
 from ...checkpoint.snapshot import on_rank_0
 from ...checkpoint.weights import load_weights
 from ...distributed import read_ranks
-from ...errors import CheckpointError, NonfiniteError, RefusedError, SettingError, StepError
+from ...errors import CheckpointError, NonfiniteError, RefusedError, SettingError, StepError, nearest
 from ...settings import resolve
-from ..layer import unless_set
-from . import choices
-from .choices import seed_everything
+from ..accelerate.plugins import FullyShardedDataParallelPlugin
+from ..layer import Layer, unless_set
+
+layer = Layer("Lightning Fabric")
+PRECISIONS = {
+    **dict.fromkeys(("32", "32-true"), "no"),
+    **dict.fromkeys(("16", "16-mixed"), "fp16"),
+    **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
+    "16-true": "fp16-true",
+    "bf16-true": "bf16-true",
+    "transformer-engine": "fp8",
+}
+REDUCTIONS = {word: word for word in ("mean", "sum", "max", "min", "product")} | {
+    "avg": "mean",
+    "prod": "product",
+}
+ACCELERATORS = {"gpu": ("cuda", "xpu", "mps"), "cuda": ("cuda",), "mps": ("mps",)}
+
+
+class Strategy:
+    """A strategy of easymp with its options."""
+
+    def __init__(self, strategy: str, options: Any = None, activation_checkpointing: Any = None) -> None:
+        self.strategy, self.options = strategy, options
+        self.activation_checkpointing = activation_checkpointing
+
+
+def _classes(option: str, policy: Any) -> list[str] | None:
+    """Names of the classes in a policy."""
+    if policy is None:
+        return None
+    kinds = list(policy) if isinstance(policy, (set, frozenset, list, tuple)) else [policy]
+    if not all(isinstance(kind, type) for kind in kinds):
+        raise RefusedError(f"{option}={policy!r} is not honoured: pass a set of the modules' classes")
+    return [kind.__name__ for kind in kinds]
+
+
+class FSDPStrategy(Strategy):
+    """Strategy "fsdp" (or "hsdp", "ddp") in the words of torch's FSDP. Policies are sets of classes."""
+
+    def __init__(
+        self, *, auto_wrap_policy: Any = None, activation_checkpointing_policy: Any = None, **options: Any
+    ) -> None:
+        wrap = _classes("auto_wrap_policy", auto_wrap_policy)
+        plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=wrap, **options)
+        again = _classes("activation_checkpointing_policy", activation_checkpointing_policy)
+        super().__init__(plugin.strategy, plugin.options, again)
+
+
+class DDPStrategy(Strategy):
+    """Strategy "ddp"; `options` are fields of `easymp.DistributedDataParallelKwargs`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__("ddp", options or None)
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "auto": partial(Strategy, "auto"),
+    "dp": partial(Strategy, "data_parallel"),
+    "single_device": partial(Strategy, "single"),
+    **dict.fromkeys(("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"), DDPStrategy),
+    "ddp_find_unused_parameters_true": partial(DDPStrategy, find_unused_parameters=True),
+    "ddp_find_unused_parameters_false": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
+}
+
+
+def _on_cpu(accelerator: Any) -> bool:
+    """Whether the CPU is asked for."""
+    if accelerator in ("auto", "cpu"):
+        return accelerator == "cpu"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type not in ACCELERATORS.get(str(accelerator), ()):
+        raise SettingError(f"accelerator={accelerator!r}: this machine has {found or 'a CPU only'}")
+    return False
+
+
+def _known(name: str, given: str, known: Mapping[str, Any]) -> Any:
+    if given not in known:
+        near = nearest(given, known) or "."
+        raise RefusedError(f"{name}={given!r} is not run here{near} Known: {', '.join(known)}")
+    return known[given]
+
+
+def _strategy(given: Any) -> Strategy:
+    """The strategy of the Accelerator for several processes."""
+    if isinstance(given, Strategy):
+        return given
+    if str(given).startswith("deepspeed"):
+        stage = "zero1" if "1" in str(given) else "fsdp"
+        raise RefusedError(f"strategy={given!r} is Accelerator(strategy={stage!r}) of easymp: pass 'fsdp'")
+    return _known("strategy", str(given), STRATEGIES)()  # type: ignore[no-any-return]
+
+
+def _processes(devices: Any, cpu: bool) -> int:
+    """Processes on this machine."""
+    if isinstance(devices, (list, tuple)):
+        if list(devices) != list(range(len(devices))):
+            raise RefusedError(
+                f"devices={devices!r}: set CUDA_VISIBLE_DEVICES, and pass the number of devices"
+            )
+        return len(devices)
+    if str(devices) in ("auto", "-1"):
+        return 1 if cpu else max(1, torch.accelerator.device_count())
+    if not str(devices).isdigit() or int(devices) < 1:
+        raise SettingError(f"devices={devices!r} is neither a number of processes, nor -1, nor 'auto'")
+    return int(devices)
+
+
+def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
+    """Seed all random streams; returns the seed, 0 by default. Workers of prepared loaders are seeded by it always."""
+    set_seed(seed or 0)
+    return seed or 0
+
 
 NATIVE = """
 acc = Accelerator(mixed_precision={precision!r}, strategy={strategy!r})  # Fabric(…); easymp.launch(n) for launch()
@@ -55,24 +168,21 @@ class Fabric:
     ) -> None:  # fmt: skip
         if plugins:
             raise RefusedError(f"plugins={plugins!r} is not honoured: pass precision=, and use a launcher")
-        self._cpu = choices.on_cpu(accelerator)
-        self._precision = choices.precision(precision)
-        self._strategy = choices.strategy(strategy)
-        self._devices = choices.processes(devices, self._cpu)
-        ranks = read_ranks()
+        self._cpu, ranks = _on_cpu(accelerator), read_ranks()
+        self._precision = None if precision is None else _known("precision", str(precision), PRECISIONS)
+        self.strategy, self._devices = _strategy(strategy), _processes(devices, self._cpu)
         if ranks.size > 1 and devices not in ("auto", -1, "-1") and ranks.local_size != self._devices:
-            started = f"the launcher ({ranks.announced}) started {ranks.local_size} processes here"
-            raise SettingError(f"devices={devices!r}, and {started}")
+            raise SettingError(
+                f"devices={devices!r}, and the launcher ({ranks.announced}) started {ranks.local_size} processes here"
+            )
         if num_nodes > 1 and ranks.nodes != num_nodes:
             raise RefusedError(f"num_nodes={num_nodes}: start it with `easymp launch --nodes {num_nodes}`")
-        self.callbacks = _as_list(callbacks)
-        given = _as_list(loggers)
+        self.callbacks, given = _as_list(callbacks), _as_list(loggers)
         self.loggers = [item for item in given if hasattr(item, "log_metrics")]
         self._log_with = [item for item in given if not hasattr(item, "log_metrics")] or None
         self._made: Accelerator | None = None
-        self._remembered: dict[
-            str, Any
-        ] = {}  # what `save` keeps beside models and optimizers, and their names
+        # What `save` keeps beside models and optimizers, and their names.
+        self._remembered: dict[str, Any] = {}
         if type(self).run is not Fabric.run:
             self.run = partial(self.launch, lambda _, *args, run=self.run, **kwargs: run(*args, **kwargs))  # type: ignore[method-assign]
 
@@ -95,10 +205,10 @@ class Fabric:
             several = read_ranks().size > 1
             if self._devices > 1 and not several:
                 raise StepError(f"devices={self._devices} in one process: call fabric.launch() first")
-            chosen = self._strategy if several else choices.Strategy("auto")
+            chosen = self.strategy if several else Strategy("auto")
             asked = resolve()
             precision = unless_set(asked, "mixed_precision", self._precision, "no")
-            choices.layer.use("Fabric", NATIVE.format(precision=precision, strategy=chosen.strategy))
+            layer.use("Fabric", NATIVE.format(precision=precision, strategy=chosen.strategy))
             self._made = Accelerator(
                 mixed_precision=precision,
                 strategy=None if chosen.strategy == "auto" else chosen.strategy,
@@ -117,11 +227,6 @@ class Fabric:
     node_rank = property(lambda self: read_ranks().rank // max(1, read_ranks().local_size))
     world_size = property(lambda self: self.easymp.num_processes)
     is_global_zero = property(lambda self: read_ranks().rank == 0)
-
-    @property
-    def strategy(self) -> choices.Strategy:
-        """The strategy that the script asked for; one process trains alone."""
-        return self._strategy
 
     def setup(
         self, module: nn.Module, *optimizers: torch.optim.Optimizer, scheduler: Any = None, move_to_device: bool = True,
@@ -208,15 +313,15 @@ class Fabric:
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Each tensor or number of `data` from all ranks, in a new first dimension; of one process the tensors as they are."""
-        _refuse_groups("all_gather", group, sync_grads)
+        _all_ranks("all_gather", group, sync_grads)
         one = (lambda leaf: leaf) if self.world_size == 1 else (lambda leaf: self.easymp.gather(leaf[None]))
         return _each_number(one, data, self.device)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         """The "mean", "sum", "max", "min" or "product" of each tensor or number of `data` over the ranks; tensors in place."""
-        _refuse_groups("all_reduce", group, False)
-        word, world = choices.reduction(reduce_op), self.easymp._world
-        reduce = self.easymp.reduce if word in ("mean", "sum") else world.reduce
+        _all_ranks("all_reduce", group)
+        word = _known("reduce_op", str(reduce_op).rpartition(".")[2].lower(), REDUCTIONS)
+        reduce = self.easymp.reduce if word in ("mean", "sum") else self.easymp._world.reduce
         return _each_number(lambda leaf: leaf.detach().copy_(reduce(leaf, word)), data, self.device)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
@@ -236,12 +341,11 @@ class Fabric:
         With all models and optimizers that were set up this is a checkpoint of easymp in the folder `path`: sharded, verified, with random
         states and positions of loaders. With some of them, or a `filter`, it is one safetensors file; both without pickles.
         """
+        acc, (names, rest) = self.easymp, self._named(state)
         if unknown := set(filter or {}) - set(state):
             raise ValueError(
                 f"filter names {sorted(unknown)}, and state has {sorted(state)}: pass keys of state"
             )
-        acc = self.easymp
-        names, rest = self._named(state)
         rest = {key: item.state_dict() if _stateful(item) else item for key, item in rest.items()}
         prepared = len(acc._prepared.models) + len(acc._prepared.optimizers)
         if len(names) == prepared and prepared and not filter:
@@ -316,13 +420,18 @@ class Fabric:
 
     def _named(self, state: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
         """The prepared objects in `state` by their names in checkpoints, and its other values."""
+        if not isinstance(state, Mapping):
+            raise SettingError(
+                f"state is a {type(state).__name__}: pass a dict of names and objects, as in {{'model': model}}"
+            )
         prepared = self.easymp._prepared
+        pairs = {
+            "optimizer": [(o, o.optimizer) for o in prepared.optimizers],
+            "model": [(m.view, m.route.original) for m in prepared.models],
+        }
         numbers = {
             id(item): f"{word}_{i}" if i else word
-            for word, things in (
-                ("optimizer", [(o, o.optimizer) for o in prepared.optimizers]),
-                ("model", [(m.view, m.route.original) for m in prepared.models]),
-            )
+            for word, things in pairs.items()
             for i, same in enumerate(things)
             for item in same
         }
@@ -389,7 +498,7 @@ def _each_number(function: Callable[[Tensor], Tensor], data: Any, device: torch.
     return recursively_apply(one, data, test_type=lambda leaf: isinstance(leaf, (Tensor, int, float)))
 
 
-def _refuse_groups(call: str, group: Any, sync_grads: bool) -> None:
+def _all_ranks(call: str, group: Any, sync_grads: bool = False) -> None:
     if group is not None or sync_grads:
         raise RefusedError(
             f"{call}: group and sync_grads=True are not honoured: all ranks take part; leave it out"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....errors import RefusedError, SettingError
-from ....options import AutocastKwargs
-from ....precision.cast_lists import Cast, ListedCasts, as_listed, cast_table
-from ....precision.levels import O1
+from ...errors import RefusedError, SettingError
+from ...options import AutocastKwargs
+from ...precision.cast_lists import Cast, ListedCasts, as_listed, cast_table
+from ...precision.levels import O1
 
 __all__ = [
     *("disable_casts", "float_function", "half_function", "init", "promote_function"),
@@ -93,31 +93,31 @@ def disable_casts() -> AbstractContextManager[None]:
     return handle._disable_casts()
 
 
-def _decorator(cast: Cast) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _decorator(how: Cast) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not handle.is_active():
                 return fn(*args, **kwargs)
-            args, kwargs = as_listed(cast, fn, args, kwargs, handle._half)
+            args, kwargs = as_listed(how, fn, args, kwargs, handle._half)
             # The user's cast goes before the list that the function is on.
             with disable_casts() if fn in cast_table() else nullcontext():
                 return fn(*args, **kwargs)
 
         return wrapper
 
-    decorate.__doc__ = f"A decorator. Under O1 floating-point arguments of `fn` are cast: {cast.value}."
+    decorate.__doc__ = f"A decorator. Under O1 floating-point arguments of `fn` are cast: {how.value}."
     return decorate
 
 
-def _registration(cast: Cast) -> Callable[[Any, str], None]:
+def _registration(how: Cast) -> Callable[[Any, str], None]:
     def register(module: Any, name: str) -> None:
         if not hasattr(module, name):
             raise SettingError(f"No function named {name} in module {module}: nothing can be cast for it")
-        setattr(module, name, _decorator(cast)(getattr(module, name)))
+        setattr(module, name, _decorator(how)(getattr(module, name)))
 
     register.__doc__ = (
-        f"Under O1 cast arguments of ``module.name``, for code that looks it up there: {cast.value}."
+        f"Under O1 cast arguments of ``module.name``, for code that looks it up there: {how.value}."
     )
     return register
 
