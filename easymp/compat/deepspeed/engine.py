@@ -45,12 +45,12 @@ STRATEGIES: dict[int, tuple[str, dict[str, Any] | None]] = {
     3: ("fsdp", None),
 }
 NATIVE = """
-acc = Accelerator(mixed_precision={precision!r}, strategy={strategy!r}, gradient_accumulation_steps={steps})
+acc = Accelerator(mixed_precision={0.precision!r}, strategy={1!r}, gradient_accumulation_steps={0.batch.steps})
 model, optimizer, loader = acc.prepare(model, optimizer, loader)
 for inputs, targets in loader:
     with acc.accumulate(model):
         acc.backward(loss_fn(model(inputs), targets))  # engine.backward
-        acc.clip_grad_norm_(model.parameters(), {clip})   # gradient_clipping
+        acc.clip_grad_norm_(model.parameters(), {2})   # gradient_clipping
         optimizer.step()                               # engine.step
         optimizer.zero_grad()
 acc.save_state()                                       # engine.save_checkpoint
@@ -142,25 +142,20 @@ class DeepSpeedEngine(nn.Module):
         self.client_optimizer, self.client_lr_scheduler = optimizer, scheduler
         layer.ignore(config.ignored)
         self.accelerator = acc = _accelerator(config)
-        how = {
-            "precision": config.precision,
-            "strategy": acc.plan.strategy.value,
-            "steps": config.batch.steps,
-        }
-        layer.use("initialize, backward and step", NATIVE.format(**how, clip=config.clip or None))
+        native = NATIVE.format(config, acc.plan.strategy.value, config.clip or None)
+        layer.use("initialize, backward and step", native)
         given = parameters if parameters is not None else model.parameters()
         if optimizer is None and config.optimizer is not None:
             optimizer = optimizers.optimizer(*config.optimizer, given)
         elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(given)
-        self.basic_optimizer = optimizer
         if scheduler is None and config.scheduler is not None:
             scheduler = optimizers.scheduler(*config.scheduler)
         if scheduler is not None and optimizer is None:
             raise SettingError(f"a scheduler without an optimizer: {NAME_ONE}")
         if scheduler is not None and not hasattr(scheduler, "step"):
             scheduler = scheduler(optimizer)
-        self._collate = collate
+        self.basic_optimizer, self._collate = optimizer, collate
         loader = None if data is None else self._loader(data, config.batch.micro, collate)
         prepared = acc.prepare(model, optimizer, scheduler, loader)
         called, self.optimizer, self.lr_scheduler, self.training_dataloader = prepared
@@ -183,28 +178,27 @@ class DeepSpeedEngine(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's outputs, in its own precision; floating-point inputs are cast to it."""
         training = self.training and torch.is_grad_enabled() and self.optimizer is not None
-        if training:
-            self._begin()
-        flops = self._count_flops() if training and self._profile_step == self.global_steps else nullcontext()
-        with self._timed("forward"), flops, self._unsynced() if training else nullcontext():
+        if not training:
+            with self._timed("forward"):
+                return self._called(*inputs, **kwargs)
+        self._begin()
+        flops = self._count_flops() if self._profile_step == self.global_steps else nullcontext()
+        with self._timed("forward"), flops, self._unsynced():
             outputs = self._called(*inputs, **kwargs)
-        if training and self._config.batch.steps > 1:
-            for leaf in leaves(outputs):
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(self._divide)
+        for leaf in leaves(outputs) if self._config.batch.steps > 1 else ():
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._divide)
         return outputs
 
     def _divide(self, gradient: Tensor | None) -> Tensor | None:
-        """Divide a gradient of the script's own ``loss.backward()``; `backward` divides the loss. It is None of an output without use."""
+        """Divide a gradient of the script's own ``loss.backward()``; None is that of an output without use."""
         return gradient if gradient is None or self._inside else gradient / self._config.batch.steps
 
     @property
     def _late(self) -> bool:
-        """Whether `backward` averages gradients at the boundary, and not the strategy while backward runs.
-
-        So several backward passes before a step, and parameters without a gradient, are right. Sharded gradients take both anyway, and the
-        Accelerator averages sums of low-precision gradients at the end of a window.
-        """
+        """Whether `backward` averages gradients at the boundary, and not the strategy while backward runs."""
+        # So several backward passes before a step, and parameters without a gradient, are right. Sharded gradients take both
+        # anyway, and the Accelerator averages sums of low-precision gradients at the end of a window.
         summed = self._config.batch.steps > 1 and self._low
         return self.accelerator.num_processes > 1 and self._config.stage < 2 and not summed
 
@@ -241,8 +235,7 @@ class DeepSpeedEngine(nn.Module):
             raise StepError(f"backward() on an engine without an optimizer: {NAME_ONE}")
         self._begin()
         steps = self._config.batch.steps
-        if not scale_wrt_gas:
-            loss = loss * steps
+        loss = loss if scale_wrt_gas else loss * steps
         self._inside = True
         try:
             with self._timed("backward"), self._unsynced():
@@ -254,22 +247,21 @@ class DeepSpeedEngine(nn.Module):
         self._boundary = True
         return loss.detach() / steps
 
-    def _take_gradients(self) -> None:
-        """After the script's own ``loss.backward()``: a backward that adds nothing hands the gradients to the Accelerator."""
-        if self._micro is None:
-            raise StepError(
-                "engine.step() before a backward: call engine(…) and backward(loss) for each step()"
-            )
-        if self.accelerator.scaler.scales and not self._scaled:
-            raise StepError("loss.backward() leaves the loss scale out: call engine.scale(loss).backward()")
-        self.backward(torch.zeros((), device=self.device, requires_grad=True))
-
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; on the last one of an update also clip, and step the optimizer and the scheduler."""
         if self._apart:
             raise StepError("engine.step() inside engine.no_sync(): step after the block")
-        if not self._boundary:
-            self._take_gradients()
+        if not self._boundary:  # after the script's own loss.backward()
+            if self._micro is None:
+                raise StepError(
+                    "engine.step() before a backward: call engine(…) and backward(loss) for each step()"
+                )
+            if self.accelerator.scaler.scales and not self._scaled:
+                raise StepError(
+                    "loss.backward() leaves the loss scale out: call engine.scale(loss).backward()"
+                )
+            # A backward that adds nothing hands the gradients to the Accelerator.
+            self.backward(torch.zeros((), device=self.device, requires_grad=True))
         self._boundary = self._scaled = False
         acc, counters, config = self.accelerator, self._counters, self._config
         ended = acc.sync_gradients
@@ -290,7 +282,12 @@ class DeepSpeedEngine(nn.Module):
         self._in_window = 0 if ended else self._in_window + 1
         every = config.value("steps_per_print")
         if ended and every and counters.global_steps % every == 0:
-            self._report()
+            told = counters.global_steps, counters.skipped_steps, self.get_lr(), self.get_mom()
+            logger.info("step=%d, skipped=%d, lr=%s, mom=%s", *told)
+            means = [f"{name}: {1e3 * sum(s) / len(s):.2f}" for name, s in self._seconds.items()]
+            if means:
+                logger.info("time (ms) | %s", " | ".join(means))
+            self._seconds.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -352,18 +349,9 @@ class DeepSpeedEngine(nn.Module):
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
-    def _report(self) -> None:
-        """Log the counters and rates, and the means of the phases since the last call."""
-        told = self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom()
-        logger.info("step=%d, skipped=%d, lr=%s, mom=%s", *told)
-        means = [f"{name}: {1e3 * sum(s) / len(s):.2f}" for name, s in self._seconds.items()]
-        if means:
-            logger.info("time (ms) | %s", " | ".join(means))
-        self._seconds.clear()
-
     @contextmanager
     def _count_flops(self) -> Iterator[None]:
-        """Report the operations of the forward inside, by torch's FlopCounterMode: matrix products, convolutions, attention."""
+        """Report the operations of the forward inside: matrix products, convolutions, attention."""
         begin, self._profile_step = self._now(), None  # once
         with FlopCounterMode(display=False) as counter:
             yield
@@ -390,8 +378,7 @@ class DeepSpeedEngine(nn.Module):
                 return VALUES[name](self)
             if name in METHODS:
                 return partial(METHODS[name], self)
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is not None and hasattr(module, name):
+            if hasattr(module := self.__dict__.get("_modules", {}).get("module"), name):
                 return getattr(module, name)
             if name in ANSWERS:
                 section, key = ANSWERS[name]
@@ -410,11 +397,8 @@ class DeepSpeedEngine(nn.Module):
     ) -> Any:
         """A prepared loader of `dataset`."""
         if others:
-            _refuse(
-                "deepspeed_io",
-                remedy="make the DataLoader, and pass it to engine.accelerator.prepare",
-                **others,
-            )
+            remedy = "make the DataLoader, and pass it to engine.accelerator.prepare"
+            _refuse("deepspeed_io", remedy=remedy, **others)
         size = batch_size or self._config.batch.micro
         return self.accelerator.prepare(self._loader(dataset, size, collate_fn or self._collate))
 
@@ -511,15 +495,21 @@ class DeepSpeedEngine(nn.Module):
 
     def _load_weights(self, place: str, strict: bool, module_only: bool, schedule: Any) -> Any:
         """Load weights, and unless `module_only` counters and the schedule; return the client's state."""
+
+        def no_tensors(name: str) -> Any:
+            raise RefusedError(
+                f"{name} is a tensor, which is read with the optimizer's states only: load all"
+            )
+
         states = open_checkpoint(place).manifest.states
-        counters = unpack(states[COUNTERS], _no_tensors)
-        has_rates = schedule is not None and SCHEDULE in states
-        rates = unpack(states[SCHEDULE], _no_tensors) if has_rates else None
+        counters = unpack(states[COUNTERS], no_tensors)
+        has_rates = schedule is not None and SCHEDULE in states and not module_only
+        rates = unpack(states[SCHEDULE], no_tensors) if has_rates else None
         load_weights(self._called, place, strict=strict)
         if not module_only:
             self._counters.load_state_dict(counters)
-            if rates is not None:
-                schedule.load_state_dict(rates)
+        if rates is not None:
+            schedule.load_state_dict(rates)
         return counters["client"]
 
     def save_16bit_model(
@@ -530,11 +520,8 @@ class DeepSpeedEngine(nn.Module):
         if self.global_rank == 0:
             state = self._without_frozen(state) if exclude_frozen_parameters else state
             Path(save_dir).mkdir(parents=True, exist_ok=True)
-            path = Path(save_dir, save_filename)
-            if save_filename.endswith(".safetensors"):
-                self.accelerator.save(state, path)
-            else:
-                save_whole(state, path)
+            write = self.accelerator.save if save_filename.endswith(".safetensors") else save_whole
+            write(state, Path(save_dir, save_filename))
         self.accelerator.wait_for_everyone()
         return True
 
@@ -542,8 +529,8 @@ class DeepSpeedEngine(nn.Module):
 
 
 def _accelerator(config: Config) -> Accelerator:
-    several = read_ranks().size > 1
-    strategy, options = STRATEGIES[config.stage] if several else ("auto", None)
+    steps = config.batch.steps
+    strategy, options = STRATEGIES[config.stage if read_ranks().size > 1 else 0]
     if config.offload and strategy != "fsdp":
         layer.ignore({"zero_optimization.offload_…": "with stage 3 on several processes only"})
     handlers: list[Any] = [AutocastKwargs(output_dtype=None)]
@@ -553,9 +540,7 @@ def _accelerator(config: Config) -> Accelerator:
         mixed_precision=config.precision,  # type: ignore[arg-type]
         strategy=strategy,  # type: ignore[arg-type]
         strategy_options={"cpu_offload": config.offload} if strategy == "fsdp" else options,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            config.batch.steps, sync_with_dataloader=False
-        ),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(steps, sync_with_dataloader=False),
         kwargs_handlers=handlers,
         nonfinite="skip" if config.skips else None,
     )
@@ -563,10 +548,6 @@ def _accelerator(config: Config) -> Accelerator:
 
 def _refuse(call: str, *args: Any, remedy: str, **others: Any) -> None:
     raise RefusedError(f"{call}({', '.join(others)}) is not part of easymp.compat: {remedy}")
-
-
-def _no_tensors(name: str) -> Any:
-    raise RefusedError(f"{name} is a tensor, which is read with the optimizer's states only: load all")
 
 
 def save_whole(state: Any, path: Path) -> None:
