@@ -113,6 +113,7 @@ class UpdateWindow:
         resuming: ids of loaders that a checkpoint left inside a pass: their next pass is the rest of it.
         went_on: whether one of them has continued since.
         full_passes: after a checkpoint at a loader's last batch the next pass is the next epoch, as in Accelerate, not an empty rest.
+        loops: how often loops have begun, ended, or changed places.
         enclosing: the loader of the innermost loop.
         reading: the same, or without a loop the loader of an iterator that the script holds.
         outermost: the loader of the outermost loop, or of such an iterator.
@@ -129,6 +130,7 @@ class UpdateWindow:
         self.resuming: set[int] = set()
         self.went_on = False
         self.full_passes = False
+        self.loops = 0
         self.reset()
 
     def reset(self) -> None:
@@ -277,6 +279,7 @@ class UpdateWindow:
 
     def _look(self) -> None:
         """Update the attributes about loops. Loops change once a pass, and are read at every batch."""
+        self.loops += 1
         self.enclosing: Any = self._reading[-1] if self._reading else None
         there = self._reading or self._beside or [None]
         self.reading: Any = there[-1]

@@ -36,6 +36,7 @@ class PreparedLoader(DataLoader[Any]):
         position: samples of this epoch that all ranks together have received.
         last: whether the current batch is the last one of this rank.
         local_size: samples in the current batch on this rank; None if unknown.
+        ended: epoch and position at the end of the last pass.
         finished: passes that began and ended since `replay`, outside of other loaders' passes.
 
     Example:
@@ -63,6 +64,7 @@ class PreparedLoader(DataLoader[Any]):
     """
 
     epoch = position = finished = 0
+    ended: tuple[int, int] | None = None
     last = False
     local_size: int | None = None
     _pass: object | None = None  # the running pass
@@ -330,7 +332,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._pass, skip
 
     def _end(self) -> None:
-        self._pass = None
+        self._pass, self.ended = None, (self.epoch, self.position)
         self.finished += not self._inner and self._begun == self._round
         self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
         self._next_epoch = None

@@ -87,8 +87,12 @@ class Console:
         self._first: Mark | None = None
         self._marks: deque[Mark] = deque()  # the recent ones
         self._every, self._due = EVERY, 0.0
-        self._now = self._next = 0.0  # when the last update ended, and when the loss is to be looked at again
-        self._span = 0.0  # seconds of the last update
+        self._until: float = (
+            0  # the update that is counted next, if no loop changes and the time is not over before
+        )
+        self._wake, self._loops = 0.0, 0
+        self._now = self._next = 0.0  # of the last counted update, and when the loss is to be looked at again
+        self._span = 0.0  # seconds of an update
         self._bar: Bar | None = None  # on a terminal and in a notebook
         self._flops, self._counting = Flops(run, prepared), True
         self._window.stepped.append(self._stepped)
@@ -107,7 +111,7 @@ class Console:
         for row in rows:
             self._logged.update(row.values)
         if self._listens and any("loss" in name.lower() for name in self._logged):
-            self._listens = False
+            self._listens, self._next = False, math.inf
             self._listen(None)
 
     def _hear(self, loss: Tensor, items: Any) -> None:
@@ -115,28 +119,37 @@ class Console:
         self._heard = loss, items
 
     def _stepped(self, optimizer: Any) -> None:
-        progress, window = self._progress, self._window
-        if not progress.count(optimizer):
+        updates, now, window = optimizer.updates, time.monotonic(), self._window
+        quiet = updates < self._until and now < self._wake
+        if quiet and window.loops == self._loops and window.items is None:
+            return
+        progress, counted = self._progress, self._progress.updates
+        if not progress.count(updates):
             return
         if window.items is not None:
             self._counts.append(window.items)
             window.items = None
             if len(self._counts) == MANY:
                 self._counts = [torch.stack(self._counts).sum()]
-        before, now = self._now, time.monotonic()
-        self._now = now
         if self._heard is not None:
             (loss, items), self._heard = self._heard, None
             loss = local(loss.detach()).sum()
-            self._loss = progress.updates, loss if items is None else loss / items
-            self._next = now + REDRAWN
+            self._loss = updates, loss if items is None else loss / items
             self._listen(None)
+            self._next = now + REDRAWN
+        elif now >= self._next:
+            self._next = now + REDRAWN
         # Listen to the next update if it may end when a line or a look is due, or ends the epoch.
-        # The shorter of the last two updates tells how long it takes: an evaluation may lie before one.
-        span, self._span = min(now - before, self._span), now - before
-        soon = now + 2 * span >= min(self._next, self._due) or progress.updates + 1 == progress.end
+        # The shorter of the last two times tells how long it takes: an evaluation may lie before one.
+        last = (now - self._now) / (updates - counted)
+        span, self._span, self._now, self._loops = min(last, self._span), last, now, window.loops
+        self._wake = min(self._next, self._due) - 2 * span
+        soon = now >= self._wake or updates + 1 == progress.end
         if soon and self._listens:
             self._listen(self._hear)
+        self._until = (
+            0 if soon or self._counting else progress.end - 1 if updates < progress.end else math.inf
+        )
         if now < self._due and not self._counting:
             return
         try:
@@ -179,6 +192,8 @@ class Console:
         """Show the end of the run, with rates of all of it; after an error, leave the line as it was."""
         self._window.stepped.remove(self._stepped)
         self._flops.close()
+        if self._progress.updates:
+            self._progress.finish(max(optimizer.updates for optimizer in self._prepared.optimizers))
         try:
             if not failing() and self._due < math.inf:
                 while self._progress.updates > (self._marks[-1].updates if self._marks else 0):
@@ -213,11 +228,11 @@ class Console:
             sys.stderr.flush()
 
     def _position(self, updates: int, ahead: Ahead) -> Iterator[Part]:
-        epochs, loader = self._window.epochs, self._window.reading
+        epochs, epoch = self._window.epochs, self._progress.epoch
         if epochs is not None:
             yield 1, f"epoch {epochs[0] + 1}/{epochs[1]}"
-        elif loader is not None:
-            yield 1, f"epoch {loader.epoch + 1}"
+        elif epoch is not None:
+            yield 1, f"epoch {epoch + 1}"
         yield 0, f"step {updates:,}" + (f"/{ahead.total:,}" if ahead.total and ahead.whole else "")
 
     def _values(self, updates: int) -> Iterator[Part]:

@@ -104,7 +104,7 @@ class Recorder:
         self._file.close()
 
     def _stepped(self, optimizer: Any) -> None:
-        if not self._progress.count(optimizer):
+        if not self._progress.count(optimizer.updates):
             return
         self._last, first = time.perf_counter() - self._begun, self._progress.updates == 1
         if self._marks:
@@ -135,35 +135,44 @@ class Progress:
     """Counts updates, and samples of all ranks; `samples` is None once an update read no prepared loader.
 
     Attributes:
-        began: updates before the running pass of the loader, as far as this process has made them.
-        end: updates at the end of that pass; 0 where the loader has no length.
+        epoch: of the loader that the last counted update read; None without one.
+        end: updates at the end of that pass of the loader; infinite where it has no length.
     """
 
     def __init__(self, window: Any) -> None:
         self._window = window
-        self.updates, self.samples = 0, 0
-        self.began = self.end = 0
-        self._pass: tuple[int, int] = (0, 0)  # loader and epoch at the last update, and its position
-        self._position = 0
+        self.updates = 0
+        self.samples: int | None = 0
+        self.epoch: int | None = None
+        self.end = math.inf
+        self._loader: Any = None
+        self._position = 0  # of the loader at the last update
+        self._began = 0  # updates before the pass, as far as this process has made them
         self._total: int | None = None  # updates in the training, once known
 
-    def count(self, optimizer: Any) -> bool:
-        """Count an optimizer's update. False: of several optimizers, another one has reached this number before."""
-        updates = optimizer.updates
+    def count(self, updates: int) -> bool:
+        """Count up to an optimizer's number of updates. False: of several optimizers, another one has reached this number before.
+
+        A caller may leave out updates, but not the first after a change of the window's `loops`.
+        """
         if updates <= self.updates:
             return False
         self.updates, loader = updates, self._window.reading
         if loader is None:
-            self.samples: int | None = None
-        elif self.samples is not None:
-            now, position = (id(loader), loader.epoch), loader.position
-            if now != self._pass:
-                self._pass, self._position, self.began = now, 0, updates - 1
-                done, each = self._of_pass(updates) or (updates, 0)
-                self.end = updates - done + each
-            self.samples += position - self._position
-            self._position = position
+            self.samples = self.epoch = self._loader = None
+            return True
+        if loader is not self._loader or loader.epoch != self.epoch:
+            self._add()  # the rest of the pass before
+            self._loader, self.epoch, self._position, self._began = loader, loader.epoch, 0, updates - 1
+            done, each = self._of_pass(updates) or (0, math.inf)
+            self.end = updates - done + each
+        self._add()
         return True
+
+    def finish(self, updates: int) -> None:
+        """Count the rest of the run, which has made so many updates."""
+        self.updates = updates
+        self._add()
 
     def ahead(self, updates: int) -> Ahead:
         """What lies ahead of the first `updates`, as far as ``accelerator.epochs(n)`` and the loader's length tell."""
@@ -177,17 +186,30 @@ class Progress:
         self._total = updates - done + each * (count - epoch)
         return Ahead(updates, self._total if self._total >= updates else None, True)
 
+    def _now(self) -> int:
+        """The position of the pass; after its end, its last one."""
+        loader = self._loader
+        if loader.epoch == self.epoch and loader.position:
+            return int(loader.position)
+        return loader.ended[1] if loader.ended and loader.ended[0] == self.epoch else self._position
+
+    def _add(self) -> None:
+        if self._loader is not None:
+            before, self._position = self._position, self._now()
+            if self.samples is not None:
+                self.samples += self._position - before
+
     def _of_pass(self, updates: int) -> tuple[int, int] | None:
-        """Updates made in the running pass of the loader, and in a whole one; None without a loader that has a length."""
-        window, loader = self._window, self._window.reading
+        """Updates made in the pass of the loader, and in a whole one; None without a loader that has a length."""
+        loader, accumulation = self._loader, self._window.accumulation
         try:
-            each = -(-len(loader) // window.accumulation)
+            each = -(-len(loader) // accumulation)
         except TypeError:
             return None
         if not loader.total_batch_size:
-            return updates - self.began, each
-        micro = -(-loader.position // loader.total_batch_size)  # also after a resume inside a pass
-        return -(-micro // window.accumulation), each
+            return updates - self._began, each
+        micro = -(-self._now() // loader.total_batch_size)  # also after a resume inside a pass
+        return -(-micro // accumulation), each
 
 
 class Sampler(threading.Thread):

@@ -98,6 +98,11 @@ def test_a_loss_that_is_older_than_its_line_stands_with_its_step(tmp_path: Path,
     last = lines(capsys.readouterr().err)[-1]
     found = re.search(r"step 300  loss -?[\d.]+(?: of step (\d+))?  ", last)
     assert found is not None and int(found[1] or 300) <= 300
+    assert last.startswith("epoch 1  step 300  ")  # of a loop that has ended
+    rates = re.search(r"([\d.,]+) updates/s  ([\d.,]+) samples/s", last)
+    assert rates is not None, last
+    updates, samples = (float(text.replace(",", "")) for text in rates.groups())
+    assert samples == pytest.approx(2 * updates, rel=0.01)
 
 
 def test_an_interval_of_log_lines_can_be_chosen(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
