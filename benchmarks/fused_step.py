@@ -57,8 +57,7 @@ from torch import Tensor
 from torch.autograd import DeviceType, profiler
 
 from easymp.cuda.cupy_launcher import CupyLauncher, Unavailable, launcher_for
-from easymp.cuda.elementwise import CHUNK
-from easymp.cuda.kernel import THREADS
+from easymp.cuda.kernel import CHUNK, THREADS
 from easymp.optim import engine as torch_engine
 
 COPY = "torch's copy_"
@@ -559,8 +558,8 @@ def graphics(device: torch.device) -> str:
 # Both are part of the kernels' text, which is made at import: each pair is a process of its own, told before it imports the rest.
 BEGIN = """
 import runpy, sys
-import easymp.cuda.kernel, easymp.cuda.elementwise
-easymp.cuda.kernel.THREADS, easymp.cuda.elementwise.CHUNK = int(sys.argv[1]), int(sys.argv[2])
+import easymp.cuda.kernel
+easymp.cuda.kernel.THREADS, easymp.cuda.kernel.CHUNK = int(sys.argv[1]), int(sys.argv[2])
 sys.argv = sys.argv[3:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from easymp.base.torch_flags import TORCH
-from easymp.optim.partition import SUMS_ARE_RIGHT
+from easymp.optim.sharded import SUMS_ARE_RIGHT
 
 ADDS = TORCH >= SUMS_ARE_RIGHT
 """Whether sharded tensors add right to sums of themselves. Where not, optimizers that may do so are refused for shards."""

@@ -15,8 +15,20 @@ import torch
 from torch import Tensor
 
 from ..base.dtensor import parts
-from .elementwise import TYPES, Role, Row, Table, capturing, dense, lay_out, places, plain, stream
-from .kernel import THREADS, Kernel
+from .kernel import (
+    THREADS,
+    TYPES,
+    Kernel,
+    Role,
+    Row,
+    Table,
+    capturing,
+    dense,
+    lay_out,
+    places,
+    plain,
+    stream,
+)
 
 if TYPE_CHECKING:
     from .cupy_launcher import CupyLauncher

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..base.dtensor import local
 from . import EMA
-from .elementwise import Role, alike, stream
-from .kernel import THREADS, Kernel
+from .kernel import THREADS, Kernel, Role, alike, stream
 
 Group = Mapping[str, Any]
 Element = (
@@ -39,6 +38,11 @@ Number = str | Callable[[Group], float]  # a key of a param group, or a function
 def direction(group: Group) -> float:
     """The sign of gradients: -1 where a group maximizes."""
     return -1.0 if group["maximize"] else 1.0
+
+
+def average(group: Group) -> float:
+    """The share of a gradient in the first average, of optimizers that have the option `grad_averaging`."""
+    return 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
 
 
 BETAS = {"beta1": lambda group: group["betas"][0], "beta2": lambda group: group["betas"][1]}

@@ -25,8 +25,20 @@ from torch import Tensor
 from ..base.dtensor import add_up, dense, local, parts
 from ..errors import KernelError, StepError
 from . import EMA
-from .elementwise import TYPES, Row, Table, addresses, alike, capturing, lay_out, places, plain, upload
-from .kernel import THREADS, Kernel
+from .kernel import (
+    THREADS,
+    TYPES,
+    Kernel,
+    Row,
+    Table,
+    addresses,
+    alike,
+    capturing,
+    lay_out,
+    places,
+    plain,
+    upload,
+)
 from .measure import Gradients, OverRanks, totals
 from .rounding import Rounding
 from .rule import (

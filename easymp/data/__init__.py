@@ -1,7 +1,7 @@
 """Prepared loaders: data order, sharding, position, devices.
 
-`order` data order and sharding arithmetic · `source` the interface, its random state and the way to the device, `mapped` and `stream` its
-kinds · `loader` the prepared loader · `prepare` makes it · `images` normalises uint8 images on the device.
+`order` data order and sharding arithmetic · `source` the interface, map-style data sets and the way to the device, `stream` iterable ones ·
+`loader` the prepared loader · `prepare` makes it · `images` normalises uint8 images on the device.
 """
 
 from .loader import PreparedLoader, SkippedLoader, skip_first_batches

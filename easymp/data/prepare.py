@@ -28,9 +28,8 @@ from ..options import DataLoaderConfiguration
 from ..protocols import Choice
 from ..protocols import Source as Origin
 from .loader import PreparedLoader, SkippedLoader
-from .mapped import MapSource
 from .order import Cut
-from .source import Dispatched, Source, reads_ahead
+from .source import Dispatched, MapSource, Source, reads_ahead
 from .stream import StreamSource
 
 

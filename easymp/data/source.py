@@ -1,4 +1,4 @@
-"""Sources of a prepared loader: the interface, random state per batch, reading on rank 0 for all ranks, and the way to the device.
+"""Sources of a prepared loader: the interface, map-style data sets, reading on rank 0 for all ranks, and the way to the device.
 
 On CUDA a side stream copies batches k+1 and k+2 while the step computes on batch k. CPU memory is pinned first: by the thread of a
 DataLoader with workers, else here. The compute stream waits for the copy of its batch only. Sparse tensors, tensor subclasses and packed
@@ -8,7 +8,8 @@ sequences move by their own `to` when their batch is due. Other devices move who
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,12 +17,28 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..base import pytree
-from ..base.rng import isolated, seed_host
+from ..base.rng import isolated, mix, seed_host
 from ..distributed.process_group import World
 from ..errors import BatchError
-from .order import Cut
+from .order import (
+    Cut,
+    Share,
+    agree,
+    draw,
+    flagged,
+    generators,
+    halves,
+    length,
+    one,
+    own_seed,
+    parts,
+    rounds,
+    shares,
+    size_of,
+)
 
 AHEAD = 2  # batches on their way to the device
+INDICES_AHEAD = 32  # batches of indices computed at once if the order is known beforehand
 
 
 class Note(NamedTuple):
@@ -124,7 +141,7 @@ def aside(items: Iterable[Any]) -> Iterator[Any]:
 
 # -- one rank reads for all
 
-Shares = list[tuple[Any, Note]]  # one round: the batch of rank r at index r
+Parts = list[tuple[Any, Note]]  # one round: the batch of rank r at index r
 
 
 class Dispatched:
@@ -149,12 +166,12 @@ class Dispatched:
     def read(self, epoch: int, start: int, skip: int) -> Feed:
         main = self._world.rank == 0
         sent = self._send(_rounds(self._inner.read(epoch, start, skip))) if main else self._receive()
-        for shares, following in sent:
-            if self._rank < len(shares):
-                batch, note = shares[self._rank]
+        for found, following in sent:
+            if self._rank < len(found):
+                batch, note = found[self._rank]
                 yield batch, note._replace(last=self._rank >= following)
 
-    def _send(self, reader: Iterator[tuple[Shares, int]]) -> Iterator[tuple[Shares, int]]:
+    def _send(self, reader: Iterator[tuple[Parts, int]]) -> Iterator[tuple[Parts, int]]:
         while True:
             try:
                 item = next(reader, None)
@@ -167,7 +184,7 @@ class Dispatched:
                 return
             yield item
 
-    def _receive(self) -> Iterator[tuple[Shares, int]]:
+    def _receive(self) -> Iterator[tuple[Parts, int]]:
         while (item := self._world.broadcast_objects([None])[0]) is not None:
             if isinstance(item, str):
                 raise BatchError(
@@ -176,20 +193,20 @@ class Dispatched:
             yield item
 
 
-def _rounds(feed: Feed) -> Iterator[tuple[Shares, int]]:
+def _rounds(feed: Feed) -> Iterator[tuple[Parts, int]]:
     """Each round with the number of ranks that have a batch in the next one."""
-    whole: Shares = []
-    shares: Shares = []
+    whole: Parts = []
+    begun: Parts = []
     for batch, note in feed:
         if note.rank == 0:
             if whole:
-                yield whole, len(shares)
-            whole, shares = shares, []
-        shares.append((batch, note))
+                yield whole, len(begun)
+            whole, begun = begun, []
+        begun.append((batch, note))
     if whole:
-        yield whole, len(shares)
-    if shares:
-        yield shares, 0
+        yield whole, len(begun)
+    if begun:
+        yield begun, 0
 
 
 # -- the way to the device
@@ -247,3 +264,160 @@ def _due(batch: Any, copied: torch.cuda.Event, note: Note, device: torch.device)
             # The side stream allocated this memory: keep it until the compute stream is done with it.
             leaf.record_stream(compute)
     return pytree.send_to_device(batch, device, non_blocking=True) if others else batch, note
+
+
+# -- map-style data sets: the order is known beforehand, so each rank loads its own samples only
+
+
+class Rounds:
+    """Batch sampler of the rebuilt DataLoader: one object for all epochs, so that workers can persist."""
+
+    def __init__(self) -> None:
+        self.upcoming: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.upcoming
+
+
+class MapSource:
+    """Reads a map-style data set by batches of indices.
+
+    Args:
+        ranks: the data ranks that this process reads for: its own, or all of them.
+        whole: None, or for samplers of batches: "deal" whole batches to the ranks, "split" each batch.
+        seeded: draw by f(seed, epoch); otherwise rank 0 draws from its own random state for all.
+        alone: this process draws and reads for all ranks.
+        ahead: this process loads a batch before the step of the one before it.
+    """
+
+    _checked = False
+    _drawn: int | None = None  # seed of the current order, if it is not f(seed, epoch)
+
+    def __init__(
+        self,
+        given: DataLoader[Any],
+        sampler: Any,
+        cut: Cut,
+        ranks: Sequence[int],
+        world: World,
+        *,
+        seed: int,
+        whole: str | None,
+        seeded: bool,
+        pin_memory: bool,
+        alone: bool,
+        ahead: bool,
+    ) -> None:
+        self.seed = seed
+        self.cut = cut
+        self._sampler, self._ranks, self._whole = sampler, ranks, whole
+        self._world, self._seeded, self._alone, self._ahead = world, seeded, alone, ahead
+        self._ready = given.batch_sampler is None  # the data set's items are batches already
+        self._redraw: dict[int, int] = {}  # seeds by epoch, to draw an order again after a resume
+        self._upcoming = Rounds()
+        batches = {"batch_sampler": self._upcoming}
+        how = {"batch_size": None, "sampler": self._upcoming} if self._ready else batches
+        self.loader = rebuild(given, given.dataset, pin_memory, **how)
+
+    def batches(self, rank: int) -> int | None:
+        total = length(self._sampler)
+        if total is None or self._whole == "split":
+            return total
+        return (self.cut._replace(batch=1) if self._whole else self.cut).batches(total, rank)
+
+    def samples(self) -> int | None:
+        """Samples in an epoch, if known without drawing it."""
+        return None if self._whole else length(self._sampler)
+
+    def read(self, epoch: int, start: int, skip: int) -> Feed:
+        notes: deque[Note] = deque()
+        upcoming = islice(self._shares(self._order(epoch), start), skip * len(self._ranks), None)
+        indices = self._indices(upcoming, notes)
+        elsewhere = self._ahead or self.loader.num_workers > 0
+        self._upcoming.upcoming = self._seeds(indices, notes, epoch) if elsewhere else indices
+        self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
+        take = notes.popleft
+        for batch in aside(self.loader) if self._ahead else self.loader:
+            yield batch, take()
+
+    def _seeds(self, indices: Iterator[Any], notes: deque[Note], epoch: int) -> Iterator[Any]:
+        """Yield `indices` and seed the random streams for each batch where it is loaded."""
+        for items in indices:
+            note = notes[-1]
+            seed = mix(self.seed, "batch", epoch, note.rank, note.end)
+            if self._ahead:
+                seed_host(seed)
+            yield items if self._ahead else Seeded(items, seed)
+
+    def _indices(self, upcoming: Iterator[Share], notes: deque[Note]) -> Iterator[Any]:
+        reader = flagged(upcoming)
+        # Computing many batches of indices in one loop takes a quarter of the time of computing them one by one between steps.
+        ahead = INDICES_AHEAD if self.samples() is not None else 1
+        while chunk := list(islice(reader, ahead)):
+            for (rank, items, end, surplus), last in chunk:
+                if self._ready:
+                    notes.append(Note(rank, end, -1 if surplus else 0, None, last))
+                    yield items[0]
+                else:
+                    notes.append(Note(rank, end, surplus, len(items), last))
+                    yield items
+
+    def _shares(self, order: Any, start: int) -> Iterator[Share]:
+        cut, ranks = self.cut, self._ranks
+        if isinstance(order, Sequence) and not self._whole:
+            readers = [shares(order, cut, rank, start) for rank in ranks]
+            while round_shares := [share for reader in readers for share in islice(reader, 1)]:
+                yield from round_shares
+            return
+        if self._whole == "split":
+            found = halves(order, cut.ranks, even=cut.even, start=start)
+        else:
+            count, size, weigh = (cut.ranks, None, size_of) if self._whole else (cut.whole, cut.batch, one)
+            cutting = rounds(
+                order, count, complete=cut.completes, drop_last=cut.drop_last, start=start, weigh=weigh
+            )
+            found = ((round_, size) for round_ in cutting)
+        for round_, size in found:
+            yield from parts(round_, size, ranks)
+
+    def _order(self, epoch: int) -> Any:
+        seed = mix(self.seed, "order", epoch) if self._seeded else self._own_seed(epoch)
+        order = draw(self._sampler, seed, self.cut.ranks if self._whole else self.cut.whole)
+        if self._alone or not isinstance(order, list):
+            return order
+        if not self._seeded:
+            return self._world.broadcast_objects([order])[0]
+        if not self._checked:
+            agree(order, self._world)
+            self._checked = True
+        return order
+
+    def _own_seed(self, epoch: int) -> int:
+        """The seed that rank 0 draws from its own random state; a resume draws the same order again by it."""
+        seed = self._redraw.pop(epoch, None)
+        if seed is None:
+            seed = own_seed(self._sampler) if self._world.rank == 0 else 0
+            if not self._alone:
+                seed = int(self._world.broadcast_objects([seed])[0])
+        self._drawn = seed
+        return seed
+
+    def drawing(self) -> list[Tensor] | None:
+        own = [] if self._seeded else generators(self._sampler)
+        return [generator.get_state() for generator in own] or None
+
+    def state(self) -> dict[str, Any]:
+        known = {"samples": self.samples(), "drawn": self._drawn}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def passed(self, mark: Any) -> None:
+        pass  # the position is enough
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.seed = state["seed"]
+        self._drawn = state.get("drawn") if state["position"] else None
+        # A finished pass draws no order, and the next pass draws its own.
+        self._redraw = {} if self._drawn is None or state.get("over") else {state["epoch"]: self._drawn}
+        if not self._seeded:
+            for generator, drawing in zip(generators(self._sampler), state.get("drawing", ())):
+                generator.set_state(drawing)

@@ -74,9 +74,9 @@ class Hardware:
 
     cpu: CPU
     devices: tuple[Device, ...] = ()
-    vendor: str = "none"  # "nvidia", "amd", "intel", "apple", "none"
-    links: str = ""  # how the devices reach each other: "NVLink", "PCIe P2P", "PCIe", "" for one or none
-    looked_for: tuple[str, ...] = ()  # the hardware that was not found, and why; a sentence each
+    vendor: str = "none"
+    links: str = ""
+    looked_for: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -85,9 +85,9 @@ class Hardware:
 
 
 class Found(NamedTuple):
-    """The devices a probe saw, or the sentence that says why it saw none."""
+    """The devices that a probe saw, in the words of `Hardware`, or the sentence that says why it saw none (`missing`)."""
 
-    vendor: str  # as in Hardware.vendor
+    vendor: str
     devices: tuple[Device, ...] = ()
-    links: str = ""  # as in Hardware.links
-    missing: tuple[str, ...] = ()  # as in Hardware.looked_for
+    links: str = ""
+    missing: tuple[str, ...] = ()

@@ -13,15 +13,13 @@ from typing import NamedTuple
 
 from ..base.units import read_bytes
 from ..errors import SettingError, nearest
-from .accelerators import amd_facts
+from .accelerators import amd_facts, facts_for
 from .facts import CPU, Device, Hardware
-from .nvidia import facts_for
 
 GB = 10**9
 NODE = 8  # GPUs of a node, where a description names more and no nodes
-VARIANTS = re.compile(
-    r"\b(laptop|mobile|max-q|mig|ti|super|server|d|fhhl)\b"
-)  # other chips, clocks or a part of one
+# Other chips, other clocks, or a part of a chip.
+VARIANTS = re.compile(r"\b(laptop|mobile|max-q|mig|ti|super|server|d|fhhl)\b")
 
 
 @dataclass(frozen=True)
@@ -139,17 +137,11 @@ def peak_flops(name: str, precision: str) -> float | None:
 
 
 class Described(NamedTuple):
-    """A description of other machines.
+    """A description of other machines; `unknown` has a sentence for each thing that it leaves open."""
 
-    Attributes:
-        hardware: of one node.
-        nodes, processes: how many nodes, and processes on each.
-        unknown: sentences about what the description leaves open.
-    """
-
-    hardware: Hardware
+    hardware: Hardware  # of one node
     nodes: int
-    processes: int
+    processes: int  # of a node
     unknown: tuple[str, ...]
 
 
@@ -171,15 +163,11 @@ def describe(text: str) -> Described:
     nodes, count = counts if len(counts) == 2 else (1, *counts, 1)[:2]
     size = read_bytes(memory, f"{text}: ") if memory else 0
     unknown = ["processor, memory of the host, network"]
-    unknown += (
-        ["the model: strategy auto takes fsdp where a model does not fit under ddp"]
-        if nodes * count > 1
-        else []
-    )
+    if nodes * count > 1:
+        unknown.append("the model: strategy auto takes fsdp where a model does not fit under ddp")
     if name.lower() == "cpu":
-        unknown[0] = "instructions of the processor, by which precision auto decides" + (
-            "" if size else ", and memory"
-        )
+        unknown[0] = "instructions of the processor, by which precision auto decides"
+        unknown[0] += "" if size else ", and memory"
         return Described(Hardware(CPU("not known", "", count, count, 1, size)), nodes, count, tuple(unknown))
     if len(counts) == 1 and count > NODE and count % NODE == 0:
         nodes, count = count // NODE, NODE
@@ -207,16 +195,14 @@ def _card(name: str, size: int, text: str) -> tuple[Device, list[str]]:
     gpu = find(name)
     if gpu is None:
         known = [gpu.name for gpu in GPUS]
-        near = nearest(name, known) or "."
+        why = f"{name!r} is not a GPU that easymp knows{nearest(name, known) or '.'}"
         raise SettingError(
-            f"{text}: {name!r} is not a GPU that easymp knows{near} Write its memory in place of it, as in 8x80GB. "
-            f"Known: {', '.join(known)}"
+            f"{text}: {why} Write its memory in place of it, as in 8x80GB. Known: {', '.join(known)}"
         )
     if size and size not in (GB * gb for gb in gpu.memory):
         sizes = " or ".join(f"{gb}GB" for gb in gpu.memory)
-        raise SettingError(
-            f"{text}: {gpu.name} has {sizes}, not {size / GB:g}GB; a size alone stands for any GPU"
-        )
+        why = f"{gpu.name} has {sizes}, not {size / GB:g}GB; a size alone stands for any GPU"
+        raise SettingError(f"{text}: {why}")
     open_ = not size and gpu.memory[1:]
     words = f"memory: {' or '.join(map(str, gpu.memory))} GB; {gpu.memory[0]} are assumed"
     return gpu.device(size), [f"{words}, {gpu.name}-{gpu.memory[-1]}GB says otherwise"] if open_ else []

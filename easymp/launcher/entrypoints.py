@@ -31,11 +31,10 @@ from .rendezvous import WAIT, RendezvousConfig, read_address
 from .worker import RESTART, signal_name
 
 if TYPE_CHECKING:
-    from ..hardware import numa as nodes
     from . import agent
 
 # These import torch, which a mistyped script need not wait for.
-modules_at_first_use(globals(), "agent", nodes=".hardware.numa")
+modules_at_first_use(globals(), "agent")
 
 R = TypeVar("R")
 GRACE = 30.0  # seconds
@@ -65,7 +64,7 @@ def launch_script(
         max_restarts: how often all workers are started again after one failed.
         rendezvous: where the nodes meet; None for this machine alone.
         grace: seconds that the ranks have to save themselves when a signal comes. A second signal, 2 seconds later or more, kills them.
-        numa: on Linux machines with several NUMA nodes, each rank runs on the cores of one (`hardware.numa`).
+        numa: on Linux machines with several NUMA nodes, each rank runs on the cores of one (`hardware.cpu`).
         variables: for the workers' environment.
 
     Returns:
@@ -77,7 +76,8 @@ def launch_script(
     usable = hardware.detect(use_accelerators=False).cpu.threads
     masks, threads = "", max(1, usable // processes)
     if numa:
-        chosen, threads = nodes.plan(processes, usable, gpus=not settings.resolve().cpu)
+        gpus = [] if settings.resolve().cpu else hardware.gpu_nodes()
+        chosen, threads = hardware.rank_cores(processes, usable, gpus)
         masks = ";".join(f"{sum(1 << core for core in cores):x}" for cores in chosen)
     if masks:
         get_logger(__name__).info(

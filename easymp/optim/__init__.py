@@ -11,14 +11,14 @@ from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
     from .engine import Engine as Engine
+    from .foreach import Lion as Lion
     from .fused import FusedOptimizer as FusedOptimizer
-    from .lamb import LAMB as LAMB
-    from .larc import LARC as LARC
-    from .lion import Lion as Lion
+    from .layerwise import LAMB as LAMB
+    from .layerwise import LARC as LARC
+    from .layerwise import NovoGrad as NovoGrad
     from .masters import Masters as Masters
     from .masters import Sums as Sums
     from .muon import Muon as Muon
-    from .novograd import NovoGrad as NovoGrad
     from .optimizer import PreparedOptimizer as PreparedOptimizer
     from .optimizer import PreparedScheduler as PreparedScheduler
     from .optimizer import averages_in as averages_in
@@ -33,13 +33,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "engine": ("Engine",),
+    "foreach": ("Lion",),
     "fused": ("FusedOptimizer",),
-    "lamb": ("LAMB",),
-    "larc": ("LARC",),
-    "lion": ("Lion",),
+    "layerwise": ("LAMB", "LARC", "NovoGrad"),
     "masters": ("Masters", "Sums"),
     "muon": ("Muon",),
-    "novograd": ("NovoGrad",),
     "optimizer": ("PreparedOptimizer", "PreparedScheduler", "averages_in", "leave_to_step", "may_leave"),
     "torch_optimizers": ("SGD", "Adagrad", "Adam", "AdamW"),
     "torch_step": ("fuse", "indifferent"),

@@ -282,8 +282,11 @@ class Engine:
             return self.optimizer.step()
         if self._own is None or scale is None:
             return self._step_by_torch(factor, found_inf)
-        with self._own.borrowing(scale):  # it may run our kernels itself
+        self._own.lent = scale  # it may run our kernels itself
+        try:
             return self._step_by_torch(factor, found_inf)
+        finally:
+            self._own.lent = None
 
     def _step_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> Any:
         told = takes_found_inf(self.optimizer)

@@ -1,17 +1,21 @@
-"""Base of our optimizers that torch does not have: operations on lists of tensors (foreach) where kernels do not run."""
+"""Base of our optimizers that torch does not have: operations on lists of tensors (foreach) where kernels do not run; and Lion.
+
+Lion: "Symbolic Discovery of Optimization Algorithms", Chen et al., arXiv:2302.06675, algorithm 2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ..base.dtensor import local
+from ..cuda.rule import BETAS, Rule, direction
 from ..errors import SettingError
-from .fused import FusedOptimizer, Options
+from .fused import FusedOptimizer, Options, OptionWords
 from .torch_step import wide, widest
 
 
@@ -21,8 +25,7 @@ class Lists:
 
     Attributes:
         parameters: as the group holds them.
-        p, g: their local parts, and those of their gradients (negated where the group maximizes); in fp32 or wider.
-        states: likewise, by their keys.
+        p, g, states: local parts of them, of their gradients (negated where the group maximizes) and states; in fp32 or wider.
         counters: of steps, this one counted; None where neither the rule nor rounding needs them.
         steps: the same in one tensor [parameters], at least 1; float64 where the device has it.
         go: 1, or 0 if nothing is to change.
@@ -45,9 +48,7 @@ class ListOptimizer(FusedOptimizer):
 
     Args:
         defaults: of the param groups. Numbers below 0, and betas of 1 or more, are refused.
-        maximize: ascend.
-        fused: False keeps to torch's operations.
-        ema_decay, state_dtype, stochastic_rounding: see `Options`.
+        options: maximize; fused (False keeps to torch's operations); ema_decay, state_dtype and stochastic_rounding, see `Options`.
 
     Raises:
         SettingError: a wrong number; in `add_param_group`, a parameter that is not a real float.
@@ -57,12 +58,9 @@ class ListOptimizer(FusedOptimizer):
         self,
         params: Any,
         defaults: dict[str, Any],
-        *,
         maximize: bool = False,
         fused: bool | None = None,
-        ema_decay: float | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: int | bool = False,
+        **options: Any,
     ) -> None:
         for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
             value = defaults.get(name)
@@ -70,10 +68,8 @@ class ListOptimizer(FusedOptimizer):
                 raise SettingError(f"{name}={value} must be a number of at least 0")
         betas = defaults.get("betas", (0.0, 0.0))
         if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):
-            raise SettingError(
-                f"betas={betas} must be two numbers, at least 0 and below 1; (0.9, 0.999) is usual"
-            )
-        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
+            raise SettingError(f"betas={betas} must be two numbers from 0 to below 1; (0.9, 0.999) is usual")
+        self.options = Options(**options)
         super().__init__(params, {**defaults, "maximize": maximize, "fused": fused})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -81,9 +77,8 @@ class ListOptimizer(FusedOptimizer):
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
                 del self.param_groups[-1]
-                raise SettingError(
-                    f"{type(self).__name__} moves real floating-point parameters, not {parameter.dtype}: give it to another optimizer"
-                )
+                what = f"moves real floating-point parameters, not {parameter.dtype}"
+                raise SettingError(f"{type(self).__name__} {what}: give it to another optimizer")
 
     def advance_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         lists: list[tuple[dict[str, Any], Lists]] = []
@@ -129,3 +124,74 @@ class ListOptimizer(FusedOptimizer):
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
         """Move them, in place, and the states that have one number a tensor."""
         raise NotImplementedError
+
+
+# -- Lion -----------------------------------------------------------------------------------------------------------------
+
+LION = Rule(
+    name="lion",
+    states=("exp_avg",),
+    numbers={**BETAS, "decay": "weight_decay", "direction": direction},
+    prepare="""
+sign = direction; shrink = 1.0 - lr * decay; size = lr;
+keep1 = beta1; rest1 = 1.0 - beta1; keep2 = beta2; rest2 = 1.0 - beta2;
+""",
+    constants=("sign", "shrink", "size", "keep1", "rest1", "keep2", "rest2"),
+    element="""
+const float d = g * sign;
+const float towards = keep1 * exp_avg + rest1 * d;
+p = p * shrink - (towards > 0.f ? size : towards < 0.f ? -size : 0.f * towards);
+exp_avg = keep2 * exp_avg + rest2 * d;
+""",
+    counts=False,
+)
+
+
+class Lion(ListOptimizer):
+    """p -= lr × (sign(β1 m + (1 - β1) g) + weight_decay × p), then m = β2 m + (1 - β2) g (Chen et al., arXiv:2302.06675).
+
+    The paper's advice: a third to a tenth of AdamW's lr, and as much more weight decay. State: ``exp_avg``.
+
+    Args:
+        params: as in torch.
+        lr: length of a step of each weight.
+        betas: β1 and β2.
+        weight_decay: factor of the decoupled decay.
+        options: see `ListOptimizer`.
+
+    Raises:
+        SettingError: a number is out of range, or a parameter is not a real float.
+
+    Example:
+        >>> from easymp.optim import Lion
+        >>> parameter = nn.Parameter(torch.ones(1))
+        >>> optimizer = Lion([parameter], lr=0.1)
+        >>> parameter.sum().backward()
+        >>> optimizer.step()
+        >>> parameter.data
+        tensor([0.9000])
+    """
+
+    rule = LION
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **options: Unpack[OptionWords],
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
+
+    def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
+        for group, of in lists:
+            (beta1, beta2), size, m = group["betas"], group["lr"] * of.go, of.states["exp_avg"]
+            towards = torch._foreach_mul(m, beta1)
+            torch._foreach_add_(towards, of.g, alpha=1 - beta1)
+            torch._foreach_sign_(towards)
+            torch._foreach_mul_(towards, size)
+            torch._foreach_mul_(of.p, 1 - size * group["weight_decay"])
+            torch._foreach_sub_(of.p, towards)
+            torch._foreach_mul_(m, 1 - (1 - beta2) * of.go)
+            torch._foreach_add_(m, of.g, alpha=1 - beta2)

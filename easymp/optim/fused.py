@@ -43,8 +43,10 @@ class StepChoice(NamedTuple):
 
 
 class OptionWords(TypedDict, total=False):
-    """The keywords of `Options`, for type checkers."""
+    """Keywords of all our optimizers, for type checkers: a param group's, and those of `Options`."""
 
+    maximize: bool
+    fused: bool | None
     ema_decay: float | None
     state_dtype: torch.dtype | None
     stochastic_rounding: int | bool
@@ -78,9 +80,8 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.state_dtype not in (None, torch.float32, torch.bfloat16):
-            raise SettingError(
-                f"state_dtype={self.state_dtype} must be torch.float32 or torch.bfloat16; leave it out for the parameters' own"
-            )
+            right = "must be torch.float32 or torch.bfloat16; leave it out for the parameters' own"
+            raise SettingError(f"state_dtype={self.state_dtype} {right}")
         if self.state_dtype == torch.bfloat16 and self.stochastic_rounding is False:
             raise SettingError(
                 "state_dtype=torch.bfloat16 needs stochastic_rounding=True: rounded to the nearest, a second moment that falls by less "
@@ -119,10 +120,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     _chosen: tuple[tuple[Any, ...], StepChoice] | None = None
     _clip: Clip | None = None  # left to the next step by `clip_grad_norm_`
     _meshes: Sequence[Any] = ()  # of the parameters, now
-    _counting: Counting | None = None
+    counting: Counting | None = (
+        None  # of gradients over the ranks; by default by the meshes of the parameters
+    )
     _steps: dict[Tensor, Tensor] | None = None  # counters of a rule without a step in its state
-    _lent: Scale | None = None
-    _first: Callable[[Tensor], int] | None = None
+    lent: Scale | None = None  # the loss scale, which a step by our kernels moves
+    first: Callable[[Tensor], int] | None = (
+        None  # `Rounding.first` where parameters are parts of others, and no DTensors
+    )
 
     # -- kernels or torch -----------------------------------------------------------------------------------------------
 
@@ -181,15 +186,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._chosen = None
         return self.options.rounding is not None
 
-    def begin_at(self, first: Callable[[Tensor], int]) -> None:
-        """Parameters are parts of others without being DTensors: `first` is `Rounding.first` for them."""
-        self._first = first
-
     @property
     def rounding(self) -> Rounding | None:
         """Of bf16 parameters and states."""
         rounding = self.options.rounding
-        return rounding if rounding is None or self._first is None else replace(rounding, first=self._first)
+        return rounding if rounding is None or self.first is None else replace(rounding, first=self.first)
 
     # -- the step -------------------------------------------------------------------------------------------------------
 
@@ -206,24 +207,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: gradients are not those that `clip_grad_norm_` has measured.
         """
-        if closure is not None and self._clip is not None:
-            raise StepError(
-                "clip_grad_norm_ measured gradients that the closure will replace: a step with a closure cannot be clipped so"
-            )
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if self._clip is not None and (closure is not None or scale is not None):
+            why = "are still scaled: call scaler.unscale_(optimizer) before it"
+            if closure is not None:
+                why = "the closure will replace: a step with a closure cannot be clipped so"
+            raise StepError(f"clip_grad_norm_ measured gradients that {why}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale: Tensor | None = getattr(self, "grad_scale", None)
         clip, self._clip = self._clip, None
-        if clip is None:
-            factor, measured = None if scale is None else inverse(scale), None
-        else:
-            if scale is not None:
-                raise StepError(
-                    "clip_grad_norm_ measured gradients that are still scaled: call scaler.unscale_(optimizer) before it"
-                )
-            clip.gradients()
+        factor, measured = None if scale is None else inverse(scale), None
+        if clip is not None:
+            clip.gradients()  # checks that they are those that were measured
             factor, measured = clip.factor, clip.measured
         self.advance(factor, getattr(self, "found_inf", None), measured)
         return loss
@@ -242,22 +239,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             try:
                 if self.rule.norm and result is None:  # a collective, even for a rank without gradients
                     result = kernels.measure(over_ranks=self._over_ranks)
-                return kernels.step(factor, found_inf, result, self._lent)
+                return kernels.step(factor, found_inf, result, self.lent)
             except KernelError as error:  # nothing has moved yet
                 self._fail(error)
         moved = [p for p in self._parameters() if p.grad is not None]
         if moved or self.rule.norm:
             averages = Averages(lambda parameter: (parameter, self.state), self.options.ema_decay)
             averages.around(moved, lambda: self.advance_by_torch(factor, found_inf), found_inf)
-
-    @contextmanager
-    def borrowing(self, scale: Scale) -> Iterator[None]:
-        """Inside, a step by our kernels moves `scale`."""
-        self._lent = scale
-        try:
-            yield
-        finally:
-            self._lent = None
 
     def advance_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         """The update by torch's operations, of all parameters that have gradients."""
@@ -296,23 +284,19 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # -- norms over the ranks, and clipping -----------------------------------------------------------------------------
 
-    def count_by(self, counting: Counting) -> None:
-        """Count gradients over the ranks so; by default, by the meshes of the parameters."""
-        self._counting = counting
-
     def _copies(self, parameter: Any) -> int:
         """The number of ranks that hold each element of `parameter`, of those that are added up."""
-        if self._counting is not None:
-            return self._counting.copies(parameter)
+        if self.counting is not None:
+            return self.counting.copies(parameter)
         ranks = math.prod(mesh.size() for mesh in self._meshes)
         for dim, placement in enumerate(getattr(parameter, "placements", ())):
             ranks //= 1 if placement.is_replicate() else parameter.device_mesh.size(dim)
         return ranks
 
     def _over_ranks(self, totals: Tensor) -> None:
-        if self._counting is not None:
-            assert self._counting.add is not None
-            self._counting.add(totals)
+        if self.counting is not None:
+            assert self.counting.add is not None
+            self.counting.add(totals)
             return
         for mesh in self._meshes:
             for dim in range(mesh.ndim):

@@ -1,7 +1,8 @@
 """An optimizer whose state is split over the ranks (ZeRO-1); parameters and gradients stay whole on every rank.
 
 Each rank has a twin of the user's optimizer, which knows only this rank's rows of each parameter. They are views: the twin's step
-writes into the whole parameters, and the rows of the other ranks are gathered afterwards.
+writes into the whole parameters, and the rows of the other ranks are gathered afterwards. Tensors are cut along dimension 0 as
+torch.chunk does (and FSDP2): ceil(length / ranks) rows each, the last ranks fewer or none; one without dimensions is not cut.
 
 Optimizers that work element by element run on plain tensors, in every implementation (fused, foreach); the twins of others step on
 DTensors (`elementwise`). From outside, the states are DTensors either way, so another number of ranks can read a checkpoint of them.
@@ -10,9 +11,9 @@ DTensors (`elementwise`). From outside, the states are DTensors either way, so a
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,35 +21,157 @@ from torch import Tensor
 
 from ..base.dtensor import local
 from ..base.pytree import map_leaves
+from ..base.torch_flags import TORCH
 from ..distributed import World
-from ..errors import RefusedError, StepError, WorldError
+from ..errors import RefusedError, SettingError, StepError, WorldError
 from ..precision.scaler import takes_found_inf
 from .fused import FusedOptimizer
-from .partition import RowGather, check_sums, cut, elementwise
 from .torch_step import HOOKS, fill_momentum, indifferent
+
+ALONE = 2**20  # bytes from which a tensor is gathered in place; smaller ones are packed into one collective
+AT_A_TIME = 2  # collectives under way while the next is packed
+
+# The older name warns from torch 2.13 on.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def cut(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """Rows of rank `rank` of `size`, a view."""
+    if not tensor.ndim:
+        return tensor
+    length = tensor.shape[0]
+    each = -(-length // size)
+    start = min(rank * each, length)
+    return tensor.narrow(0, start, min(each, length - start))
+
+
+def packed_at_once(tensors: Sequence[Tensor], cap: int) -> int:
+    """Elements in the buffers of a `RowGather` of `tensors`, at its peak."""
+    small = [t for t in tensors if not _alone(t)]
+    width = max((t.element_size() for t in small), default=1)
+    return min(sum(t.numel() for t in small), (AT_A_TIME + 1) * cap // width)
+
+
+def _alone(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() >= ALONE and tensor.is_contiguous()
+
+
+class RowGather:
+    """Completes tensors in place, each rank giving its own rows; packs up to `cap` bytes. Calling it is a collective."""
+
+    def __init__(self, tensors: Sequence[Tensor], world: World, cap: int) -> None:
+        self._world = world
+        self._transfers: list[tuple[Callable[..., Iterator[None]], Any]] = []
+        small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.ndim == 0 or tensor.numel() == 0:
+                continue
+            if tensor.is_complex():
+                tensor = torch.view_as_real(tensor)
+            if _alone(tensor):
+                even = tensor.shape[0] % world.size == 0
+                self._transfers.append((self._even if even else self._ragged, tensor))
+            else:
+                small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for alike in small.values():
+            held = cap + 1  # so that the first one begins a bucket
+            for tensor in alike:
+                size = tensor.numel() * tensor.element_size()
+                held += size
+                if held > cap:
+                    bucket: list[Tensor] = []
+                    self._transfers.append((self._packed, bucket))
+                    held = size
+                bucket.append(tensor)
+
+    def __call__(self) -> None:
+        under_way: deque[Iterator[None]] = deque()
+        with torch.no_grad(), self._world.explained("the gathering of parameters"):
+            for transfer, tensors in self._transfers:
+                running = transfer(tensors)
+                next(running)
+                under_way.append(running)
+                if len(under_way) > AT_A_TIME:
+                    next(under_way.popleft(), None)
+            for running in under_way:
+                next(running, None)
+
+    # Each starts its collective, and waits for its end when it is asked again. It sends bytes, so any dtype will do.
+
+    def _even(self, tensor: Tensor) -> Iterator[None]:
+        flat = tensor.view(-1).view(torch.uint8)
+        work = _gather(flat, flat.chunk(self._world.size)[self._world.rank], async_op=True)
+        yield
+        work.wait()
+
+    def _ragged(self, tensor: Tensor) -> Iterator[None]:
+        parts = [cut(tensor, rank, self._world.size) for rank in range(self._world.size)]
+        works = [
+            dist.broadcast(part.view(-1).view(torch.uint8), rank, async_op=True)
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
+        yield
+        for work in works:
+            work.wait()
+
+    def _packed(self, tensors: list[Tensor]) -> Iterator[None]:
+        size, rank = self._world.size, self._world.rank
+        room = [-(-t.shape[0] // size) * t[0].numel() for t in tensors]  # elements of the largest part
+        whole = tensors[0].new_empty(size, sum(room))
+        parts = [cut(t, rank, size).reshape(-1) for t in tensors]
+        mine = [here[: part.numel()] for here, part in zip(whole[rank].split(room), parts)]
+        torch._foreach_copy_(mine, parts)
+        work = _gather(whole.view(-1).view(torch.uint8), whole[rank].view(torch.uint8), async_op=True)
+        yield
+        work.wait()
+        # Only the last parts are shorter, so the parts in a row begin with the whole tensor.
+        columns = zip(tensors, whole.split(room, dim=1))
+        torch._foreach_copy_(tensors, [c.reshape(-1)[: t.numel()].view(t.shape) for t, c in columns])
+
+
+# torch's optimizers that step element by element: parts of their parameters do as well as whole ones. Others may read whole matrices
+# (Muon does), and step on DTensors, whose norms and products are those of the whole matrix.
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in "Adam AdamW SGD Adagrad RMSprop Adadelta Adamax NAdam RAdam ASGD Rprop".split()
+)
+# Before this torch, a DTensor that is a pending sum adds a number on each rank: `p.norm() + eps`, `p.sum() + 1` are wrong.
+SUMS_ARE_RIGHT = (2, 11)
+
+
+def elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` can step on plain tensors that are parts of its parameters."""
+    if isinstance(optimizer, FusedOptimizer):
+        return optimizer.rule.survey is None
+    return type(optimizer) in ELEMENTWISE
+
+
+def check_sums(optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Refuse optimizers that this torch's DTensors may step wrongly, without an error."""
+    if TORCH < SUMS_ARE_RIGHT and not isinstance(optimizer, (*ELEMENTWISE, FusedOptimizer)):
+        raise SettingError(
+            f"strategy {strategy!r} cannot take {type(optimizer).__name__} with torch {torch.__version__}, whose sharded tensors add "
+            f"wrongly to a sum or norm of themselves: update torch to {'.'.join(map(str, SUMS_ARE_RIGHT))} or newer, use strategy='ddp', "
+            "or an optimizer that steps element by element, such as AdamW"
+        )
+
+
+# -- the optimizer ----------------------------------------------------------------------------------------------------------
 
 OWN = {"param_groups", "state", "defaults", "step", *HOOKS}  # not scanned for other references to parameters
 
-_taken: weakref.WeakSet[torch.optim.Optimizer] = (
-    weakref.WeakSet()
-)  # those that have a sharded one in their place
+# Optimizers that have a sharded one in their place.
+_taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-class _Part:
-    """A parameter, and the twin's part of it.
+class _Part(NamedTuple):
+    """A parameter, and the twin's part of it."""
 
-    Attributes:
-        whole: the parameter, outside of autograd.
-        shard: this rank's rows, as the twin's parameter.
-        place: address of the whole one when it was cut.
-    """
-
-    __slots__ = ("parameter", "place", "shard", "whole")
-
-    def __init__(self, parameter: Tensor, shard: Tensor) -> None:
-        self.parameter, self.shard = parameter, shard
-        self.whole = parameter.detach()
-        self.place = parameter.data_ptr()
+    parameter: Tensor
+    whole: Tensor  # the parameter, outside of autograd
+    shard: Tensor  # this rank's rows, as the twin's parameter
+    place: int  # address of the whole one when it was cut
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -77,14 +200,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._meshes: dict[str, Any] = {}
         self._stepped: list[int] = []  # ids of the parameters of the last step
         self._row_gather = RowGather((), world, cap)
-        for name in HOOKS:
-            setattr(
-                self, name, vars(given)[name]
-            )  # shared: hooks that are registered later with either fire, too
+        for name in HOOKS:  # shared: hooks that are registered later with either fire, too
+            setattr(self, name, vars(given)[name])
         self._patch_step_function()  # torch's own __init__ would build param groups and state a second time
         self._twin = _twin(given)
         if self._plain and isinstance(self._twin, FusedOptimizer):
-            self._twin.begin_at(self._first)
+            self._twin.first = self._first
         self._follow()
         given.register_step_pre_hook(_refuse_alone)
         _taken.add(given)
@@ -147,10 +268,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         part = self._parts.get(id(parameter))
         if part is not None and part.place == parameter.data_ptr():
             return part
-        new = _Part(
-            parameter,
-            self._shard(parameter, parameter.detach()).requires_grad_(parameter.dtype.is_floating_point),
-        )
+        whole = parameter.detach()
+        shard = self._shard(parameter, whole).requires_grad_(parameter.dtype.is_floating_point)
+        new = _Part(parameter, whole, shard, parameter.data_ptr())
         if part is not None:  # `p.data = …` has given it other memory
             if part.shard in self._twin.state:
                 self._twin.state[new.shard] = self._twin.state.pop(part.shard)
@@ -213,9 +333,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step_by(self, step: Callable[[], Any]) -> None:
         """One update on all ranks together, in which `step` moves this rank's rows."""
         if not dist.is_initialized():
-            raise StepError(
-                "this optimizer's state is in shards of a run that has ended: step before close(), or build a new one"
-            )
+            why = "this optimizer's state is in shards of a run that has ended"
+            raise StepError(f"{why}: step before close(), or build a new one")
         self._follow()
         parts = self._take_gradients()
         try:
@@ -252,9 +371,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.world.debug:
             count = self.world.gather_objects(len(parts))
             if len(set(count)) > 1:
-                raise WorldError(
-                    f"the ranks step on different numbers of gradients ({count}): all must have the same ones"
-                )
+                why = f"the ranks step on different numbers of gradients ({count})"
+                raise WorldError(f"{why}: all must have the same ones")
         return parts
 
     def _step_twin(self) -> None:
@@ -267,14 +385,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             step(self._twin)
         except RuntimeError as error:  # NotImplementedError is one
-            if self._plain or not any(
-                sign in str(error).lower()
-                for sign in ("dtensor", "sharding strategy", "sharding propagation", "placement changes")
-            ):
+            signs = ("dtensor", "sharding strategy", "sharding propagation", "placement changes")
+            if self._plain or not any(sign in str(error).lower() for sign in signs):
                 raise
-            raise StepError(
-                f"{type(self.given).__name__} cannot step on sharded parameters ({str(error).splitlines()[0]}): use strategy='ddp'"
-            ) from error
+            why = f"cannot step on sharded parameters ({str(error).splitlines()[0]})"
+            raise StepError(f"{type(self.given).__name__} {why}: use strategy='ddp'") from error
         finally:
             for name in told:
                 del vars(self._twin)[name]
@@ -332,10 +447,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.given.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in torch's layout, in host memory, on every rank: a plain optimizer can load it. A collective.
-
-        `Accelerator.save_state` gathers nothing: each rank writes its shards, and any strategy loads them.
-        """
+        """The whole state in torch's layout, in host memory, on every rank: a plain optimizer can load it. A collective."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._follow()
@@ -392,18 +504,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         value = getattr(self._twin, name)
         if callable(value):
-            raise AttributeError(
-                f"{type(self.given).__name__}.{name}() would act on this rank's shards only: it is not available under zero1"
-            )
+            why = "would act on this rank's shards only: it is not available under zero1"
+            raise AttributeError(f"{type(self.given).__name__}.{name}() {why}")
         return value
 
     def __repr__(self) -> str:
         return f"Sharded({self.given!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StepError(
-            "a sharded optimizer can be neither copied nor sent to another process: keep its state_dict()"
-        )
+        raise StepError("a sharded optimizer can be neither copied nor sent elsewhere: keep its state_dict()")
 
 
 def holder_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[Tensor, Any]:
@@ -463,9 +572,8 @@ def _check(given: torch.optim.Optimizer) -> None:
             "of the one that prepare returned)"
         )
     if any(group.get("differentiable") for group in given.param_groups):
-        raise RefusedError(
-            f"{kind}(differentiable=True) keeps a graph through its step, which the gathering of shards cuts: use 'ddp'"
-        )
+        why = "keeps a graph through its step, which the gathering of shards cuts"
+        raise RefusedError(f"{kind}(differentiable=True) {why}: use strategy='ddp'")
     held = {id(p) for group in given.param_groups for p in group["params"]}
     for name, value in vars(given).items():
         items = value.values() if isinstance(value, Mapping) else value
@@ -479,9 +587,8 @@ def _check(given: torch.optim.Optimizer) -> None:
 
 def _refuse_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not isinstance(optimizer, ShardedOptimizer):
-        raise StepError(
-            f"this {type(optimizer).__name__} was prepared under zero1, and its state is in shards: step what prepare() returned"
-        )
+        why = "was prepared under zero1, and its state is in shards"
+        raise StepError(f"this {type(optimizer).__name__} {why}: step what prepare() returned")
 
 
 indifferent.add(_refuse_alone)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from ..base.dtensor import local
 from ..cuda.rule import BETAS, Group, Rule, direction
-from .fused import FusedOptimizer, Options, StepChoice
+from .fused import FusedOptimizer, Options, OptionWords, StepChoice
 from .torch_step import fill_momentum, fuse, multiply, wide
 
 # -- rules ----------------------------------------------------------------------------------------------------------------
@@ -157,16 +157,20 @@ class TorchOptimizer(FusedOptimizer):
     torchs: ClassVar[type[torch.optim.Optimizer]]
     _fused_here: bool = False  # whether the fused step was our choice
 
+    def __init__(
+        self, params: Any, *numbers: Any, maximize: bool = False, fused: bool | None = None, **options: Any
+    ) -> None:
+        self.options = Options(**options)
+        super().__init__(params, *numbers, maximize=maximize, fused=fused)
+
     @property
     def _widens(self) -> bool:
         return self.options.state_dtype is not None or self.options.rounding is not None
 
     def _by_torch(self, reason: str) -> StepChoice:
         if self._widens:
-            return StepChoice(
-                "torch",
-                f"{reason}; torch has no step for states of their own dtype, nor for stochastic rounding",
-            )
+            why_not = "torch has no step for states of their own dtype, nor for stochastic rounding"
+            return StepChoice("torch", f"{reason}; {why_not}")
         for group in self.param_groups if self._fused_here else ():
             group["fused"] = None  # by us, when the parameters lay elsewhere
         self._fused_here = False
@@ -244,15 +248,16 @@ def swapped(groups: Sequence[dict[str, Any]], option: str, value: Any) -> Iterat
 class Adam(TorchOptimizer, torch.optim.Adam):
     """torch.optim.Adam, without foreach, capturable and differentiable.
 
-    "Adam: A Method for Stochastic Optimization", Kingma and Ba, arXiv:1412.6980. Arguments that are not listed here are torch's.
+    Kingma and Ba, arXiv:1412.6980. Arguments that are not listed here are torch's.
 
     Args:
-        ema_decay: keep an average of the weights, ema += (p - ema) × (1 - ema_decay) after each step, in fp32.
-        state_dtype: of the states; torch.bfloat16 halves their memory and needs `stochastic_rounding`. None: the parameters'.
-        stochastic_rounding: round bf16 parameters and states up with the probability of the part that is cut off; True, or a seed.
+        options: maximize and fused as in torch, and three of ours: ``ema_decay`` keeps an average of the weights in fp32,
+            ema += (p - ema) × (1 - ema_decay) after each step. ``state_dtype`` of the states; torch.bfloat16 halves their memory and needs
+            ``stochastic_rounding`` (True, or a seed), which rounds bf16 parameters and states up with the probability of the part that is
+            cut off.
 
     Raises:
-        SettingError: one of these three is out of range.
+        SettingError: one of our options is out of range.
 
     Example:
         >>> from easymp.optim import Adam
@@ -275,29 +280,21 @@ class Adam(TorchOptimizer, torch.optim.Adam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        fused: bool | None = None,
-        ema_decay: float | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: int | bool = False,
+        **options: Unpack[OptionWords],
     ) -> None:
-        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=fused)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
 
 class AdamW(TorchOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW, without foreach, capturable and differentiable.
 
-    "Decoupled Weight Decay Regularization", Loshchilov and Hutter, arXiv:1711.05101. Arguments that are not listed here are torch's.
+    Loshchilov and Hutter, arXiv:1711.05101. Arguments that are not listed here are torch's.
 
     Args:
-        ema_decay: as in `Adam`.
-        state_dtype: as in `Adam`.
-        stochastic_rounding: as in `Adam`.
+        options: as in `Adam`.
 
     Raises:
-        SettingError: one of these three is out of range.
+        SettingError: one of our options is out of range.
 
     Example:
         >>> from easymp.optim import AdamW
@@ -316,30 +313,21 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        fused: bool | None = None,
-        ema_decay: float | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: int | bool = False,
+        **options: Unpack[OptionWords],
     ) -> None:
-        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=fused)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
 
 class SGD(TorchOptimizer, torch.optim.SGD):
     """torch.optim.SGD, without foreach, capturable and differentiable.
 
-    Nesterov's momentum: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013. Arguments that are not
-    listed here are torch's.
+    Nesterov's momentum: Sutskever et al., 2013. Arguments that are not listed here are torch's.
 
     Args:
-        ema_decay: as in `Adam`.
-        state_dtype: as in `Adam`.
-        stochastic_rounding: as in `Adam`.
+        options: as in `Adam`.
 
     Raises:
-        SettingError: one of these three is out of range.
+        SettingError: one of our options is out of range.
 
     Example:
         >>> from easymp.optim import SGD
@@ -357,32 +345,21 @@ class SGD(TorchOptimizer, torch.optim.SGD):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        fused: bool | None = None,
-        ema_decay: float | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: int | bool = False,
+        **options: Unpack[OptionWords],
     ) -> None:
-        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        super().__init__(
-            params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=fused
-        )
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)
 
 
 class Adagrad(TorchOptimizer, torch.optim.Adagrad):
     """torch.optim.Adagrad, without foreach, capturable and differentiable.
 
-    "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", Duchi, Hazan and Singer, JMLR 12, 2011. Arguments that
-    are not listed here are torch's.
+    Duchi, Hazan and Singer, JMLR 12, 2011. Arguments that are not listed here are torch's.
 
     Args:
-        ema_decay: as in `Adam`.
-        state_dtype: as in `Adam`.
-        stochastic_rounding: as in `Adam`.
+        options: as in `Adam`.
 
     Raises:
-        SettingError: one of these three is out of range.
+        SettingError: one of our options is out of range.
 
     Example:
         >>> from easymp.optim import Adagrad
@@ -400,14 +377,6 @@ class Adagrad(TorchOptimizer, torch.optim.Adagrad):
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
-        *,
-        maximize: bool = False,
-        fused: bool | None = None,
-        ema_decay: float | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: int | bool = False,
+        **options: Unpack[OptionWords],
     ) -> None:
-        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        super().__init__(
-            params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize=maximize, fused=fused
-        )
+        super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, **options)

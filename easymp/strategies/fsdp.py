@@ -26,7 +26,7 @@ from ..base.dtensor import names_of, rebind
 from ..base.torch_flags import TORCH
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
-from ..optim.partition import check_sums
+from ..optim.sharded import check_sums
 from ..options import check_fields
 from ..precision.policies import as_if_fp32
 from ..protocols import Layout, WrapContext, chunk_elements, no_elements

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..base.dtensor import local, names_of, rebind
 from ..distributed import World
 from ..errors import BatchError, PrepareError, RefusedError, SettingError, StepError, nearest
-from ..optim.partition import check_sums
+from ..optim.sharded import check_sums
 from ..optim.torch_step import indifferent, values
 from ..options import check_fields
 from ..protocols import Layout, WrapContext

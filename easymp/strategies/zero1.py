@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from ..base.dtensor import local
 from ..distributed import World
 from ..errors import SettingError, StepError
-from ..optim.partition import cut, packed_at_once
-from ..optim.sharded import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer, cut, packed_at_once
 from ..options import DistributedDataParallelKwargs
 from ..precision.policies import LOW
 from ..protocols import Counting, Layout, WrapContext, chunk_elements

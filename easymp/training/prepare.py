@@ -373,7 +373,7 @@ class Preparation:
             why_not = optim.fuse(optimizer, [model.route.original for model in self.models])
         stepped, counting = strategy.spread(optimizer), strategy.counting
         if isinstance(stepped, optim.FusedOptimizer) and counting.add is not None:
-            stepped.count_by(counting)
+            stepped.counting = counting
         early = settings.optimizer_in_backward
         choice = (
             settings.fused and not early,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from easymp.cuda.elementwise import Role, Row, lay_out, stream
+from easymp.cuda.kernel import Role, Row, lay_out, stream
 from easymp.cuda.rounding import key_of, stochastic
 
 from .compiled import CompiledLauncher

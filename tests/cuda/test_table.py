@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from easymp import KernelError, StepError
-from easymp.cuda import elementwise as tables
+from easymp.cuda import kernel as tables
 from easymp.cuda import measure
 from easymp.cuda import step as steps
-from easymp.cuda.elementwise import CHUNK, HEAD, WORDS, Role, Row, alike, dense, lay_out, stream
+from easymp.cuda.kernel import CHUNK, HEAD, WORDS, Role, Row, alike, dense, lay_out, stream
 from easymp.cuda.step import FusedStep
 from easymp.optim.torch_optimizers import ADAM
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from easymp.hardware import numa, nvidia
+from easymp.hardware import accelerators, cpu
 
 
 @pytest.fixture
@@ -31,30 +31,30 @@ def machine(tmp_path):
 def test_cores_of_nodes_are_those_that_this_process_may_use(machine):
     root = machine({0: "0-3,8-11", 1: "4-7,12-15", 2: ""})  # the third has memory only
     everything = frozenset(range(16))
-    assert numa.nodes(root, everything) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
-    assert numa.nodes(root, frozenset({1, 2, 5})) == {0: {1, 2}, 1: {5}}
-    assert numa.nodes(root, frozenset({1, 2})) == {0: {1, 2}}  # taskset, or a cpuset of a control group
-    assert numa.nodes(root / "nowhere", everything) == {}
+    assert cpu.nodes(root, everything) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
+    assert cpu.nodes(root, frozenset({1, 2, 5})) == {0: {1, 2}, 1: {5}}
+    assert cpu.nodes(root, frozenset({1, 2})) == {0: {1, 2}}  # taskset, or a cpuset of a control group
+    assert cpu.nodes(root / "nowhere", everything) == {}
 
 
 def test_the_node_of_a_card(machine):
     root = machine({}, {"0000:3b:00.0": "1", "0001:af:00.0": "-1"})
-    assert numa.near("00000000:3B:00.0", root) == 1
-    assert numa.near("00000001:AF:00.0", root) is None  # -1: the firmware does not say
-    assert numa.near("00000000:00:00.0", root) is None
-    assert numa.near(None, root) is None
+    assert accelerators.near("00000000:3B:00.0", root) == 1
+    assert accelerators.near("00000001:AF:00.0", root) is None  # -1: the firmware does not say
+    assert accelerators.near("00000000:00:00.0", root) is None
+    assert accelerators.near(None, root) is None
 
 
 def test_cards_in_torchs_order(machine, monkeypatch):
     root = machine({}, {"0000:3b:00.0": "1", "0000:17:00.0": "0"})
     cards = [types.SimpleNamespace(address=f"00000000:{bus}:00.0") for bus in ("3B", "17")]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr(nvidia, "read_nvml", lambda: types.SimpleNamespace(cards=cards))
-    assert numa.gpu_nodes(root) == [1, 0]
-    monkeypatch.setattr(nvidia, "read_nvml", lambda: None)
-    assert numa.gpu_nodes(root) == [None, None]
+    monkeypatch.setattr(accelerators, "read_nvml", lambda: types.SimpleNamespace(cards=cards))
+    assert accelerators.gpu_nodes(root) == [1, 0]
+    monkeypatch.setattr(accelerators, "read_nvml", lambda: None)
+    assert accelerators.gpu_nodes(root) == [None, None]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert numa.gpu_nodes(root) == []
+    assert accelerators.gpu_nodes(root) == []
 
 
 A, B, C, D = (frozenset(range(start, start + 4)) for start in (0, 4, 8, 12))
@@ -85,12 +85,11 @@ A, B, C, D = (frozenset(range(start, start + 4)) for start in (0, 4, 8, 12))
     ],
 )
 def test_which_rank_gets_which_cores(processes, nodes, gpus, chosen):
-    assert numa.choose(processes, nodes, gpus) == chosen
+    assert cpu.choose(processes, nodes, gpus) == chosen
 
 
 def test_threads_follow_the_cores(monkeypatch):
-    monkeypatch.setattr(numa, "nodes", lambda: {0: A, 1: B})
-    monkeypatch.setattr(numa, "gpu_nodes", lambda: [1, 1])
-    assert numa.plan(2, 8) == ([B, B], 2)
-    assert numa.plan(2, 8, gpus=False) == ([A, B], 4)
-    assert numa.plan(1, 8) == ([], 8)  # one process may have the machine
+    monkeypatch.setattr(cpu, "nodes", lambda: {0: A, 1: B})
+    assert cpu.rank_cores(2, 8, [1, 1]) == ([B, B], 2)
+    assert cpu.rank_cores(2, 8, []) == ([A, B], 4)
+    assert cpu.rank_cores(1, 8, []) == ([], 8)  # one process may have the machine

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import EasympError, RefusedError, nearest
-from ...optim.larc import LARC
+from ...optim.layerwise import LARC
 from ...optim.masters import LOW, Masters
 from ...options import GradScalerKwargs
 from ...precision import Scaler

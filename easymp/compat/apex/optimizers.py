@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.optim.optimizer import required  # type: ignore[attr-defined]
 
 from ...optim.fused import FusedOptimizer, Options
-from ...optim.lamb import LAMB
+from ...optim.layerwise import LAMB, NovoGrad
 from ...optim.masters import LOW
-from ...optim.novograd import NovoGrad
 from ...optim.torch_optimizers import ADAGRAD, ADAM, SGD_RULE, TorchOptimizer, swapped
 from .amp import ApexError, layer
 

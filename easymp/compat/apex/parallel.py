@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import RefusedError
-from ...optim import larc
+from ...optim import layerwise
 from ...strategies import batchnorm
 from ...strategies.ddp import UNFINISHED, CommHookState, all_reduce
 from .amp import ApexError, Stepping, layer
@@ -29,7 +29,7 @@ __getattr__ = layer.absent("apex.parallel", {}, lambda: __all__)
 ReduceOp = dist.ReduceOp
 
 
-class LARC(larc.LARC):
+class LARC(layerwise.LARC):
     """`easymp.optim.LARC`, with Apex's arguments; made before `amp.initialize` or after it."""
 
     def _step_inside(self, found_inf: Tensor | None) -> None:
