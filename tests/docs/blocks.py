@@ -1,15 +1,16 @@
-"""The fenced blocks of a page, and the program that runs them.
+"""The fenced blocks of a page, and a session that runs them.
 
-As a script, ``python blocks.py FILE`` runs the blocks of that JSON file in the working directory, in page order, and writes what each of
-them printed back to the file. Python blocks share one namespace, in the place of ``__main__``. The first block that fails ends it.
+Python blocks share one namespace, in the place of ``__main__``. The first block that fails ends the session.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
 import linecache
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import textwrap
 import types
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import torch
 
 FENCE = re.compile(r"^(?P<before>[ >]*(?:[-*+] +|\d+\. +)?)(?P<ticks>`{3,}|~{3,}) *(?P<info>[^`\n]*)$")
 OPTION = re.compile(r"""([A-Za-z][\w-]*)(?:=(["'])(.*?)\2)?""")
@@ -106,17 +109,24 @@ class Session:
         return done.stdout
 
 
-def main(file: Path) -> None:
-    sys.path[0] = ""
+def run_page(file: Path, folder: Path, environment: dict[str, str]) -> None:
+    """Run the blocks of `file` in a process that ends afterwards, and write there what each prints; errors to ``errors`` beside it."""
+    errors = os.open(file.with_name("errors"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(errors, stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0], sys.argv = [""], [""]
+    torch.set_num_threads(1)
     session, printed = Session(), []
-    for options in json.loads(file.read_text()):
-        printed.append(session.run(Block(**options)))
+    try:
+        for options in json.loads(file.read_text()):
+            printed.append(session.run(Block(**options)))
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
     file.write_text(json.dumps(printed))
 
 
 def dump(listed: list[Block]) -> str:
     return json.dumps([asdict(block) for block in listed])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

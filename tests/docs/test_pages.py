@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -49,6 +50,10 @@ CLI = ROOT / "docs/reference/cli.md"  # made by the build
 LANGUAGES = {"python", "bash", "text", "toml", "yaml", "json", "diff"}
 OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
 SLURM = {"sbatch", "srun"}
+FRESH = multiprocessing.get_context(
+    "forkserver"
+)  # processes that have imported what each page imports, and done nothing
+FRESH.set_forkserver_preload(["easymp", "torch"])
 
 
 def can_run(block: Block) -> bool:
@@ -97,15 +102,12 @@ def test_its_blocks_run(page: str, tmp_path: Path) -> None:
     folder.mkdir()
     with slurm(any(SLURM & set(block.needs.split()) for block in wanted)) as variables:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        done = subprocess.run(
-            [sys.executable, runner.__file__, str(file)],
-            cwd=folder,
-            env={**environment(), "PATH": path, **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
+        process = FRESH.Process(
+            target=runner.run_page, args=(file, folder, {**environment(), "PATH": path, **variables})
         )
-    assert done.returncode == 0, done.stderr[-5000:]
+        process.start()
+        process.join()
+    assert process.exitcode == 0, (tmp_path / "errors").read_text()[-5000:]
     printed = {str(block): text for block, text in zip(wanted, json.loads(file.read_text()))}
     for before, shown in pairwise(BLOCKS[page]):
         if "exact" in shown.options and str(before) in printed:
