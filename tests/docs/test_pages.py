@@ -76,7 +76,7 @@ def runs(block: Block) -> bool:
 
 
 def page_of(page: str) -> object:
-    fast = page in ("README.md", "docs/index.md") or page.startswith("docs/start/")
+    fast = page == "README.md" or page.startswith("docs/start/")
     return pytest.param(page, id=page, marks=() if fast else pytest.mark.slow)
 
 
