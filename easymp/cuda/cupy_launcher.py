@@ -29,20 +29,13 @@ WHEELS = {"cupy": None, **{f"cupy-cuda{major}x": major for major in range(11, 20
 
 
 class Facts(NamedTuple):
-    """The grounds of `unavailable`.
+    """The grounds of `unavailable`."""
 
-    Attributes:
-        cuda, hip: versions that torch was built for, as torch.version has them.
-        importable: whether there is a module cupy.
-        wheels: distributions of CuPy by name, with their versions.
-        capability: of the device; None for devices of other makers than NVIDIA.
-    """
-
-    cuda: str | None
+    cuda: str | None  # the version that torch was built for, as torch.version has it
     hip: str | None
-    importable: bool
-    wheels: Mapping[str, str]
-    capability: tuple[int, int] | None
+    importable: bool  # whether there is a module cupy
+    wheels: Mapping[str, str]  # distributions of CuPy by name, with their versions
+    capability: tuple[int, int] | None  # of the device; None for other makers than NVIDIA
 
 
 @dataclass(frozen=True)
@@ -88,9 +81,8 @@ def unavailable(facts: Facts) -> str | None:
         return f"CuPy is not installed: {extra}"
     for name in wheels:
         if WHEELS[name] not in (None, major):
-            return (
-                f"{name} is installed, but torch is built for CUDA {cuda}: pip uninstall {name}, then {extra}"
-            )
+            why = f"{name} is installed, but torch is built for CUDA {cuda}"
+            return f"{why}: pip uninstall {name}, then {extra}"
     low, high = OLDEST.get(major, OLDEST[max(OLDEST)])
     if capability < (low, high):
         here = ".".join(map(str, capability))
@@ -105,8 +97,7 @@ _warned: list[str] = []
 def launcher_for(device: torch.device) -> CupyLauncher | Unavailable:
     """The launcher of `device`, the same one at each call, or why there is none.
 
-    The first call for a device compiles a kernel and waits for it, so it comes before any CUDA graph is captured. Where CuPy is installed
-    and fails, an EasympWarning says so, once a process.
+    The first call compiles a kernel and waits for it, so it comes before any CUDA graph is captured. Warns once if CuPy is there and fails.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -135,11 +126,8 @@ def warn_once(reason: str) -> None:
     """Warn, once a process, that kernels fail here though CuPy is installed."""
     if not _warned:
         _warned.append(reason)
-        warnings.warn(
-            f"CuPy's kernels cannot be used, torch's own steps run instead: {reason}",
-            EasympWarning,
-            stacklevel=3,
-        )
+        what = f"CuPy's kernels cannot be used, torch's own steps run instead: {reason}"
+        warnings.warn(what, EasympWarning, stacklevel=3)
 
 
 # Each thread adds its number, by way of half precision, times `scale`, and `more`: arguments, sums and stores are seen to work.
@@ -153,11 +141,7 @@ PROBE = Kernel(
 
 
 def probe(launcher: CupyLauncher) -> None:
-    """Run `PROBE` on two blocks and check its result.
-
-    Raises:
-        KernelError: it cannot be compiled or started, or its answer is wrong.
-    """
+    """Run `PROBE` on two blocks; KernelError if it cannot be compiled or started, or its answer is wrong."""
     out = torch.zeros(2, dtype=torch.float64, device=launcher.device)
     launcher.launch(PROBE, 2, [out.data_ptr(), 3, 0.5])
     expected = 0.5 * THREADS * (THREADS - 1) / 2 + 3 * THREADS
@@ -215,12 +199,9 @@ def operation(kernel: Kernel) -> str:
     zeros = " ".join(f"double {s} = 0.0;" for s in kernel.sums)
     finish = kernel.after
     if kernel.sums:
-        warps = " ".join(
-            f"{s} = over_lanes<32>({s}); if (!(thread & 31)) {s}_of[thread >> 5] = {s};" for s in kernel.sums
-        )
-        totals = " ".join(
-            f"{s} = over_lanes<{_WARPS}>(thread < {_WARPS} ? {s}_of[thread] : 0.0);" for s in kernel.sums
-        )
+        warp = "{0} = over_lanes<32>({0}); if (!(thread & 31)) {0}_of[thread >> 5] = {0};"
+        total = f"{{0}} = over_lanes<{_WARPS}>(thread < {_WARPS} ? {{0}}_of[thread] : 0.0);"
+        warps, totals = (" ".join(map(text.format, kernel.sums)) for text in (warp, total))
         finish = f"{warps}\n__syncthreads();\nif (thread < 32) {{ {totals} if (thread == 0) {{ {kernel.after} }} }}"
     return f"""
 if (_ind.size() >= {THREADS}) {{
@@ -250,35 +231,25 @@ def elementwise(kernel: Kernel) -> Any:
 
 
 class CupyLauncher:
-    """Runs kernels on one CUDA device, in the order of torch's current stream there; `launcher_for` makes it. Tests have one of g++."""
+    """Runs kernels on one CUDA device, in the order of torch's current stream there. Tests have one that uses g++."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kernels: dict[Kernel, Any] = {}
 
     def ready(self, kernels: Iterable[Kernel]) -> None:
-        """Compile and load those of `kernels` that are not, before the first of them changes anything. Not while a graph is captured.
-
-        Raises:
-            KernelError: one of them cannot be compiled or loaded.
-        """
+        """Compile and load those of `kernels` that are not; KernelError if one cannot be. Not while a graph is captured."""
         for kernel in kernels:
             if kernel not in self._kernels:
                 try:
                     function = elementwise(kernel)
                     self._start(function, 1, [0] * len(kernel.arguments))
                 except Exception as error:
-                    raise KernelError(
-                        f"{kernel.name} cannot be compiled for {self.device}: {_said(error)}"
-                    ) from error
+                    raise self._error(kernel, "compiled", error) from error
                 self._kernels[kernel] = function
 
     def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
-        """Run `kernel` on `blocks` blocks, with a number for each of its arguments; does not wait for the device.
-
-        Raises:
-            KernelError: it cannot be compiled or started.
-        """
+        """Run `kernel` on `blocks` blocks, with a number for each argument, without a wait; KernelError if it cannot be started."""
         function = self._kernels.get(kernel)
         if function is None:
             self.ready([kernel])
@@ -288,7 +259,11 @@ class CupyLauncher:
         try:
             self._start(function, blocks * THREADS, arguments)
         except Exception as error:
-            raise KernelError(f"{kernel.name} cannot be started on {self.device}: {_said(error)}") from error
+            raise self._error(kernel, "started", error) from error
+
+    def _error(self, kernel: Kernel, done: str, error: Exception) -> KernelError:
+        said = " ".join(str(error).split())[:300]  # a compiler's log is long
+        return KernelError(f"{kernel.name} cannot be {done} on {self.device}: {type(error).__name__}: {said}")
 
     def _start(self, function: Any, size: int, arguments: Sequence[int | float]) -> None:
         index = self.device.index
@@ -296,8 +271,3 @@ class CupyLauncher:
             # The address of torch's current stream, as torch's own compiled code asks for it.
             stream = SimpleNamespace(ptr=torch._C._cuda_getCurrentRawStream(index))
             function(*arguments, size=size, block_size=THREADS, stream=stream)
-
-
-def _said(error: Exception) -> str:
-    """Type and first words of `error`, in one line: a compiler's log is long."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -120,11 +120,7 @@ SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 @dataclass(frozen=True)
 class Role:
-    """One tensor of each row: a float of this name in `element`.
-
-    Attributes:
-        reads, writes: whether the number is loaded before, and stored after.
-    """
+    """One tensor of each row: a float of this name in `element`, which is loaded before (`reads`) and stored after (`writes`)."""
 
     name: str
     reads: bool = True
@@ -155,6 +151,9 @@ def stream(
     """
     sums = sums or {}
     floats = "".join(f"float {s} = 0.f;\n" for s in sums)
+    kinds = [f"{'' if r.writes else 'const '}{TYPES[dtypes[r.name]]}" for r in roles]
+    pointer = "{0}* const {1}_at = at<{0}>(row[{2}]) + begin;"
+    pointers = "\n".join(pointer.format(k, r.name, HEAD + i) for i, (k, r) in enumerate(zip(kinds, roles)))
     body = f"""
 const u64 word = at<const u64>(chunks)[block];
 const i64 tensor = (i64)(word >> 32);
@@ -164,7 +163,7 @@ const i64 left = (i64)row[0] - begin;
 const i64 count = left < {CHUNK} ? left : {CHUNK};
 {setup}
 if ({when}) {{
-{_pointers(roles, dtypes, [f"row[{HEAD + i}]" for i in range(len(roles))])}
+{pointers}
 {floats}
 const bool aligned = row[1];
 {_loop(roles, dtypes, element)}
@@ -173,31 +172,16 @@ const bool aligned = row[1];
 """
     after = ""
     if sums:
-        stores = "\n".join(
-            f"at<double>(partials)[block * {len(sums)} + {i}] = {text};"
-            for i, text in enumerate(sums.values())
-        )
-        after = (
-            f"const u64* const row = at<const u64>(table) + (at<const u64>(chunks)[block] >> 32) * {WORDS};\n"
-        )
+        into = f"at<double>(partials)[block * {len(sums)} + "
+        stores = "\n".join(f"{into}{i}] = {text};" for i, text in enumerate(sums.values()))
         seen = " ".join(f"const double {s} = {s}_sum;" for s in sums)
-        after += f"const double copies = (double)row[2]; (void)copies;\n{seen}\n{stores}"
+        after = f"""const u64* const row = at<const u64>(table) + (at<const u64>(chunks)[block] >> 32) * {WORDS};
+const double copies = (double)row[2]; (void)copies;
+{seen}
+{stores}"""
     words = "_".join([name, *(SHORT[dtypes[r.name]] for r in roles)])
-    return Kernel(
-        words,
-        ("uint64 table", "uint64 chunks", "uint64 partials", *arguments),
-        body,
-        tuple(f"{s}_sum" for s in sums),
-        after,
-    )
-
-
-def _pointers(roles: Sequence[Role], dtypes: Mapping[str, torch.dtype], addresses: Sequence[str]) -> str:
-    kinds = [f"{'' if r.writes else 'const '}{TYPES[dtypes[r.name]]}" for r in roles]
-    return "\n".join(
-        f"{kind}* const {r.name}_at = at<{kind}>({address}) + begin;"
-        for r, kind, address in zip(roles, kinds, addresses)
-    )
+    given = ("uint64 table", "uint64 chunks", "uint64 partials", *arguments)
+    return Kernel(words, given, body, tuple(f"{s}_sum" for s in sums), after)
 
 
 def _loop(roles: Sequence[Role], dtypes: Mapping[str, torch.dtype], element: str) -> str:
@@ -240,36 +224,24 @@ WORDS = HEAD + ROLES
 
 @dataclass(eq=False, slots=True)  # frozen ones take longer to make
 class Row:
-    """The tensors of one parameter.
+    """The tensors of one parameter."""
 
-    Attributes:
-        tensors: one a role; dense, with equal sizes and strides.
-        copies: ranks that hold the same elements, over which a sum counts them once.
-        number: of the parameter among all of its optimizer.
-        first: number of the first element here in the whole tensor.
-    """
-
-    tensors: tuple[Tensor, ...]
-    copies: int = 1
-    number: int = 0
-    first: int = 0
+    tensors: tuple[Tensor, ...]  # one a role; dense, with equal sizes and strides
+    copies: int = 1  # ranks that hold the same elements, over which a sum counts them once
+    number: int = 0  # of the parameter among all of its optimizer
+    first: int = 0  # number of the first element here in the whole tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """On the device.
+    """Tensors on the device, in int64."""
 
-    Attributes:
-        rows: int64, rows × `WORDS`.
-        chunks: int64: row << 32 | chunk of the row; rows without elements have none.
-        starts: of each list of rows that was laid out, its first chunk; and the number of all chunks.
-        firsts: int64: of each row, its first chunk; and the number of all chunks.
-    """
-
-    rows: Tensor
-    chunks: Tensor
-    starts: tuple[int, ...]
-    firsts: Tensor
+    rows: Tensor  # rows × `WORDS`
+    chunks: Tensor  # row << 32 | chunk of the row; rows without elements have none
+    starts: tuple[
+        int, ...
+    ]  # the first chunk of each list of rows that was laid out; and the number of all chunks
+    firsts: Tensor  # the first chunk of each row; and the number of all chunks
 
 
 def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
@@ -288,28 +260,19 @@ def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
             firsts.append(len(chunks))
             number += 1
         starts.append(len(chunks))
-    rows = upload(words, torch.int64, device).view(number, WORDS)
-    return Table(
-        rows, upload(chunks, torch.int64, device), tuple(starts), upload(firsts, torch.int64, device)
-    )
+    rows, pieces, begins = (upload(numbers, torch.int64, device) for numbers in (words, chunks, firsts))
+    return Table(rows.view(number, WORDS), pieces, tuple(starts), begins)
 
 
 def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` as a tensor on `device`, without a wait for it. Quickest for an array of that type.
-
-    Raises:
-        StepError: in a capture, by a torch that reuses the memory that a replay will read.
-    """
+    """`numbers` as a tensor on `device`, without a wait for it. Quickest for an array of that type."""
     if not GRAPHS_KEEP_PINNED and capturing(device):
         raise StepError(
             f"tensors lie elsewhere in this capture of a CUDA graph than in the step before, and torch {torch.__version__} reuses the "
             "memory that its replays would copy: leave gradients where they are (zero_grad(set_to_none=False)), or use torch 2.11 or newer"
         )
-    here = (
-        torch.frombuffer(numbers, dtype=dtype)
-        if isinstance(numbers, array) and numbers
-        else torch.tensor(numbers, dtype=dtype)
-    )
+    packed = isinstance(numbers, array) and bool(numbers)
+    here = torch.frombuffer(numbers, dtype=dtype) if packed else torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         here = here.pin_memory()  # torch keeps it until the copy is done
     return here.to(device, non_blocking=True)
@@ -328,12 +291,8 @@ def places(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
     where = addresses(tensors)
     if where is None:
         return None
-    how = (
-        list(map(Tensor.stride, tensors)),
-        list(map(Tensor.numel, tensors)),
-        list(map(Tensor.is_neg, tensors)),
-    )
-    return [list(map(type, tensors)), where, [t.dtype for t in tensors], *how]
+    how: Any = (type, Tensor.stride, Tensor.numel, Tensor.is_neg)
+    return [where, [t.dtype for t in tensors], *(list(map(fact, tensors)) for fact in how)]
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int] | None:
@@ -346,9 +305,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[int] | None:
 
 def plain(tensor: Tensor) -> bool:
     """Whether `tensor` is strided memory, and not of a class with operations of its own (quantised, fake)."""
-    return (
-        tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    )
+    return tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

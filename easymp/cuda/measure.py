@@ -64,17 +64,10 @@ out[3] = (float)inverse;
 """
 
 # One block adds up the sums of the blocks of `squares`, always in the same order: a step gives the same bits each time.
+_END = ("uint64 scale", "float64 max_norm", "uint64 result")
 TOTAL = Kernel(
     "total",
-    (
-        "uint64 partials",
-        "int64 count",
-        "uint64 totals",
-        "int64 alone",
-        "uint64 scale",
-        "float64 max_norm",
-        "uint64 result",
-    ),
+    ("uint64 partials", "int64 count", "uint64 totals", "int64 alone", *_END),
     f"""
 for (i64 j = thread; j < count; j += {THREADS}) {{
   squares += at<const double>(partials)[2 * j];
@@ -92,11 +85,7 @@ if (alone) {{
 )
 
 # After the ranks have added their totals up.
-CONCLUDE = Kernel(
-    "conclude",
-    ("uint64 totals", "uint64 scale", "float64 max_norm", "uint64 result"),
-    f"if (thread == 0) {{ {_CONCLUDE} }}",
-)
+CONCLUDE = Kernel("conclude", ("uint64 totals", *_END), f"if (thread == 0) {{ {_CONCLUDE} }}")
 
 
 def totals(count: int) -> Kernel:
@@ -124,26 +113,19 @@ OverRanks = Callable[[Tensor], None]  # adds up a float64 tensor [2] over the ra
 
 @dataclass
 class _Laid:
-    """Gradients where they lay when the table was made; it owns none of them, so that they can be freed.
+    """Gradients where they lay when the table was made; it owns none of them, so that they can be freed."""
 
-    Attributes:
-        owners: the parameters of the gradients.
-        seen: of all gradients, their owners and `places`; while it stays, so does the table. None where some had to be copied.
-    """
-
-    owners: Sequence[Any] = ()
-    seen: Any = None
+    owners: Sequence[Any] = ()  # their parameters
+    seen: Any = (
+        None  # owners and `places`; while it stays, so does the table. None where some had to be copied
+    )
     dtypes: tuple[torch.dtype, ...] = ()
     table: Table | None = None
     partials: Tensor | None = None
 
 
 class Gradients:
-    """Measures all gradients on the launcher's device at once.
-
-    Args:
-        copies: of a parameter, the number of ranks that hold the same elements of its gradient; 0: they are counted elsewhere.
-    """
+    """Measures all gradients on the launcher's device at once; `copies` is as in `protocols.Counting`."""
 
     def __init__(self, launcher: CupyLauncher, copies: Callable[[Any], int] = lambda owner: 1) -> None:
         self._launcher, self._copies = launcher, copies
@@ -193,7 +175,9 @@ class Gradients:
         for gradient, owner in zip(gradients, owners):
             mine = gradient.device == self._launcher.device and gradient.dtype in TYPES and plain(gradient)
             if mine and (copies := self._copies(owner)):
-                here = _readable(gradient)
+                here = gradient
+                if not dense(gradient) or gradient.is_neg():
+                    here = gradient.contiguous().resolve_neg()
                 held.append(here)
                 kinds.setdefault(gradient.dtype, []).append(Row((here,), copies))
                 if here is not gradient:
@@ -202,7 +186,3 @@ class Gradients:
         partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=self._launcher.device)
         self._laid = _Laid(owners, seen, tuple(kinds), table, partials)
         return self._laid, held
-
-
-def _readable(gradient: Tensor) -> Tensor:
-    return gradient if dense(gradient) and not gradient.is_neg() else gradient.contiguous().resolve_neg()

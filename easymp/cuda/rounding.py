@@ -47,8 +47,7 @@ class Rounding:
 
     Attributes:
         seed: 0 to 2^63 - 1.
-        first: of a parameter, the number in the whole tensor of its first element on this rank. Where shards are runs of the whole
-            (rows), each element is rounded alike on any number of ranks. Shards that are not DTensors need a `first` of their own.
+        first: as `first_of`; shards that are not DTensors need another. Of shards that are rows each element is rounded alike on any ranks.
     """
 
     seed: int = 0
@@ -108,11 +107,8 @@ _NAN = 0x7FC0
 
 def key_of(seed: int, step: int | Tensor, number: int, device: torch.device | None = None) -> Tensor:
     """int64, 0-dim: of the step (from 1; a tensor is not waited for) and the number of a parameter in its optimizer."""
-    step = (
-        step.detach().to(device, torch.int64)
-        if isinstance(step, Tensor)
-        else torch.tensor(step, device=device)
-    )
+    known = isinstance(step, Tensor)
+    step = step.detach().to(device, torch.int64) if known else torch.tensor(step, device=device)  # type: ignore[union-attr]
     key = _mixed(step ^ _mixed(torch.tensor(number, device=device)))
     return _mixed(_mixed(key ^ (seed & 0xFFFFFFFF)) ^ (seed >> 32))
 

@@ -22,17 +22,9 @@ from . import EMA
 from .kernel import THREADS, Kernel, Role, alike, stream
 
 Group = Mapping[str, Any]
-Element = (
-    str | Callable[[tuple[str, ...]], str]
-)  # C++ on floats, once an element; or a function of the states that a group has
-
-
-def code(element: Element, states: tuple[str, ...]) -> str:
-    """The C++ of `element` for these states."""
-    return element if isinstance(element, str) else element(states)
-
-
 Number = str | Callable[[Group], float]  # a key of a param group, or a function of it
+# C++ on floats, once an element; or a function of the states that a group has.
+Element = str | Callable[[tuple[str, ...]], str]
 
 
 def direction(group: Group) -> float:
@@ -50,21 +42,13 @@ BETAS = {"beta1": lambda group: group["betas"][0], "beta2": lambda group: group[
 
 @dataclass(frozen=True)
 class Survey:
-    """Sums over a whole tensor, on all ranks that hold a part of it, which a rule needs before it moves any element.
+    """Sums over a whole tensor, on all ranks that hold a part of it, which a rule needs before it moves any element."""
 
-    Attributes:
-        sums: names of the totals.
-        element: C++ that adds to `sums`.
-        weigh: C++ on doubles, once a tensor: sees the totals and all that the rule's `prepare` sees but ``step``; changes `constants`.
-        moves: whether `element` reads and writes the states; the rule's own then only reads them.
-        reads: names that `element` reads, ``g`` (unscaled and clipped) first.
-    """
-
-    sums: tuple[str, ...]
-    element: Element
-    weigh: str
-    moves: bool = False
-    reads: tuple[str, ...] = ("g", "p")
+    sums: tuple[str, ...]  # names of the totals
+    element: str  # C++ that adds to `sums`
+    weigh: str  # C++ on doubles, once a tensor: sees the totals and what `Rule.prepare` sees but ``step``; changes `constants`
+    moves: bool = False  # `element` reads and writes the states; the rule's own then only reads them
+    reads: tuple[str, ...] = ("g", "p")  # names that `element` reads, ``g`` (unscaled and clipped) first
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +93,11 @@ class Rule:
         """Keys of the state that have one number a tensor."""
         return ("step",) * self.counts + (self.scalar,) * bool(self.scalar)
 
+    @property
+    def moves(self) -> bool:
+        """Whether `element` writes the states."""
+        return self.survey is None or not self.survey.moves
+
     def states_of(self, group: Group) -> tuple[str, ...]:
         """Keys of the states of parameters in `group`."""
         return self.states if self.uses is None else self.uses(group)
@@ -127,10 +116,7 @@ def complete(
     dtype: torch.dtype | None,
     average: bool = False,
 ) -> list[tuple[str, Any]]:
-    """Make the missing entries of a state, or of `counters` of steps; loaded ones come into the layout and `dtype` of the step.
-
-    Returns the replaced entries with their former values, None where there was none.
-    """
+    """Make missing entries of a state and of `counters` of steps, loaded ones in the step's layout and `dtype`; returns former values."""
     before, device = [], parameter.device
     keys = rule.states_of(group)
     fresh = any(state.get(key) is None for key in keys)
@@ -198,26 +184,21 @@ def weigh(rule: Rule, survey: Survey) -> Kernel:
 
     Arguments: those of `prepare`, with ``totals`` float64 [count, sums] in place of the last two.
     """
-    loaded = " ".join(f"double {c} = (double)out[{i}]; (void){c};" for i, c in enumerate(rule.constants))
-    loaded += "".join(
-        f"\nconst double {s} = at<const double>(totals)[tensor * {len(survey.sums)} + {i}];"
-        for i, s in enumerate(survey.sums)
-    )
-    before, after = "", ""
+    loaded = [f"double {c} = (double)out[{i}]; (void){c};" for i, c in enumerate(rule.constants)]
+    total = f"at<const double>(totals)[tensor * {len(survey.sums)} + "
+    loaded += [f"const double {s} = {total}{i}];" for i, s in enumerate(survey.sums)]
+    text = [*loaded, survey.weigh]
     if rule.scalar:
-        before = f"float* const kept = at<float>(mine[3]); double {rule.scalar} = (double)*kept;"
-        after = f"*kept = (float){rule.scalar};"
-    return _each(
-        f"weigh_{rule.name}", rule, ("uint64 totals",), f"{loaded}\n{before}\n{survey.weigh}\n{after}\n"
-    )
+        scalar = f"float* const kept = at<float>(mine[3]); double {rule.scalar} = (double)*kept;"
+        text = [*loaded, scalar, survey.weigh, f"*kept = (float){rule.scalar};"]
+    return _each(f"weigh_{rule.name}", rule, ("uint64 totals",), "\n".join(text))
 
 
 def _each(name: str, rule: Rule, arguments: tuple[str, ...], text: str, always: str = "") -> Kernel:
     """A kernel with a thread a tensor, which runs `text` unless ``skip`` is above 0, and `always` in any case."""
     numbers = " ".join(f"const double {n} = group[{i + 1}]; (void){n};" for i, n in enumerate(rule.numbers))
     stored = " ".join(f"out[{i}] = (float){c};" for i, c in enumerate(rule.constants))
-    assert len(rule.numbers) < MOST
-    assert len(rule.constants) < MOST
+    assert max(len(rule.numbers), len(rule.constants)) < MOST
     return Kernel(
         name,
         ("uint64 tensors", "int64 count", "uint64 hyper", "uint64 skip", "uint64 constants", *arguments),
@@ -243,17 +224,11 @@ RULE = ("growth", "backoff", "interval", "delay", "hysteresis", "refill", "minim
 
 @dataclass(eq=False, slots=True)
 class Scale:
-    """A loss scale on a device, lent for one step.
+    """A loss scale on a device, lent for one step."""
 
-    Attributes:
-        state: int32 [3]: the float32 scale's bits; good steps since the last overflow or growth; overflows still to be forgiven, plus one.
-        rule: float64 [8], as `RULE` names them; see `GradScalerKwargs`; `Scaler.advance` is the same by torch.
-        moved: whether the step has moved it. One that torch runs, or that had nothing to step, has not.
-    """
-
-    state: Tensor
-    rule: Tensor
-    moved: bool = False
+    state: Tensor  # int32 [3]: the float32 scale's bits; good steps since it moved; overflows still to be forgiven, plus one
+    rule: Tensor  # float64 [8], as `RULE` names them; see `GradScalerKwargs`; `Scaler.advance` is the same by torch
+    moved: bool = False  # the step has moved it. One that torch runs, or that had nothing to step, has not
 
 
 # Sees ``scale`` and ``law``, addresses of `Scale.state` and `Scale.rule`, or 0; and ``skip``. Products are in double, as torch has them.
@@ -286,12 +261,9 @@ GRADIENT, PARAMETER, AVERAGE, COPY = "g", "p", "ema", "low"
 
 def roles_of(states: Sequence[str], average: bool, copy: bool, moves: bool = True) -> tuple[Role, ...]:
     """Of a row, in its order; the gradient comes first, for `measure` reads the same table. `moves`: the states are written."""
-    roles = [Role(GRADIENT), Role(PARAMETER, writes=True), *(Role(s, writes=moves) for s in states)]
-    if average:
-        roles.append(Role(AVERAGE, writes=True))
-    if copy:
-        roles.append(Role(COPY, reads=False, writes=True))
-    return tuple(roles)
+    roles = (Role(GRADIENT), Role(PARAMETER, writes=True), *(Role(s, writes=moves) for s in states))
+    more = (Role(AVERAGE, writes=True),) * average + (Role(COPY, reads=False, writes=True),) * copy
+    return roles + more
 
 
 def update(
@@ -302,10 +274,11 @@ def update(
     Arguments beside `stream`'s: ``constants`` of `prepare`; ``factor`` and ``skip``, addresses of floats, or 0; ``follow``, the
     share (1 - decay) of a new weight in its average; and if `stochastic`, how bf16 parameters and states are rounded, its ``seed``.
     """
-    roles = roles_of(states, AVERAGE in dtypes, COPY in dtypes, rule.survey is None or not rule.survey.moves)
+    roles = roles_of(states, AVERAGE in dtypes, COPY in dtypes, rule.moves)
     setup = f"{_setup(rule, stochastic)}\nconst float share = (float)follow; (void)share;"
-    written = [PARAMETER, *(s for s in states if rule.survey is None or not rule.survey.moves)]
-    element = _SCALED % code(rule.element, states) + _rounded(written, states, dtypes, stochastic)
+    text = rule.element if isinstance(rule.element, str) else rule.element(states)
+    written = (PARAMETER, *states) if rule.moves else (PARAMETER,)
+    element = _SCALED % text + _rounded(written, states, dtypes, stochastic)
     if AVERAGE in dtypes:
         element += f"\n{AVERAGE} += ({PARAMETER} - {AVERAGE}) * share;"
     if COPY in dtypes:
@@ -334,8 +307,7 @@ def survey_of(
         f"survey_{rule.name}_stochastic" if stochastic else f"survey_{rule.name}",
         roles,
         dtypes,
-        _SCALED % code(survey.element, states)
-        + _rounded(states if survey.moves else (), states, dtypes, stochastic),
+        _SCALED % survey.element + _rounded(states if survey.moves else (), states, dtypes, stochastic),
         arguments=("uint64 constants", "uint64 factor", "uint64 skip", *_SEED * stochastic),
         setup=_setup(rule, stochastic),
         when=_WHEN,
@@ -345,8 +317,6 @@ def survey_of(
 
 _WHEN = "!(skip && *at<const float>(skip) > 0.f)"
 _SCALED = "{ const float raw = g; { const float g = raw * times; (void)g; %s } }"
-
-
 _SEED = ("int64 seed",)
 
 
@@ -362,11 +332,8 @@ def _setup(rule: Rule, stochastic: bool) -> str:
     random = f"""
 const u32 key = key_of((u64)seed, (u32)constant[{MOST - 1}], (u32)row[3]); (void)key;
 const i64 origin = (i64)row[4]; (void)origin;"""
-    return "\n".join(
-        (
-            f"const float* const constant = at<const float>(constants) + tensor * {MOST};",
-            *(f"const float {c} = constant[{i}]; (void){c};" for i, c in enumerate(rule.constants)),
-            "const float times = factor ? *at<const float>(factor) : 1.f;",
-            random if stochastic else "",
-        )
-    )
+    named = "\n".join(f"const float {c} = constant[{i}]; (void){c};" for i, c in enumerate(rule.constants))
+    return f"""const float* const constant = at<const float>(constants) + tensor * {MOST};
+{named}
+const float times = factor ? *at<const float>(factor) : 1.f;
+{random if stochastic else ""}"""

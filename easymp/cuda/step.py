@@ -89,17 +89,15 @@ class _Item:
 
 @dataclass
 class _Layout:
-    """One set of parameters with gradients, at their addresses. It owns none of them: gradients can be freed, states replaced.
+    """One set of parameters with gradients, at their addresses. It owns none of them: gradients can be freed, states replaced."""
 
-    Attributes:
-        seen: facts of the tables (see `_seen`); while they stay, so do the tables. None where they are not known.
-        things: weak references to parameters and to what lies beside their gradients, in the order of `_beside`.
-        order: of each row, the number of its parameter among those with gradients.
-    """
-
-    seen: Any = None
-    things: list[Callable[[], Tensor | None]] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
+    seen: Any = None  # facts of the tables (see `_seen`); while they stay, so do the tables. None where they are not known
+    things: list[Callable[[], Tensor | None]] = field(
+        default_factory=list
+    )  # weak references, as `_beside` has them
+    order: list[int] = field(
+        default_factory=list
+    )  # of each row, the number of its parameter among those with gradients
     kinds: tuple[_Kind, ...] = ()
     table: Table | None = None
     tensors: Tensor | None = None
@@ -117,15 +115,11 @@ class FusedStep:
     State is made and kept in the optimizer, under torch's keys, with ``step`` on the device as in torch's own fused steps.
 
     Args:
-        rule: of the optimizer's class.
         gradient: of a parameter; ``.grad`` by default.
         copy: id of a parameter → the low-precision tensor that becomes the parameter, rounded, at each step.
-        ema_decay: keep an exponential moving average of the weights, in fp32, under the state key "ema":
-            ema += (p - ema) × (1 - ema_decay).
-        state_dtype: of states; None: their parameter's, as in torch. bfloat16 needs `rounding`: to the nearest, a second moment that
-            falls by a thousandth a step stays where it is.
+        ema_decay, state_dtype: as in `optim.fused.Options`.
         rounding: of bf16 parameters and states; None: to the nearest.
-        copies: of a parameter, the number of ranks that hold each of its elements, of those that `over_ranks` adds up.
+        copies: as in `protocols.Counting`.
     """
 
     def __init__(
@@ -150,9 +144,8 @@ class FusedStep:
         self._hyper: list[float] = []
         self._groups: Tensor | None = None
         self._kernels: dict[Any, Kernel] = {}
-        self._before: list[
-            tuple[dict[str, Any], str, Any]
-        ] = []  # entries of states that a new layout replaces
+        # Entries of states that a new layout replaces.
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
         self._captured: list[Any] = []  # tensors that CUDA graphs read
 
@@ -162,12 +155,7 @@ class FusedStep:
     def measure(
         self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None
     ) -> Tensor:
-        """Measure the gradients: float32 [4] on the device, as `measure.RESULT` names them.
-
-        Args:
-            scale: float32, 0-dim: the loss scale, by which the norm is divided.
-            over_ranks: adds up a float64 tensor [2] over the ranks, in place. A collective.
-        """
+        """Measure the gradients: float32 [4] on the device, as `measure.RESULT` names them; arguments as of `Engine.measure`."""
         _, parameters, gradients = self._found()
         return self._gradients.measure(gradients, parameters, max_norm, scale, over_ranks)
 
@@ -183,12 +171,12 @@ class FusedStep:
 
         Args:
             factor: float32, 0-dim: gradients are multiplied by it.
-            found_inf: float32, 0-dim: above 0, nothing changes, the counters included; but for `scale`.
+            found_inf: float32, 0-dim: above 0, nothing but `scale` changes.
             measured: the result of `measure` for these gradients, for a rule that needs their norm; without it they are measured.
             scale: moves, where there is anything to step and it lies on this device.
 
         Raises:
-            KernelError: it cannot begin, or the kernels do not take a parameter or its gradient; nothing has changed.
+            KernelError: it cannot begin; nothing has changed.
             StepError: it has begun, and a launch failed.
         """
         if self.rule.norm and measured is None:
@@ -208,9 +196,8 @@ class FusedStep:
                 self._survey(self.rule.survey, [parameters[i] for i in layout.order], times, skip)
             self._stream(self._update, times, skip, 1.0 - (self.ema_decay or 0.0))
         except KernelError as error:  # not a KernelError, after which torch would step once more
-            raise StepError(
-                f"a launch failed within a step, and some of the parameters have moved: {error}. Load a checkpoint"
-            ) from error
+            why = f"a launch failed within a step, and some of the parameters have moved: {error}"
+            raise StepError(f"{why}. Load a checkpoint") from error
         if capturing(self._launcher.device):
             self._captured += [layout, self._groups]
         del held  # kept until all launches that read them are in the stream
@@ -244,9 +231,10 @@ class FusedStep:
                 lying = [table.rows.data_ptr(), table.chunks.data_ptr() + 8 * first, partials]
                 self._launcher.launch(kernel, last - first, [*lying, constants, *arguments, *seed])
 
-    # -- the kernels, each made once ------------------------------------------------------------------------------------
+    # -- the kernels ----------------------------------------------------------------------------------------------------
 
     def _kernel(self, key: Any, make: Callable[..., Kernel], *arguments: Any) -> Kernel:
+        """The kernel under `key`, made once."""
         kernel = self._kernels.get(key)
         if kernel is None:
             kernel = self._kernels[key] = make(*arguments)
@@ -260,11 +248,7 @@ class FusedStep:
         return self._kernel(("survey", kind), survey_of, *given)
 
     def _compile(self, kinds: Collection[_Kind]) -> None:
-        """All of them, before the first launch of a step; where one cannot be compiled, the state is restored.
-
-        Raises:
-            KernelError: one of them cannot be compiled.
-        """
+        """All of them, before the first launch of a step; where one cannot be, the state is restored and KernelError raised."""
         kernels = [self._kernel("prepare", prepare, self.rule), *map(self._update, kinds)]
         survey = self.rule.survey
         if survey is not None:
@@ -320,19 +304,12 @@ class FusedStep:
     def _seen(
         self, positions: list[int], gradients: list[Tensor], things: list[Any], groups: list[tuple[Any, ...]]
     ) -> list[Any] | None:
-        """All facts of a layout but the identity of `things`; None where addresses are not known.
-
-        Of a thing that stays the same object, its address tells the rest. Gradients are often new ones.
-        """
+        """All facts of a layout but the identity of `things`, whose addresses tell the rest; None where addresses are not known."""
         lying, beside = places(gradients), addresses(parts([thing for thing in things if thing is not None]))
         return None if lying is None or beside is None else [positions, groups, lying, beside]
 
     def _facts(self, group: Group) -> tuple[int, int, tuple[str, ...]]:
-        """Of a param group: the number of its parameters, the address of its lr, and its states.
-
-        Raises:
-            KernelError: it is not for the kernels.
-        """
+        """Of a param group: the number of its parameters, the address of its lr, and its states."""
         if (refusal := self.rule.refuse(group)) is not None:
             raise KernelError(refusal)
         return len(group["params"]), self._lr_at(group["lr"]), self.rule.states_of(group)
@@ -385,16 +362,9 @@ class FusedStep:
         )
 
     def _check(self, parameter: Tensor, gradient: Tensor, keys: Iterable[str]) -> None:
-        """Refuse what the kernels do not take, before any state is made.
-
-        Raises:
-            KernelError: the parameter, its gradient, its copy or one of its states.
-        """
-        device, state, low = (
-            self._launcher.device,
-            self.optimizer.state.get(parameter, {}),
-            self._copy.get(id(parameter)),
-        )
+        """Refuse what the kernels do not take, before any state is made."""
+        device, low = self._launcher.device, self._copy.get(id(parameter))
+        state = self.optimizer.state.get(parameter, _NOTHING)
         here, beside = local(parameter), [local(state[key]) for key in keys if state.get(key) is not None]
         others = [gradient, *beside, *(() if low is None else (local(low),))]
         if (
@@ -403,9 +373,9 @@ class FusedStep:
             or any(t.shape != here.shape for t in others)
             or not (low is None or alike(local(low), here))
         ):
+            it = f"a parameter of shape {tuple(parameter.shape)}, its gradient or its state"
             raise KernelError(
-                f"kernels take dense float32, bfloat16 and float16 tensors on {device}, and a parameter of shape "
-                f"{tuple(parameter.shape)}, its gradient or its state is not"
+                f"kernels take dense float32, bfloat16 and float16 tensors on {device}, and {it} is not"
             )
 
     def _item(

@@ -42,13 +42,11 @@ class NormalizeImages:
         layout: str = "NCHW",
     ) -> None:
         if not mean or len(mean) != len(std) or not all(s > 0 for s in std):
-            raise SettingError(
-                f"mean={mean!r} and std={std!r} must have one number per channel, and those of std must be above 0"
-            )
+            right = "must have one number per channel, and those of std must be above 0"
+            raise SettingError(f"mean={mean!r} and std={std!r} {right}")
         if dtype not in DTYPES or layout not in LAYOUTS:
-            raise SettingError(
-                f"dtype={dtype!r} and layout={layout!r}: pass torch.float32, torch.bfloat16 or torch.float16, and 'NCHW' or 'NHWC'"
-            )
+            right = "pass torch.float32, torch.bfloat16 or torch.float16, and 'NCHW' or 'NHWC'"
+            raise SettingError(f"dtype={dtype!r} and layout={layout!r}: {right}")
         self.mean, self.std, self.dtype, self.layout = tuple(mean), tuple(std), dtype, layout
         wide = torch.tensor([self.mean, self.std], dtype=torch.float64)
         self._numbers = torch.stack([255 * wide[0], 1 / (255 * wide[1])]).float()
@@ -68,9 +66,8 @@ class NormalizeImages:
         if self.layout == "NHWC":
             images = images.permute(0, 3, 1, 2)
         if images.shape[1] != len(self.mean):
-            raise BatchError(
-                f"the images have {images.shape[1]} channels as {self.layout}, and mean has {len(self.mean)} numbers: is the layout right?"
-            )
+            what = f"{images.shape[1]} channels as {self.layout}, and mean has {len(self.mean)} numbers"
+            raise BatchError(f"the images have {what}: is the layout right?")
         numbers = self._there.get(images.device)
         if numbers is None:
             numbers = self._there[images.device] = self._numbers.to(images.device)
@@ -79,6 +76,5 @@ class NormalizeImages:
         return wide.sub_(shift).mul_(times).to(self.dtype)
 
     def __repr__(self) -> str:
-        return (
-            f"NormalizeImages(mean={self.mean}, std={self.std}, dtype={self.dtype}, layout={self.layout!r})"
-        )
+        how = f"mean={self.mean}, std={self.std}, dtype={self.dtype}, layout={self.layout!r}"
+        return f"NormalizeImages({how})"

@@ -209,11 +209,9 @@ class PreparedLoader(DataLoader[Any]):
         return rest
 
     def _rest(self, loads: int) -> Iterator[Any]:
-        """The rest of a resumed pass.
-
-        If it is dropped unread, as by ``zip`` with an exhausted loader, the pass counts as left early, unless no other loader has
-        continued yet.
-        """
+        """The rest of a resumed pass."""
+        # If it is dropped unread, as by ``zip`` with an exhausted loader, the pass counts as left early, unless no other loader has
+        # continued yet.
         begun, window = False, self._window
         try:
             yield
@@ -301,7 +299,7 @@ class PreparedLoader(DataLoader[Any]):
         return known if len(set(known)) > 1 and len(known) == len(counts) else []
 
     def _refuse_uneven(self, counts: list[int], forwards: int) -> None:
-        """Raise BatchError on all ranks if some are out of batches and the loop has called a sharded model."""
+        """BatchError on all ranks if some are out of batches and the loop has called a sharded model."""
         if self._world.forwards != forwards:
             raise BatchError(
                 f"the ranks have {', '.join(map(str, counts))} batches in this pass, and the model's parameters are sharded, so that each "
@@ -409,15 +407,13 @@ class PreparedLoader(DataLoader[Any]):
             BatchError: it is not the state of a prepared loader, or its data set has another length.
         """
         if missing := [key for key in ("epoch", "position", "seed") if not isinstance(state.get(key), int)]:
-            raise BatchError(
-                f"the state has no {' and no '.join(missing)}: pass what state_dict() of a prepared loader returned"
-            )
+            right = "pass what state_dict() of a prepared loader returned"
+            raise BatchError(f"the state has no {' and no '.join(missing)}: {right}")
         then, now = state.get("samples"), self._source.samples()
         if state["position"] and then is not None and now is not None and then != now:
-            raise BatchError(
-                f"the state was saved in the middle of an epoch of {then} samples, and this one has {now}: resume with the same "
-                "data set, or start a new epoch with set_epoch"
-            )
+            why = f"in the middle of an epoch of {then} samples, and this one has {now}"
+            right = "resume with the same data set, or start a new epoch with set_epoch"
+            raise BatchError(f"the state was saved {why}: {right}")
         self._source.load(state)
         if "data set" in state and self._stateful():
             self.dataset.load_state_dict(state["data set"])
@@ -460,9 +456,8 @@ def skip_first_batches(loader: Loader, num_batches: int = 0) -> Loader:
     if isinstance(loader, PreparedLoader):
         return SkippedLoader(loader, num_batches)
     if not isinstance(loader, DataLoader):
-        raise BatchError(
-            f"skip_first_batches takes a DataLoader, got a {type(loader).__name__}: use itertools.islice for other iterables"
-        )
+        what = f"skip_first_batches takes a DataLoader, got a {type(loader).__name__}"
+        raise BatchError(f"{what}: use itertools.islice for other iterables")
     if isinstance(loader.dataset, IterableDataset):
         return SkippedLoader(loader, num_batches)
     without = SkippedLoader(loader.batch_sampler or loader.sampler, num_batches)
@@ -475,8 +470,7 @@ class SkippedLoader:
     """View of `whole`, a loader or a sampler; its next pass begins `skip` batches later."""
 
     def __init__(self, whole: Any, skip: int) -> None:
-        self.whole = whole
-        self.skip = skip
+        self.whole, self.skip = whole, skip
 
     def __iter__(self) -> Iterator[Any]:
         skip, self.skip = self.skip, 0

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from ..base.rng import host_states, mix, seed_host, set_host_states
@@ -35,11 +34,12 @@ def length(sampler: Any) -> int | None:
 
 def draw(sampler: Any, seed: int, chunk: int) -> Sequence[Any] | Iterator[Any]:
     """Order of one epoch: a sequence, or an iterator that draws `chunk` items at a time if the sampler has no length."""
-    if type(sampler) is SequentialSampler:
+    kind = type(sampler)
+    if kind is SequentialSampler:
         return range(len(sampler.data_source))
-    if type(sampler) is RandomSampler:
+    if kind is RandomSampler:
         return _random(len(sampler.data_source), sampler.num_samples, sampler.replacement, seed)
-    if type(sampler) is DistributedSampler:  # iterating it would shard a second time
+    if kind is DistributedSampler:  # iterating it would shard a second time
         n = len(sampler.dataset)
         return _random(n, n, False, mix(seed, sampler.seed)) if sampler.shuffle else range(n)
     if size_of(sampler) is None:
@@ -54,14 +54,11 @@ def _random(n: int, samples: int, replacement: bool, seed: int) -> Sequence[int]
         return ()
     generator = torch.Generator().manual_seed(seed)
     if replacement:
-        return _packed(torch.randint(n, (samples,), generator=generator))
-    whole = [torch.randperm(n, generator=generator) for _ in range(-(-samples // n))]
-    return _packed(whole[0] if samples == n else torch.cat(whole)[:samples])
-
-
-def _packed(indices: Tensor) -> Sequence[int]:
-    """int64 numbers as an array. A list in between would take five times the memory."""
-    packed = array("q")
+        indices = torch.randint(n, (samples,), generator=generator)
+    else:
+        whole = [torch.randperm(n, generator=generator) for _ in range(-(-samples // n))]
+        indices = whole[0] if samples == n else torch.cat(whole)[:samples]
+    packed = array("q")  # a list in between would take five times the memory
     packed.frombytes((ctypes.c_char * (8 * len(indices))).from_address(indices.data_ptr()))
     return packed
 
@@ -125,9 +122,9 @@ def agree(order: Sequence[Any], world: Any) -> None:
     seen = world.gather_objects(signature)
     if any(s != seen[0] for s in seen):
         raise BatchError(
-            "the ranks' samplers drew different orders, so samples would be read twice or not at all: the sampler draws from a "
-            "random source of its own. Let rank 0 draw for all with DataLoaderConfiguration(use_seedable_sampler=False), or "
-            "give the sampler a torch.Generator as its `generator`"
+            "the ranks' samplers drew different orders, so samples would be read twice or not at all: the sampler draws from a random "
+            "source of its own. Let rank 0 draw for all with DataLoaderConfiguration(use_seedable_sampler=False), or give the sampler a "
+            "torch.Generator as its `generator`"
         )
 
 
@@ -161,9 +158,7 @@ class Cut(NamedTuple):
 
     def surplus(self, samples: int) -> int:
         """Repeated samples in the last round of `samples` samples."""
-        if self.drop_last or not self.completes:
-            return 0
-        return -max(0, samples) % self.whole
+        return -max(0, samples) % self.whole if self.completes and not self.drop_last else 0
 
 
 class Share(NamedTuple):

@@ -79,27 +79,21 @@ def prepare_loader(
     if dispatch:
         source = Dispatched(source, world, rank)
     if cut.drop_last and source.batches(rank) == 0:
-        warnings.warn(
-            f"drop_last=True leaves nothing: {source.samples()} samples do not fill one global batch of {cut.whole}. Lower the "
-            "batch size, or leave drop_last out",
-            EasympWarning,
-            stacklevel=2,
-        )
+        why = f"{source.samples()} samples do not fill one global batch of {cut.whole}"
+        right = "Lower the batch size, or leave drop_last out"
+        warnings.warn(f"drop_last=True leaves nothing: {why}. {right}", EasympWarning, stacklevel=2)
     differ = (whole and not config.split_batches) or (batch is None and not whole)
     return PreparedLoader(loader, source, window, world, rank, per_rank, differ, device, config.non_blocking)
 
 
 def _check(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
-        raise BatchError(
-            f"a {type(loader).__name__} was passed where a DataLoader belongs: wrap the data set, "
-            "torch.utils.data.DataLoader(dataset, batch_size=…)"
-        )
+        what = f"a {type(loader).__name__} was passed where a DataLoader belongs"
+        raise BatchError(f"{what}: wrap the data set, torch.utils.data.DataLoader(dataset, batch_size=…)")
     with suppress(TypeError, NotImplementedError, AttributeError):  # of data sets without a length
         if not len(loader.dataset):
-            raise BatchError(
-                f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with"
-            )
+            what = f"the data set ({type(loader.dataset).__name__}) is empty"
+            raise BatchError(f"{what}: check the path or filter it was made with")
     if not getattr(loader, "in_order", True):  # older subclasses (torchdata) do not have it
         raise BatchError(
             "this DataLoader was made with in_order=False, so its batches may overtake each other, and no position would say which "
@@ -174,15 +168,15 @@ class UnpreparedCheck:
         if not read or len(plain) + len(streams) < len(read):
             why = "no prepared DataLoader is read: the program itself splits the data"
             return Choice("as given", why, Origin.DETECTED)
+        why = "that was not passed to prepare() is read"
         if streams:
-            why = f"a DataLoader that was not passed to prepare() is read: {streams[0]} must split its samples by rank itself"
+            why = f"a DataLoader {why}: {streams[0]} must split its samples by rank itself"
             return Choice("not prepared", why, Origin.DETECTED)
         self._what = f"a DataLoader ({type(plain[0][0]).__name__}, {plain[0][1]})"
         self._own = repr([(sampler, outline(dataset, iter(range(MOST)))) for dataset, sampler in plain])
         self._store = self._world.store()
         self._store.set(f"unprepared/{self._rank}", self._own)
-        why = f"{self._what} that was not passed to prepare() is read"
-        return Choice("not prepared", why, Origin.DETECTED)
+        return Choice("not prepared", f"{self._what} {why}", Origin.DETECTED)
 
     def look_again(self) -> bool:
         """Whether to look again. Rank 0 warns as soon as all ranks report the same data."""

@@ -8,7 +8,7 @@ sequences move by their own `to` when their batch is due. Other devices move who
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -83,9 +83,8 @@ def rebuild(given: DataLoader[Any], dataset: Any, pin_memory: bool, **how: Any) 
         names += ["multiprocessing_context", "prefetch_factor", "persistent_workers"]
     settings = {name: getattr(given, name) for name in names}
     settings["in_order"] = getattr(given, "in_order", True)  # older subclasses (torchdata) do not have it
-    return DataLoader(
-        dataset, **{**settings, "pin_memory": pin_memory, "generator": torch.Generator(), **how}
-    )
+    settings |= {"pin_memory": pin_memory, "generator": torch.Generator(), **how}
+    return DataLoader(dataset, **settings)
 
 
 # -- random numbers of data sets and collate functions: f(seed, epoch, batch)
@@ -106,25 +105,6 @@ class Seeded:
 def _arrived(item: Any, seed: int) -> Any:
     seed_host(seed)
     return item
-
-
-def every(
-    count: int,
-    items: Iterable[Any],
-    seed: Callable[[int], int],
-    at: int,
-    weigh: Callable[[Any], int | None],
-) -> Iterator[Any]:
-    """Yield `items`, the first at place `at`, and seed the random streams with `seed(place)` at each multiple of `count`.
-
-    `weigh` gives an item's places, 1 if unknown.
-    """
-    seed_host(seed(at))
-    for item in items:
-        at += weigh(item) or 1
-        yield item
-        if at % count == 0:
-            seed_host(seed(at))
 
 
 def aside(items: Iterable[Any]) -> Iterator[Any]:
@@ -187,9 +167,8 @@ class Dispatched:
     def _receive(self) -> Iterator[tuple[Parts, int]]:
         while (item := self._world.broadcast_objects([None])[0]) is not None:
             if isinstance(item, str):
-                raise BatchError(
-                    f"rank 0, which reads for all ranks (dispatch_batches=True), could not read a batch: {item}"
-                )
+                who = "rank 0, which reads for all ranks (dispatch_batches=True)"
+                raise BatchError(f"{who}, could not read a batch: {item}")
             yield item
 
 
@@ -272,8 +251,7 @@ def _due(batch: Any, copied: torch.cuda.Event, note: Note, device: torch.device)
 class Rounds:
     """Batch sampler of the rebuilt DataLoader: one object for all epochs, so that workers can persist."""
 
-    def __init__(self) -> None:
-        self.upcoming: Iterator[Any] = iter(())
+    upcoming: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         return self.upcoming
@@ -281,6 +259,8 @@ class Rounds:
 
 class MapSource:
     """Reads a map-style data set by batches of indices.
+
+    A note is queued for each list of indices that goes to the DataLoader and taken off with its batch, in the same order.
 
     Args:
         ranks: the data ranks that this process reads for: its own, or all of them.
@@ -308,15 +288,14 @@ class MapSource:
         alone: bool,
         ahead: bool,
     ) -> None:
-        self.seed = seed
-        self.cut = cut
+        self.seed, self.cut = seed, cut
         self._sampler, self._ranks, self._whole = sampler, ranks, whole
         self._world, self._seeded, self._alone, self._ahead = world, seeded, alone, ahead
         self._ready = given.batch_sampler is None  # the data set's items are batches already
         self._redraw: dict[int, int] = {}  # seeds by epoch, to draw an order again after a resume
         self._upcoming = Rounds()
-        batches = {"batch_sampler": self._upcoming}
-        how = {"batch_size": None, "sampler": self._upcoming} if self._ready else batches
+        sampled = "sampler" if self._ready else "batch_sampler"
+        how = {sampled: self._upcoming} | ({"batch_size": None} if self._ready else {})
         self.loader = rebuild(given, given.dataset, pin_memory, **how)
 
     def batches(self, rank: int) -> int | None:
@@ -373,10 +352,8 @@ class MapSource:
             found = halves(order, cut.ranks, even=cut.even, start=start)
         else:
             count, size, weigh = (cut.ranks, None, size_of) if self._whole else (cut.whole, cut.batch, one)
-            cutting = rounds(
-                order, count, complete=cut.completes, drop_last=cut.drop_last, start=start, weigh=weigh
-            )
-            found = ((round_, size) for round_ in cutting)
+            how: Any = {"complete": cut.completes, "drop_last": cut.drop_last, "start": start, "weigh": weigh}
+            found = ((round_, size) for round_ in rounds(order, count, **how))
         for round_, size in found:
             yield from parts(round_, size, ranks)
 

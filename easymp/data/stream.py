@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..base import pytree
-from ..base.rng import mix
+from ..base.rng import mix, seed_host
 from ..errors import BatchError
 from .order import Cut, flagged, one, rounds, size_of
-from .source import Feed, Note, aside, every, rebuild
+from .source import Feed, Note, aside, rebuild
 
 
 class Mark(NamedTuple):
@@ -85,19 +86,18 @@ class Cutter(IterableDataset[Any]):
             at = mark.end
         weigh, length = (rows, cut.ranks) if self._ready else (one, cut.whole)
 
-        def draws(place: int) -> int:  # the same on all ranks, so that data sets that shuffle are cut alike
-            return mix(seed, "stream", epoch, worker, place)
+        def items(place: int) -> Iterator[Any]:
+            """Those from `place` on, each under random streams that are the same on all ranks, so that shuffles are cut alike."""
+            each = 1 if self._ready else length
+            seed_host(mix(seed, "stream", epoch, worker, place))
+            for item in self.dataset:
+                place += weigh(item) or 1
+                yield item
+                if place % each == 0:
+                    seed_host(mix(seed, "stream", epoch, worker, place))
 
-        cutting = rounds(
-            every(1 if self._ready else length, self.dataset, draws, at, weigh),
-            length,
-            complete=cut.completes,
-            drop_last=cut.drop_last,
-            start=mark.end,
-            at=at,
-            weigh=weigh,
-        )
-        for round_ in cutting:
+        how: Any = {"complete": cut.completes, "drop_last": cut.drop_last, "start": mark.end, "at": at}
+        for round_ in rounds(items(at), length, **how, weigh=weigh):
             state = deepcopy(self.dataset.state_dict()) if stateful else None
             batches, sizes = self._share(round_.items)
             if batches:
@@ -114,14 +114,9 @@ class Cutter(IterableDataset[Any]):
         return batches, [len(batch) for batch in batches]
 
 
-class Collate:
-    """Applies the user's collate function to the batches inside a piece."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, piece: Piece) -> Piece:
-        return piece._replace(batches=[self.collate(batch) for batch in piece.batches])
+def collated(collate: Callable[[Any], Any], piece: Piece) -> Piece:
+    """`piece` with batches that the user's function has collated."""
+    return piece._replace(batches=[collate(batch) for batch in piece.batches])
 
 
 def rows(batch: Any) -> int | None:
@@ -144,7 +139,7 @@ class StreamSource:
         # Shared memory tells persistent workers that another epoch begins.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_() if persistent else None
         self._dataset = Cutter(given.dataset, cut, ranks, self._ready, self._epoch)
-        collate = Collate(given.collate_fn)
+        collate = partial(collated, given.collate_fn)
         self.loader = rebuild(given, self._dataset, pin_memory, batch_size=None, collate_fn=collate)
         self._streams = max(1, given.num_workers)
         self._marks: dict[int, Mark] = {}  # by worker, after the current batch

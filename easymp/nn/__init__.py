@@ -83,35 +83,31 @@ def linear_cross_entropy(
     if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing <= 1.0:
         raise SettingError(f"label_smoothing={label_smoothing!r} must be a number from 0 to 1")
     if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
-        raise SettingError(
-            f"chunk_tokens={chunk_tokens!r} must be an integer of at least 1; leave it out for a fitting number"
-        )
+        raise SettingError(f"chunk_tokens={chunk_tokens!r} must be an integer of at least 1, or left out")
     words, group, start = weight.shape[0], None, 0
     most = words  # of a rank
     if hasattr(weight, "to_local"):
         group, start, most = _split(weight)
-        weight, bias = weight.to_local(), None if bias is None else _part(bias, weight)
+        if bias is not None:
+            bias = bias.redistribute(weight.device_mesh, weight.placements).to_local()  # type: ignore[attr-defined]
+        weight = weight.to_local()
     hidden, targets = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (hidden, targets))
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
     if not autocast and hidden.dtype != weight.dtype:
-        raise BatchError(
-            f"linear_cross_entropy got hidden in {hidden.dtype} and a weight in {weight.dtype}, outside of autocast: convert one of them"
-        )
+        got = f"hidden in {hidden.dtype} and a weight in {weight.dtype}"
+        raise BatchError(f"linear_cross_entropy got {got}, outside of autocast: convert one of them")
     dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     tokens = chunk_tokens or max(LEAST, rows.numel() // max(1, most))  # the same on all ranks
-    summed = reduction != "none"
-    how = _How(
-        words, start, group, dtype, ignore_index, label_smoothing, tokens, summed, torch.is_grad_enabled()
-    )
+    summed, graph = reduction != "none", torch.is_grad_enabled()
+    how = _How(words, start, group, dtype, ignore_index, label_smoothing, tokens, summed, graph)
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _Chunks.apply(rows, weight, bias, flat, how)  # type: ignore[no-untyped-call]
     if reduction == "mean":
         count = (flat != ignore_index).sum()
-        return torch.where(
-            count > 0, loss / count.clamp(min=1), torch.nan
-        )  # and gradients of 0, as torch has it
+        # Without targets: no number, and gradients of 0, as torch has it.
+        return torch.where(count > 0, loss / count.clamp(min=1), torch.nan)
     return loss if summed else loss.view(targets.shape)
 
 
@@ -128,34 +124,18 @@ def _split(weight: Any) -> tuple[dist.ProcessGroup, int, int]:
     return mesh.get_group(0), min(mesh.get_local_rank() * each, weight.shape[0]), each
 
 
-def _part(bias: Any, weight: Any) -> Tensor:
-    """This rank's part of `bias`."""
-    part: Tensor = bias.redistribute(weight.device_mesh, weight.placements).to_local()
-    return part
-
-
 class _How(NamedTuple):
-    """Everything but the tensors.
+    """Everything but the tensors."""
 
-    Attributes:
-        words: of the whole vocabulary.
-        start: the first word of this rank's part of it.
-        group: the ranks that hold the parts; None where the weight is whole.
-        dtype: of the matrix products.
-        tokens: of a chunk.
-        summed: the result is the sum of the losses, so that one number arrives in backward.
-        graph: there will be a backward.
-    """
-
-    words: int
-    start: int
-    group: dist.ProcessGroup | None
-    dtype: torch.dtype
+    words: int  # of the whole vocabulary
+    start: int  # the first word of this rank's part of it
+    group: dist.ProcessGroup | None  # the ranks that hold the parts; None where the weight is whole
+    dtype: torch.dtype  # of the matrix products
     ignore_index: int
     smoothing: float
-    tokens: int
-    summed: bool
-    graph: bool
+    tokens: int  # of a chunk
+    summed: bool  # the result is the sum of the losses, so that one number arrives in backward
+    graph: bool  # there will be a backward
 
 
 class _Chunks(torch.autograd.Function):
@@ -201,10 +181,7 @@ def _run(
     needed: tuple[bool, ...],
     arrived: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The loss of each token, and the gradients of hidden, weight and bias that are `needed`, times what has `arrived`.
-
-    Those of weight and bias are fp32 or wider.
-    """
+    """The loss of each token, and the `needed` gradients of hidden, weight and bias (both fp32 or wider), times what has `arrived`."""
     words, start, group, dtype, ignore_index, smoothing, tokens, *_ = how
     wide, held = torch.promote_types(dtype, torch.float32), weight.to(dtype)
     added = None if bias is None else bias.to(dtype)
@@ -222,7 +199,10 @@ def _run(
             logs = logs.log_softmax(1, dtype=wide)
         else:
             logs = logs.to(wide)
-            logs -= _over_ranks(logs.logsumexp(1), group)[:, None]
+            mine_only = logs.logsumexp(1)
+            every = [torch.empty_like(mine_only) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(every, mine_only, group=group)
+            logs -= torch.stack(every).logsumexp(0)[:, None]
         found = counts if group is None else (mine >= 0) & (mine < len(weight))
         index = torch.where(found, mine, 0)[:, None]
         loss = (smoothing - 1) * logs.gather(1, index)[:, 0] * found
@@ -254,10 +234,3 @@ def _run(
         if of_hidden is not None:
             dist.all_reduce(of_hidden, group=group)
     return losses, (of_hidden, of_weight, of_bias)
-
-
-def _over_ranks(widths: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """log Σ exp over the whole vocabulary, of the ranks' log Σ exp over their parts."""
-    every = [torch.empty_like(widths) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, widths, group=group)
-    return torch.stack(every).logsumexp(0)

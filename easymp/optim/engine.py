@@ -41,17 +41,11 @@ OverRanks = Callable[[Tensor], None]
 
 
 class Measured(NamedTuple):
-    """Norm and factor of all gradients, 0-dim, float32, on their device.
+    """Norm and factor of all gradients, 0-dim, float32, on their device."""
 
-    Attributes:
-        norm: of the gradients divided by the loss scale.
-        factor: (1 / scale) × min(1, max_norm / (norm + 1e-6)), by which the step multiplies them.
-        found_inf: above 0 where one is not finite; None without a scale.
-    """
-
-    norm: Tensor
-    factor: Tensor
-    found_inf: Tensor | None
+    norm: Tensor  # of the gradients divided by the loss scale
+    factor: Tensor  # (1 / scale) × min(1, max_norm / (norm + 1e-6)), by which the step multiplies them
+    found_inf: Tensor | None  # above 0 where one is not finite; None without a scale
 
 
 class Engine:
@@ -63,9 +57,8 @@ class Engine:
 
     Args:
         optimizer: the one that `prepare` steps.
-        counting: how norms of gradients are added up over the ranks.
         free: False leaves gradients to be changed in memory, always.
-        ema_decay: keep averages of the weights: see `averages`.
+        ema_decay: of averages of the weights.
         masters: of low-precision parameters, in the optimizer's groups; kernels read and write the parameters themselves.
         failed: called with the reason when the kernels give way.
         scaled: whether there is a loss scale.
@@ -100,8 +93,8 @@ class Engine:
         if isinstance(launcher, str):
             self.reason = launcher
             return
-        rule, gradient = rule_of(type(inner)), self._gradient
-        assert rule is not None
+        rule: Any = _rule_for(inner)
+        gradient = self._gradient
         self.reason = f"norm, unscale, clip and {type(inner).__name__} in one pass"
         self._device, self._rule = launcher.device, rule
         if sharded:
@@ -206,8 +199,8 @@ class Engine:
 
         Args:
             scale: float32, 0-dim: the loss scale.
-            over_ranks: adds up a float64 tensor [2], in place: Σ (g / scale)² and the count of gradients that are not finite. May be a
-                collective.
+            over_ranks: adds up a float64 tensor [2] over the ranks, in place: Σ (g / scale)², and the number of gradients that are not
+                finite.
         """
         if self.kernels is not None:
             try:
@@ -226,9 +219,8 @@ class Engine:
         bad = None
         if over_ranks is None:
             norms = wide_norms([gradient for _, gradient in pairs])
-            norm = (
-                torch.linalg.vector_norm(_together(norms)) if norms else torch.zeros((), device=self._home())
-            )
+            together = _together(norms) if norms else torch.zeros(1, device=self._home())
+            norm = torch.linalg.vector_norm(together)
             if scale is not None:
                 bad = (norm - norm != 0).float()  # of infinity and of no number
                 norm = norm * _to(inverse(scale), norm.device)
@@ -270,9 +262,10 @@ class Engine:
             scale: moved by a step by our kernels, which notes that in it; torch's steps leave it.
         """
         nothing = factor is None and found_inf is None and self.averages.decay is None
-        if self.kernels is not None and not (
+        by_torch = self.kernels is None or (
             nothing and self._masters is None and takes_found_inf(self.optimizer)
-        ):
+        )
+        if not by_torch:
             self._settle()
             try:
                 return self._step_by_kernels(self._here(factor), self._here(found_inf), scale)
@@ -329,22 +322,15 @@ class Engine:
 
 def _rule_for(optimizer: torch.optim.Optimizer) -> Rule | str:
     """The rule of one of torch's optimizers; or why torch steps it, in words."""
-    rule = rule_of(type(optimizer))
-    if rule is None:
-        return f"there is no kernel for {type(optimizer).__name__}"
+    them, kind = torch_optimizers, type(optimizer)
+    own = (them.Adam, them.AdamW, them.SGD, them.Adagrad)
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "a differentiable step was asked for"
         if group.get("foreach") is not None or group.get("fused") is False:
             return "fused or foreach was chosen by the caller"
-    return rule
-
-
-def rule_of(kind: type[torch.optim.Optimizer]) -> Rule | None:
-    """The rule of one of torch's classes."""
-    them = torch_optimizers
-    own = (them.Adam, them.AdamW, them.SGD, them.Adagrad)
-    return next((mine.rule for mine in own if mine.torchs is kind), None)
+    rules = (mine.rule for mine in own if mine.torchs is kind)
+    return next(rules, f"there is no kernel for {kind.__name__}")
 
 
 def _together(numbers: list[Tensor]) -> Tensor:

@@ -30,16 +30,11 @@ if TYPE_CHECKING:
 
 
 class StepChoice(NamedTuple):
-    """How the step of an own optimizer runs, and why.
+    """How the step of an own optimizer runs, and why."""
 
-    Attributes:
-        name: "CuPy", "torch fused" or "torch".
-        kernels: the step by our kernels; None where torch steps.
-    """
-
-    name: str
+    name: str  # "CuPy", "torch fused" or "torch"
     reason: str
-    kernels: FusedStep | None = None
+    kernels: FusedStep | None = None  # the step by our kernels; None where torch steps
 
 
 class OptionWords(TypedDict, total=False):
@@ -174,8 +169,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         cuda.warn_once(str(error))
         self.do_without(str(error))
 
-    # -- rounding -------------------------------------------------------------------------------------------------------
-
     def round_from(self, seed: int) -> bool:
         """Round bf16 parameters stochastically from here on; False where masters are needed instead.
 
@@ -226,13 +219,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
-        """The update.
-
-        Args:
-            factor: float32, 0-dim: gradients are multiplied by it.
-            found_inf: float32, 0-dim: above 0, nothing changes.
-            result: the kernels' measurement of these gradients.
-        """
+        """The update; arguments as of `FusedStep.step`, `result` the kernels' measurement of these gradients."""
         self._meshes = meshes(self._parameters())
         kernels = self.engine.kernels
         if kernels is not None:
@@ -316,10 +303,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Measure the gradients, and let the next step clip them as it reads them.
+        """Measure the gradients, and let the next step clip them as it reads them; in memory they stay as they are.
 
-        Gradients in memory stay as they are. With torch's GradScaler, call ``scaler.unscale_(optimizer)`` before. Sharded parameters
-        count with their whole gradients, by a collective. Under an Accelerator, use its `clip_grad_norm_`.
+        With torch's GradScaler, call ``scaler.unscale_(optimizer)`` before. Sharded parameters count with their whole gradients, by a
+        collective. Under an Accelerator, use its `clip_grad_norm_`.
 
         Args:
             max_norm: the largest 2-norm over all gradients.

@@ -19,11 +19,10 @@ class Masters:
     """fp32 masters of one optimizer's low-precision parameters; its param groups hold them from here on, until `release`.
 
     An update is often smaller than the spacing of half-precision numbers around a weight: added there it would vanish ("Mixed Precision
-    Training", Micikevicius et al., arXiv:1710.03740, section 3.1). Gradients move to the masters before anything is done to them
-    (unscaled, clipped, stepped on), and the parameters are the masters, rounded, after each step.
-
-    A write to a parameter from outside (``model.load_state_dict``, a broadcast) changes its version, and its master takes the new values
-    before the next step. A write through ``.data`` is not noticed.
+    Training", Micikevicius et al., arXiv:1710.03740, section 3.1). Gradients move to the masters before they are unscaled, clipped or
+    stepped on, and the parameters are the masters, rounded, after each step. A write to a parameter from outside
+    (``model.load_state_dict``, a broadcast) changes its version, and its master takes the new values before the next step. A write through
+    ``.data`` is not noticed.
 
     Args:
         optimizer: its groups' low-precision parameters are replaced, in place; their states move along, in fp32.
@@ -73,11 +72,7 @@ class Masters:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Move the parameters' gradients to their masters, where they add up.
-
-        Raises:
-            StepError: a sparse gradient.
-        """
+        """Move the parameters' gradients to their masters, where they add up; StepError for a sparse one."""
         self._follow()
         fresh = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
         totals = added([p.grad for p, _ in fresh], [m.grad for _, m in fresh]) if fresh else []
@@ -85,9 +80,7 @@ class Masters:
             master.grad, parameter.grad = total, None
 
     def _follow(self) -> None:
-        changed = [
-            i for i, (parameter, _) in enumerate(self._pairs) if parameter._version != self._versions[i]
-        ]
+        changed = [i for i, (p, _) in enumerate(self._pairs) if p._version != self._versions[i]]
         if changed:
             _copy([self._pairs[i][1] for i in changed], [self._pairs[i][0] for i in changed])
             for i in changed:
@@ -130,11 +123,7 @@ def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def added(gradients: Sequence[Any], totals: Sequence[Tensor | None]) -> list[Tensor]:
-    """fp32 `totals`, made where there is none, with low-precision `gradients` added to them.
-
-    Raises:
-        StepError: a sparse gradient.
-    """
+    """fp32 `totals`, made where there is none, with low-precision `gradients` added to them; StepError for a sparse one."""
     if any(g.is_sparse for g in gradients):
         raise StepError(
             "a sparse gradient of a low-precision parameter cannot be summed in fp32: use Embedding(sparse=False), or keep the embedding's "
@@ -152,17 +141,11 @@ class Sums:
     A bf16 number has 8 bits of mantissa: of a sum of a hundred micro-batches' gradients in bf16, the later ones are mostly lost. So
     under accumulation each micro-step's gradients leave `.grad` for an fp32 sum, which stays on this rank. At the end of the window the
     sums are averaged over the ranks, in fp32, once, and only then become `.grad` in the parameter's type, or the master's gradient.
-
-    Args:
-        masters: id of a parameter → its master.
-
-    Attributes:
-        on: whether a model needs them; until then no method need be called.
     """
 
     def __init__(self, masters: Mapping[int, Tensor]) -> None:
-        self.on = False
-        self._masters = masters
+        self.on = False  # whether a model needs them; until then no method need be called
+        self._masters = masters  # id of a parameter → its master
         self._parameters: list[Tensor] = []  # all that may train, low-precision or not
         self._sums: dict[Tensor, Tensor] = {}
         self._handed = False
@@ -184,11 +167,7 @@ class Sums:
 
     @torch.no_grad()
     def add(self) -> None:
-        """After a backward: move its gradients into the sums.
-
-        Raises:
-            StepError: a sparse gradient.
-        """
+        """After a backward: move its gradients into the sums; StepError for a sparse one."""
         fresh = [p for p in self._parameters if p.grad is not None and p.dtype in LOW]
         totals = added([p.grad for p in fresh], [self._sums.get(p) for p in fresh])
         for parameter, total in zip(fresh, totals):
@@ -196,12 +175,9 @@ class Sums:
 
     @torch.no_grad()
     def average(self, over_ranks: Callable[[Sequence[Tensor]], None]) -> None:
-        """Make the sums, and the gradients that are fp32 anyway, the mean over the ranks.
+        """Make the sums, and the gradients that are fp32 anyway, the mean over the ranks, by `over_ranks`, in place.
 
         A parameter that had no gradient on any rank still has none afterwards; all ranks go through the same collectives.
-
-        Args:
-            over_ranks: averages tensors in place.
         """
         trainable = [p for p in self._parameters if p.requires_grad]
         if not trainable:
@@ -259,14 +235,10 @@ class Averages:
     ema += (p - ema) × (1 - decay) at each step that moves p, from p's value before its first one ("Acceleration of Stochastic
     Approximation by Averaging", Polyak and Juditsky, 1992; exponential as in Adam's arXiv:1412.6980, section 7.2). It lies under the key
     "ema" in the optimizer's state, in fp32, split as the other states are, so checkpoints keep it as one of them.
-
-    Args:
-        holder: says of each parameter where its average goes.
-        decay: None: there are none.
     """
 
-    holder: Holder
-    decay: float | None
+    holder: Holder  # says of each parameter where its average goes
+    decay: float | None  # None: there are none
 
     def around(
         self, parameters: Iterable[Tensor], step: Callable[[], Any], found_inf: Tensor | None = None

@@ -85,20 +85,11 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        numbers = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "eps": eps,
-            "ns_steps": ns_steps,
-        }
-        for name, value in {
-            **numbers,
-            "adamw_lr": adamw_lr,
-            "adamw_weight_decay": adamw_weight_decay,
-        }.items():
-            unset = value is None and name in ("adamw_lr", "adamw_weight_decay")
-            if not unset and not (isinstance(value, (int, float, Tensor)) and value >= 0):
+        numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
+        numbers["ns_steps"] = ns_steps
+        given = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
+        for name, value in (numbers | {name: v for name, v in given.items() if v is not None}).items():
+            if not (isinstance(value, (int, float, Tensor)) and value >= 0):
                 raise SettingError(f"{name}={value!r} must be a number of at least 0")
         if momentum >= 1 or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise SettingError(f"momentum={momentum} and the two betas={betas} must be from 0 to below 1")
@@ -118,16 +109,16 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("use_muon") not in (True, False):
-            raise SettingError(
-                'a param group of Muon needs "use_muon": True for weights of hidden layers, False for parameters that AdamW moves'
-            )
+            which = "True for weights of hidden layers, False for parameters that AdamW moves"
+            raise SettingError(f'a param group of Muon needs "use_muon": {which}')
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point() or (param_group["use_muon"] and parameter.ndim != 2):
                 del self.param_groups[-1]
+                it = f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype}"
+                where = f"a group with use_muon={param_group['use_muon']}"
                 raise SettingError(
-                    f"Muon got a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} in a group with "
-                    f"use_muon={param_group['use_muon']}: it moves real matrices, and AdamW real tensors of other shapes"
+                    f"Muon got {it} in {where}: it moves real matrices, and AdamW other real tensors"
                 )
 
     @torch.no_grad()
@@ -164,20 +155,11 @@ class Muon(torch.optim.Optimizer):
             elif state["step"].device != p.device:  # as a checkpoint may have it
                 state["step"] = state["step"].to(p.device)
         lists = [[local(self.state[p][key]) for p in held] for key in ("exp_avg", "exp_avg_sq")]
-        (beta1, beta2), numbers = group["betas"], {key: group[key] for key in ("lr", "weight_decay", "eps")}
-        step_adamw(
-            [local(p) for p in held],
-            [local(p.grad) for p in held],  # type: ignore[arg-type]
-            *lists,
-            [],
-            [self.state[p]["step"] for p in held],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            maximize=False,
-            **numbers,
-        )
+        how: dict[str, Any] = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        how |= dict(zip(("beta1", "beta2"), group["betas"]), fused=True, amsgrad=False, maximize=False)
+        grads: Any = [local(p.grad) for p in held]  # type: ignore[arg-type]
+        steps = [self.state[p]["step"] for p in held]
+        step_adamw([local(p) for p in held], grads, *lists, [], steps, **how)
 
     def _step_muon(self, group: dict[str, Any], held: list[Tensor]) -> None:
         lr, after = float(group["lr"]), 0
@@ -241,11 +223,7 @@ def orthogonalised(stack: Tensor, steps: int) -> Tensor:
 
 
 class _Ranks:
-    """The ranks that share matrices like `parameter`, and how each holds them.
-
-    Args:
-        shared: ranks of the run hold equal plain parameters.
-    """
+    """The ranks that share matrices like `parameter`, and how each holds them; `shared` as of `Muon`."""
 
     def __init__(self, parameter: Any, shared: bool) -> None:
         self._like, self._dim, self._group, self.size, self._rank = parameter, -1, None, 1, 0
@@ -283,10 +261,8 @@ class _Ranks:
         return list(stack[: len(matrices)].unbind())
 
     def _share_of(self, count: int, after: int) -> tuple[int, int, int]:
-        """The most matrices of a rank, which piece of so many is this rank's, and the number in it.
-
-        The first piece goes to the rank that follows `after` matrices before these, so that shapes of few matrices fall on all ranks.
-        """
+        """The most matrices of a rank, which piece of so many is this rank's, and the number in it."""
+        # The first piece goes to the rank that follows `after` matrices before these, so that shapes of few matrices fall on all ranks.
         each, slot = -(-count // self.size), (self._rank - after) % self.size
         return each, slot, min(max(count - slot * each, 0), each)
 

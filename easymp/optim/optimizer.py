@@ -120,13 +120,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 turn.waiting = True
                 return None
         if self.away:
-            raise StepError(
-                "optimizer.step() inside `with accelerator.averaged():`, where the weights are not those of training"
-            )
+            why = "where the weights are not those of training"
+            raise StepError(f"optimizer.step() inside `with accelerator.averaged():`, {why}")
         if self._group_of is not None and closure is not None:
-            raise StepError(
-                "step(closure) under optimizer_in_backward=True: the backward in the closure steps already. Leave one out"
-            )
+            why = "the backward in the closure steps already. Leave one out"
+            raise StepError(f"step(closure) under optimizer_in_backward=True: {why}")
         turn.spent, turn.waiting = True, False
         self.ahead.clear()
         self.updates += 1
@@ -138,11 +136,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return result
 
     def step_in_backward(self, ranks: int) -> None:
-        """Let `step_now` move parameters as their gradients are done, in a world of this many ranks.
-
-        Raises:
-            PrepareError: the optimizer needs all gradients at once.
-        """
+        """Let `step_now` move parameters as their gradients are done; PrepareError if the optimizer needs all of them at once."""
         optimizer, why = self.optimizer, ""
         if self._masters is not None:
             why = "fp32 masters of low-precision parameters, which are stepped together"
@@ -170,11 +164,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_now(self, parameters: Sequence[Tensor]) -> None:
-        """Step `parameters` alone, in backward, and free their gradients. Hooks of steps are left to `step`, which counts the update.
-
-        Raises:
-            StepError: backward has stepped one of them already, or the optimizer counts its steps for all parameters together.
-        """
+        """Step `parameters` alone, in backward, and free their gradients. Hooks of steps are left to `step`, which counts the update."""
         optimizer, where, ids = self.optimizer, self._group_of, {id(p) for p in parameters}
         assert where is not None
         if not ids.isdisjoint(self.ahead):
@@ -325,11 +315,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
     # -- attributes -----------------------------------------------------------------------------------------------------
 
     @property
-    def synchronizes(self) -> bool:
-        """Whether the current micro-step ends its accumulation window."""
-        return self._window.sync
-
-    @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped for an overflow. Waits for the device under fp16."""
         return self._scaler.skipped(self.optimizer)
@@ -377,10 +362,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return list(zip(held, there.laid_out(held) if isinstance(there, ShardedOptimizer) else held))
 
     def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Replace all states by these, in the form of `state`. Parameters become their masters, rounded.
-
-        Averages of the weights are left out where this run keeps none (see `load_state_dict`).
-        """
+        """Replace all states by these, in the form of `state`. Parameters become their masters, rounded."""
         there, states = self.optimizer, self._without_stale(states)
         if isinstance(there, ShardedOptimizer):
             there.remember(states)
@@ -395,17 +377,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state from here or from the plain optimizer; the implementation of the step (fused, foreach) stays this run's.
-
-        Averages of the weights are left out, with a warning in the log, where this run keeps none: no step would move them, and a later
-        run would take them for averages of its weights. Only of torch's classes and ours: another class may use the key "ema" itself.
-        """
+        """Take a state from here or from the plain optimizer; the implementation of the step (fused, foreach) stays this run's."""
         if "state" in state_dict:  # a class may have a form of its own
             state_dict = {**state_dict, "state": self._without_stale(state_dict["state"])}
         self.optimizer.load_state_dict(keep_implementation(self.optimizer, state_dict))
         fill_momentum(self.optimizer)
 
     def _without_stale(self, states: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """`states` without averages of the weights where this run keeps none; says so once in the log."""
+        # No step would move them, and a later run would take them for averages of its weights. Another class than torch's and ours may
+        # use the key "ema" itself.
         given = self.given
         own = isinstance(given, FusedOptimizer)
         if self.engine.averages.decay is not None or (own and given.options.ema_decay is not None):
@@ -457,9 +438,6 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
     """Measure all gradients of `optimizers`, which take factors, and leave them the factor; returns the norm (0-dim, float32).
 
     Under a loss scale the norm is that of the gradients divided by it, and an overflow in any of them skips the steps of all.
-
-    Raises:
-        StepError: under a loss scale: there are no gradients on any rank.
     """
     counting = optimizers[0].engine.counting
     for optimizer in optimizers if counting.add is not None else ():
@@ -517,14 +495,8 @@ def may_leave(optimizers: Sequence[PreparedOptimizer]) -> bool:
 
 @contextmanager
 def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] | None) -> Iterator[None]:
-    """Inside, parameters hold their averages, where they have one; afterwards their own values, bit for bit. A collective under zero1.
-
-    The weights of training are copied meanwhile. They are written past the version counters of masters and autograd, since no step has
-    changed them.
-
-    Args:
-        chosen: ids of the parameters; None: all.
-    """
+    """Inside, parameters with these ids (None: all) hold their averages; afterwards their own values, bit for bit. A collective."""
+    # Written past the version counters of masters and autograd, since no step has changed the weights.
     kept: list[tuple[Tensor, Tensor]] = []
     for optimizer in optimizers:
         there = optimizer.optimizer
@@ -585,10 +557,8 @@ class PreparedScheduler:
         with_optimizer: bool = True,
         steps: int = 1,
     ) -> None:
-        self.scheduler = scheduler
-        self.optimizers = list(optimizers)
-        self._with_optimizer = with_optimizer
-        self._steps = steps
+        self.scheduler, self.optimizers = scheduler, list(optimizers)
+        self._with_optimizer, self._steps = with_optimizer, steps
         self._seen = [optimizer.updates for optimizer in self.optimizers]
         self.each_update = False
 
@@ -600,31 +570,22 @@ class PreparedScheduler:
             kwargs: likewise.
         """
         if self._with_optimizer:
-            since = max(self.behind, default=0)
-            if since:
-                self.each_update = since == 1 and not args and not kwargs
-            if not self._updated():
+            since = self.behind
+            if last := max(since, default=0):
+                self.each_update = last == 1 and not args and not kwargs
+            self.behind = [0] * len(since)
+            # Several updates in a row are not all skipped: the scale falls with each.
+            pairs = zip(since, self.optimizers)
+            if not any(n > 1 or (n == 1 and not optimizer.step_was_skipped) for n, optimizer in pairs):
                 return
         if not self._with_optimizer or self._steps == 1:
             self.scheduler.step(*args, **kwargs)
             return
-        for _ in range(self._steps):
-            if not self._at_horizon():
-                self.scheduler.step(*args, **kwargs)
-
-    def _at_horizon(self) -> bool:
-        """Whether torch would refuse a further step (OneCycleLR): batches counted once a process can exceed the loader's length."""
+        # torch refuses steps beyond `total_steps` (OneCycleLR): batches counted once a process can exceed the loader's length.
         total = getattr(self.scheduler, "total_steps", None)
-        return total is not None and self.scheduler.last_epoch >= total
-
-    def _updated(self) -> bool:
-        since = self.behind
-        self.behind = [0] * len(since)
-        # Several updates in a row are not all skipped: the scale falls with each.
-        return any(
-            n > 1 or (n == 1 and not optimizer.step_was_skipped)
-            for n, optimizer in zip(since, self.optimizers)
-        )
+        for _ in range(self._steps):
+            if total is None or self.scheduler.last_epoch < total:
+                self.scheduler.step(*args, **kwargs)
 
     @property
     def behind(self) -> list[int]:
@@ -641,9 +602,7 @@ class PreparedScheduler:
     def state_dict(self) -> dict[str, Any]:
         state = self.scheduler.state_dict()
         if isinstance(self.scheduler, SWALR):
-            state.pop(
-                "anneal_func", None
-            )  # a function that its constructor sets; in its state before torch 2.10
+            state.pop("anneal_func", None)  # set by its constructor; in its state before torch 2.10
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

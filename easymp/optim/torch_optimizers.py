@@ -23,13 +23,9 @@ from .torch_step import fill_momentum, fuse, multiply, wide
 # -- rules ----------------------------------------------------------------------------------------------------------------
 
 
-def _ascent(g: Tensor, group: Group) -> Tensor:
-    return -g if group["maximize"] else g
-
-
 def _adam(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
     beta1, beta2 = group["betas"]
-    d = _ascent(g, group)
+    d = direction(group) * g
     if group.get("decoupled_weight_decay"):
         p.mul_(1 - group["lr"] * group["weight_decay"])
     else:
@@ -44,8 +40,7 @@ def _adam(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int)
 
 
 def _adam_element(states: tuple[str, ...]) -> str:
-    second = "exp_avg_sq"
-    most = ""
+    second, most = "exp_avg_sq", ""
     if "max_exp_avg_sq" in states:
         most = "max_exp_avg_sq = exp_avg_sq > max_exp_avg_sq ? exp_avg_sq : max_exp_avg_sq;"
         second = "max_exp_avg_sq"
@@ -85,7 +80,7 @@ root = correct != 0.0 ? 1.0 / sqrt(1.0 - pow(beta2, step)) : 1.0;
 
 
 def _sgd(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
-    d = _ascent(g, group) + group["weight_decay"] * p
+    d = direction(group) * g + group["weight_decay"] * p
     if group["momentum"]:
         buffer = states["momentum_buffer"]
         buffer.mul_(group["momentum"]).add_(d, alpha=1.0 if step == 1 else 1 - group["dampening"])
@@ -105,10 +100,8 @@ SGD_RULE = Rule(
     states=("momentum_buffer",),
     uses=lambda group: ("momentum_buffer",) if group["momentum"] else (),
     numbers={
-        "momentum": "momentum",
-        "dampening": "dampening",
+        **{name: name for name in ("momentum", "dampening", "nesterov")},
         "decay": "weight_decay",
-        "nesterov": "nesterov",
         "direction": direction,
     },
     prepare="""
@@ -123,7 +116,7 @@ take = step == 1.0 ? 1.0 : 1.0 - dampening;
 
 
 def _adagrad(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
-    d = _ascent(g, group) + group["weight_decay"] * p
+    d = direction(group) * g + group["weight_decay"] * p
     states["sum"].addcmul_(d, d)
     p.sub_(group["lr"] / (1 + (step - 1) * group["lr_decay"]) * d / (states["sum"].sqrt() + group["eps"]))
 
@@ -148,13 +141,11 @@ p -= size * (d / (sqrtf(sum) + eps));
 
 
 class TorchOptimizer(FusedOptimizer):
-    """Base of optimizers that torch has, too.
+    """Base of optimizers that torch has, too."""
 
-    Attributes:
-        torchs: torch's class. Its step runs where kernels do not, fused if it can.
-    """
-
-    torchs: ClassVar[type[torch.optim.Optimizer]]
+    torchs: ClassVar[
+        type[torch.optim.Optimizer]
+    ]  # torch's class, whose step runs where kernels do not, fused if it can
     _fused_here: bool = False  # whether the fused step was our choice
 
     def __init__(
@@ -210,10 +201,7 @@ class TorchOptimizer(FusedOptimizer):
             vars(self).update(given)
 
     def step_by_reference(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        """The rule's reference on each tensor in fp32, with states and rounding as the kernels have them; waits for the flag.
-
-        For states of another dtype and stochastic rounding, which torch's steps do not have: slow, with the kernels' numbers.
-        """
+        """The rule's reference on each tensor in fp32, slow, with states and rounding as the kernels have them; waits for the flag."""
         if found_inf is not None and found_inf.item():
             return
         every = [(group, p) for group in self.param_groups for p in group["params"]]

@@ -41,7 +41,7 @@ def fuse(
     """Let `optimizer` run fused, if the user left that open and torch can; returns why not, or None when it now does.
 
     Only the ``fused`` entry of its param groups changes: the state, the numbers (within rounding, 3e-8) and checkpoints stay.
-    SGD's momentum starts as zeros instead of as nothing, which is the same. Subclasses of torch's classes are left alone.
+    Subclasses of torch's classes are left alone.
 
     Args:
         models: hold the optimizer's parameters; their embeddings say whether gradients are sparse.
@@ -105,11 +105,9 @@ def _sparse(models: Iterable[nn.Module]) -> dict[int, str]:
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None) -> None:
-    """Start the momentum of fused SGD at zero for all parameters.
-
-    torch's fused SGD makes the buffers at the first step, without a value: an overflow skipped on the device leaves them so, and a
-    parameter whose first gradient comes later than another's is an error. From zero the first step is the same (without dampening).
-    """
+    """Start the momentum of fused SGD at zero for all parameters; the first step stays the same (without dampening)."""
+    # torch's fused SGD makes the buffers at the first step, without a value: an overflow skipped on the device leaves them so, and a
+    # parameter whose first gradient comes later than another's is an error.
     if (kind or type(optimizer)) is not torch.optim.SGD:
         return
     for group in optimizer.param_groups:
@@ -135,9 +133,8 @@ def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any])
 
 def launcher_of(optimizer: torch.optim.Optimizer, find: Callable[[], Rule | str]) -> CupyLauncher | str:
     """What launches the steps of `optimizer` as kernels, by the rule that `find` gives; or why torch steps, in words."""
-    held = [
-        p for group in optimizer.param_groups for p in group["params"] if not p.is_meta
-    ]  # meta: of other stages
+    # Meta parameters are of other stages.
+    held = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     devices = {p.device for p in held}
     if len(devices) != 1:
         return "its parameters lie on several devices" if devices else "there are no parameters"
@@ -172,12 +169,7 @@ def watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Clip:
-    """A factor that a clip has left to the next step, and the gradients that it was measured of, which stay as backward left them.
-
-    Attributes:
-        factor: float32, 0-dim, on the device.
-        measured: the kernels' measurement of these gradients.
-    """
+    """A factor (float32, 0-dim) that a clip has left to the next step, and the gradients that it, or the kernels, `measured`."""
 
     def __init__(
         self, factor: Tensor, gradients: Iterable[tuple[Tensor, Tensor]], measured: Tensor | None = None
@@ -186,11 +178,7 @@ class Clip:
         self._seen = [(p, g, (part := local(g)), part._version) for p, g in gradients]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that are still there; those that were cleared since stay cleared.
-
-        Raises:
-            StepError: some are not those that were measured.
-        """
+        """The gradients that are still there; StepError where some are not those that were measured."""
         there = []
         for parameter, gradient, part, version in self._seen:
             now = parameter.grad
@@ -228,10 +216,7 @@ def wide_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def whole_squares(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Σ x² of each whole tensor, [tensors], on the first one's device; `tensors` are spread as `parameters`.
-
-    A collective where any is sharded.
-    """
+    """Σ x² of each whole tensor, [tensors], which are spread as `parameters`; a collective where any is sharded."""
     norms = wide_norms([values(local(t)) for t in tensors])
     device = norms[0].device
     squares = torch.stack([n.to(device, widest(device)) for n in norms]).square()
