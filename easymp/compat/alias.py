@@ -41,9 +41,8 @@ class Package(Distribution):
     """The metadata that libraries look up: name and version."""
 
     def read_text(self, filename: str) -> str | None:
-        return (
-            f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n" if filename == "METADATA" else None
-        )
+        text = f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
+        return text if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
         return path
@@ -90,6 +89,6 @@ def install() -> None:
         return
     if there is not None:
         raise RuntimeError(
-            "install() after `import accelerate`: call it first, or start the script by `easymp launch --as accelerate`"
+            "call install() before the import of accelerate, or `easymp launch --as accelerate`"
         )
     sys.meta_path.insert(0, Finder())

@@ -26,36 +26,26 @@ logger = get_logger(__name__)
 
 
 class Layer:
-    """Messages of one layer.
-
-    Args:
-        name: the library that the layer stands for, such as ``"Apex"``.
-    """
+    """Messages of the layer that stands for the library `name`, such as ``"Apex"``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.ignored: dict[str, str] = {}  # option → why it has no effect, or what to do instead
         self.native: dict[str, str] = {}  # feature in use → lines of easymp that do the same
         self.refused: dict[str, str] = {}  # module of the original → what to use instead
-        self._warned = False
         LAYERS.append(self)
 
     def ignore(self, words: Mapping[str, str]) -> None:
         """Note known options without effect, with the reasons. The first call warns, later ones log."""
         new = {what: why for what, why in words.items() if what not in self.ignored}
-        if not new:
-            return
-        self.ignored.update(new)
         said = "; ".join(f"{what} ({why})" for what, why in new.items())
-        if self._warned:
+        if self.ignored and new:
             logger.info("%s: without effect: %s", self.name, said)
-            return
-        self._warned = True
-        warnings.warn(
-            f"{self.name}: without effect here: {said}. easymp.compat.explain() says more",
-            EasympWarning,
-            stacklevel=3,
-        )
+        elif new:
+            advice = "easymp.compat.explain() says more"
+            text = f"{self.name}: without effect here: {said}. {advice}"
+            warnings.warn(text, EasympWarning, stacklevel=3)
+        self.ignored.update(new)
 
     def use(self, what: str, lines: str) -> None:
         """Record that `what` was used, and the `lines` that do the same in a script for easymp itself."""
@@ -64,14 +54,9 @@ class Layer:
     def absent(
         self, module: str, instead: Mapping[str, str], known: Callable[[], list[str]]
     ) -> Callable[[str], Any]:
-        """A module's ``__getattr__``: absent names of the original fail with their replacement.
+        """A module's ``__getattr__``: absent names of the original `module` fail with their replacement, from `instead`.
 
         The error is an ImportError, also for attributes: Python replaces the words of an AttributeError in ``from … import``.
-
-        Args:
-            module: the original's name, such as ``"apex.amp"``.
-            instead: replacements by name.
-            known: names that are here.
         """
 
         def missing(name: str) -> Any:
@@ -122,17 +107,16 @@ def explain() -> str:
 
 
 class _Refused(MetaPathFinder):
-    """Fails imports of the modules that a layer refuses, with their replacement.
+    """Fails imports of the modules that a layer refuses, with their replacement."""
 
-    Attributes:
-        words: the module's full name → the error's words.
-    """
-
-    words: ClassVar[dict[str, str]] = {}
+    words: ClassVar[dict[str, str]] = {}  # the module's full name → the error's words
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname in self.words:
             raise ModuleNotFoundError(self.words[fullname], name=fullname)
+
+
+sys.meta_path.append(_Refused())
 
 
 def named(*things: Any, **others: Any) -> dict[str, Any]:
@@ -147,14 +131,10 @@ def submodules(
 
     Args:
         package: its ``__name__``.
-        table: address below `package` → the module's names; the key ``"absent"`` has replacements by name, as for `Layer.absent`,
-            or is the module's ``__getattr__``.
-            A module of ours in place of the names gives all of its ``__all__``. A string refuses the module, and all below it, with this
-            replacement.
+        table: address below `package` → the module's names, or a module of ours that gives its ``__all__``. The key ``"absent"`` has
+            replacements by name, or is the module's ``__getattr__``. A string refuses the module, and all below it.
         original: the name of the library's own package, for messages.
     """
-    if not any(isinstance(finder, _Refused) for finder in sys.meta_path):
-        sys.meta_path.append(_Refused())
     for address, names in table.items():
         parent, _, leaf = f"{package}.{address}".rpartition(".")
         vars(sys.modules[parent]).setdefault("__path__", [])  # a file may have modules below it, too

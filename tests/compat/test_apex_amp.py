@@ -371,7 +371,7 @@ def test_with_delay_unscale_the_last_block_divides_all(level):
     backward(model(tensor(1.0)).sum(), optimizer)
     backward(model(tensor(2.0)).sum(), optimizer, delay_unscale=True)
     assert model.weight.grad.item() == 8.0
-    with pytest.raises(RuntimeError, match="must not have delay_unscale=True"):
+    with pytest.raises(RuntimeError, match="leave delay_unscale=True out"):
         optimizer.step()
     backward(model(tensor(4.0)).sum(), optimizer)
     assert [p.grad.item() for p in amp.master_params(optimizer)] == [7.0]
@@ -408,7 +408,7 @@ def test_several_models_optimizers_and_losses(level):
     assert (a.weight.item(), b.weight.item()) == (0.5, 1.0)
     found = [s["loss_scale"] for s in amp.state_dict().values()]
     assert found == [64.0, 32.0, 64.0]
-    with pytest.raises(RuntimeError, match=r"loss_id=3, and amp.initialize made 3 loss scalers: pass"):
+    with pytest.raises(RuntimeError, match=r"loss_id=3, and there are 3 loss scalers: pass"):
         backward(a(tensor(1.0)).sum(), optimizers[0], loss_id=3)
 
 

@@ -50,7 +50,7 @@ ALONE = "a parameter of no prepared model"
 KNOWN = (nn.Module, Optimizer, DataLoader, SkippedLoader, PreparedScheduler, type(None))
 
 NATIVE = """
-acc = Accelerator(mixed_precision={precision!r}, gradient_accumulation_steps={steps}, scheduler_steps_per_process=True, log_with={log!r})
+acc = Accelerator(mixed_precision={!r}, gradient_accumulation_steps={}, scheduler_steps_per_process=True, log_with={!r})
 """
 
 
@@ -86,30 +86,15 @@ class Accelerator(accelerator.Accelerator):
     """
 
     def __init__(
-        self,
-        device_placement: bool = True,
-        split_batches: bool | None = None,
-        mixed_precision: Any = None,
-        gradient_accumulation_steps: int | None = None,
-        cpu: bool | None = None,
-        dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        rng_types: Sequence[Any] | None = None,
-        log_with: Any = None,
-        project_dir: str | os.PathLike[str] | None = None,
-        project_config: ProjectConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Sequence[Any] | None = None,
-        dynamo_backend: Any = None,
-        dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
-        **others: Any,
-    ) -> None:
+        self, device_placement: bool = True, split_batches: bool | None = None, mixed_precision: Any = None,
+        gradient_accumulation_steps: int | None = None, cpu: bool | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None, deepspeed_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None, torch_tp_plugin: Any = None, megatron_lm_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None, log_with: Any = None, project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True, kwargs_handlers: Sequence[Any] | None = None, dynamo_backend: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None, deepspeed_plugins: Any = None, parallelism_config: Any = None, **others: Any,
+    ) -> None:  # fmt: skip
         asked = resolve(dataloader_config=dataloader_config)
         read = partial(as_record, DataLoaderConfiguration, "dataloader_config")
         loading = read_record(asked, "dataloader_config", read)
@@ -119,22 +104,18 @@ class Accelerator(accelerator.Accelerator):
             layer.ignore({"rng_types": "the order of data is the same on all ranks by itself"})
         if dynamo_plugin is not None:
             if dynamo_backend is not None:
-                raise SettingError(
-                    "both dynamo_plugin and dynamo_backend ask for torch.compile: pass one of them"
-                )
+                raise SettingError("both dynamo_plugin and dynamo_backend ask for torch.compile: pass one")
             others["compile"] = dynamo_plugin.compiling()
         if fsdp_plugin is not None and read_ranks().size > 1:
-            others["strategy"] = fsdp_plugin.strategy
-            others["strategy_options"] = fsdp_plugin.options
+            others |= {"strategy": fsdp_plugin.strategy, "strategy_options": fsdp_plugin.options}
             others["activation_checkpointing"] = fsdp_plugin.activation_checkpointing
             self._fsdp_plugin = fsdp_plugin
             if fsdp_plugin.options is not None:
                 given = list(kwargs_handlers or ())
                 kwargs_handlers = [it for it in given if not isinstance(it, DistributedDataParallelKwargs)]
                 if len(kwargs_handlers) < len(given):
-                    layer.ignore(
-                        {"DistributedDataParallelKwargs": f"strategy {fsdp_plugin.strategy} has no DDP"}
-                    )
+                    why = f"strategy {fsdp_plugin.strategy} has no DDP"
+                    layer.ignore({"DistributedDataParallelKwargs": why})
         others.setdefault("scheduler_steps_per_process", not loading.split_batches)
         self._make_scheduler = partial(AcceleratedScheduler, split_batches=loading.split_batches)  # type: ignore[method-assign]
         project, me = project_config or ProjectConfiguration(project_dir), weakref.ref(self)
@@ -164,31 +145,28 @@ class Accelerator(accelerator.Accelerator):
         )
         self._window.full_passes = True
         self._save_calls = SaveCalls(self._world, lambda there: me()._help(there))  # type: ignore[union-attr]
-        how = {
-            "precision": self.mixed_precision,
-            "steps": self._window.accumulation,
-            "log": log_with or "none",
-        }
-        layer.use("Accelerator()", NATIVE.format(**how))
+        native = NATIVE.format(self.mixed_precision, self._window.accumulation, log_with or "none")
+        layer.use("Accelerator()", native)
 
     def __getattr__(self, name: str) -> Any:
         """What libraries know the lists of prepared objects by; other members of Accelerate's say what to write."""
         if name in ("_optimizers", "_schedulers", "_dataloaders"):
             return getattr(self._prepared, name.replace("data", "").removeprefix("_"))
-        raise AttributeError(
-            f"Accelerator has no {name!r}" + (f": {MEMBERS[name]}" if name in MEMBERS else "")
-        )
+        way = f": {MEMBERS[name]}" if name in MEMBERS else ""
+        raise AttributeError(f"Accelerator has no {name!r}{way}")
 
     def prepare(
         self, *args: Any, device_placement: Sequence[bool | None] | None = None, **options: Any
     ) -> Any:
         """As `easymp.Accelerator.prepare`; objects that it does not know stay as they are."""
         asked = device_placement or [None] * len(args)
-        if len(asked) != len(args):
-            raise SettingError(
-                f"device_placement has {len(asked)} values for {len(args)} objects: pass one for each"
-            )
-        known = [i for i, item in enumerate(args) if isinstance(item, KNOWN) or _is_schedule(item)]
+        if (n := len(asked)) != len(args):
+            raise SettingError(f"device_placement has {n} values for {len(args)} objects: pass one for each")
+        known = [
+            i
+            for i, item in enumerate(args)
+            if isinstance(item, KNOWN) or (hasattr(item, "step") and hasattr(item, "state_dict"))
+        ]
         self._adopt([args[i] for i in known])
         done = super().prepare(
             *[args[i] for i in known], device_placement=[asked[i] for i in known], **options
@@ -199,13 +177,13 @@ class Accelerator(accelerator.Accelerator):
 
     def _adopt(self, items: Sequence[Any]) -> None:
         """One process: optimizers without their models are prepared, too, and the models may come later."""
-        owner, models = self._prepared.owner, [item for item in items if isinstance(item, nn.Module)]
-        own = {id(p) for model in models for p in model.parameters()}
+        owner = self._prepared.owner
+        own = {id(p) for model in items if isinstance(model, nn.Module) for p in model.parameters()}
         for known in [known for known in own if owner.get(known) == ALONE]:
             del owner[known]
         if self.num_processes == 1:
-            steps = [item for item in items if isinstance(item, Optimizer)]
-            held = {id(p) for step in steps for group in step.param_groups for p in group["params"]}
+            groups = [group for item in items if isinstance(item, Optimizer) for group in item.param_groups]
+            held = {id(p) for group in groups for p in group["params"]}
             owner.update(dict.fromkeys(held - own - owner.keys(), ALONE))
 
     def prepare_data_loader(
@@ -213,9 +191,7 @@ class Accelerator(accelerator.Accelerator):
     ) -> Any:
         """As `easymp.Accelerator.prepare_data_loader`; only None is taken as `slice_fn_for_dispatch`."""
         if slice_fn_for_dispatch is not None:
-            raise RefusedError(
-                "slice_fn_for_dispatch is not honoured: batches are cut along dimension 0. Leave it out"
-            )
+            raise RefusedError("slice_fn_for_dispatch is not honoured: batches are cut along dimension 0")
         return super().prepare_data_loader(data_loader, device_placement)
 
     def unwrap_model(
@@ -285,9 +261,7 @@ class Accelerator(accelerator.Accelerator):
     def load_state(self, input_dir: Path | None = None, load_kwargs: Any = None, **options: Any) -> Loaded:
         """As `easymp.Accelerator.load_state`; of `load_kwargs` and of `map_location` only None and this device make no difference."""
         if load_kwargs is not None:
-            raise RefusedError(
-                f"load_state(load_kwargs={load_kwargs!r}) is not honoured: files are read in one way. Leave it out"
-            )
+            raise RefusedError(f"load_state(load_kwargs={load_kwargs!r}) is not honoured: leave it out")
         if options.pop("map_location", None) is not None:
             layer.ignore({"map_location": "each tensor is read to where its live one is"})
         if input_dir is not None and "://" not in os.fspath(input_dir) and not os.path.isdir(input_dir):
@@ -295,12 +269,9 @@ class Accelerator(accelerator.Accelerator):
         return super().load_state(input_dir=input_dir, **options)
 
     def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
+        self, model: nn.Module, save_directory: str | os.PathLike[str], max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """As `easymp.Accelerator.save_model`; False writes ``pytorch_model.bin``, or shards of it and their index."""
         if self._sharded and self.num_processes > 1 and not self._save_calls.all_called():
             raise RefusedError(
@@ -335,10 +306,7 @@ class Accelerator(accelerator.Accelerator):
             raise SettingError(f"{'; '.join(unfit)}: pass objects with state_dict and load_state_dict")
         super().register_for_checkpointing(*objects)
 
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this process writes weights."""
-        return self.is_main_process
+    should_save_model = property(lambda self: self.is_main_process)  # whether this process writes weights
 
     def _for_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
         known = {word.value for word in LoggerType} - set(self._tracking.names)
@@ -358,34 +326,8 @@ class Accelerator(accelerator.Accelerator):
     def sync_gradients(self, sync: bool) -> None:
         self._window.sync = sync
 
-    @property
-    def _models(self) -> list[nn.Module]:
-        """The prepared models; libraries ask whether there are any."""
-        return self._views()
-
-    @property
-    def multi_device(self) -> bool:
-        return self.use_distributed
-
-    @property
-    def is_fsdp2(self) -> bool:
-        return self.distributed_type == DistributedType.FSDP
-
-    @property
-    def parallelism_config(self) -> None:
-        """None: strategy and strategy_options say how models are split."""
-        return None
-
-    @property
-    def deepspeed_plugin(self) -> None:
-        """None: no run here is DeepSpeed's."""
-        return None
-
-    @property
-    def fp8_backend(self) -> None:
-        """None: fp8 is torch's own."""
-        return None
-
-
-def _is_schedule(item: Any) -> bool:
-    return callable(getattr(item, "step", None)) and hasattr(item, "state_dict")
+    _models = property(lambda self: self._views())  # libraries ask whether there are any
+    multi_device = property(lambda self: self.use_distributed)
+    is_fsdp2 = property(lambda self: self.distributed_type == DistributedType.FSDP)
+    # Strategy and strategy_options say how models are split, no run here is DeepSpeed's, and fp8 is torch's own.
+    parallelism_config = deepspeed_plugin = fp8_backend = property(lambda self: None)

@@ -15,14 +15,8 @@ class MultiProcessAdapter(logging.RankLogger):
     """`easymp.logging`'s logger, with two habits more."""
 
     def log(
-        self,
-        level: int,
-        msg: object,
-        *args: Any,
-        main_process_only: bool = True,
-        in_order: bool = False,
-        **kwargs: Any,
-    ) -> None:
+        self, level: int, msg: object, *args: Any, main_process_only: bool = True, in_order: bool = False, **kwargs: Any
+    ) -> None:  # fmt: skip
         """`in_order`: with ``main_process_only=False``, rank 0 first, then rank 1 …; all ranks call it."""
         kwargs.setdefault("stacklevel", 2)
         if main_process_only or not in_order:

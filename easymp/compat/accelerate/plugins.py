@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import tomllib
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from ...checkpoint import folders, load, save
 from ...checkpoint.model_state import ModelState, OptimizerState
@@ -90,40 +91,39 @@ class FullyShardedDataParallelPlugin:
         RefusedError: an option that has another place here, or none.
     """
 
-    sharding_strategy: Any
-    reshard_after_forward: Any
-    auto_wrap_policy: Any
-    cpu_offload: Any
-    activation_checkpointing: Any
-    transformer_cls_names_to_wrap: Any
-    min_num_params: Any
-
     def __init__(self, *args: Any, **named: Any) -> None:
         asked = {**dict(zip(FIELDS, args)), **named}
         for name, value in asked.items():
             if name not in FIELDS:
                 raise SettingError(f"FullyShardedDataParallelPlugin has no {name!r}{nearest(name, FIELDS)}")
             if name in REFUSED and value not in (None, False):
-                raise RefusedError(
-                    f"FullyShardedDataParallelPlugin({name}=…) is not honoured: {REFUSED[name]}"
-                )
+                raise RefusedError(f"FullyShardedDataParallelPlugin({name}=…): {REFUSED[name]}")
+        given = {name: value for name, value in asked.items() if value is not None}
+        layer.ignore({name: why for name, why in WITHOUT_EFFECT.items() if name in given})
         vars(self).update({**dict.fromkeys(FIELDS), **asked})
-        given = [name for name, value in asked.items() if name in WITHOUT_EFFECT and value is not None]
-        layer.ignore({name: WITHOUT_EFFECT[name] for name in given})
-        self.strategy, kind, reshard = _sharding(self.sharding_strategy, self.reshard_after_forward)
-        wrap = _wrapped(self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params)
+        self.strategy, kind, reshard = _sharding(
+            given.get("sharding_strategy"), given.get("reshard_after_forward")
+        )
+        policy, classes = given.get("auto_wrap_policy"), given.get("transformer_cls_names_to_wrap")
+        if policy is not None and str(policy).lower() not in ("transformer_based_wrap", "size_based_wrap"):
+            raise RefusedError(
+                f"auto_wrap_policy={policy!r} is not honoured: fsdp gathers the repeated blocks that it finds, the classes of "
+                "transformer_cls_names_to_wrap, or modules of min_num_params"
+            )
+        classes = classes.split(",") if isinstance(classes, str) else classes
+        wrap = tuple(classes) if classes else given.get("min_num_params") or "blocks"
         # A bool, or a record of FSDP1 or FSDP2.
-        offload = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
+        offload = given.get("cpu_offload")
+        offload = getattr(offload, "offload_params", offload)
         host = offload is True or type(offload).__name__ == "CPUOffloadPolicy"
         self.options = kind and kind(reshard_after_forward=reshard, wrap=wrap, cpu_offload=host)
-        self.activation_checkpointing = bool(self.activation_checkpointing)
+        self.activation_checkpointing = bool(given.get("activation_checkpointing"))
         self.fsdp_version = 2
         self.state_dict_type = asked.get("state_dict_type", "SHARDED_STATE_DICT")
         words = "" if kind is None or self.options == kind() else f", strategy_options={self.options!r}"
         words += ", activation_checkpointing=True" if self.activation_checkpointing else ""
-        layer.use(
-            "FullyShardedDataParallelPlugin(…)", f"acc = Accelerator(strategy={self.strategy!r}{words})"
-        )
+        native = f"acc = Accelerator(strategy={self.strategy!r}{words})"
+        layer.use("FullyShardedDataParallelPlugin(…)", native)
 
 
 def _sharding(word: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | None, bool]:
@@ -138,18 +138,6 @@ def _sharding(word: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | None, b
             f"sharding_strategy={given!r} is not one of {', '.join(SHARDING)}{nearest(name, SHARDING)}"
         )
     return SHARDING[name]
-
-
-def _wrapped(policy: Any, classes: Sequence[str] | None, smallest: int | None) -> str | tuple[str, ...] | int:
-    word = str(policy).lower() if isinstance(policy, str) else None
-    if policy is not None and word not in ("transformer_based_wrap", "size_based_wrap"):
-        raise RefusedError(
-            f"auto_wrap_policy={policy!r} is not honoured: fsdp gathers the repeated blocks that it finds, the classes of "
-            "transformer_cls_names_to_wrap, or modules of min_num_params"
-        )
-    if classes:
-        return tuple(classes.split(",")) if isinstance(classes, str) else tuple(classes)
-    return smallest or "blocks"
 
 
 # Backends of torch.compile, by the names that scripts pass; the Accelerator refuses one that torch does not have.
@@ -189,70 +177,53 @@ def save_fsdp_model(
     fsdp_plugin: Any, accelerator: Any, model: Any, output_dir: str, model_index: int = 0, **_: Any
 ) -> None:
     """Write the weights of one prepared model to ``pytorch_model_fsdp_0`` in `output_dir`; all ranks call it."""
-    _save(accelerator, _model(accelerator, model), output_dir, "pytorch_model_fsdp", model_index)
+    _save(accelerator, model, output_dir, f"pytorch_model_fsdp_{model_index}")
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    output_dir: str,
-    optimizer_index: int = 0,
-    **_: Any,
-) -> None:
+    fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: Any, output_dir: str, optimizer_index: int = 0, **_: Any
+) -> None:  # fmt: skip
     """Write the state of one prepared optimizer to ``optimizer_0`` in `output_dir`; all ranks call it."""
-    _save(accelerator, _optimizer(accelerator, optimizer), output_dir, "optimizer", optimizer_index)
+    _save(accelerator, optimizer, output_dir, f"optimizer_{optimizer_index}")
 
 
 def load_fsdp_model(
     fsdp_plugin: Any, accelerator: Any, model: Any, input_dir: str, model_index: int = 0, **_: Any
 ) -> None:
     """Load what `save_fsdp_model` wrote; all ranks call it."""
-    _load(accelerator, _model(accelerator, model), input_dir, "pytorch_model_fsdp", model_index)
+    _load(accelerator, model, input_dir, f"pytorch_model_fsdp_{model_index}")
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    input_dir: str,
-    optimizer_index: int = 0,
-    **_: Any,
-) -> None:
+    fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: Any, input_dir: str, optimizer_index: int = 0, **_: Any
+) -> None:  # fmt: skip
     """Load what `save_fsdp_optimizer` wrote; all ranks call it."""
-    _load(accelerator, _optimizer(accelerator, optimizer), input_dir, "optimizer", optimizer_index)
+    _load(accelerator, optimizer, input_dir, f"optimizer_{optimizer_index}")
 
 
-def _model(accelerator: Any, model: Any) -> Any:
-    (route,) = accelerator._prepared.routes((model,))
-    index = [prepared.route for prepared in accelerator._prepared.models].index(route)
-    return _parts(accelerator, ModelState)[index]
+def _part(accelerator: Any, item: Any) -> Any:
+    """The part of a checkpoint that holds a prepared model or optimizer."""
+    prepared, kind = accelerator._prepared, ModelState if isinstance(item, nn.Module) else OptimizerState
+    if kind is ModelState:
+        there = [m.route for m in prepared.models].index(*prepared.routes((item,)))
+    else:
+        there = next((i for i, o in enumerate(prepared.optimizers) if item in (o, o.optimizer)), None)
+    if there is None:
+        raise StepError(f"this {type(item).__name__} is not prepared: pass what prepare() returned")
+    parts = accelerator._parts(range(len(prepared.models)))
+    return [part for part in parts if isinstance(part, kind)][there]
 
 
-def _optimizer(accelerator: Any, optimizer: Any) -> Any:
-    there = [o for o in accelerator._prepared.optimizers if optimizer in (o, o.optimizer)]
-    if not there:
-        raise StepError(f"this {type(optimizer).__name__} is not prepared: pass what prepare() returned")
-    return _parts(accelerator, OptimizerState)[accelerator._prepared.optimizers.index(there[0])]
-
-
-def _parts(accelerator: Any, kind: type) -> list[Any]:
-    models = range(len(accelerator._prepared.models))
-    return [part for part in accelerator._parts(models) if isinstance(part, kind)]
-
-
-def _save(accelerator: Any, part: Any, folder: str, name: str, index: int) -> None:
+def _save(accelerator: Any, item: Any, folder: str, name: str) -> None:
+    part = _part(accelerator, item)
     accelerator._world.settle()
-    plan = accelerator.plan.as_dict()
-    target = save.Target(folders.open_storage(os.fspath(folder)), f"{name}_{index}", 0, plan)
+    target = save.Target(folders.open_storage(os.fspath(folder)), name, 0, accelerator.plan.as_dict())
     accelerator._saver().save(target, [part])
 
 
-def _load(accelerator: Any, part: Any, folder: str, name: str, index: int) -> None:
+def _load(accelerator: Any, item: Any, folder: str, name: str) -> None:
     storage = folders.open_storage(os.fspath(folder))
-    load.load_checkpoint(accelerator._world, storage, f"{name}_{index}", [part])
+    load.load_checkpoint(accelerator._world, storage, name, [_part(accelerator, item)])
 
 
 # -- trackers ---------------------------------------------------------------------------------------------------------
@@ -270,15 +241,12 @@ class GeneralTracker(own.GeneralTracker):
     as_given = True  # it gets what the script passes, and nothing more
 
     def __init__(self, _blank: bool = False) -> None:
-        kinds = [
-            kind for kind in type(self).__mro__ if kind not in (GeneralTracker, own.GeneralTracker, object)
-        ]
+        kinds = set(type(self).__mro__) - {GeneralTracker, own.GeneralTracker, object}
         there = {name for kind in kinds for name in vars(kind)} | vars(self).keys()
         lacks = [name for name in ("name", "requires_logging_directory", "tracker") if name not in there]
         if lacks and not _blank:
-            raise NotImplementedError(
-                f"{type(self).__name__} has no {' and no '.join(lacks)}: define it in the class"
-            )
+            said = " and no ".join(lacks)
+            raise NotImplementedError(f"{type(self).__name__} has no {said}: define it in the class")
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -306,9 +274,7 @@ def made_by_name(word: Any, run: Any, folder: Any) -> Any:
     if kind is None:
         return word
     if kind.requires_logging_directory and folder is None:
-        raise SettingError(
-            f"log_with={word!r}: this tracker needs a folder: pass project_dir, or a logging_dir"
-        )
+        raise SettingError(f"log_with={word!r} needs a folder: pass project_dir, or a logging_dir")
 
     def made(self: Any, **options: Any) -> None:
         kind.__init__(self, run(), *([folder] if kind.requires_logging_directory else []), **options)  # type: ignore[misc]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import importlib.metadata
 import importlib.util
 import operator
@@ -19,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from enum import StrEnum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -82,9 +82,8 @@ def is_torch_tensor(tensor: Any) -> bool:
 
 def convert_to_fp32(tensor: Any) -> Any:
     """The tree with its half-precision tensors in fp32."""
-    return pytree.recursively_apply(
-        lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t, tensor
-    )
+    halves = (torch.float16, torch.bfloat16)
+    return recursively_apply(lambda t: t.float() if t.dtype in halves else t, tensor)
 
 
 class ConvertOutputsToFp32:
@@ -105,7 +104,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 def listify(data: Any) -> Any:
     """The tree with lists of numbers in place of tensors."""
-    return pytree.recursively_apply(lambda t: t.detach().cpu().tolist(), data)
+    return recursively_apply(lambda t: t.detach().cpu().tolist(), data)
 
 
 def find_device(data: Any) -> torch.device | None:
@@ -123,7 +122,7 @@ def slice_tensors(
 def ignorant_find_batch_size(data: Any) -> int | None:
     """As `find_batch_size`; None where there is no tensor."""
     with contextlib.suppress(BatchError, TypeError):
-        return pytree.find_batch_size(data)
+        return find_batch_size(data)
     return None
 
 
@@ -191,19 +190,16 @@ def extract_model_from_parallel(
     """The user's own module; ``keep_fp32_wrapper=False`` also gives it back the forward that `convert_outputs_to_fp32` wrapped."""
     if recursive:
         raise RefusedError("recursive=True: only whole models are wrapped here. Leave it out")
-    compiled = model if keep_torch_compile and is_compiled_module(model) else None
-    module = (
-        unwrap(model, keep_torch_compile=False) if compiled is not None else unwrap(model, keep_torch_compile)
-    )
+    compiled = keep_torch_compile and is_compiled_module(model)
+    module = unwrap(model, keep_torch_compile and not compiled)
     own = vars(module)
     if not keep_fp32_wrapper and "_original_forward" in own:
         own["forward"] = own.pop("_original_forward")
-    if compiled is not None:
-        if module is compiled._orig_mod:
-            return compiled
-        compiled._orig_mod = module
-        return compiled
-    return module
+    if not compiled:
+        return module
+    if module is not model._orig_mod:
+        model._orig_mod = module
+    return model
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -223,21 +219,14 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def load_checkpoint_in_model(
-    model: nn.Module,
-    checkpoint: Any,
-    device_map: Any = None,
-    *others: Any,
-    strict: bool = False,
-    **options: Any,
-) -> None:
+    model: nn.Module, checkpoint: Any, device_map: Any = None, *others: Any, strict: bool = False, **options: Any
+) -> None:  # fmt: skip
     """Load what `save_model` wrote into a model, or another file or folder of weights. Options about devices are refused."""
     given = {name: value for name, value in options.items() if value not in (None, False) and name != "dtype"}
     if device_map is not None or any(others) or given:
         raise RefusedError(f"load_checkpoint_in_model(device_map=…, offload_…): {INSTEAD['dispatch_model']}")
     place = os.fspath(checkpoint)
-    found = sorted(glob.glob(os.path.join(glob.escape(place), "pytorch_model*.bin"))) or [
-        place
-    ] * place.endswith(".bin")
+    found = [place] if place.endswith(".bin") else sorted(map(str, Path(place).glob("pytorch_model*.bin")))
     if not found:
         load_weights(model, place, strict=strict, dtype=options.get("dtype"))
     for file in found:
@@ -250,17 +239,12 @@ def find_executable_batch_size(
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
     """As `easymp.find_executable_batch_size`; a size that does not fit is followed by nine tenths of it."""
-    if function is None:
-        return functools.partial(
-            find_executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            reduce_batch_size_fn=reduce_batch_size_fn,
-        )
-    size = [starting_batch_size]
+    size = starting_batch_size
 
     def smaller() -> int:
-        size[0] = int(size[0] * 0.9)
-        return size[0]
+        nonlocal size
+        size = int(size * 0.9)
+        return size
 
     return oom.find_executable_batch_size(function, starting_batch_size, reduce_batch_size_fn or smaller)
 
@@ -268,14 +252,16 @@ def find_executable_batch_size(
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
     """Give all ranks rank 0's random state: of "torch", of the device ("cuda" …), or of a `generator`."""
     for word in map(str, rng_types):
-        there: Any = generator if word == "generator" else torch
-        if word not in ("torch", "generator"):
-            there = torch.get_device_module(PartialState().device)
-        if there is None:
-            raise SettingError("synchronize_rng_states(['generator']): pass the generator")
-        held = [there.get_state() if word == "generator" else there.get_rng_state()]
+        if word == "generator":
+            if generator is None:
+                raise SettingError("synchronize_rng_states(['generator']): pass the generator")
+            read, write = generator.get_state, generator.set_state
+        else:
+            there: Any = torch if word == "torch" else torch.get_device_module(PartialState().device)
+            read, write = there.get_rng_state, there.set_rng_state
+        held = [read()]
         broadcast_object_list(held)
-        (there.set_state if word == "generator" else there.set_rng_state)(held[0])
+        write(held[0])
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
@@ -296,9 +282,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Write an object on the main process; see `Accelerator.save` of this layer."""
     if save_on_each_node:
-        raise RefusedError(
-            "save(save_on_each_node=True) is not honoured: write to a place that all nodes reach"
-        )
+        raise RefusedError("save(save_on_each_node=True): write to a place that all nodes reach")
     if PartialState().is_main_process:
         (save_tree if safe_serialization else accelerate_export.write)(obj, f)
 
@@ -450,7 +434,7 @@ globals().update(
     {name: plugins.stand_in(name, INSTEAD[name]) for name in plugins.REFUSED_NAMES["stand_ins"].split()}
 )
 _NOT_LISTED = (
-    "AbstractContextManager Any BatchError Callable INSTEAD Iterable Iterator RefusedError SettingError StrEnum annotations layer "
+    "AbstractContextManager Any BatchError Callable INSTEAD Iterable Iterator Path RefusedError SettingError StrEnum annotations layer "
     "load_weights nn submodules unwrap"
 )
 NAMES: dict[str, Any] = {

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -114,9 +115,7 @@ class AmpState:
         """The scaler of loss `number`."""
         if 0 <= number < (made := len(self.loss_scalers)):
             return self.loss_scalers[number]
-        raise ApexError(
-            f"loss_id={number}, and amp.initialize made {made} loss scalers: pass num_losses={number + 1}"
-        )
+        raise ApexError(f"loss_id={number}, and there are {made} loss scalers: pass num_losses={number + 1}")
 
 
 _amp_state = AmpState()
@@ -140,9 +139,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Take scales and counters; call it after `initialize`. A line says so where there are more or fewer than losses."""
     if unknown := [repr(key) for key in state_dict if not str(key).startswith("loss_scaler")]:
-        raise ApexError(
-            f"unexpected keys in amp's state_dict: {', '.join(unknown)}. Pass what amp.state_dict() returned"
-        )
+        raise ApexError(f"unexpected keys in amp's state_dict: {', '.join(unknown)}: pass amp.state_dict()'s")
     if (entries := len(state_dict)) != (used := len(_amp_state.loss_scalers)):
         maybe_print(f"Warning: state_dict contains {entries} entries, while {used} loss_scalers are used")
     for scaler, entry in zip(_amp_state.loss_scalers, state_dict.values()):
@@ -214,7 +211,9 @@ class Share:
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
         self._optimizer: Any = weakref.proxy(optimizer)  # makes no cycle
-        self.masters = Masters(self._optimizer, {}) if masters else None
+        self.mastered = masters
+        none: Any = SimpleNamespace(param_groups=(), state={})
+        self.masters = Masters(self._optimizer if masters else none, {})
         self.scaler: LossScaler | None = None  # of the present gradients
         self.overflow: LossScaler | None = None  # on which a gradient overflowed since the last step
         self._stash: list[tuple[Tensor, Tensor]] = []  # divided gradients of the blocks before
@@ -233,7 +232,7 @@ class Share:
                 f"{scaler.number} would be added: end each loss with a context that unscales before the next begins"
             )
         self.check()
-        for parameter in self.masters.parameters if self.masters is not None else ():
+        for parameter in self.masters.parameters:
             parameter.grad = None  # of a loss that this optimizer was not given with
         self._stash = [(p, p.grad) for p in self.parameters() if p.grad is not None]
         for parameter, _ in self._stash:
@@ -254,18 +253,16 @@ class Share:
 
     def abort(self) -> None:
         """Restore the gradients that were put aside, after a failed block."""
-        stash = self._stash
         for parameter in self.parameters():
             parameter.grad = None
-        self.forget()
-        self._stash = stash
+        self.masters.clear()
+        self._strange = []
         self.end()
 
     def forget(self) -> None:
         """The gradients were cleared."""
         self._stash, self._strange, self.scaler = [], [], None
-        if self.masters is not None:
-            self.masters.clear()
+        self.masters.clear()
 
     def seen(self) -> Seen:
         """The gradients before the backward of a loss that this optimizer was not given with."""
@@ -290,11 +287,9 @@ class Share:
     def check_ready(self) -> None:
         """Raise ApexError where gradients are not ready for a step."""
         if self.scaler is not None:
-            raise ApexError(
-                "step() on gradients that the loss scale multiplies: amp.scale_loss before it must not have delay_unscale=True"
-            )
+            raise ApexError("step() on scaled gradients: leave delay_unscale=True out of the last scale_loss")
         self.check()
-        if self.masters is not None and any(p.grad is not None for p in self.masters.parameters):
+        if any(p.grad is not None for p in self.masters.parameters):
             raise ApexError(
                 "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with amp.scale_loss(loss, "
                 "optimizer) as scaled_loss: scaled_loss.backward()` around every backward, with every optimizer whose parameters the "
@@ -312,22 +307,19 @@ class Stepping:
         self._opt_called = True  # by which torch's schedulers know that a step came before theirs
         share = self._amp
         closure = args[0] if args else kwargs.get("closure")
-        if closure is not None and (share.masters is not None or share.overflow is not None):
+        if closure is not None and (share.masters.parameters or share.overflow is not None):
             raise ApexError("Currently, Amp does not support closure use: call the closure before step()")
         if share.overflow is not None:
             scaler, share.overflow = share.overflow, None
             reducing = f"loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
             maybe_print(f"Gradient overflow.  Skipping step, {reducing}")
-            if share.masters is not None:
-                share.masters.clear()
+            share.masters.clear()
             return None
         share.check_ready()
-        if share.masters is not None:
-            share.masters.pairs()  # take over weights that were loaded into the model since
+        share.masters.pairs()  # take over weights that were loaded into the model since
         with disable_casts():
             result = super().step(*args, **kwargs)  # type: ignore[misc]
-        if share.masters is not None:
-            share.masters.give_back()
+        share.masters.give_back()
         return result
 
     # torch's marks: the inner step calls the hooks, and schedulers read `_opt_called`.
@@ -341,7 +333,7 @@ class Stepping:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Half parameters get masters, as those of `initialize` did."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        if self._amp.masters is not None:
+        if self._amp.mastered:
             self._amp.masters.take(self.param_groups[-1:])  # type: ignore[attr-defined]
 
 
@@ -382,7 +374,7 @@ def _share_of(optimizer: Any) -> Share:
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """The tensors that the optimizer steps: fp32 masters, up to date, and parameters without one. For clipping, after `scale_loss`."""
-    if isinstance(optimizer, Stepping) and optimizer._amp.masters is not None:
+    if isinstance(optimizer, Stepping):
         optimizer._amp.masters.pairs()
     return (p for group in optimizer.param_groups for p in group["params"])
 
@@ -416,7 +408,9 @@ def scale_loss(
         )
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     shares, scaler = [_share_of(optimizer) for optimizer in given], _amp_state.loss(loss_id)
-    if not scaler.dynamic and scaler.loss_scale() == 1.0 and all(share.masters is None for share in shares):
+    if not (
+        scaler.dynamic or scaler.loss_scale() != 1.0 or any(share.masters.parameters for share in shares)
+    ):
         yield loss.float()
         return
     others = [share for share in map(_share_of, _amp_state.optimizers) if share not in shares]
@@ -435,8 +429,7 @@ def scale_loss(
     if delay_unscale:
         return
     for share in shares:
-        if share.masters is not None:
-            share.masters.gather()
+        share.masters.gather()
     gradients = [p.grad for share in shares for p in share.parameters() if p.grad is not None]
     found = scaler.scaler.divide(gradients, loss.device)
     for share in shares:

@@ -116,9 +116,7 @@ def _registration(how: Cast) -> Callable[[Any, str], None]:
             raise SettingError(f"No function named {name} in module {module}: nothing can be cast for it")
         setattr(module, name, _decorator(how)(getattr(module, name)))
 
-    register.__doc__ = (
-        f"Under O1 cast arguments of ``module.name``, for code that looks it up there: {how.value}."
-    )
+    register.__doc__ = f"Under O1 cast arguments of ``module.name``, if looked up there: {how.value}."
     return register
 
 

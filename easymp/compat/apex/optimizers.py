@@ -6,7 +6,7 @@ optimizers of ``apex.contrib``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,18 +24,12 @@ __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", 
 BY_AMP = {"FP16_Optimizer": "use amp.initialize(model, optimizer, opt_level='O2')"}
 __getattr__ = layer.absent("apex.optimizers", BY_AMP, lambda: __all__)
 
-NATIVE = """
-optimizer = easymp.optim.{name}(model.parameters(), …)  # or torch.optim's, which an Accelerator steps by the same kernels
-"""
-
 
 class _ApexOptimizer(FusedOptimizer):
     """Base of Apex's optimizers. Their `step` raises ApexError for sparse gradients."""
 
     _none = True  # `zero_grad` frees gradients by default
-    _beside = (
-        False  # weight decay multiplies the weights by 1 - lr × decay before the rule, which has none then
-    )
+    _beside = False  # weight decay multiplies the weights by 1 - lr × decay before the rule, without it
     _master = False  # half parameters are stepped as fp32 copies, which are "master_param" in the state
     _written: dict[Tensor, int]  # parameter → its version when it was written from its copy
 
@@ -48,6 +42,14 @@ class _ApexOptimizer(FusedOptimizer):
     def options(self, options: Options) -> None:
         """Follow from the parameters, which amp may make half."""
 
+    def step(self, closure: Callable[[], Any] | None = None, **given: Any) -> Any:
+        """Step. Raises ApexError for gradients and scales as arguments."""
+        if asked := ", ".join(f"{name}=…" for name, value in given.items() if value is not None):
+            raise ApexError(
+                f"{type(self).__name__}.step({asked}): gradients are read from .grad, and amp.scale_loss scales; call step() alone"
+            )
+        return FusedOptimizer.step(self, closure)  # which no instance's hooks wrap
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Gradients become None, or 0 with ``set_grad_none=False``."""
         super().zero_grad(self._none if set_to_none is None else set_to_none)
@@ -58,9 +60,7 @@ class _ApexOptimizer(FusedOptimizer):
 
     def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
         if any(p.grad is not None and p.grad.is_sparse for p in self._parameters()):
-            raise ApexError(
-                f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
-            )
+            raise ApexError(f"{type(self).__name__} does not support sparse gradients: use SparseAdam")
         with self._masters() if self._master else nullcontext():
             if not self._beside:
                 super().advance(factor, found_inf, result)
@@ -100,7 +100,8 @@ class _ApexOptimizer(FusedOptimizer):
         kind = type(self).__name__
         if amsgrad:
             raise ApexError(f"{kind} does not support the AMSGrad variant: leave out amsgrad=True")
-        layer.use(f"optimizers.{kind}", NATIVE.format(name=name))
+        native = f"optimizer = easymp.optim.{name}(model.parameters(), …)  # or torch.optim's: the same"
+        layer.use(f"optimizers.{kind}", native)
         self._none, self._written = set_grad_none, dict[Tensor, int]()
 
 
@@ -124,9 +125,7 @@ class FusedAdam(_ApexOptimizer, TorchOptimizer, torch.optim.Adam):
 
     def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise ApexError(
-                "FusedAdam cannot step in a CUDA graph: use torch.optim.AdamW(…, capturable=True)"
-            )
+            raise ApexError("FusedAdam cannot step in a CUDA graph: use torch.optim.AdamW(capturable=True)")
         super().advance(factor, found_inf, result)
 
     def advance_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
@@ -153,9 +152,7 @@ class FusedSGD(_ApexOptimizer, TorchOptimizer, torch.optim.SGD):
         self._beside = wd_after_momentum
         params = list(params)
         if lr is required and not all(isinstance(group, dict) and "lr" in group for group in params):
-            raise ValueError(
-                "FusedSGD needs a learning rate: pass lr=…, or groups of parameters with an 'lr'"
-            )
+            raise ValueError("FusedSGD needs a learning rate: pass lr=…, or groups with an 'lr'")
         first = 0.0 if lr is required else lr
         super().__init__(params, first, momentum, dampening, weight_decay, nesterov)
         self.defaults["lr"] = lr  # by which torch asks later groups for theirs
@@ -186,9 +183,9 @@ class FusedLAMB(_ApexOptimizer, LAMB):
         use_nvlamb: bool = False,
     ) -> None:  # fmt: skip
         self._begin("LAMB", set_grad_none, amsgrad)
-        modes = {"adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb}
+        how = {"adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb}
         super().__init__(
-            *(params, lr, bias_correction, betas, eps, weight_decay), max_grad_norm=max_grad_norm, **modes
+            *(params, lr, bias_correction, betas, eps, weight_decay), max_grad_norm=max_grad_norm, **how
         )
 
 
@@ -202,9 +199,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         if step:
-            raise ApexError(
-                f"step={step} is not here: load_state_dict() sets the number of steps of each parameter"
-            )
+            raise ApexError(f"step={step} is not here: load_state_dict() sets each parameter's steps")
         self._master = True
         how = (lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging)
         super().__init__(params, *how, True, max_grad_norm, use_nvlamb)
@@ -220,11 +215,6 @@ class FusedNovoGrad(_ApexOptimizer, NovoGrad):
         set_grad_none: bool = True,
     ) -> None:  # fmt: skip
         self._begin("NovoGrad", set_grad_none, amsgrad)
-        modes = {
-            "reg_inside_moment": reg_inside_moment,
-            "grad_averaging": grad_averaging,
-            "init_zero": init_zero,
-        }
-        super().__init__(
-            *(params, lr, bias_correction, betas, eps, weight_decay), norm_type=norm_type, **modes
-        )
+        how = {"reg_inside_moment": reg_inside_moment, "grad_averaging": grad_averaging}
+        how |= {"norm_type": norm_type, "init_zero": init_zero}
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, **how)

@@ -40,7 +40,7 @@ class LARC(layerwise.LARC):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().step(*args, **kwargs)
-        if isinstance(self.optim, Stepping) and self.optim._amp.masters is not None:
+        if isinstance(self.optim, Stepping):
             self.optim._amp.masters.clear()  # gradients that were put back behind the step inside
         return result
 
@@ -135,12 +135,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         if retain_allreduce_buffers or allreduce_communicators:
             raise RefusedError(
-                "retain_allreduce_buffers and allreduce_communicators are not here: buckets and communicators are torch's. Leave them out"
+                "retain_allreduce_buffers and allreduce_communicators: both are torch's; leave them out"
             )
         if not gradient_predivide_factor > 0 or message_size < 1:
-            raise ApexError(
-                f"{gradient_predivide_factor=} must be a number above 0, and {message_size=} at least 1 element"
-            )
+            raise ApexError(f"{gradient_predivide_factor=} must be above 0, and {message_size=} at least 1")
         given = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
         layer.ignore({name: why for (name, why), value in zip(WITHOUT_EFFECT.items(), given) if value})
         layer.use("parallel.DistributedDataParallel", NATIVE)

@@ -71,19 +71,13 @@ def initialize(
         raise SettingError(f"deepspeed.initialize(model={model!r}): pass a torch.nn.Module")
     for name, made in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
         if not (made is None or callable(made) or hasattr(made, "step")):
-            raise SettingError(
-                f"{name}={made!r} is neither one nor a function that makes one; a name goes into the configuration"
-            )
+            raise SettingError(f"{name}={made!r} is neither one nor a function that makes one")
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     configs = [c for c in (config, config_params, named) if c is not None]
     if not configs:
-        raise SettingError(
-            "DeepSpeed requires --deepspeed_config to specify configuration file, or config= as a dict or a path"
-        )
+        raise SettingError("DeepSpeed requires --deepspeed_config FILE, or config= as a dict or a path")
     if len(configs) > 1:
-        raise SettingError(
-            "the configuration is given twice: by config=, config_params= or args.deepspeed_config; leave one of them"
-        )
+        raise SettingError("the configuration is given twice: pass config=, or args.deepspeed_config")
     meshes = {"mpu": mpu, "mesh_param": mesh_param}
     layer.ignore({name: "the strategy arranges ranks" for name, value in meshes.items() if value is not None})
     found = read(configs[0], read_ranks().size)

@@ -170,9 +170,7 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
     """
     content = _load(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(content, Mapping):
-        raise SettingError(
-            f"the configuration is a {type(content).__name__}; it must be a dict, or a path of one"
-        )
+        raise SettingError(f"the configuration is a {type(content).__name__}; it must be a dict, or a path")
     content = {"bf16" if key == "bfloat16" else key: value for key, value in content.items()}
     if isinstance(content.get("zero_optimization"), bool):  # an older spelling
         content["zero_optimization"] = {"stage": int(content["zero_optimization"])}

@@ -253,13 +253,9 @@ class DeepSpeedEngine(nn.Module):
             raise StepError("engine.step() inside engine.no_sync(): step after the block")
         if not self._boundary:  # after the script's own loss.backward()
             if self._micro is None:
-                raise StepError(
-                    "engine.step() before a backward: call engine(…) and backward(loss) for each step()"
-                )
+                raise StepError("engine.step() before a backward: call engine(…) and backward(loss) first")
             if self.accelerator.scaler.scales and not self._scaled:
-                raise StepError(
-                    "loss.backward() leaves the loss scale out: call engine.scale(loss).backward()"
-                )
+                raise StepError("loss.backward() leaves the loss scale out: engine.scale(loss).backward()")
             # A backward that adds nothing hands the gradients to the Accelerator.
             self.backward(torch.zeros((), device=self.device, requires_grad=True))
         self._boundary = self._scaled = False
@@ -497,9 +493,7 @@ class DeepSpeedEngine(nn.Module):
         """Load weights, and unless `module_only` counters and the schedule; return the client's state."""
 
         def no_tensors(name: str) -> Any:
-            raise RefusedError(
-                f"{name} is a tensor, which is read with the optimizer's states only: load all"
-            )
+            raise RefusedError(f"{name} is a tensor, which is read with the optimizer's states: load all")
 
         states = open_checkpoint(place).manifest.states
         counters = unpack(states[COUNTERS], no_tensors)

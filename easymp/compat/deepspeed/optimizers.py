@@ -311,9 +311,7 @@ def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> t
     if word in NOT_HERE:
         raise SettingError(f"optimizer {kind!r} is not part of easymp.compat: use {NOT_HERE[word]!r}")
     if word not in OURS and params.pop("max_grad_norm", None):
-        raise SettingError(
-            "optimizer.params.max_grad_norm: clipping is not the optimizer's; write gradient_clipping beside optimizer"
-        )
+        raise SettingError("optimizer.params.max_grad_norm: write gradient_clipping beside optimizer")
     if word in (*ADAMS, "adamw") and not params.pop("bias_correction", True):
         raise RefusedError("bias_correction=False is not honoured: torch's Adam always corrects")
     made: Any = OURS.get(word) or known.get(word)

@@ -55,11 +55,10 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
         self.process_set_id: int | None = None
-        if not isinstance(ranks_or_comm, Iterable):
+        given = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [ranks_or_comm]
+        if not isinstance(ranks_or_comm, Iterable) or any(not isinstance(rank, int) for rank in given):
             raise ValueError(f"ProcessSet({ranks_or_comm!r}): pass a list of ranks. {NO_MPI}")
-        self.ranks = sorted(ranks_or_comm)
-        if any(not isinstance(rank, int) for rank in self.ranks):
-            raise ValueError(f"ProcessSet should be initialized with a list of ranks, got {self.ranks}")
+        self.ranks = sorted(given)
         if len(set(self.ranks)) < len(self.ranks):
             raise ValueError(f"ProcessSet names a rank twice: {self.ranks}; pass each rank once")
 
@@ -116,9 +115,7 @@ class Run:
             ValueError: it is not a ProcessSet, it was not added, or this process is not part of it.
         """
         if not isinstance(among, ProcessSet):
-            raise ValueError(
-                f"process_set={among!r}: pass an hvd.ProcessSet that hvd.init was given, or leave it out"
-            )
+            raise ValueError(f"process_set={among!r}: pass an hvd.ProcessSet that hvd.init was given")
         if self.sets.get(among.process_set_id or 0) is not among:
             raise ValueError(f"{among} does not exist, or has not been registered: pass it to hvd.init")
         if not among.included():
@@ -175,7 +172,8 @@ def shutdown() -> None:
     run, _run = _run, None
     atexit.unregister(shutdown)
     for process_set in run.sets.values():
-        process_set.process_set_id = 0 if process_set is global_process_set else None
+        process_set.process_set_id = None
+    global_process_set.process_set_id = 0
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     why = "hvd.shutdown(), or the end of its script"
     if error is not None:
@@ -215,8 +213,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set, and return whether it was there; every rank of the world calls it. The set of all ranks stays."""
+    """Remove a process set, and return whether it was there; every rank of the world calls it. The set of all ranks stays.
+
+    Raises:
+        ValueError: it is not a ProcessSet.
+    """
     run = running()
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"remove_process_set({process_set!r}): pass what add_process_set returned")
     if not process_set.process_set_id or run.sets.get(process_set.process_set_id) is not process_set:
         return False
     run.world.barrier()
@@ -248,9 +252,7 @@ local_rank = _fact("local_rank", "Rank on this node.", lambda world: world.local
 local_size = _fact("local_size", "Processes of this node.", lambda world: world.local_size)
 cross_rank = _fact("cross_rank", "This node's number.", lambda world: world.rank // max(1, world.local_size))
 cross_size = _fact("cross_size", "Nodes.", lambda world: world.ranks.nodes)
-is_homogeneous = _fact(
-    "is_homogeneous", "Whether all nodes have as many processes: always.", lambda world: True
-)
+is_homogeneous = _fact("is_homogeneous", "True: all nodes have as many processes.", lambda world: True)
 
 
 def nccl_built() -> int:
@@ -259,11 +261,6 @@ def nccl_built() -> int:
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]
     return major * 10000 + minor * 100 + patch
-
-
-def gloo_built() -> bool:
-    """Whether this torch has gloo, which carries CPU tensors."""
-    return dist.is_gloo_available()
 
 
 def cuda_built() -> bool:
@@ -286,5 +283,5 @@ def mpi_threads_supported() -> bool:
     raise ValueError("Horovod MPI is not enabled; operations go over torch.distributed's own backends")
 
 
-gloo_enabled = gloo_built
+gloo_built = gloo_enabled = dist.is_gloo_available  # gloo carries CPU tensors
 mpi_enabled = ddl_built = ccl_built = mpi_built

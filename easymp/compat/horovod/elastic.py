@@ -1,8 +1,8 @@
 """Elastic training: committed states, samplers that know the processed samples, and a function that is run again after a failure.
 
 When an operation fails on all processes, they restore the last commit. A process that died is restarted by its launcher, ``easymp launch
---max-restarts N``; its commit is read from the folder that ``project_dir`` names (an argument here, or EASYMP_PROJECT_DIR), as
-safetensors. Hosts that join during a run are also the launcher's task.
+--max-restarts N``, as are hosts that join; its commit is read from the folder that ``project_dir`` names (an argument here, or
+EASYMP_PROJECT_DIR), as safetensors.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class ElasticSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"epoch": self.epoch, "processed_num": self.processed_num}
-        return state | (
-            {"processed_indices": sorted(self.processed_indices)} if self.processed_indices else {}
-        )
+        if self.processed_indices:
+            state["processed_indices"] = sorted(self.processed_indices)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epoch: int = state_dict["epoch"]

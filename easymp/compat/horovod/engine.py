@@ -371,9 +371,7 @@ class Engine:
             if self._broken:
                 raise HorovodInternalError(self._broken)
             if request.key in self._pending:
-                raise ValueError(
-                    f"{request.name!r} is in flight: an operation of one name has to end (synchronize) before the next begins"
-                )
+                raise ValueError(f"{request.name!r} is in flight: synchronize it before one of this name")
             self._pending[request.key] = pending
         if self._threads:
             self._requests.put(request)

@@ -121,9 +121,7 @@ def _checked(tensors: Any) -> Any:
     several = list(tensors) if isinstance(tensors, Iterable) else [tensors]
     for each in several:
         if not isinstance(each, Tensor):
-            raise ValueError(
-                f"{each!r} is a {type(each).__name__}: pass a tensor, such as torch.tensor({each!r})"
-            )
+            raise ValueError(f"{each!r} is a {type(each).__name__}: pass a tensor, as torch.tensor({each!r})")
     return several
 
 
@@ -238,9 +236,7 @@ def alltoall_async(
     if isinstance(splits, Tensor):
         place = splits.device
         if splits.dtype != torch.int32 or splits.ndim != 1:
-            raise ValueError(
-                f"alltoall expects 1D splits of 32-bit integers, got {splits.dtype} {splits.shape}"
-            )
+            raise ValueError(f"alltoall expects 1D splits of int32, got {splits.dtype} {splits.shape}")
     if splits is None and length % ranks:
         raise ValueError(f"alltoall without splits: {length} rows do not divide among {ranks} ranks")
     rows = [length // ranks] * ranks if splits is None else [index(split) for split in splits]

@@ -56,9 +56,7 @@ def DistributedOptimizer(
         ValueError: as in Horovod, for wrong names, groups, an op that is not known, a predivision without Average.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"DistributedOptimizer takes an optimizer of torch, not a {type(optimizer).__name__}"
-        )
+        raise ValueError(f"DistributedOptimizer takes an optimizer, not a {type(optimizer).__name__}")
     if not hasattr(compression, "compress"):
         raise ValueError(f"compression={compression!r}: pass hvd.Compression.fp16 or hvd.Compression.none")
     if op not in (Average, Sum, Adasum):
@@ -68,9 +66,7 @@ def DistributedOptimizer(
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
     if isinstance(optimizer, _Distributed):
-        raise SettingError(
-            "DistributedOptimizer of a DistributedOptimizer: pass the optimizer that it was made of"
-        )
+        raise SettingError("DistributedOptimizer of another one: pass the optimizer that it was made of")
     if num_groups:
         warnings.warn("`num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
     _check_groups(groups or num_groups or None)
@@ -107,23 +103,17 @@ def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
     """A name for every parameter."""
     entries = list(named) if named is not None else []
     if any(not isinstance(entry, tuple) for entry in entries):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
-        )
+        raise ValueError("named_parameters should be a sequence of tuples: pass model.named_parameters()")
     double = sorted(name for name, times in Counter(name for name, _ in entries).items() if times > 1)
     if double:
-        raise ValueError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(double)}"
-        )
+        raise ValueError(f"Names in named_parameters must be unique. Found duplicates: {', '.join(double)}")
     places = enumerate(optimizer.param_groups)
     unnamed = {p: f"allreduce.noname.{i}.{j}" for i, group in places for j, p in enumerate(group["params"])}
     if not entries:
         return unnamed
     found = {parameter: name for name, parameter in entries}
     if missing := sum(p not in found for p in unnamed):
-        raise ValueError(
-            f"named_parameters was specified, but one or more model parameters were not named ({missing} of them)"
-        )
+        raise ValueError(f"named_parameters: one or more model parameters were not named ({missing} of them)")
     return {p: found[p] for p in unnamed}
 
 
@@ -304,9 +294,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         ValueError: `params` is neither of these, nor an iterable of tensors.
     """
     if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
-        raise ValueError(
-            f"invalid params of type: {type(params)}: pass model.state_dict() or model.named_parameters()"
-        )
+        raise ValueError(f"params is a {type(params).__name__}: pass model.state_dict()")
     entries: Iterable[Any] = sorted(params.items()) if isinstance(params, Mapping) else params
     named = [e if isinstance(e, tuple) else (f"parameter.{i}", e) for i, e in enumerate(entries)]
     tensors = [(name, tensor) for name, tensor in named if isinstance(tensor, Tensor) and tensor.numel()]

@@ -91,9 +91,8 @@ UTILITIES = {
     "rank_zero_warn": rank_zero_only(warnings.warn),
 }
 PLAIN = "pass strategy='auto', 'ddp', 'fsdp' or 'dp'"
-THROUGHPUT = dict.fromkeys(
-    ("Throughput", "ThroughputMonitor", "measure_flops"), "use Accelerator.profile, or log_with='console'"
-)
+SPEED = "use Accelerator.profile, or log_with='console'"
+THROUGHPUT = dict.fromkeys(("Throughput", "ThroughputMonitor", "measure_flops"), SPEED)
 submodules(
     __name__,
     {

@@ -126,9 +126,7 @@ def _processes(devices: Any, cpu: bool) -> int:
     """Processes on this machine."""
     if isinstance(devices, (list, tuple)):
         if list(devices) != list(range(len(devices))):
-            raise RefusedError(
-                f"devices={devices!r}: set CUDA_VISIBLE_DEVICES, and pass the number of devices"
-            )
+            raise RefusedError(f"devices={devices!r}: set CUDA_VISIBLE_DEVICES, and pass their number")
         return len(devices)
     if str(devices) in ("auto", "-1"):
         return 1 if cpu else max(1, torch.accelerator.device_count())
@@ -343,9 +341,7 @@ class Fabric:
         """
         acc, (names, rest) = self.easymp, self._named(state)
         if unknown := set(filter or {}) - set(state):
-            raise ValueError(
-                f"filter names {sorted(unknown)}, and state has {sorted(state)}: pass keys of state"
-            )
+            raise ValueError(f"filter names {sorted(unknown)}: pass keys of state, {sorted(state)}")
         rest = {key: item.state_dict() if _stateful(item) else item for key, item in rest.items()}
         prepared = len(acc._prepared.models) + len(acc._prepared.optimizers)
         if len(names) == prepared and prepared and not filter:
@@ -383,9 +379,7 @@ class Fabric:
                 acc.load_state(path, strict=strict)
             elif not all(isinstance(wanted[key], nn.Module) for key in names):
                 whole = ", ".join(saved["names"])
-                raise CheckpointError(
-                    f"{path} was saved of {whole}: pass all of these to load, or models alone"
-                )
+                raise CheckpointError(f"{path} was saved of {whole}: pass all of these, or models alone")
             else:
                 for key in names:
                     load_weights(wanted[key], path, strict=strict, which=saved["names"].get(key, "model"))
@@ -411,9 +405,7 @@ class Fabric:
             obj.load_state_dict(load_tree(path))
         elif str(path).endswith(OF_TORCH_SAVE):
             if self.easymp._sharded:
-                raise RefusedError(
-                    f"{path} into sharded weights: run `easymp checkpoint convert` on it first"
-                )
+                raise RefusedError(f"{path} into sharded weights: run `easymp checkpoint convert` on it")
             obj.load_state_dict(read_state_dict(path), strict=strict)
         else:
             load_weights(obj, path, strict=strict)
@@ -421,9 +413,7 @@ class Fabric:
     def _named(self, state: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
         """The prepared objects in `state` by their names in checkpoints, and its other values."""
         if not isinstance(state, Mapping):
-            raise SettingError(
-                f"state is a {type(state).__name__}: pass a dict of names and objects, as in {{'model': model}}"
-            )
+            raise SettingError(f"state is a {type(state).__name__}: pass a dict, as in {{'model': model}}")
         prepared = self.easymp._prepared
         pairs = {
             "optimizer": [(o, o.optimizer) for o in prepared.optimizers],
@@ -439,9 +429,7 @@ class Fabric:
         rest = {key: item for key, item in state.items() if key not in names}
         for key, item in rest.items():
             if isinstance(item, (nn.Module, torch.optim.Optimizer)):
-                raise CheckpointError(
-                    f"{key}: a {type(item).__name__} was not set up; pass what setup returned"
-                )
+                raise CheckpointError(f"{key} was not set up; pass what setup returned")
         return names, rest
 
     @staticmethod
@@ -500,6 +488,4 @@ def _each_number(function: Callable[[Tensor], Tensor], data: Any, device: torch.
 
 def _all_ranks(call: str, group: Any, sync_grads: bool = False) -> None:
     if group is not None or sync_grads:
-        raise RefusedError(
-            f"{call}: group and sync_grads=True are not honoured: all ranks take part; leave it out"
-        )
+        raise RefusedError(f"{call}: group and sync_grads=True are not honoured: all ranks take part")

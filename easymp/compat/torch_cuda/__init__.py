@@ -9,12 +9,5 @@ from .amp import layer
 
 __all__ = ["amp"]
 
-__getattr__ = layer.absent(
-    "torch.cuda",
-    {
-        name: "all but amp is torch's own: import it from torch.cuda"
-        for name in dir(torch.cuda)
-        if name != "amp"
-    },
-    lambda: __all__,
-)
+ELSEWHERE = dict.fromkeys(dir(torch.cuda), "all but amp is torch's own: import it from torch.cuda")
+__getattr__ = layer.absent("torch.cuda", ELSEWHERE, lambda: __all__)

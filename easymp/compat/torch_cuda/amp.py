@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from ..layer import Layer, submodules
+from ..layer import Layer, named, submodules
 
 __all__ = ["GradScaler", "amp_definitely_not_available", "autocast", "custom_bwd", "custom_fwd"]
 
@@ -49,17 +49,11 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` on the device that is here, with its methods, errors, state dict and pickle."""
 
     def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
+        self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5,
+        growth_interval: int = 2000, enabled: bool = True,
+    ) -> None:  # fmt: skip
         layer.use("autocast and GradScaler", NATIVE)
-        super().__init__(
-            *(device_type(), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        )
+        super().__init__(device_type(), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
 
 def custom_fwd(
@@ -82,9 +76,9 @@ def amp_definitely_not_available() -> bool:
 submodules(
     __name__,
     {
-        "autocast_mode": {"autocast": autocast, "custom_bwd": custom_bwd, "custom_fwd": custom_fwd},
-        "common": {"amp_definitely_not_available": amp_definitely_not_available},
-        "grad_scaler": {"GradScaler": GradScaler, "OptState": OptState},
+        "autocast_mode": named(autocast, custom_bwd, custom_fwd),
+        "common": named(amp_definitely_not_available),
+        "grad_scaler": named(GradScaler, OptState),
     },
     layer,
     "torch.cuda.amp",
