@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +21,12 @@ from easymp.compat import explain
 from easymp.compat.apex import fp16_utils, normalization, optimizers
 
 from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
-from .apex_names import APEX, REFUSED
 
 FusedAdagrad, FusedAdam, FusedSGD = optimizers.FusedAdagrad, optimizers.FusedAdam, optimizers.FusedSGD
 FusedLAMB, FusedNovoGrad = optimizers.FusedLAMB, optimizers.FusedNovoGrad
 FusedMixedPrecisionLamb = optimizers.FusedMixedPrecisionLamb
+APEX = tomllib.loads(Path(__file__).with_name("apex_names.toml").read_text())
+REFUSED = APEX.pop("refused").split()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -110,18 +113,13 @@ def test_the_kernels_know_of_no_bias_correction(monkeypatch):
 @pytest.mark.parametrize("address", APEX)
 def test_names_and_signatures_are_apexs(address):
     module = importlib.import_module(f"easymp.compat.apex{address and '.'}{address}")
-    for name, expected in APEX[address].items():
-        found = getattr(module, name)
-        if expected is not None:
-            own = inspect.signature(found).parameters.values()
-            shown = [
-                n.name if n.default is n.empty or n.default is required else f"{n.name}={n.default}"
-                for n in own
-            ]
-            assert [word.replace(" ", "~") for word in shown[: len(expected.split())]] == expected.split(), (
-                name
-            )
-            assert all(n.kind is n.KEYWORD_ONLY for n in [*own][len(expected.split()) :])  # options of ours
+    for name, words in APEX[address].items():
+        found, expected = getattr(module, name), words.split()
+        if words != "value":
+            own = list(inspect.signature(found).parameters.values())
+            shown = [n.name if n.default in (n.empty, required) else f"{n.name}={n.default}" for n in own]
+            assert [word.replace(" ", "~") for word in shown[: len(expected)]] == expected, name
+            assert all(n.kind is n.KEYWORD_ONLY for n in own[len(expected) :])  # options of ours
 
 
 @pytest.mark.parametrize("address", REFUSED)
@@ -154,21 +152,17 @@ def test_fp32_copies_keep_small_updates_and_go_into_the_state(kind, how):
 
 
 @pytest.mark.parametrize(
-    ("apexs", "ours", "how"),
+    ("name", "how"),
     [
-        (FusedLAMB, easymp.optim.LAMB, {}),
-        (FusedLAMB, easymp.optim.LAMB, {"use_nvlamb": True, "max_grad_norm": 0.1, "adam_w_mode": False}),
-        (FusedNovoGrad, easymp.optim.NovoGrad, {}),
-        (
-            FusedNovoGrad,
-            easymp.optim.NovoGrad,
-            {"norm_type": 0, "reg_inside_moment": True, "weight_decay": 0.1},
-        ),
+        ("LAMB", {}),
+        ("LAMB", {"use_nvlamb": True, "max_grad_norm": 0.1, "adam_w_mode": False}),
+        ("NovoGrad", {}),
+        ("NovoGrad", {"norm_type": 0, "reg_inside_moment": True, "weight_decay": 0.1}),
     ],
 )
-def test_lamb_and_novograd_are_the_librarys(apexs, ours, how):
+def test_lamb_and_novograd_are_the_librarys(name, how):
     found = []
-    for kind in (apexs, ours):
+    for kind in (getattr(optimizers, f"Fused{name}"), getattr(easymp.optim, name)):
         p = nn.Parameter(torch.ones(3, 4, device=DEVICE))
         optimizer = kind([p], **how)
         for g in gradients((3, 4), 3):
@@ -203,7 +197,9 @@ def test_what_they_refuse_and_say():
         with pytest.raises(RuntimeError, match=f"{kind.__name__} does not support the AMSGrad variant"):
             kind([p], amsgrad=True)
     with pytest.raises(EasympError, match="step=3 is not here"):
-        optimizers.FusedMixedPrecisionLamb([p], step=3)
+        FusedMixedPrecisionLamb([p], step=3)
+    with pytest.raises(EasympError, match=r"FusedAdam.step\(grads=…, scale=…\): gradients are read from"):
+        FusedAdam([p]).step(grads=[p], output_params=None, scale=2.0)
     with pytest.raises(ValueError, match="FusedSGD needs a learning rate"):
         FusedSGD([{"params": [p]}])
     by_group = FusedSGD([{"params": [p], "lr": 0.25}], momentum=0.9)
@@ -215,35 +211,31 @@ def test_what_they_refuse_and_say():
     table(torch.tensor([0])).sum().backward()
     with pytest.raises(RuntimeError, match="FusedAdam does not support sparse gradients"):
         FusedAdam(table.parameters()).step()
-    by_argument = (FusedSGD, True, {"lr": 0.1, "set_grad_none": True})
-    for kind, none, how in ((FusedAdam, True, {}), (FusedSGD, False, {"lr": 0.1}), by_argument):
+    named = FusedSGD([p], lr=0.1, set_grad_none=True)
+    for optimizer, none in ((FusedAdam([p]), True), (FusedSGD([p], lr=0.1), False), (named, True)):
         p.grad = torch.ones_like(p)
-        kind([p], **how).zero_grad()
+        optimizer.zero_grad()
         assert (p.grad is None) == none
 
 
 def test_norms_are_torchs():
     x, weight, bias = torch.randn(4, 3, 8), torch.randn(8), torch.randn(8)
-    pairs = [
-        (normalization.FusedLayerNorm(8)(x), F.layer_norm(x, [8])),
-        (normalization.FusedLayerNorm(8, elementwise_affine=False)(x), F.layer_norm(x, [8])),
-        (normalization.FusedRMSNorm((3, 8))(x), x / (x.square().mean((1, 2), keepdim=True) + 1e-5).sqrt()),
-        (normalization.fused_layer_norm(x, 8), F.layer_norm(x, [8], eps=1e-6)),
-        (
-            normalization.fused_layer_norm_affine(x, weight, bias, (8,)),
-            F.layer_norm(x, [8], weight, bias, 1e-6),
-        ),
-        (normalization.fused_rms_norm(x, 8), F.rms_norm(x, [8], eps=1e-6)),
-        (normalization.fused_rms_norm_affine(x, weight, 8), F.rms_norm(x, [8], weight, 1e-6)),
-        (normalization.manual_rms_norm(x, 8, weight, 1e-6), F.rms_norm(x, [8], weight, 1e-6)),
-    ]
-    for found, expected in pairs:
+    norms, eps = normalization, 1e-6
+    for found, expected in [
+        (norms.FusedLayerNorm(8)(x), F.layer_norm(x, [8])),
+        (norms.FusedLayerNorm(8, elementwise_affine=False)(x), F.layer_norm(x, [8])),
+        (norms.FusedRMSNorm((3, 8))(x), x / (x.square().mean((1, 2), keepdim=True) + 1e-5).sqrt()),
+        (norms.fused_layer_norm(x, 8), F.layer_norm(x, [8], eps=eps)),
+        (norms.fused_layer_norm_affine(x, weight, bias, (8,)), F.layer_norm(x, [8], weight, bias, eps)),
+        (norms.fused_rms_norm(x, 8), F.rms_norm(x, [8], eps=eps)),
+        (norms.fused_rms_norm_affine(x, weight, 8), F.rms_norm(x, [8], weight, eps)),
+        (norms.manual_rms_norm(x, 8, weight, eps), F.rms_norm(x, [8], weight, eps)),
+    ]:
         assert torch.allclose(found, expected, atol=1e-5)
-    for kind in (normalization.MixedFusedLayerNorm, normalization.MixedFusedRMSNorm):
-        assert kind(8)(x.half()).dtype == torch.float32
-        assert kind(8).half()(x).dtype == torch.float16
-    assert normalization.mixed_dtype_fused_layer_norm_affine(x.half(), weight, bias, 8).dtype == torch.float32
-    assert normalization.mixed_dtype_fused_rms_norm_affine(x.half(), weight, 8).dtype == torch.float32
+    for kind in (norms.MixedFusedLayerNorm, norms.MixedFusedRMSNorm):
+        assert kind(8)(x.half()).dtype == torch.float32 and kind(8).half()(x).dtype == torch.float16
+    assert norms.mixed_dtype_fused_layer_norm_affine(x.half(), weight, bias, 8).dtype == torch.float32
+    assert norms.mixed_dtype_fused_rms_norm_affine(x.half(), weight, 8).dtype == torch.float32
 
 
 def test_what_has_no_effect_is_named():
@@ -252,9 +244,8 @@ def test_what_has_no_effect_is_named():
         normalization.FusedLayerNorm(8, memory_efficient=True)
         FusedSGD([nn.Parameter(torch.ones(3))], lr=0.1, materialize_master_grads=False)
     said = explain()
-    assert (
-        "# without effect: memory_efficient" in said and "# without effect: materialize_master_grads" in said
-    )
+    for name in ("memory_efficient", "materialize_master_grads"):
+        assert f"# without effect: {name}" in said
 
 
 @pytest.mark.parametrize("flat", [False, True])

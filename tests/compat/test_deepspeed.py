@@ -10,6 +10,7 @@ import re
 import tomllib
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,14 +138,20 @@ def placed(section, key, value):
     return {**BATCH, **inside}
 
 
-def test_defaults_of_deepspeed_stop_no_script():
-    config = {}
-    for section, key, default, *_ in KEYS:
-        inside = config
+def nested(keys, value):
+    """A configuration with these keys, of values by default."""
+    content = {}
+    for section, key, default, *_ in keys:
+        inside = content
         for name in section.split(".") if section else ():
             inside[name] = inside[name] if isinstance(inside.get(name), dict) else {}
             inside = inside[name]
-        inside.setdefault(key, default[0] if isinstance(default, list) else default)
+        inside.setdefault(key, value(default))
+    return content
+
+
+def test_defaults_of_deepspeed_stop_no_script():
+    config = nested(KEYS, lambda default: default[0] if isinstance(default, list) else default)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with started({**config, **BATCH}) as engine:
@@ -153,13 +160,7 @@ def test_defaults_of_deepspeed_stop_no_script():
 
 def test_easymp_config_knows_the_same_keys():
     known = [key for key in KEYS if key[0] not in ("optimizer", "scheduler", "flops_profiler", "checkpoint")]
-    content = {}
-    for section, key, *_ in known:
-        inside = content
-        for name in section.split(".") if section else ():
-            inside[name] = inside[name] if isinstance(inside.get(name), dict) else {}
-            inside = inside[name]
-        inside.setdefault(key, "auto")
+    content = nested(known, lambda default: "auto")
     found = Importer(Document("ds.json", content, ""), "DeepSpeed", None)
     found.walk(content, DEEPSPEED)
     assert len(found.lines) >= len(known) - 20
@@ -183,10 +184,9 @@ def test_every_other_key_is_ignored_or_refused_by_name():
     off = {"wandb": {"enabled": False}, "hybrid_engine": {"enabled": False}, "amp": {"enabled": "auto"}}
     with started({**BATCH, **off, "zero_optimization": {"reduce_bucket_size": "auto"}}) as engine:
         assert engine.zero_optimization_stage() == 0
+    nvme = placed("zero_optimization.offload_param", "device", "nvme")
     with pytest.raises(RefusedError, match="nothing is moved to disks"):
-        deepspeed.initialize(
-            model=model(), config=placed("zero_optimization.offload_param", "device", "nvme")
-        )
+        deepspeed.initialize(model=model(), config=nvme)
 
 
 def model():
@@ -285,20 +285,15 @@ def test_up_to_stage_2_scripts_read_whole_parameters_and_averaged_gradients(rank
     net, (x, y) = model(), data()
     nn.functional.cross_entropy(net(x[:8]), y[:8]).backward()
     one, other = ranks(looked_at, stage)
-    assert one == other
+    assert one == other and one[2] == {"Tensor"}
     for found, parameter in zip(one[0], net.parameters()):
         torch.testing.assert_close(torch.tensor(found), parameter.grad, rtol=1e-5, atol=1e-6)
-    assert one[1] == pytest.approx(
-        [float((p - 0.1 * p.grad).detach().norm()) for p in net.parameters()], rel=1e-5
-    )
-    assert one[2] == {"Tensor"}
-
-
-SCALED = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+    norms = [float((p - 0.1 * p.grad).detach().norm()) for p in net.parameters()]
+    assert one[1] == pytest.approx(norms, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    "half", [{"fp16": SCALED}, {"fp16": {"enabled": True, "loss_scale": 128}}, {"bf16": {"enabled": True}}]
+    "half", [{"fp16": {"enabled": True, "loss_scale": 128}}, {"bf16": {"enabled": True}}]
 )
 def test_half_precision_trains_too(ranks, half):
     wanted, _ = by_hand(clip=0.5)
@@ -363,16 +358,10 @@ def test_several_backward_passes_before_a_step(ranks, stage, half, steps):
 
 def own_backward(stage, half):
     """Weights after updates of two micro-batches by ``loss.backward()``, and by ``engine.backward(loss)``."""
-    x, y = data()
-    config = {
-        **half,
-        "train_batch_size": 16,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": stage},
-    }
-    found = []
+    (x, y), found = data(), []
+    config = {**half, "zero_optimization": {"stage": stage}, "optimizer": SGD}
     for own in (True, False):
-        with started({**config, "optimizer": SGD}) as engine:
+        with started({**config, "train_batch_size": 16, "gradient_accumulation_steps": 2}) as engine:
             micro, rank = engine.train_micro_batch_size_per_gpu(), engine.global_rank
             for i in range(4):
                 rows = slice(i * 8 + rank * micro, i * 8 + (rank + 1) * micro)
@@ -384,7 +373,7 @@ def own_backward(stage, half):
     return found
 
 
-@pytest.mark.parametrize(("stage", "half"), [(0, {}), (1, HALF), (2, HALF), (3, {})])
+@pytest.mark.parametrize(("stage", "half"), [(1, HALF), (3, {})])
 def test_a_backward_of_the_scripts_own(ranks, stage, half):
     own, engines = ranks(own_backward, stage, half)[0]
     for a, b in zip(own, engines):
@@ -402,19 +391,13 @@ class Parts(nn.Module):
         return self.weights.chunk(2)
 
 
-def test_outputs_without_use_in_a_backward_of_the_scripts_own():
-    with started(
-        {"train_batch_size": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0, "optimizer": SGD},
-        model=Parts(),
-    ) as engine:
+def test_outputs_without_use_and_a_scale_that_is_left_out_in_a_backward_of_the_scripts_own():
+    config = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0}
+    with started({**config, "optimizer": SGD}, model=Parts()) as engine:
         for _ in range(2):
             engine()[0].sum().backward()
             engine.step()
-        lr = engine.get_lr()[0]
-        assert engine.module.weights.tolist() == pytest.approx([1 - lr, 1 - lr, 1.0, 1.0])
-
-
-def test_a_loss_without_its_scale_is_refused():
+        assert engine.module.weights.tolist() == pytest.approx([0.9, 0.9, 1.0, 1.0])
     with started({**BATCH, **HALF, "optimizer": SGD}) as engine:
         engine(torch.ones(4, 8)).float().sum().backward()
         with pytest.raises(StepError, match=r"engine\.scale"):
@@ -428,9 +411,8 @@ def whole_values(stage, half):
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.0}}
     with started(config) as engine:
         micro, rank = engine.train_micro_batch_size_per_gpu(), engine.global_rank
-        engine.backward(
-            nn.functional.cross_entropy(engine(x[rank * micro :][:micro]).float(), y[rank * micro :][:micro])
-        )
+        rows = slice(rank * micro, rank * micro + micro)
+        engine.backward(nn.functional.cross_entropy(engine(x[rows]).float(), y[rows]))
         weight = next(iter(engine.module.parameters()))
         grad = safe_get_full_grad(weight).clone()
         utils.safe_set_full_grad(weight, grad * 2)
@@ -447,7 +429,7 @@ def whole_values(stage, half):
         return grad.float().tolist(), state.tolist()
 
 
-@pytest.mark.parametrize(("stage", "half"), [(0, HALF), (1, HALF), (2, {}), (3, {})])
+@pytest.mark.parametrize(("stage", "half"), [(1, HALF), (2, {}), (3, {})])
 def test_whole_parameters_gradients_and_states(ranks, stage, half):
     scale = 2.0 ** half["fp16"]["initial_scale_power"] if half else 1.0
     net, (x, y) = model(), data()
@@ -522,27 +504,20 @@ def test_the_golden_loss_scales(stage, hysteresis):
     with started(config, model=net, optimizer=optimizer) as engine:
         scales = []
         for step in "ooggggoggggooogggggggoo":
-            engine.backward(
-                engine(torch.full((1, 1), 1e-3)).float().sum() * (float("inf") if step == "o" else 1.0)
-            )
+            loss = engine(torch.full((1, 1), 1e-3)).float().sum()
+            engine.backward(loss * (float("inf") if step == "o" else 1.0))
             engine.step()
             scales.append(engine.optimizer.cur_scale)
             assert engine.optimizer.overflow == (step == "o")
         assert scales == [float(word) for word in GOLDEN[hysteresis if stage else 1].split()]
-        assert engine.skipped_steps == 8
-        assert engine.global_steps == 23
+        assert (engine.skipped_steps, engine.global_steps) == (8, 23)
 
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run():
     fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}
+    config = {"train_batch_size": 1, "fp16": fp16, "optimizer": SGD}
     for stage in (0, 1):
-        config = {
-            "train_batch_size": 1,
-            "fp16": fp16,
-            "zero_optimization": {"stage": stage},
-            "optimizer": SGD,
-        }
-        with started(config) as engine:
+        with started({**config, "zero_optimization": {"stage": stage}}) as engine:
 
             def overflow():
                 engine.backward(engine(torch.ones(1, 8)).float().sum() * float("inf"))
@@ -595,9 +570,7 @@ def test_what_the_engine_says_of_itself():
         assert (engine.local_rank, engine.world_size, engine.dp_world_size) == (0, 1, 1)
         assert engine.steps_per_print() == 0 and engine.device == engine.accelerator.device
         assert list(engine.module_state_dict()) == list(engine.module.state_dict())
-        assert (engine.zero_overlap_comm(), engine.autotuning_enabled(), engine.fp16_auto_cast()) == (
-            False,
-        ) * 3
+        assert not (engine.zero_overlap_comm() or engine.autotuning_enabled() or engine.fp16_auto_cast())
         assert (engine.optimizer_name(), engine.optimizer_params()) == ("AdamW", {"lr": 0.5})
         with pytest.raises(AttributeError, match="nothing"):
             engine.nothing  # noqa: B018
@@ -606,12 +579,7 @@ def test_what_the_engine_says_of_itself():
 @pytest.mark.parametrize(
     ("word", "params", "kind", "options"),
     [
-        (
-            "Adam",
-            {"lr": 0.1, "betas": [0.8, 0.9]},
-            "AdamW",
-            {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0},
-        ),
+        ("Adam", {"betas": [0.8, 0.9]}, "AdamW", {"betas": (0.8, 0.9), "weight_decay": 0.0}),
         ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", {"weight_decay": 0.1}),
         ("AdamW", {"max_grad_norm": 0.0, "adam_w_mode": True}, "AdamW", {"weight_decay": 0.0}),
         ("AdamW", {"lr": 0.1, "torch_adam": True}, "AdamW", {"weight_decay": 0.01}),
@@ -662,16 +630,11 @@ def test_schedules(kind, lr, options, wanted):
     assert rates(kind, len(wanted) - 1, lr, **options)[0] == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({"warmup_num_steps": 0}, {"warmup_num_steps": 2.5}),
-        *({"warmup_type": "square"}, {"warmup_max_lr": [1, 2]}),
-    ],
-)
-def test_wrong_warm_ups(wrong):
-    with pytest.raises(ValueError, match="warmup"):
-        rates("WarmupLR", 1, **wrong)
+def test_wrong_warm_ups():
+    wrong = {"warmup_num_steps": (0, 2.5), "warmup_type": ("square",), "warmup_max_lr": ([1, 2],)}
+    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
+        with pytest.raises(ValueError, match=name):
+            rates("WarmupLR", 1, **{name: value})
 
 
 def test_one_cycle():
@@ -740,37 +703,28 @@ def saved_and_loaded(folder, stage):
         whole = engine.accelerator.get_state_dict(engine._called)
         engine.save_16bit_model(folder, "model.safetensors")
         assert engine.save_16bit_model(folder)
-    if facts and not int(os.environ.get("RANK", 0)):
+    if not int(os.environ.get("RANK", 0)):
         for state in (torch.load(os.path.join(folder, "pytorch_model.bin")), zero_to_fp32(folder, "other")):
-            assert {name: t.tolist() for name, t in state.items()} == {
-                n: t.tolist() for n, t in whole.items()
-            }
+            assert state.keys() == whole.keys() and all(torch.equal(state[n], t) for n, t in whole.items())
     return facts
 
 
 @pytest.mark.parametrize(("processes", "stage"), [(1, 0), (2, 1), (2, 3)])
 def test_checkpoints_with_tags_and_latest(ranks, tmp_path, processes, stage):
-    said = (
-        [saved_and_loaded(str(tmp_path), stage)]
-        if processes == 1
-        else ranks(saved_and_loaded, str(tmp_path), stage)
-    )
+    run = ranks if processes > 1 else lambda function, *args: [function(*args)]
+    said = run(saved_and_loaded, str(tmp_path), stage)
     assert said == [("global_step3", {"epoch": 3, "note": ["a", 1.5]}, 3)] * processes
     assert (tmp_path / "latest").read_text() == "global_step3"
-    assert (tmp_path / "0").is_dir()
-    assert (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "0").is_dir() and (tmp_path / "model.safetensors").exists()
 
 
 def from_a_data_set():
     x, y = data()
     seen = []
     args = SimpleNamespace(deepspeed_config={"train_batch_size": 12, "optimizer": SGD})
-    engine, optimizer, loader, schedule = deepspeed.initialize(
-        args,
-        model(),
-        training_data=TensorDataset(x, y),
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2),
-    )
+    scheduler = partial(torch.optim.lr_scheduler.ConstantLR, factor=0.5, total_iters=2)
+    made = deepspeed.initialize(args, model(), training_data=TensorDataset(x, y), lr_scheduler=scheduler)
+    engine, optimizer, loader, schedule = made
     assert schedule is engine.lr_scheduler and optimizer is engine.optimizer
     for inputs, labels in loader:
         seen += [tuple(row[:2]) for row in inputs.tolist()]
@@ -788,16 +742,15 @@ def test_a_data_set_is_shared_out(ranks):
 
 
 def test_initialize_says_what_is_missing():
-    with pytest.raises(SettingError, match="requires a model"):
-        deepspeed.initialize(config=BATCH)
-    with pytest.raises(SettingError, match="requires --deepspeed_config"):
-        deepspeed.initialize(model=model())
-    with pytest.raises(SettingError, match="given twice"):
-        deepspeed.initialize(model=model(), config=BATCH, config_params=BATCH)
-    with pytest.raises(SettingError, match="pass a torch"):
-        deepspeed.initialize(model="bert", config=BATCH)
-    with pytest.raises(SettingError, match="optimizer='adam' is neither one nor a function"):
-        deepspeed.initialize(model=model(), optimizer="adam", config=BATCH)
+    for given, words in [
+        ({"config": BATCH}, "requires a model"),
+        ({"model": model()}, "requires --deepspeed_config"),
+        ({"model": model(), "config": BATCH, "config_params": BATCH}, "given twice"),
+        ({"model": "bert", "config": BATCH}, "pass a torch"),
+        ({"model": model(), "optimizer": "adam", "config": BATCH}, "optimizer='adam' is neither one nor a"),
+    ]:
+        with pytest.raises(SettingError, match=words):
+            deepspeed.initialize(**given)
     with pytest.raises(ImportError, match=r"deepspeed.PipelineModule is not part of easymp.compat: use"):
         deepspeed.PipelineModule  # noqa: B018
 
@@ -843,14 +796,10 @@ def test_time_and_operations_are_told_when_asked_for(caplog, tmp_path):
             engine.step()
     said = [record.getMessage() for record in caplog.records]
     assert {f"step={n}, skipped=0, lr=[0.1], mom=[0]" for n in (2, 4)} <= set(said)
-    assert any(
-        line.startswith("time (ms) | forward: ") and "| backward: " in line and "| step: " in line
-        for line in said
-    )
+    assert any(re.match(r"time \(ms\) \| forward: .* \| backward: .* \| step: ", line) for line in said)
     # Two products, of (4, 8) by (8, 16) and of (4, 16) by (16, 2), at two operations an element.
-    assert file.read_text().startswith(
-        f"flops profiler, one forward: {2 * 4 * 8 * 16 + 2 * 4 * 16 * 2:,} floating-point operations, 178 parameters"
-    )
+    counted = f"{2 * 4 * 8 * 16 + 2 * 4 * 16 * 2:,} floating-point operations, 178 parameters"
+    assert file.read_text().startswith(f"flops profiler, one forward: {counted}")
 
 
 def test_activations_are_computed_again():
@@ -881,11 +830,8 @@ def test_its_own_optimizers_and_contexts():
 
 
 def test_checkpoints_behind_a_url():
-    place, config = (
-        "memory://deepspeed-url",
-        {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-    )
-    with started(config) as engine:
+    place = "memory://deepspeed-url"
+    with started({**BATCH, "optimizer": SGD}) as engine:
         engine.save_checkpoint(place, tag="one", save_latest=False, client_state={"epoch": 3})
         assert engine.load_checkpoint(place, tag="one") == (f"{place}/one", {"epoch": 3})
 

@@ -98,32 +98,26 @@ def test_functions_with_casts_of_their_own():
     class Plain(torch.autograd.Function):
         @staticmethod
         @amp.custom_fwd
-        def forward(ctx, a, b):
-            ctx.save_for_backward(a, b)
-            return a @ b
+        def forward(ctx, a):
+            return a @ a
 
         @staticmethod
         @amp.custom_bwd
         def backward(ctx, grad):
-            a, b = ctx.saved_tensors
-            assert (grad @ b.t()).dtype == torch.float16  # under the autocast of forward
-            return (grad @ b.t()).to(a.dtype), (a.t() @ grad).to(b.dtype)
+            product = grad @ grad
+            assert product.dtype == torch.float16  # under the autocast of forward
+            return product.float()
 
     a, b = (torch.randn(4, 4, device=DEVICE, requires_grad=True) for _ in range(2))
     with autocast():
         assert Product.apply(a.half(), b.half()).dtype == torch.float32
-        assert Product.apply(a, b).dtype == torch.float32
-        out = Plain.apply(a, b)
-        assert out.dtype == torch.float16
-    out.sum().backward()
+        product, out = Product.apply(a, b), Plain.apply(a)
+        assert (product.dtype, out.dtype) == (torch.float32, torch.float16)
+    (product.sum() + out.sum()).backward()
     assert a.grad is not None
 
 
-def overflow(optimizer):
-    optimizer.param_groups[0]["params"][0].grad.fill_(float("inf"))
-
-
-def test_the_numbers_can_be_set_saved_and_pickled():
+def test_a_scaler_is_torchs_on_this_device():
     scaler = GradScaler(256.0, growth_interval=3)
     scaler.set_growth_factor(3.0)
     scaler.set_backoff_factor(0.25)
@@ -131,89 +125,36 @@ def test_the_numbers_can_be_set_saved_and_pickled():
     p = nn.Parameter(torch.ones(2, device=DEVICE))
     optimizer = torch.optim.SGD([p], lr=0.1)
     scales = []
-    for good in (True, False):
-        scaler.scale((p * 0.5).sum()).backward()
-        good or overflow(optimizer)
+    for factor in (0.5, float("inf")):
+        scaler.scale((p * factor).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
+        optimizer.zero_grad()
     assert scales == [768.0, 192.0]
     scaler.update(8.0)
+    wanted = torch.amp.GradScaler(DEVICE, 8.0, 3.0, 0.25, 1).state_dict()
     for copied in (pickle.loads(pickle.dumps(scaler)), GradScaler()):
         copied.load_state_dict(scaler.state_dict())
-        assert (
-            copied.state_dict()
-            == scaler.state_dict()
-            == torch.amp.GradScaler(DEVICE, 8.0, 3.0, 0.25, 1).state_dict()
-        )
+        assert copied.state_dict() == scaler.state_dict() == wanted
     off = GradScaler(enabled=False)
     assert scaler.is_enabled() and not off.is_enabled() and off.state_dict() == {} and off.scale(p) is p
-    with pytest.raises(AssertionError, match="growth factor must be"):
-        GradScaler(growth_factor=0.5)
-
-
-def test_errors_are_torchs():
-    scaler, p = GradScaler(2.0), nn.Parameter(torch.ones(2, device=DEVICE))
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    with pytest.raises(AssertionError, match="did not use scaler"):
-        scaler.step(optimizer)
-    scaler.scale(p.sum())
-    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
-        scaler.step(optimizer)  # without gradients
-    half = nn.Parameter(torch.ones(2, dtype=torch.float16, device=DEVICE))
-    scaler.scale(half.sum()).backward()
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        scaler.unscale_(torch.optim.SGD([half], lr=0.1))
-
-
-def test_an_optimizer_that_scales_by_itself_is_told():
-    seen = []
-
-    class Mine(torch.optim.SGD):
-        def __init__(self, parameters):
-            super().__init__(parameters, lr=0.1)
-            self._step_supports_amp_scaling = True  # of this instance
-
-        def step(self, closure=None):
-            seen.append((self.grad_scale.item(), self.found_inf.item()))
-
-    p = nn.Parameter(torch.ones(1, device=DEVICE))
-    scaler, optimizer = GradScaler(4.0), Mine([p])
-    for bad in (False, True):
-        scaler.scale(p.sum()).backward()
-        bad and overflow(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    assert seen == [(4.0, 0.0), (4.0, 1.0)] and p.grad.isinf().all() and scaler.get_scale() == 2.0
-
-
-def test_what_libraries_read_of_a_scaler_is_there():
-    scaler, p = GradScaler(4.0), nn.Parameter(torch.ones(1, device=DEVICE))
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    assert scaler._scale is None and scaler._init_growth_tracker == 0 and scaler._growth_tracker is None
     scaler.scale(p.sum()).backward()
-    assert scaler._get_growth_tracker() == 0 and scaler._check_scale_growth_tracker("step")[0] == 4.0
-    found = scaler._unscale_grads_(optimizer, torch.tensor(0.5), torch.tensor(0.0), True)
-    assert p.grad == 2.0 and not any(found.values())
     scaler.unscale_(optimizer)
     assert scaler._found_inf_per_device(optimizer).keys() == {p.device}
     assert scaler._per_optimizer_states[id(optimizer)]["stage"] is grad_scaler.OptState.UNSCALED
+    with pytest.raises(AssertionError, match="growth factor must be"):
+        GradScaler(growth_factor=0.5)
 
 
 def test_names_and_signatures_are_torchs():
     theirs = torch.cuda.amp
     assert set(theirs.__all__) == set(amp.__all__)
-    for name in ("autocast", "GradScaler"):
-        there, here = (inspect.signature(getattr(module, name).__init__) for module in (theirs, amp))
-        assert [(p.name, p.default) for p in there.parameters.values()] == [
-            (p.name, p.default) for p in here.parameters.values()
-        ]
-        assert isinstance(getattr(amp, name)(), getattr(torch.amp, name))
-    for name in ("custom_fwd", "custom_bwd"):
-        assert [*inspect.signature(getattr(theirs, name)).parameters] == [
-            *inspect.signature(getattr(amp, name)).parameters
-        ]
-    assert {n for n in vars(torch.amp.GradScaler) if n not in vars(amp.GradScaler)} <= {*dir(GradScaler)}
+    for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd"):
+        pair = [inspect.signature(getattr(module, name)).parameters.values() for module in (theirs, amp)]
+        there, here = ([(p.name, p.default) for p in parameters] for parameters in pair)
+        assert there == here
+    assert isinstance(autocast(), torch.autocast) and isinstance(GradScaler(), torch.amp.GradScaler)
     assert grad_scaler.GradScaler is GradScaler and autocast_mode.custom_fwd is amp.custom_fwd
 
 
