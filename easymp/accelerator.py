@@ -67,7 +67,8 @@ if TYPE_CHECKING:
     from .trackers import TrackerName
     from .trackers.own import GeneralTracker
     from .training import nonfinite as guards
-    from .training import oom, prepare, state, tracking
+    from .training import oom, prepare, spikes, state, tracking
+    from .training.spikes import GuardPolicy
     from .training.state import AcceleratorState, GradientState
 
     OneTracker: TypeAlias = (
@@ -99,6 +100,7 @@ modules_at_first_use(
     state="training.state",
     tracking="training.tracking",
     guards="training.nonfinite",
+    spikes="training.spikes",
     planning="plan",
     setting="settings",
     transforms="strategies.transforms",
@@ -371,6 +373,7 @@ class Accelerator(Collectives, Checkpoints):
                 updates=lambda: prepared.optimizers[0].updates if prepared.optimizers else 0,
                 precision=lambda: dtypes.name,
             )
+            self._norms: list[Tensor] = []  # of the clips since the last backward
             self._in_backward = asked.optimizer_in_backward
             self._collection = oom.Collection()
             if asked.gc:
@@ -384,6 +387,10 @@ class Accelerator(Collectives, Checkpoints):
             self._closed = self._trigger = False
             self._begin_checkpoints(project)
             self._tracking = tracking.Tracking(self._run, self._project, asked, own_trackers, prepared)
+            log_table = self._tracking.log_table
+            self._guard = spikes.Guard(
+                self._run, self._scaler, lambda row, step: log_table("spikes", spikes.COLUMNS, [row], step)
+            )
             self._logbook = self._tracking.logbook
             self._listen(asked.save_on_signal)
             self._undo.callback(self._preemption.close)
@@ -773,6 +780,7 @@ class Accelerator(Collectives, Checkpoints):
             if optimizer.turn.phase is not Phase.ACCUMULATING:
                 optimizer.follow_backward()
         window.backwards += 1
+        self._norms.clear()
         scaler = self._scaler
         if scaler.enabled:
             scaler.settle()
@@ -1093,6 +1101,7 @@ class Accelerator(Collectives, Checkpoints):
         else:
             norm = self._prepared.strategy.clip(self._unscaled(chosen), max_norm, norm_type)
         self._nonfinite.norm(norm)
+        self._norms.append(norm)
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -1123,6 +1132,96 @@ class Accelerator(Collectives, Checkpoints):
         if grads:
             torch._foreach_clamp_min_(grads, -float(clip_value))
             torch._foreach_clamp_max_(grads, float(clip_value))
+
+    def guard(
+        self,
+        loss: Tensor,
+        *,
+        policy: GuardPolicy = "skip",
+        window: int = 128,
+        factor: float = 10.0,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Leave out an update whose gradient norm or loss is a spike; call it after backward and the clip, before the step.
+
+        The norm is that of `clip_grad_norm_` before the clip, or is measured here where nothing was clipped; the loss is the mean over the
+        window's micro-batches. Both are averaged over the ranks, so that all ranks decide alike. With m the median of the last `window`
+        values and d = 1.4826 · median(|x - m|), a value x is a spike if x > m + factor · d, or if it is not finite (without a loss scale,
+        which sees to these). Until there are ``window // 2`` values, only the latter counts. Spikes are among the values: a lasting rise
+        is accepted after half a window.
+
+        Each spike is a warning and a row of the table "spikes" (see `log_table`): update, norm, loss, limits, and the samples' epoch,
+        positions and, of prepared loaders with a known order, indices.
+
+        Args:
+            loss: the mean over this rank's micro-batch, as for `backward`.
+            policy: "skip": the next `step` changes nothing on any rank, schedulers do not step, and `optimizer_step_was_skipped` is true;
+                optimizers that run fused do not wait for the device. "rollback": load the checkpoint that this run saved or loaded
+                last, and go on with the next batch, bit for bit as a run that was never given the batches since then. Work of once
+                an epoch since then is undone, too, and the step that follows is left out. It waits for the device in each update.
+                Without a checkpoint the update is skipped.
+            window: former updates; the same at each call. Checkpoints keep their values.
+            factor: how far above the median a spike begins.
+            optimizer: judge its updates alone (a GAN has two); None: those of all prepared optimizers together.
+
+        Raises:
+            StepError: after the step, without optimizers, inside `join_uneven_inputs`, or a fourth return to one checkpoint.
+            RefusedError: `optimizer_in_backward`, or a `comm_hook` that would keep what is skipped.
+            SettingError: a wrong policy, window or factor.
+            CheckpointError: the checkpoint cannot be loaded.
+
+        Example:
+            >>> acc = Accelerator(cpu=True, log_with="none")
+            >>> model = nn.Linear(2, 1)
+            >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+            >>> for i in range(20):
+            ...     loss = model(torch.rand(4, 2) * (1000 if i == 15 else 1)).square().mean()
+            ...     acc.backward(loss)
+            ...     norm = acc.clip_grad_norm_(model.parameters(), 1.0)
+            ...     acc.guard(loss, window=16)
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+            ...     if acc.optimizer_step_was_skipped:
+            ...         print(i)
+            15
+        """
+        self._refuse_in_backward("guard()")
+        guard, chosen = self._guard, self._prepared.optimizers
+        if optimizer is not None:
+            chosen = [one for one in chosen if optimizer in (one, one.given)]
+        if not chosen or any(one.turn.spike is not None or one.turn.phase is Phase.STEPPED for one in chosen):
+            raise StepError(
+                "guard() judges the update of a prepared optimizer, once: call it after backward() and clip_grad_norm_(), before step()"
+            )
+        if not self._scaler.agree:
+            raise StepError(
+                "guard() inside join_uneven_inputs, where ranks that are done cannot agree: leave one of them out"
+            )
+        if policy == "skip" and getattr(self._prepared.strategy.options, "remembers", False):
+            raise RefusedError(
+                "guard(policy='skip') with a comm_hook that remembers what it did not send, and so what was skipped: use another comm_hook"
+            )
+        guard.add(loss, policy, window, factor)
+        if self._window.accumulation != 1 and not self._window.sync:
+            return
+        self._nonfinite.skips()
+        if not self._norms:
+            held = [p for one in chosen for group in one.param_groups for p in group["params"]]
+            self.clip_grad_norm_(held, float("inf"))
+        key = "all" if optimizer is None else str(self._prepared.optimizers.index(chosen[0]))
+        judged, step = guard.judge(key, self._norms, window, factor), chosen[0].updates + 1
+        if policy == "rollback" and judged[0]:
+            numbers, samples = judged.tolist(), guard.samples()
+            place = self._go_back()
+            if place is not None:
+                self._window.begin()
+                self._nonfinite.forget()
+                spikes.drop(chosen)
+                guard.report(step, numbers, samples, place)
+                return
+        for one in chosen:
+            one.turn.spike = judged[0]
+        guard.note(step, judged)
 
     def _as_list(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """`parameters`, or their fp32 masters with the gradients."""
@@ -1434,6 +1533,7 @@ class Accelerator(Collectives, Checkpoints):
         """
         self._prepared.release()
         self._window.reset()
+        self._guard.load_state_dict({})
         self._collection.end()
         nothing = (None,) * len(objects)
         del objects
@@ -1479,6 +1579,7 @@ class Accelerator(Collectives, Checkpoints):
     def _end(self) -> None:
         try:
             self._nonfinite.finish()
+            self._guard.finish()
             self._logbook.finish()
             if self._saves is not None:
                 self._saves.close()  # saves in the background still need the world's store

@@ -61,6 +61,8 @@ class Turn:
         spent: its gradients have been stepped on, and not cleared since.
         waiting: the last call was a step before the end of the window.
         seen: backward passes before its last step, where a script counts micro-steps itself.
+        spike: above 0 if `Accelerator.guard` leaves its step out; None: it has not judged this update.
+        dropped: its next step is left out, and does not count as an update.
     """
 
     phase: Phase = Phase.ACCUMULATING
@@ -71,6 +73,8 @@ class Turn:
     spent: bool = False
     waiting: bool = False
     seen: int = 0
+    spike: Tensor | None = None
+    dropped: bool = False
 
     def check(self, phase: Phase) -> None:
         """Raise StepError if the call that enters `phase` comes too early."""

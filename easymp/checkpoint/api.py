@@ -76,12 +76,16 @@ class Checkpoints:
     _scaler: Scaler
     _alone: bool
     _logbook: Logbook
+    _guard: Any  # `training.spikes.Guard`
     _undo: ExitStack
     close: Callable[[], None]
     _saves: Saves | None = None  # from the first save or load on
     _save_on_signal: bool | None = None
     _save_calls: main_only.SaveCalls  # where the main process may save alone
     _claimed = False  # whether this run holds the lock of its project's checkpoints
+    _last: tuple[str, str] | None = (
+        None  # folder and name of the checkpoint that this run saved or loaded last
+    )
 
     def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
         self._project = project
@@ -242,7 +246,7 @@ class Checkpoints:
         """See `run_state.parts`."""
         return run_state.parts(
             *(self._run, self._prepared, self._scaler, self._precision, self._project),
-            *(self._epochs, self._objects, self._logbook, models),
+            *(self._epochs, self._objects, self._logbook, self._guard, models),
         )
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -366,6 +370,7 @@ class Checkpoints:
             project.iteration -= 1
             extra.close()
             raise
+        self._last = root, name
         return place
 
     def _folder_name(self, step: int) -> str:
@@ -500,15 +505,28 @@ class Checkpoints:
             logger.warning("left out: %s", words)
         return root, folder, said, damaged
 
-    def _load(self, root: str, name: str, strict: bool) -> Loaded:
+    def _go_back(self) -> str | None:
+        """Load the checkpoint that this run saved or loaded last, except for the place in the data; returns its folder, if there is one."""
+        self._settle_saves()
+        last: tuple[str, str] | None = snapshot.on_rank_0(self._run.world, lambda: self._last)
+        if last is None:
+            return None
+        self._guard.goes_back(folders.inside(*last))
+        return self._load(*last, strict=True, data=False).place
+
+    def _load(self, root: str, name: str, strict: bool, data: bool = True) -> Loaded:
         world, place, storage = self._run.world, folders.inside(root, name), folders.open_storage(root)
         views = self._views()
         models: Any = nullcontext(range(len(views)))
         if self._load_hooks:
             models = hooks.before_load(world, self._load_hooks, views, storage, name)
         with models as left, progress.of_ranks(world, "loading", "loaded", place) as tick:
-            loaded = load.load_checkpoint(world, storage, name, self._parts(left), strict, tick)
+            parts = self._parts(left)
+            if not data:
+                parts = [run_state.without_data(part) for part in parts]
+            loaded = load.load_checkpoint(world, storage, name, parts, strict, tick)
         self._saver().line.loaded(storage, name, loaded.manifest)
+        self._last = root, name
         return loaded
 
     # -- resuming -----------------------------------------------------------------------------------------------------

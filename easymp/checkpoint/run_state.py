@@ -61,6 +61,7 @@ def parts(
     epochs: Any,
     registered: Sequence[Any],
     logbook: Logbook,
+    guard: Any,
     models: Collection[int],
 ) -> list[Kept]:
     """Everything that a checkpoint keeps, in the order in which it is restored.
@@ -87,6 +88,7 @@ def parts(
     found.append(ObjectState("steps", SkippedSteps(scaler, optimizers)))
     found.append(ObjectState("run", RunState(run, precision, project)))
     found.append(ObjectState("epochs", epochs))
+    found.append(ObjectState("guard", guard, free=True, kept=guard.used))
     alive = [carried for carried in world.carried if carried.alive]
     found += [CarriedState(i, carried, world) for i, carried in enumerate(alive)]
     random_state = RandomState(world, prepared.strategy, prepared.seed)
@@ -176,7 +178,7 @@ def lengths(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 class LeftOut:
-    """A placeholder for a model that a user's hook saves and loads."""
+    """A placeholder for what a load leaves as it is, such as a model that a user's hook saves and loads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -187,6 +189,12 @@ class LeftOut:
     def restore(self, source: Reading) -> Callable[[], None]:
         _ = self._name in source  # asked for, so that it is not reported as left over
         return leave
+
+
+def without_data(part: Kept) -> Kept:
+    """`part`, or a placeholder for the position of a loader or of the epochs."""
+    name = getattr(part, "name", "")
+    return LeftOut(f"state/{name}") if name == "epochs" or name.startswith("loader_") else part
 
 
 class PendingSchedules:

@@ -58,6 +58,8 @@ class PreparedLoader(DataLoader[Any]):
         ('SequentialSampler', [4])
         >>> loader.total_dataset_length, loader.end_of_dataloader, loader.remainder
         (8, False, -1)
+        >>> loader.indices(0, 2, 5)
+        [2, 3, 4]
         >>> loader.replay(finished=1)  # the next pass is empty
         >>> list(loader)
         []
@@ -352,6 +354,19 @@ class PreparedLoader(DataLoader[Any]):
             self.epoch, self.position, self._resume, self._over = epoch, 0, False, False
             self._window.resuming.discard(id(self))
         self._tell()
+
+    def indices(self, epoch: int, begin: int, end: int) -> list[Any] | None:
+        """Indices into the data set of the samples at positions `begin` to `end` of an epoch, over all ranks.
+
+        Args:
+            epoch: its number, from 0.
+            begin: the first position.
+            end: the position after the last one.
+
+        Returns:
+            None for streams, samplers of batches or without a length, and ``use_seedable_sampler=False``.
+        """
+        return self._source.indices(epoch, begin, end)
 
     def replay(self, finished: int) -> None:
         """Begin an epoch of the run in which some passes over this loader have been made: they come again without batches.

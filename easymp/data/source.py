@@ -58,9 +58,10 @@ Feed = Iterator[tuple[Any, Note]]
 class Source(Protocol):
     """Reads this rank's batches.
 
-    `batches` of a data rank and `samples` of all ranks in an epoch are None if unknown. `read` begins at global sample `start` and leaves
-    `skip` batches out; `passed` gets the mark of each batch in use. `state` is for a resume inside a pass, beside epoch, position and
-    seed, and `drawing` the states of the sampler's own generators, if they decide the next order; `load` continues at a state.
+    `batches` of a data rank, `samples` of all ranks in an epoch, and `indices` at places of its order are None if unknown. `read` begins at
+    global sample `start` and leaves `skip` batches out; `passed` gets the mark of each batch in use. `state` is for a resume inside a pass,
+    beside epoch, position and seed, and `drawing` the states of the sampler's own generators, if they decide the next order; `load`
+    continues at a state.
     """
 
     loader: DataLoader[Any]
@@ -69,6 +70,7 @@ class Source(Protocol):
 
     def batches(self, rank: int) -> int | None: ...
     def samples(self) -> int | None: ...
+    def indices(self, epoch: int, begin: int, end: int) -> list[Any] | None: ...
     def read(self, epoch: int, start: int, skip: int) -> Feed: ...
     def passed(self, mark: Any) -> None: ...
     def state(self) -> dict[str, Any]: ...
@@ -307,6 +309,12 @@ class MapSource:
     def samples(self) -> int | None:
         """Samples in an epoch, if known without drawing it."""
         return None if self._whole else length(self._sampler)
+
+    def indices(self, epoch: int, begin: int, end: int) -> list[Any] | None:
+        if self._whole or not self._seeded or size_of(self._sampler) is None:
+            return None
+        order: Any = draw(self._sampler, mix(self.seed, "order", epoch), self.cut.whole)
+        return list(order[begin:end])
 
     def read(self, epoch: int, start: int, skip: int) -> Feed:
         notes: deque[Note] = deque()

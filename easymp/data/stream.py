@@ -156,6 +156,9 @@ class StreamSource:
     def samples(self) -> int | None:
         return size_of(self._dataset.dataset)
 
+    def indices(self, epoch: int, begin: int, end: int) -> None:
+        return None
+
     def read(self, epoch: int, start: int, skip: int) -> Feed:
         if not start:
             self._marks, self._turn = {}, 0

@@ -126,6 +126,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
             why = "the backward in the closure steps already. Leave one out"
             raise StepError(f"step(closure) under optimizer_in_backward=True: {why}")
         turn.spent, turn.waiting = True, False
+        if turn.dropped:
+            turn.dropped, turn.skipped = False, torch.ones(())
+            return None
         self.ahead.clear()
         self.updates += 1
         low = self._masters is not None or (self._sums is not None and self._sums.on)
@@ -202,7 +205,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         scaler = self._scaler
+        spike, self.turn.spike = self.turn.spike, None
         if closure is not None:
+            if spike is not None:
+                raise StepError(
+                    "step(closure) after guard(), which has judged gradients that the closure replaces: leave one of them out"
+                )
             self.apply_clip()
             moving = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
             return self.engine.averages.around(moving, lambda: scaler.step(self.optimizer, closure))
@@ -213,7 +221,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
             clip.gradients()  # checks that they are those that were measured
         if scaler.enabled:
             found = scaler.begin_step(self.optimizer)
-            scale = scaler.lend(self.optimizer)
+            # A spike does not move the loss scale, as a step by our kernels would by what it skips.
+            scale = scaler.lend(self.optimizer) if spike is None else None
+        if spike is not None:
+            found = spike if found is None else torch.maximum(found, spike.to(found.device))
+        if spike is not None or not scaler.enabled:
+            self.turn.skipped = found
         if clip is None:
             return self.engine.step(None, found, scale)
         self.leave(None)
@@ -273,7 +286,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 "zero_grad() between backward() and step(), under optimizer_in_backward=True: backward has stepped already. Call "
                 "optimizer.step() first, or freeze parameters (requires_grad_(False)) through which a loss passes"
             )
-        turn.spent = False
+        turn.spent, turn.spike = False, None
         if turn.clip is not None:
             self.leave(None)
         if turn.phase is not Phase.STEPPED or not self._scaler.enabled:

@@ -278,8 +278,7 @@ class Scaler:
 
     def recall(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         """Set whether `optimizer`'s last step, in an earlier run, was skipped."""
-        if self.enabled:
-            self._window.turn(optimizer).skipped = torch.tensor(float(skipped))
+        self._window.turn(optimizer).skipped = torch.tensor(float(skipped))
 
     # -- the scale ----------------------------------------------------------------------------------------------------
 

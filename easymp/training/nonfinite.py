@@ -71,6 +71,14 @@ class Nonfinite:
         if not (norm.is_cpu and math.isfinite(norm.item())):
             self._note(NORM, local(norm.detach()), self._updates() + 1)
 
+    def skips(self) -> None:
+        """Note that steps with such gradients are left out."""
+        self._follows = FOLLOWS["skip"]
+
+    def forget(self) -> None:
+        """Forget the losses since the last step, which does not come."""
+        self._bad = False
+
     def _step(self, found: Tensor) -> None:
         """Called at the begin of a step, which is skipped if `found` is above 0 on all ranks."""
         scaler = self._scaler

@@ -1,0 +1,271 @@
+"""`Accelerator.guard`: spikes are skipped or undone by all ranks alike, and a run goes on as if it had not seen them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from easymp import Accelerator, GradScalerKwargs, RefusedError, SettingError, StepError
+
+from ..strategies.models import message, under, whole
+from .models import heard
+
+LOG = "easymp.training.spikes"
+UPDATES, SAVED, SPIKE, WINDOW = 22, 10, 14, 16
+BATCH = 2
+
+
+class Net(nn.Module):
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.drop, self.last = nn.Dropout(drop) if drop else nn.Identity(), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.drop(block(x).tanh())
+        return self.last(x)
+
+
+def train(
+    folder: str,
+    strategy: str | None = None,
+    precision: str = "no",
+    steps: int = 1,
+    policy: str = "skip",
+    gone: tuple[int, ...] = (),
+    guarded: bool = True,
+    stop: int = 0,
+    drop: float = 0.3,
+) -> dict[str, Any]:
+    """`UPDATES` updates, of which `SPIKE` is one, by the data of the last rank. The script leaves those in `gone` out."""
+    options = {"every": 1} if strategy == "local_sgd" else None
+    scale = (
+        [GradScalerKwargs(init_scale=16.0)] if precision == "fp16" else []
+    )  # so low that a spike does not overflow
+    more = {"seed": 0, "cpu": True, "project_dir": folder, "kwargs_handlers": scale}
+    found: dict[str, Any] = {"skipped": [], "scales": []}
+    with heard(LOG) as said, under(strategy, options, steps, precision, **more) as acc:
+        model = Net(drop)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40)
+        x = torch.randn(
+            UPDATES * steps * BATCH * acc.num_processes, 8, generator=torch.Generator().manual_seed(1)
+        )
+        loader: Any = DataLoader(TensorDataset(x, torch.arange(len(x)) % 4), batch_size=BATCH, shuffle=True)
+        model, optimizer, schedule, loader = acc.prepare(model, optimizer, schedule, loader)
+        acc.resume()
+        spread = acc._prepared.strategy
+        for number, (batch, y) in enumerate(loader, optimizer.updates * steps):
+            update = number // steps + 1
+            if update in gone:
+                continue
+            weight = 1.0
+            if update == SPIKE and guarded and spread.data_rank == spread.data_size - 1:
+                batch, weight = batch + 1000, 1e4
+            with acc.accumulate(model):
+                loss = nn.functional.cross_entropy(model(batch), y) * weight
+                acc.backward(loss)
+                acc.clip_grad_norm_(model.parameters(), 1.0)
+                if guarded:
+                    acc.guard(loss, policy=policy, window=WINDOW, factor=100)  # type: ignore[arg-type]
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if acc.sync_gradients:
+                found["skipped"].append(acc.optimizer_step_was_skipped)
+                found["scales"].append(acc.scaler.get_scale())
+                if update == SAVED:
+                    acc.save_state()
+                if update == stop:
+                    break
+        parameters = {name: whole(p) for name, p in model.named_parameters()}
+        parameters |= {
+            f"state {i}": whole(t) for i, s in enumerate(optimizer.state.values()) for t in s.values()
+        }
+        found |= {"parameters": parameters, "lr": schedule.get_last_lr(), "updates": optimizer.updates}
+    return {**found, "said": said, "draw": torch.rand(1).item()}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["parameters"].keys() == b["parameters"].keys()
+    for name, value in a["parameters"].items():
+        assert torch.equal(value, b["parameters"][name]), name
+    assert (a["lr"], a["draw"]) == (b["lr"], b["draw"])
+
+
+CASES = [
+    (None, "no", 2),
+    (None, "fp16", 1),
+    ("ddp", "bf16", 2),
+    ("zero1", "no", 1),
+    ("fsdp", "no", 1),
+    ("local_sgd", "no", 1),
+]
+
+
+def guard_twice(folder: str, strategy: str | None, precision: str, steps: int) -> list[dict[str, Any]]:
+    """With a rollback, and a run that was never given the batches since the checkpoint."""
+    one = train(f"{folder}/guarded", strategy, precision, steps, "rollback")
+    two = train(
+        f"{folder}/without", strategy, precision, steps, "rollback", gone=tuple(range(SAVED + 1, SPIKE + 1))
+    )
+    return [one, two]
+
+
+@pytest.mark.parametrize(("strategy", "precision", "steps"), CASES)
+def test_after_a_rollback_the_batches_were_never_seen(
+    request: Any, tmp_path: Path, strategy: str | None, precision: str, steps: int
+) -> None:
+    args = (str(tmp_path), strategy, precision, steps)
+    both = request.getfixturevalue("ranks")(guard_twice, *args) if strategy else [guard_twice(*args)]
+    for guarded, without in both:
+        same(guarded, without)
+        assert guarded["updates"] == without["updates"] == UPDATES - (SPIKE - SAVED)
+        assert [i for i, skipped in enumerate(guarded["skipped"], 1) if skipped] == [SPIKE]
+        assert not any(without["skipped"])
+    ((_, line),) = both[0][0]["said"]
+    assert line.startswith(f"update {SPIKE}: the gradient norm is ")
+    assert "; gone back to " in line and "step-00000010" in line
+
+
+def skip_all(folder: str, ways: list[tuple[Any, ...]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """With `guard`, and a run whose script leaves the update out."""
+    guarded = [train(f"{folder}/{i}", *way, drop=0.0) for i, way in enumerate(ways)]
+    plain = [
+        train(f"{folder}/{i}-plain", *way, gone=(SPIKE,), guarded=False, drop=0.0)
+        for i, way in enumerate(ways)
+    ]
+    return list(zip(guarded, plain))
+
+
+def test_all_ranks_skip_a_spike(ranks: Any, tmp_path: Path) -> None:
+    ways = [("ddp", "fp16", 2), ("zero1", "no", 1), ("fsdp", "bf16", 2), ("tensor_parallel", "no", 1)]
+    for (strategy, *_), *both in zip(ways, *ranks(skip_all, str(tmp_path), ways)):
+        for guarded, plain in both:
+            assert [i for i, skipped in enumerate(guarded["skipped"], 1) if skipped] == [SPIKE], strategy
+            assert len(set(guarded["scales"])) == 1, "a spike does not lower the loss scale"
+            same(guarded, plain)
+        (said,) = [line for guarded, _ in both for _, line in guarded["said"]]
+        assert "skipped on all ranks. Samples " in said and said.startswith(
+            f"update {SPIKE}: the gradient norm"
+        )
+
+
+def spikes_of(
+    norms: list[float], window: int = 8, losses: list[float] | None = None, **more: Any
+) -> list[int]:
+    """Updates whose step is skipped, of a model whose gradient has these norms."""
+    skipped = []
+    with Accelerator(cpu=True, log_with="none", **more) as acc:
+        model = nn.Linear(1, 1, bias=False)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+        for i, norm in enumerate(norms):
+            acc.backward(model(torch.full((1, 1), norm)).sum())
+            acc.guard(torch.tensor(losses[i] if losses else 0.0), window=window)
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped += [i] * acc.optimizer_step_was_skipped
+    return skipped
+
+
+NOISE = [1.0, 1.2, 0.9, 1.1, 1.0, 1.3, 0.8, 1.1, 1.2, 0.9]
+# Of the last 8 of NOISE the median (the lower one of two) is 1.0 or 1.1, and its deviation 0.1: the limit is about 2.5.
+RULE = [
+    ("a spike", [*NOISE, 3.0, 2.2], {}, [10]),
+    ("too early for a limit", [1.0, 1.2, 9.0, *NOISE], {}, []),
+    ("not finite, at once", [1.0, float("nan"), 1.2, *NOISE], {}, [1]),
+    ("one NaN hides no spike after it", [*NOISE, float("nan"), 1.0, 3.0], {}, [10, 12]),
+    ("a lasting rise is accepted", [*NOISE, *[n * 10 for n in NOISE]], {}, [10, 11, 12, 13, 14]),
+    ("a fall is none", [*NOISE, 0.01], {}, []),
+    ("most are equal: no limit", [1.0] * 9 + [1.1], {}, []),
+    ("a spike of the loss", [1.0, *NOISE], {"losses": [*NOISE, 5.0]}, [10]),
+    ("before nonfinite", [*NOISE, float("inf"), 3.0], {"nonfinite": "skip"}, [10, 11]),
+]
+
+
+@pytest.mark.parametrize(
+    ("norms", "more", "expected"), [case[1:] for case in RULE], ids=[case[0] for case in RULE]
+)
+def test_the_rule(norms: list[float], more: dict[str, Any], expected: list[int]) -> None:
+    assert spikes_of(norms, **more) == expected
+
+
+def test_a_resumed_run_decides_alike(tmp_path: Path) -> None:
+    """The checkpoint keeps the values, without which the spike would come too early for a limit."""
+    whole_run = train(str(tmp_path / "whole"))
+    train(str(tmp_path / "parts"), stop=SAVED)
+    rest = train(str(tmp_path / "parts"))
+    assert rest["skipped"] == whole_run["skipped"][SAVED:] and any(rest["skipped"])
+    same(rest, whole_run)
+
+
+def test_a_spike_is_logged_with_its_samples(tmp_path: Path) -> None:
+    with heard(LOG) as said, Accelerator(cpu=True, project_dir=str(tmp_path), seed=0) as acc:
+        model = nn.Linear(1, 1)
+        x = torch.tensor(NOISE * 4)[:, None]
+        loader: Any = DataLoader(TensorDataset(x, torch.arange(40)), batch_size=2, shuffle=True)
+        model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
+        for number, (batch, indices) in enumerate(loader):
+            loss = model(batch * (1e4 if number == 12 else 1)).square().sum()
+            acc.backward(loss)
+            acc.guard(loss, window=8)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 12:
+                expected = ", ".join(map(str, indices.tolist()))
+    assert said[-1][1].endswith(f"skipped on all ranks. Samples 24 to 26 of epoch 0: {expected}")
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    row = next(row for row in rows if row.get("_table") == "spikes" and row["update"] == 13)
+    assert (row["answer"], row["begin"], row["end"], row["samples"]) == ("skip", 24, 26, expected)
+    assert row["gradient norm"] > row["gradient norm limit"]
+
+
+def test_returns_to_one_checkpoint_end(tmp_path: Path) -> None:
+    with Accelerator(cpu=True, project_dir=str(tmp_path), log_with="none") as acc:
+        model = nn.Linear(1, 1, bias=False)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+
+        def update(x: float) -> None:
+            acc.backward(model(torch.full((1, 1), x)).sum())
+            acc.guard(torch.zeros(()), policy="rollback", window=4)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        update(float("nan"))  # without a checkpoint it is skipped
+        assert acc.optimizer_step_was_skipped and optimizer.updates == 1
+        acc.save_state()
+        for _ in range(3):
+            update(float("nan"))
+            assert optimizer.updates == 1
+        with pytest.raises(StepError, match=r"has gone back to .*step-00000001 3 times"):
+            update(float("nan"))
+
+
+def test_wrong_calls_are_refused() -> None:
+    loss = torch.zeros(())
+    with Accelerator(cpu=True) as acc:
+        assert "guard() judges the update of a prepared optimizer" in message(StepError, acc.guard, loss)
+        model = nn.Linear(1, 1)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+        acc.backward(model(torch.ones(1, 1)).sum())
+        assert "policy='skp' is none of" in message(SettingError, acc.guard, loss, policy="skp")
+        for wrong in ({"window": 3}, {"window": 8.0}, {"factor": 0}):
+            assert "window is a whole number" in message(SettingError, acc.guard, loss, **wrong)
+        assert "takes the loss" in message(StepError, acc.guard, 0.5)
+        acc.guard(loss)
+        assert "once" in message(StepError, acc.guard, loss)
+        assert "step(closure) after guard()" in message(StepError, optimizer.step, lambda: loss)
+        optimizer.zero_grad()
+        acc.backward(model(torch.ones(1, 1)).sum())
+        assert "pass the same at each call" in message(SettingError, acc.guard, loss, window=64)
+        optimizer.step()
+        assert "before step()" in message(StepError, acc.guard, loss)
+    with Accelerator(cpu=True, optimizer_in_backward=True) as acc:
+        assert "guard()" in message(RefusedError, acc.guard, loss)
