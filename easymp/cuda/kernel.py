@@ -25,21 +25,15 @@ THREADS = 256  # of a block
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel.
+    """One kernel."""
 
-    Attributes:
-        name: a C identifier.
-        arguments: "uint64 name" (an address), "int64 name" or "float64 name", each.
-        body: C++17 that a thread runs. It sees the arguments, `PREAMBLE`, ``i64 block`` and ``int thread`` (below `THREADS`).
-        sums: doubles, zero at first, that `body` adds to.
-        after: C++17 that one thread of each block runs when `sums` are totals over the block; sees `block`.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
-    body: str
-    sums: tuple[str, ...] = ()
-    after: str = ""
+    name: str  # a C identifier
+    arguments: tuple[str, ...]  # "uint64 name" (an address), "int64 name" or "float64 name", each
+    body: str  # C++17 that a thread runs; sees the arguments, `PREAMBLE`, ``i64 block`` and ``int thread`` (below `THREADS`)
+    sums: tuple[str, ...] = ()  # doubles, zero at first, that `body` adds to
+    after: str = (
+        ""  # C++17 that one thread of each block runs when `sums` are totals over the block; sees `block`
+    )
 
 
 # Words that kernels are written in: numbers of half precision, and loads and stores of 16 bytes. A launcher puts its own part in front:
@@ -267,9 +261,9 @@ def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
 def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`numbers` as a tensor on `device`, without a wait for it. Quickest for an array of that type."""
     if not GRAPHS_KEEP_PINNED and capturing(device):
+        why = f"tensors have moved since the step before, and torch {torch.__version__} reuses what replays of this graph copy"
         raise StepError(
-            f"tensors lie elsewhere in this capture of a CUDA graph than in the step before, and torch {torch.__version__} reuses the "
-            "memory that its replays would copy: leave gradients where they are (zero_grad(set_to_none=False)), or use torch 2.11 or newer"
+            f"{why}: leave gradients where they are (zero_grad(set_to_none=False)), or use torch 2.11"
         )
     packed = isinstance(numbers, array) and bool(numbers)
     here = torch.frombuffer(numbers, dtype=dtype) if packed else torch.tensor(numbers, dtype=dtype)
@@ -284,10 +278,8 @@ def capturing(device: torch.device) -> bool:
 
 
 def places(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
-    """Facts that are equal for other tensors only if a table of `tensors` serves these, too; None where some have no memory of their own.
-
-    Without shapes, which cost more than all the rest: of dense tensors that are `alike`, numbers of elements will do.
-    """
+    """Facts that are equal for other tensors only if a table of `tensors` serves these, too; None where some have no own memory."""
+    # Shapes cost more than all the rest: of dense tensors that are `alike`, numbers of elements will do.
     where = addresses(tensors)
     if where is None:
         return None

@@ -15,20 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtensor import parts
-from .kernel import (
-    THREADS,
-    TYPES,
-    Kernel,
-    Role,
-    Row,
-    Table,
-    capturing,
-    dense,
-    lay_out,
-    places,
-    plain,
-    stream,
-)
+from .kernel import THREADS, TYPES, Kernel, Role, Row, Table, capturing, dense, lay_out, places, plain, stream
 
 if TYPE_CHECKING:
     from .cupy_launcher import CupyLauncher
@@ -88,6 +75,7 @@ if (alone) {{
 CONCLUDE = Kernel("conclude", ("uint64 totals", *_END), f"if (thread == 0) {{ {_CONCLUDE} }}")
 
 
+@cache
 def totals(count: int) -> Kernel:
     """Of each row, `count` sums over its chunks, in their order; a block a row.
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,38 +56,27 @@ class Survey:
 class Rule:
     """How one optimizer moves a parameter.
 
-    Attributes:
-        name: a C identifier.
-        states: keys of the states that have a number for each element, as torch names them.
-        numbers: names in `prepare` → the numbers of a param group; "lr" comes before them.
-        prepare: C++ on doubles, once a tensor and step: sees `numbers`, ``lr``, ``step`` (of this step, from 1) and ``norm``, and
-            sets `constants`.
-        constants: floats that `element` sees.
-        element: C++ on ``p``, ``g`` (unscaled and clipped) and the states.
-        reference: the same by torch, ``(p, g, states, group, step)``, in place, for optimizers that torch has.
-        uses: of a param group, which of `states` it has.
-        refuse: of a param group, why kernels do not take it, in words.
-        counts: whether the state has a ``step``; if not, steps are counted beside it, from 1 where states were there before.
-        starts: of a param group, the first value of states.
-        scalar: key of a float32 number of each tensor, 0-dim, that `Survey.weigh` sees and writes; "" for none.
-        norm: whether `prepare` is told the norm of all gradients, as the rule sees them; else it is 0.
-        survey: a pass over the elements before the update.
+    `prepare` is C++ on doubles, once a tensor and step: it sees `numbers`, ``lr``, ``step`` (of this step, from 1) and ``norm``, and sets
+    `constants`. `element` is C++ on floats: ``p``, ``g`` (unscaled and clipped), the states and `constants`.
     """
 
-    name: str
-    states: tuple[str, ...]
-    numbers: Mapping[str, Number]
+    name: str  # a C identifier
+    states: tuple[str, ...]  # keys of the states that have a number for each element, as torch names them
+    numbers: Mapping[str, Number]  # names in `prepare` → the numbers of a param group; "lr" comes before them
     prepare: str
     constants: tuple[str, ...]
     element: Element
+    # The same by torch, (p, g, states, group, step), in place, for optimizers that torch has.
     reference: Callable[[Tensor, Tensor, dict[str, Any], Group, int], None] | None = None
-    uses: Callable[[Group], tuple[str, ...]] | None = None
-    refuse: Callable[[Group], str | None] = lambda group: None
-    counts: bool = True
-    starts: Callable[[Group], float] = lambda group: 0.0
-    scalar: str = ""
-    norm: bool = False
-    survey: Survey | None = None
+    uses: Callable[[Group], tuple[str, ...]] | None = None  # which of `states` a param group has
+    refuse: Callable[[Group], str | None] = lambda group: (
+        None
+    )  # why kernels do not take a param group, in words
+    counts: bool = True  # the state has a "step"; if not, steps are counted beside it, from 1 where states were there before
+    starts: Callable[[Group], float] = lambda group: 0.0  # the first value of states
+    scalar: str = ""  # key of a float32 number of each tensor, 0-dim, that `Survey.weigh` sees and writes
+    norm: bool = False  # `prepare` is told the norm of all gradients, as the rule sees them; else it is 0
+    survey: Survey | None = None  # a pass over the elements before the update
 
     @property
     def single(self) -> tuple[str, ...]:
@@ -157,6 +147,7 @@ MOST = (
 )
 
 
+@cache
 def prepare(rule: Rule) -> Kernel:
     """For each tensor: its counter goes up, unless the step is skipped, and its constants are written. The loss scale moves either way.
 
@@ -179,11 +170,11 @@ out[{MOST - 1}] = (float)step;
     return _each(f"prepare_{rule.name}", rule, arguments, text, MOVE)
 
 
-def weigh(rule: Rule, survey: Survey) -> Kernel:
-    """For each tensor: its constants, after the survey.
-
-    Arguments: those of `prepare`, with ``totals`` float64 [count, sums] in place of the last two.
-    """
+@cache
+def weigh(rule: Rule) -> Kernel:
+    """For each tensor: its constants, after the survey. Takes ``totals`` float64 [count, sums] in place of `prepare`'s last four."""
+    survey = rule.survey
+    assert survey is not None
     loaded = [f"double {c} = (double)out[{i}]; (void){c};" for i, c in enumerate(rule.constants)]
     total = f"at<const double>(totals)[tensor * {len(survey.sums)} + "
     loaded += [f"const double {s} = {total}{i}];" for i, s in enumerate(survey.sums)]
@@ -266,14 +257,22 @@ def roles_of(states: Sequence[str], average: bool, copy: bool, moves: bool = Tru
     return roles + more
 
 
-def update(
-    rule: Rule, states: tuple[str, ...], dtypes: Mapping[str, torch.dtype], stochastic: bool = False
-) -> Kernel:
-    """The update of tensors with these `states`, and with an average and a copy where `dtypes` has them.
+class Kind(NamedTuple):
+    """Rows of one launch of `update`: their states and dtypes by role, and whether bf16 is rounded stochastically."""
+
+    states: tuple[str, ...]
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    stochastic: bool = False
+
+
+@cache
+def update(rule: Rule, kind: Kind) -> Kernel:
+    """The update of tensors of this kind, and of their averages and copies where its dtypes have them.
 
     Arguments beside `stream`'s: ``constants`` of `prepare`; ``factor`` and ``skip``, addresses of floats, or 0; ``follow``, the
-    share (1 - decay) of a new weight in its average; and if `stochastic`, how bf16 parameters and states are rounded, its ``seed``.
+    share (1 - decay) of a new weight in its average; and for stochastic rounding its ``seed``.
     """
+    states, dtypes, stochastic = kind.states, dict(kind.dtypes), kind.stochastic
     roles = roles_of(states, AVERAGE in dtypes, COPY in dtypes, rule.moves)
     setup = f"{_setup(rule, stochastic)}\nconst float share = (float)follow; (void)share;"
     text = rule.element if isinstance(rule.element, str) else rule.element(states)
@@ -294,14 +293,11 @@ def update(
     )
 
 
-def survey_of(
-    rule: Rule,
-    survey: Survey,
-    states: tuple[str, ...],
-    dtypes: Mapping[str, torch.dtype],
-    stochastic: bool = False,
-) -> Kernel:
+@cache
+def survey_of(rule: Rule, kind: Kind) -> Kernel:
     """The pass before: arguments beside `stream`'s are ``constants``, ``factor``, ``skip`` and ``seed``; the sums go to ``partials``."""
+    survey, states, dtypes, stochastic = rule.survey, kind.states, dict(kind.dtypes), kind.stochastic
+    assert survey is not None
     roles = [*(Role(name) for name in survey.reads), *(Role(s, writes=True) for s in states if survey.moves)]
     return stream(
         f"survey_{rule.name}_stochastic" if stochastic else f"survey_{rule.name}",

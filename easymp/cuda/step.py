@@ -45,9 +45,9 @@ from .rule import (
     MOST,
     TENSOR,
     Group,
+    Kind,
     Rule,
     Scale,
-    Survey,
     complete,
     prepare,
     roles_of,
@@ -69,20 +69,11 @@ def takes(tensor: Tensor, device: torch.device) -> bool:
     return here.device == device and here.dtype in TYPES and plain(here) and dense(here)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Rows of one launch of `update`: their states and dtypes, and whether bf16 is rounded stochastically."""
-
-    states: tuple[str, ...]
-    dtypes: tuple[tuple[str, torch.dtype], ...]
-    stochastic: bool
-
-
 @dataclass(eq=False, slots=True)
 class _Item:
     """One parameter with a gradient, in the tables."""
 
-    kind: _Kind
+    kind: Kind
     row: Row
     words: tuple[int, ...]
 
@@ -98,7 +89,7 @@ class _Layout:
     order: list[int] = field(
         default_factory=list
     )  # of each row, the number of its parameter among those with gradients
-    kinds: tuple[_Kind, ...] = ()
+    kinds: tuple[Kind, ...] = ()
     table: Table | None = None
     tensors: Tensor | None = None
     partials: Tensor | None = None
@@ -143,7 +134,6 @@ class FusedStep:
         self._layout = _Layout()
         self._hyper: list[float] = []
         self._groups: Tensor | None = None
-        self._kernels: dict[Any, Kernel] = {}
         # Entries of states that a new layout replaces.
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
@@ -187,14 +177,13 @@ class FusedStep:
         times, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
         moving = scale if scale is not None and scale.state.device == self._launcher.device else None
         lent = (0, 0) if moving is None else (moving.state.data_ptr(), moving.rule.data_ptr())
-        prepared = self._kernel("prepare", prepare, self.rule)
-        self._each(prepared, skip, 0 if measured is None else measured.data_ptr(), times, *lent)
+        self._each(prepare(self.rule), skip, 0 if measured is None else measured.data_ptr(), times, *lent)
         if moving is not None:
             moving.moved = True
         try:
             if self.rule.survey is not None:
-                self._survey(self.rule.survey, [parameters[i] for i in layout.order], times, skip)
-            self._stream(self._update, times, skip, 1.0 - (self.ema_decay or 0.0))
+                self._survey(len(self.rule.survey.sums), [parameters[i] for i in layout.order], times, skip)
+            self._stream(update, times, skip, 1.0 - (self.ema_decay or 0.0))
         except KernelError as error:  # not a KernelError, after which torch would step once more
             why = f"a launch failed within a step, and some of the parameters have moved: {error}"
             raise StepError(f"{why}. Load a checkpoint") from error
@@ -202,15 +191,14 @@ class FusedStep:
             self._captured += [layout, self._groups]
         del held  # kept until all launches that read them are in the stream
 
-    def _survey(self, survey: Survey, parameters: Sequence[Tensor], times: int, skip: int) -> None:
+    def _survey(self, sums: int, parameters: Sequence[Tensor], times: int, skip: int) -> None:
         layout: Any = self._layout
-        self._stream(self._look, times, skip)
-        device, count = self._launcher.device, len(survey.sums)
-        found = torch.empty((len(parameters), count), dtype=torch.float64, device=device)
+        self._stream(survey_of, times, skip)
+        found = torch.empty((len(parameters), sums), dtype=torch.float64, device=self._launcher.device)
         arguments = [layout.partials.data_ptr(), layout.table.firsts.data_ptr(), found.data_ptr()]
-        self._launcher.launch(self._kernel("totals", totals, count), len(parameters), arguments)
+        self._launcher.launch(totals(sums), len(parameters), arguments)
         add_up(parameters, found)
-        self._each(self._kernel("weigh", weigh, self.rule, survey), skip, found.data_ptr())
+        self._each(weigh(self.rule), skip, found.data_ptr())
 
     def _each(self, kernel: Kernel, skip: int, *arguments: int) -> None:
         """Launch `prepare` or `weigh`: a thread a tensor."""
@@ -219,41 +207,28 @@ class FusedStep:
         given = [layout.tensors.data_ptr(), count, self._hypers().data_ptr(), skip, constants, *arguments]
         self._launcher.launch(kernel, -(-count // THREADS), given)
 
-    def _stream(self, kernel_of: Callable[[_Kind], Kernel], *arguments: int | float) -> None:
+    def _stream(self, kernel_of: Callable[[Rule, Kind], Kernel], *arguments: int | float) -> None:
         """Launch the kernel of each kind on its chunks."""
         layout: Any = self._layout
         table, constants = layout.table, layout.constants.data_ptr()
         seed = () if self.rounding is None else (self.rounding.seed,)
         for kind, first, last in zip(layout.kinds, table.starts, table.starts[1:]):
             if last > first:
-                kernel = kernel_of(kind)
+                kernel = kernel_of(self.rule, kind)
                 partials = layout.partials.data_ptr() + 8 * len(kernel.sums) * first
                 lying = [table.rows.data_ptr(), table.chunks.data_ptr() + 8 * first, partials]
                 self._launcher.launch(kernel, last - first, [*lying, constants, *arguments, *seed])
 
-    # -- the kernels ----------------------------------------------------------------------------------------------------
-
-    def _kernel(self, key: Any, make: Callable[..., Kernel], *arguments: Any) -> Kernel:
-        """The kernel under `key`, made once."""
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self._kernels[key] = make(*arguments)
-        return kernel
-
-    def _update(self, kind: _Kind) -> Kernel:
-        return self._kernel(kind, update, self.rule, kind.states, dict(kind.dtypes), kind.stochastic)
-
-    def _look(self, kind: _Kind) -> Kernel:
-        given = self.rule, self.rule.survey, kind.states, dict(kind.dtypes), kind.stochastic
-        return self._kernel(("survey", kind), survey_of, *given)
-
-    def _compile(self, kinds: Collection[_Kind]) -> None:
+    def _compile(self, kinds: Collection[Kind]) -> None:
         """All of them, before the first launch of a step; where one cannot be, the state is restored and KernelError raised."""
-        kernels = [self._kernel("prepare", prepare, self.rule), *map(self._update, kinds)]
-        survey = self.rule.survey
-        if survey is not None:
-            kernels += [*map(self._look, kinds), self._kernel("totals", totals, len(survey.sums))]
-            kernels.append(self._kernel("weigh", weigh, self.rule, survey))
+        rule = self.rule
+        kernels = [prepare(rule), *(update(rule, kind) for kind in kinds)]
+        if rule.survey is not None:
+            kernels += [
+                *(survey_of(rule, kind) for kind in kinds),
+                totals(len(rule.survey.sums)),
+                weigh(rule),
+            ]
         try:
             self._launcher.ready(kernels)
         except KernelError:
@@ -346,7 +321,7 @@ class FusedStep:
         if not items:
             return _Layout()
         device = self._launcher.device
-        kinds: dict[_Kind, list[int]] = {}
+        kinds: dict[Kind, list[int]] = {}
         for i, item in enumerate(items):
             kinds.setdefault(item.kind, []).append(i)
         order = [i for of in kinds.values() for i in of]
@@ -395,7 +370,7 @@ class FusedStep:
         row = (gradient, here, *beside, *(() if low is None else (local(low),)))
         roles = roles_of(uses, bool(averages), low is not None)
         dtypes = tuple((role.name, t.dtype) for role, t in zip(roles, row))
-        kind = _Kind(uses, dtypes, self.rounding is not None)
+        kind = Kind(uses, dtypes, self.rounding is not None)
         first = 0 if self.rounding is None else self.rounding.first(parameter)
         words = (number, local(counter).data_ptr(), lr, local(scalar).data_ptr())
         return _Item(kind, Row(row, self._copies(parameter), position, first), words)

@@ -59,9 +59,9 @@ class NormalizeImages:
             BatchError: `images` is not uint8 with four dimensions, or has another number of channels.
         """
         if images.dtype != torch.uint8 or images.ndim != 4:
+            got = f"uint8 images of four dimensions ({self.layout}), not {images.dtype} of shape {tuple(images.shape)}"
             raise BatchError(
-                f"NormalizeImages takes uint8 images of four dimensions ({self.layout}), not {images.dtype} of shape "
-                f"{tuple(images.shape)}: leave ToTensor and Normalize out of the data set, and stack images to batches"
+                f"NormalizeImages takes {got}: leave ToTensor and Normalize out, and stack images to batches"
             )
         if self.layout == "NHWC":
             images = images.permute(0, 3, 1, 2)

@@ -138,10 +138,8 @@ class PreparedLoader(DataLoader[Any]):
             BatchError: the number is unknown (ready batches without a size).
         """
         if self._surplus < 0:
-            raise BatchError(
-                "how many samples of this round are repeated is not known, because the data set yields ready batches: pass "
-                "even_batches=False in DataLoaderConfiguration, or let the DataLoader make the batches"
-            )
+            why = "the number of repeated samples is not known, because the data set yields ready batches"
+            raise BatchError(f"{why}: pass even_batches=False, or let the DataLoader make the batches")
         return self._surplus
 
     @property
@@ -169,9 +167,9 @@ class PreparedLoader(DataLoader[Any]):
         if batches is None:
             parts = (self.dataset, self._given.sampler, self._given.batch_sampler)
             without = next(part for part in parts if part is not None and size_of(part) is None)
+            why = f"this loader has no length, because its {type(without).__name__} has none"
             raise LengthError(
-                f"this loader has no length, because its {type(without).__name__} has none: count steps instead of epochs, or "
-                "give the data set or sampler a __len__"
+                f"{why}: count steps instead of epochs, or give the data set or sampler a __len__"
             )
         return batches
 

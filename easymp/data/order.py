@@ -122,9 +122,8 @@ def agree(order: Sequence[Any], world: Any) -> None:
     seen = world.gather_objects(signature)
     if any(s != seen[0] for s in seen):
         raise BatchError(
-            "the ranks' samplers drew different orders, so samples would be read twice or not at all: the sampler draws from a random "
-            "source of its own. Let rank 0 draw for all with DataLoaderConfiguration(use_seedable_sampler=False), or give the sampler a "
-            "torch.Generator as its `generator`"
+            "the ranks' samplers drew different orders, from a random source of their own: let rank 0 draw for all with "
+            "DataLoaderConfiguration(use_seedable_sampler=False), or give the sampler a torch.Generator as its `generator`"
         )
 
 

@@ -46,13 +46,9 @@ def prepare_loader(
     """Shard `loader` over the ranks that share the data. A prepared loader is returned unchanged.
 
     Args:
-        window: hears when a pass begins, continues and ends.
         rank, size: index of the share of this process, and number of shares.
         seed: of the data order, the same on every rank; `config.data_seed` overrides it.
         place: move batches to the world's device.
-
-    Raises:
-        BatchError: `loader` is not a DataLoader, its data set is empty, it reads out of order, or its batch size does not divide.
     """
     if isinstance(loader, (PreparedLoader, SkippedLoader)):
         return loader
@@ -95,10 +91,8 @@ def _check(loader: Any) -> None:
             what = f"the data set ({type(loader.dataset).__name__}) is empty"
             raise BatchError(f"{what}: check the path or filter it was made with")
     if not getattr(loader, "in_order", True):  # older subclasses (torchdata) do not have it
-        raise BatchError(
-            "this DataLoader was made with in_order=False, so its batches may overtake each other, and no position would say which "
-            "samples have been read: leave in_order=False out"
-        )
+        why = "this DataLoader's batches may overtake each other, so that no position says which samples have been read"
+        raise BatchError(f"{why}: leave in_order=False out")
     theirs = type(loader).__iter__ is not DataLoader.__iter__
     if theirs and not type(loader).__module__.startswith("torchdata"):
         warnings.warn(
@@ -130,15 +124,13 @@ def _per_rank(
     if not split:
         return size
     if size is None and not whole:
-        raise BatchError(
-            "split_batches=True divides a loader's batches among the processes, but this loader has batch_size=None (its data "
-            "set yields ready batches): give the DataLoader a batch_size, or leave split_batches out"
-        )
+        why = "split_batches=True divides batches among the processes, but this loader has batch_size=None"
+        raise BatchError(f"{why}: give the DataLoader a batch_size, or leave split_batches out")
     if size is not None and size % data_size:
+        near = f"{size // data_size * data_size or data_size} or {(size // data_size + 1) * data_size}"
         raise BatchError(
-            f"split_batches=True divides each batch among {data_size} processes, and batch_size={size} does not divide: use "
-            f"{size // data_size * data_size or data_size} or {(size // data_size + 1) * data_size}, or leave split_batches out "
-            "(batch_size is then per process)"
+            f"split_batches=True divides each batch among {data_size} processes, and batch_size={size} does not divide: use {near}, or "
+            "leave split_batches out (batch_size is then per process)"
         )
     return None if size is None else size // data_size
 

@@ -40,10 +40,7 @@ class Piece(NamedTuple):
 
 
 class Cutter(IterableDataset[Any]):
-    """The data set inside the rebuilt DataLoader: yields the uncollated batches of this rank.
-
-    Attributes are read from and set on the wrapped data set, as a ``worker_init_fn`` may do.
-    """
+    """The data set inside the rebuilt DataLoader: yields this rank's uncollated batches. Attributes are those of the wrapped data set."""
 
     def __init__(
         self, dataset: Any, cut: Cut, ranks: Sequence[int], ready: bool, epoch: torch.Tensor | None
@@ -208,9 +205,9 @@ class StreamSource:
         self.seed = state["seed"]
         ends = state.get("streams", [state["position"]])
         if state["position"] and len(ends) != self._streams:
+            why = f"the state was saved with {len(ends)} streams of data (one a worker), and this loader has {self._streams}"
             raise BatchError(
-                f"the state was saved with {len(ends)} streams of data (one a worker), and this loader has {self._streams}: an "
-                f"iterable data set resumes with as many workers as before; make the DataLoader with num_workers={len(ends)}"
+                f"{why}: make the DataLoader of an iterable data set with num_workers={len(ends)}, as before"
             )
         states = state.get("data sets", [None] * len(ends))
         ended = state.get("ended", [False] * len(ends))

@@ -19,7 +19,7 @@ import torch
 from ..base import env
 from . import cpu
 from .cpu import ROOT
-from .facts import Device, Found, Hardware
+from .facts import Device, Hardware
 
 INSTALL = "pytorch.org/get-started/locally"
 
@@ -115,40 +115,37 @@ def build_for(capability: tuple[int, int]) -> str:
 # -- NVIDIA: the cards here ---------------------------------------------------------------------------------------------
 
 
-def probe_nvidia(root: Path = ROOT) -> Found:
+def probe_nvidia(root: Path = ROOT) -> Found | str:
     """The visible cards, or why there is none; `root` is the folder with ``proc``."""
+    version, text = torch.__version__, env.read("CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None:
         if (root / "proc/driver/nvidia/version").exists():
             build = f"install the CUDA build of torch ({INSTALL})"
-            return _none(f"NVIDIA driver present, but torch {torch.__version__} has no CUDA: {build}")
-        return _none(f"no NVIDIA GPU: this torch {torch.__version__} is built without CUDA")
-    text = env.read("CUDA_VISIBLE_DEVICES")
+            return f"NVIDIA driver present, but torch {version} has no CUDA: {build}"
+        return f"no NVIDIA GPU: this torch {version} is built without CUDA"
     seen = read_nvml()
-    return _by_torch(text) if seen is None else _by_nvml(seen, text)
-
-
-def _by_nvml(seen: Seen, text: str | None) -> Found:
+    if seen is None:
+        return _by_torch(text)
     if not seen.cards:
         hidden = seen.total and text is not None
         here = f"CUDA_VISIBLE_DEVICES={text!r} shows none of the {seen.total} here"
-        return _none(f"no NVIDIA GPU: {here if hidden else 'the driver lists none'}")
+        return f"no NVIDIA GPU: {here if hidden else 'the driver lists none'}"
     # Within one major version any driver runs any minor one (CUDA Compatibility, "Minor Version Compatibility").
     if seen.cuda[0] < int(torch.version.cuda.split(".")[0]):
-        return _none(
-            f"NVIDIA driver {seen.driver} runs CUDA {seen.cuda[0]}.{seen.cuda[1]}, but torch {torch.__version__} needs CUDA "
-            f"{torch.version.cuda}: update the driver, or install torch built for CUDA {seen.cuda[0]} ({INSTALL})"
-        )
+        runs = f"NVIDIA driver {seen.driver} runs CUDA {seen.cuda[0]}.{seen.cuda[1]}"
+        remedy = f"update the driver, or install torch built for CUDA {seen.cuda[0]} ({INSTALL})"
+        return f"{runs}, but torch {version} needs CUDA {torch.version.cuda}: {remedy}"
     return _found([(card.name, card.capability, card.memory) for card in seen.cards], seen.links)
 
 
-def _by_torch(text: str | None) -> Found:
+def _by_torch(text: str | None) -> Found | str:
     with warnings.catch_warnings(record=True) as said:  # torch says why there is no device in a warning
         warnings.simplefilter("always")
         there = torch.cuda.is_available()
     if not there:
         shown = f" (CUDA_VISIBLE_DEVICES={text!r})" if text is not None else ""
         why = str(said[0].message).split("(Triggered")[0].strip().rstrip(".") if said else ""
-        return _none(f"no NVIDIA GPU{shown}: {why or 'the driver shows none or is not there'}")
+        return f"no NVIDIA GPU{shown}: {why or 'the driver shows none or is not there'}"
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return _found([(c.name, (c.major, c.minor), c.total_memory) for c in cards], links_by_torch(len(cards)))
 
@@ -158,7 +155,7 @@ def _found(facts: Sequence[tuple[str, tuple[int, int], int]], links: str) -> Fou
     flags = getattr(torch._C, "_cuda_getArchFlags", None)
     built = (flags() or "").split() if flags else torch.cuda.get_arch_list()
     devices = tuple(facts_for(*fact, i, built) for i, fact in enumerate(facts))
-    return Found("nvidia", devices, links, no_code(devices, built, lambda d: build_for(d.capability)))
+    return Found(devices, links, no_code(devices, built, lambda d: build_for(d.capability)))
 
 
 def no_code(devices: Sequence[Device], built: Sequence[str], build: Callable[[Any], str]) -> tuple[str, ...]:
@@ -169,10 +166,6 @@ def no_code(devices: Sequence[Device], built: Sequence[str], build: Callable[[An
         f"install {build(d)}"
         for name, d in strangers.items()
     )
-
-
-def _none(why: str) -> Found:
-    return Found("nvidia", missing=(why,))
 
 
 def links_by_torch(count: int) -> str:
@@ -199,6 +192,14 @@ class Card(NamedTuple):
     instances: tuple[Card, ...] = ()
 
 
+class Found(NamedTuple):
+    """The devices that a probe saw, in the words of `Hardware`; `missing` says of which this torch has no code."""
+
+    devices: tuple[Device, ...]
+    links: str = ""
+    missing: tuple[str, ...] = ()
+
+
 class Seen(NamedTuple):
     """The answers of NVML: the visible cards, and the machine's number of cards and driver."""
 
@@ -210,11 +211,7 @@ class Seen(NamedTuple):
 
 
 def read_nvml() -> Seen | None:
-    """The cards that CUDA will show; None if NVML cannot tell (no package, no driver, a Jetson).
-
-    NVML counts in the order of the PCI bus, CUDA by default from the fastest card on. With cards of different models an index
-    means the same to both only under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; otherwise the answer is None.
-    """
+    """The cards that CUDA will show; None if NVML cannot tell (no package, no driver, a Jetson, cards whose order is unknown)."""
     try:
         import pynvml
     except ImportError:
@@ -226,6 +223,8 @@ def read_nvml() -> Seen | None:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         cards = tuple(_card(pynvml, handle) for handle in handles)
+        # NVML counts in the order of the PCI bus, CUDA by default from the fastest card on: of unlike cards an index means the same to both
+        # only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
         by_uuid = (env.read("CUDA_VISIBLE_DEVICES") or "").startswith(("GPU-", "MIG-"))
         unlike = len({card.name for card in cards}) > 1
         if unlike and not by_uuid and env.read("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -241,11 +240,9 @@ def read_nvml() -> Seen | None:
 
 
 def visible(cards: tuple[Card, ...]) -> tuple[Card, ...]:
-    """The cards that ``CUDA_VISIBLE_DEVICES`` leaves, in CUDA's order; `cards` are all of them, in the order that indices mean.
-
-    torch reads the variable. The first entry that names nothing ends the list, and a repeated one empties it. A process sees a
-    single MIG instance, and then no whole card (MIG User Guide, "Device Enumeration").
-    """
+    """The cards that ``CUDA_VISIBLE_DEVICES`` leaves, in CUDA's order; `cards` are all of them, in the order that indices mean."""
+    # The first entry that names nothing ends the list, and a repeated one empties it. A process sees a single MIG instance, and then no
+    # whole card (MIG User Guide, "Device Enumeration").
     entries = torch.cuda._parse_visible_devices()
     everything = [*cards, *(instance for card in cards for instance in card.instances)]
     chosen: list[Card] = []
@@ -331,33 +328,30 @@ def amd_facts(
     )
 
 
-def probe_amd(root: Path = ROOT) -> Found:
+def probe_amd(root: Path = ROOT) -> Found | str:
     """The visible AMD cards, or why there is none; `root` is the folder with ``dev``."""
     version = torch.__version__
+    if torch.version.hip is None and (root / "dev/kfd").exists():
+        return f"AMD driver present, but torch {version} has no ROCm: install the ROCm build of torch"
     if torch.version.hip is None:
-        if (root / "dev/kfd").exists():
-            why = f"AMD driver present, but torch {version} has no ROCm: install the ROCm build of torch"
-            return Found("amd", missing=(why,))
-        return Found("amd", missing=(f"no AMD GPU: this torch {version} is built without ROCm",))
+        return f"no AMD GPU: this torch {version} is built without ROCm"
     if not torch.cuda.is_available():
-        why = f"no AMD GPU: torch {version} is built for ROCm, but its runtime shows none"
-        return Found("amd", missing=(why,))
+        return f"no AMD GPU: torch {version} is built for ROCm, but its runtime shows none"
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     built = torch.cuda.get_arch_list()
     devices = tuple(amd_facts(c.name, c.gcnArchName, c.total_memory, i, built) for i, c in enumerate(cards))
     missing = no_code(devices, built, lambda d: "a build of torch for a ROCm that supports this card")
-    return Found("amd", devices, links_by_torch(len(devices)), missing)
+    return Found(devices, links_by_torch(len(devices)), missing)
 
 
-def probe_intel() -> Found:
+def probe_intel() -> Found | str:
     """The visible Intel GPUs, or why there is none."""
     if not torch._C._has_xpu:
-        return Found("intel", missing=(f"no Intel GPU: this torch {torch.__version__} is built without XPU",))
+        return f"no Intel GPU: this torch {torch.__version__} is built without XPU"
     if not torch.xpu.is_available():
-        why = f"no Intel GPU: torch {torch.__version__} is built for XPU, but the driver shows none"
-        return Found("intel", missing=(why,))
+        return f"no Intel GPU: torch {torch.__version__} is built for XPU, but the driver shows none"
     cards = [torch.xpu.get_device_properties(i) for i in range(torch.xpu.device_count())]
-    return Found("intel", tuple(intel_facts(card, i) for i, card in enumerate(cards)))
+    return Found(tuple(intel_facts(card, i) for i, card in enumerate(cards)))
 
 
 def intel_facts(card: Any, index: int) -> Device:
@@ -377,21 +371,27 @@ def intel_facts(card: Any, index: int) -> Device:
     )
 
 
-def probe_apple() -> Found:
+def probe_apple() -> Found | str:
     """The GPU of Apple Silicon, or why there is none. `memory` is the most that Metal recommends to use of the shared memory."""
     if not torch.backends.mps.is_built():
-        return Found("apple", missing=(f"no Apple GPU: this torch {torch.__version__} is built without MPS",))
+        return f"no Apple GPU: this torch {torch.__version__} is built without MPS"
     if not torch.backends.mps.is_available():
-        why = f"no Apple GPU: torch {torch.__version__} is built for MPS, but it needs Apple Silicon and macOS 14 or newer"
-        return Found("apple", missing=(why,))
+        needs = "it needs Apple Silicon and macOS 14 or newer"
+        return f"no Apple GPU: torch {torch.__version__} is built for MPS, but {needs}"
     # bf16 runs on every chip, but Metal emulates it with fp32 before the M3. fp16 has about fp32's rate, so a gain has to be measured.
     chip = cpu.name() or "Apple"
     generation = re.search(r"\bM(\d+)", chip)
-    native = bool(generation) and int(generation[1]) >= 3
-    return Found("apple", (Device("mps", 0, f"{chip} GPU", torch.mps.recommended_max_memory(), bf16=native),))
+    native = generation is not None and int(generation[1]) >= 3
+    return Found((Device("mps", 0, f"{chip} GPU", torch.mps.recommended_max_memory(), bf16=native),))
 
 
-PROBES = (probe_nvidia, probe_amd, probe_intel, probe_apple)  # the first that finds something wins
+# The first that finds something wins.
+PROBES: dict[str, Callable[[], Found | str]] = {
+    "nvidia": probe_nvidia,
+    "amd": probe_amd,
+    "intel": probe_intel,
+    "apple": probe_apple,
+}
 
 
 def detect(use_accelerators: bool = True) -> Hardware:
@@ -419,11 +419,11 @@ def _detect(use_accelerators: bool, visible: str | None) -> Hardware:
     if not use_accelerators:
         return Hardware(processor, looked_for=("no accelerator was looked for, as asked",))
     missing: list[str] = []
-    for probe in PROBES:
+    for vendor, probe in PROBES.items():
         found = probe()
-        missing.extend(found.missing)
-        if found.devices:
-            return Hardware(processor, found.devices, found.vendor, found.links, tuple(missing))
+        if isinstance(found, Found):
+            return Hardware(processor, found.devices, vendor, found.links, (*missing, *found.missing))
+        missing.append(found)
     return Hardware(processor, looked_for=tuple(missing))
 
 

@@ -97,10 +97,8 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def _groups(root: Path) -> list[Path]:
-    """The folders of this process's control group (version 2) and its ancestors: each limit holds for all below it.
-
-    In a container the path may be the host's. Where it does not exist, the mount is the container's own group.
-    """
+    """The folders of this process's control group (version 2) and its ancestors: each limit holds for all below it."""
+    # In a container the path may be the host's. Where it does not exist, the mount is the container's own group.
     mount = root / "sys/fs/cgroup"
     lines = text(root / "proc/self/cgroup").splitlines()
     path = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")

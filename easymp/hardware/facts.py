@@ -1,12 +1,8 @@
-"""The facts of a machine, as frozen records. Every probe fills these; every decision reads only these.
-
-Sizes are bytes. A record can be written by hand, so every machine can be decided for on a laptop.
-"""
+"""The facts of a machine, as frozen records, sizes in bytes. Every probe fills these; every decision reads only these."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -82,12 +78,3 @@ class Hardware:
     def kind(self) -> str:
         """torch's device type of the accelerators here, or ``"cpu"``."""
         return self.devices[0].kind if self.devices else "cpu"
-
-
-class Found(NamedTuple):
-    """The devices that a probe saw, in the words of `Hardware`, or the sentence that says why it saw none (`missing`)."""
-
-    vendor: str
-    devices: tuple[Device, ...] = ()
-    links: str = ""
-    missing: tuple[str, ...] = ()

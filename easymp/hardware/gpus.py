@@ -24,18 +24,11 @@ VARIANTS = re.compile(r"\b(laptop|mobile|max-q|mig|ti|super|server|d|fhhl)\b")
 
 @dataclass(frozen=True)
 class GPU:
-    """One model.
+    """One model, with peak rates in TFLOP/s; 0 where there are no units for a type, or no figure."""
 
-    Attributes:
-        name: as people write it; each of its words is part of the driver's name, in this order.
-        memory: GB (10**9 bytes), the smallest first. The driver shows up to 7% more.
-        architecture: ``"sm_90"`` of compute capability 9.0, ``"gfx942"`` of AMD.
-        fp32, tf32, fp16, bf16, fp8: peak in TFLOP/s; 0 where there are no units for it, or no figure.
-    """
-
-    name: str
-    memory: tuple[int, ...]
-    architecture: str
+    name: str  # as people write it; each of its words is part of the driver's name, in this order
+    memory: tuple[int, ...]  # GB (10**9 bytes), the smallest first. The driver shows up to 7% more
+    architecture: str  # "sm_90" of compute capability 9.0, "gfx942" of AMD
     fp32: float
     tf32: float = 0
     fp16: float = 0

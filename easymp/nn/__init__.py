@@ -1,13 +1,10 @@
 """Cross-entropy of a linear layer's outputs, chunk by chunk, so that the outputs of all tokens are never in memory at once.
 
 A chunk's logits are made, turned into their gradient in place, multiplied into the gradients of hidden states and weight, and dropped:
-three matrix products of each chunk, as many as the plain pair of layer and loss has, and all of them in forward. Backward multiplies
-these gradients by the one number that arrives. Where a number for each token arrives (reduction="none"), or a second backward runs,
-backward makes the logits again.
-
-torch 2.13's own `torch.nn.functional.linear_cross_entropy` is not called: of bf16 inputs it returns a bf16 loss and adds up the weight's
-gradient in bf16, it holds the logits under label smoothing, and it knows no split vocabulary. benchmarks/linear_cross_entropy.py times
-both.
+three matrix products of each chunk, as of the plain pair, all in forward. Backward multiplies these gradients by the one number that
+arrives; for a number a token (reduction="none"), or a second backward, it makes the logits again. torch 2.13's own function is not called:
+of bf16 inputs it returns a bf16 loss and sums the weight's gradient in bf16, it holds the logits under label smoothing, and it knows no
+split vocabulary.
 """
 
 from __future__ import annotations
@@ -70,9 +67,9 @@ def linear_cross_entropy(
         >>> torch.testing.assert_close(loss, plain)
     """
     if hidden.shape[:-1] != targets.shape or weight.ndim != 2 or hidden.shape[-1:] != weight.shape[1:]:
+        got = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}"
         raise BatchError(
-            f"linear_cross_entropy got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}: "
-            "pass (..., features), (vocabulary, features) and (...)"
+            f"linear_cross_entropy got {got}: pass (..., features), (vocabulary, features) and (...)"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise BatchError(f"bias has shape {tuple(bias.shape)}, not ({weight.shape[0]},): one number a word")
@@ -154,10 +151,8 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, arrived: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise StepError(
-                "linear_cross_entropy has no gradient of a gradient, and create_graph=True asks for one: leave create_graph out, or use "
-                "F.cross_entropy(F.linear(hidden, weight, bias), targets)"
-            )
+            why = "linear_cross_entropy has no gradient of a gradient, for which create_graph=True asks"
+            raise StepError(f"{why}: use F.cross_entropy(F.linear(hidden, weight, bias), targets)")
         gradients = ctx.gradients
         if ctx.how.summed and gradients is not None:
             ctx.gradients = None

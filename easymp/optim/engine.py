@@ -22,7 +22,7 @@ from ..protocols import Counting
 from .fused import FusedOptimizer
 from .masters import Averages, Masters
 from .sharded import ShardedOptimizer, holder_of
-from .torch_step import inverse, launcher_of, multiply, watched, wide_norms, widest
+from .torch_step import inverse, launcher_of, multiply, stacked, totals_of, watched, wide_norms
 
 if TYPE_CHECKING:
     from ..cuda.rule import Rule, Scale
@@ -219,30 +219,20 @@ class Engine:
         bad = None
         if over_ranks is None:
             norms = wide_norms([gradient for _, gradient in pairs])
-            together = _together(norms) if norms else torch.zeros(1, device=self._home())
-            norm = torch.linalg.vector_norm(together)
+            each = stacked(norms) if norms else torch.zeros(1, device=self._home())
+            norm = torch.linalg.vector_norm(each).float()
             if scale is not None:
                 bad = (norm - norm != 0).float()  # of infinity and of no number
                 norm = norm * _to(inverse(scale), norm.device)
         else:
-            totals = self._totals(pairs)
+            copies = [self.counting.copies(parameter) for parameter, _ in pairs]
+            totals = totals_of([gradient for _, gradient in pairs], copies, self._home())
             if scale is not None:
                 totals[0] *= _to(inverse(scale), totals.device).to(totals.dtype).square()
             over_ranks(totals)
             norm, bad = totals[0].sqrt().float(), (totals[1] > 0).float()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return Measured(norm, factor if scale is None else factor * _to(inverse(scale), norm.device), bad)
-
-    def _totals(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Σ g² and the number of tensors that are not finite."""
-        counted = [(gradient, self.counting.copies(parameter)) for parameter, gradient in pairs]
-        counted = [(gradient, copies) for gradient, copies in counted if copies and gradient.numel()]
-        norms = wide_norms([gradient for gradient, _ in counted])
-        each = _together(norms) if norms else torch.zeros(1, device=self._home())
-        squares = each.to(widest(each.device)).square()
-        if any(copies != 1 for _, copies in counted):
-            squares = squares / _to(torch.tensor([c for _, c in counted], dtype=squares.dtype), each.device)
-        return torch.stack([squares.sum(), (~each.isfinite()).sum().to(squares.dtype)])
 
     def _home(self) -> torch.device:
         # Not meta, as parameters of other stages: a collective does nothing there, and the other ranks wait for this one.
@@ -331,13 +321,6 @@ def _rule_for(optimizer: torch.optim.Optimizer) -> Rule | str:
             return "fused or foreach was chosen by the caller"
     rules = (mine.rule for mine in own if mine.torchs is kind)
     return next(rules, f"there is no kernel for {kind.__name__}")
-
-
-def _together(numbers: list[Tensor]) -> Tensor:
-    """One number of each tensor, in float32, on the first one's device."""
-    device = numbers[0].device
-    same = all(n.device == device and n.dtype == torch.float32 for n in numbers)
-    return torch.stack(numbers if same else [n.to(device, torch.float32) for n in numbers])
 
 
 def _to(number: Tensor, device: torch.device) -> Tensor:

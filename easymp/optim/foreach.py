@@ -21,23 +21,17 @@ from .torch_step import wide, widest
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """Parameters of one group, on one device.
+    """Parameters of one group, on one device, with their gradients and states: local parts, in fp32 or wider."""
 
-    Attributes:
-        parameters: as the group holds them.
-        p, g, states: local parts of them, of their gradients (negated where the group maximizes) and states; in fp32 or wider.
-        counters: of steps, this one counted; None where neither the rule nor rounding needs them.
-        steps: the same in one tensor [parameters], at least 1; float64 where the device has it.
-        go: 1, or 0 if nothing is to change.
-    """
-
-    parameters: list[Tensor]
+    parameters: list[Tensor]  # as the group holds them
     p: list[Tensor]
-    g: list[Tensor]
+    g: list[Tensor]  # negated where the group maximizes
     states: dict[str, list[Tensor]]
-    counters: list[Tensor] | None
-    steps: Any
-    go: Any
+    counters: (
+        list[Tensor] | None
+    )  # of steps, this one counted; None where neither the rule nor rounding needs them
+    steps: Any  # the same in one tensor [parameters], at least 1; float64 where the device has it
+    go: Any  # 1, or 0 if nothing is to change
 
 
 class ListOptimizer(FusedOptimizer):

@@ -21,7 +21,7 @@ from ..cuda import EMA
 from ..errors import KernelError, SettingError, StepError
 from ..protocols import Counting
 from .masters import Averages
-from .torch_step import Clip, inverse, keep_implementation, launcher_of, values, wide_norms, widest
+from .torch_step import Clip, inverse, keep_implementation, launcher_of, totals_of, values
 
 if TYPE_CHECKING:
     from ..cuda.rounding import Rounding
@@ -78,10 +78,8 @@ class Options:
             right = "must be torch.float32 or torch.bfloat16; leave it out for the parameters' own"
             raise SettingError(f"state_dtype={self.state_dtype} {right}")
         if self.state_dtype == torch.bfloat16 and self.stochastic_rounding is False:
-            raise SettingError(
-                "state_dtype=torch.bfloat16 needs stochastic_rounding=True: rounded to the nearest, a second moment that falls by less "
-                "than half of bf16's spacing a step stays where it is. Pass both, or neither"
-            )
+            why = "rounded to the nearest, a second moment that falls slowly stays where it is. Pass both, or neither"
+            raise SettingError(f"state_dtype=torch.bfloat16 needs stochastic_rounding=True: {why}")
         self.rounding  # noqa: B018  # refuses a wrong seed
         if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
             raise SettingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1; 0.999 is usual")
@@ -292,13 +290,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def gradient_norm(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients of these parameters, 0-dim; float64 where the device has it. Over the ranks, a collective."""
         device = next((p.device for p in self._parameters()), torch.device("cpu"))
-        counted = [(values(local(g)), c) for p, g in zip(parameters, gradients) if (c := self._copies(p))]
-        norms = wide_norms([g for g, _ in counted])
-        both = torch.zeros(2, dtype=widest(device), device=device)  # the kernels' measure adds up two
-        if norms:
-            squares = [n.to(both).square() / copies for n, (_, copies) in zip(norms, counted)]
-            both[0] = torch.stack(squares).sum()
-        self._over_ranks(both)
+        copies = [self._copies(parameter) for parameter in parameters]
+        both = totals_of([values(local(gradient)) for gradient in gradients], copies, device).to(device)
+        self._over_ranks(both)  # the kernels' measure adds up two numbers, too
         return both[0].sqrt()
 
     @torch.no_grad()

@@ -125,10 +125,8 @@ def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def added(gradients: Sequence[Any], totals: Sequence[Tensor | None]) -> list[Tensor]:
     """fp32 `totals`, made where there is none, with low-precision `gradients` added to them; StepError for a sparse one."""
     if any(g.is_sparse for g in gradients):
-        raise StepError(
-            "a sparse gradient of a low-precision parameter cannot be summed in fp32: use Embedding(sparse=False), or keep the embedding's "
-            "weights in fp32"
-        )
+        why = "a sparse gradient of a low-precision parameter cannot be summed in fp32"
+        raise StepError(f"{why}: use Embedding(sparse=False), or keep the embedding's weights in fp32")
     more = [(t, g) for g, t in zip(gradients, totals) if t is not None]
     if more:
         torch._foreach_add_([local(t) for t, _ in more], [local(g) for _, g in more])
@@ -257,28 +255,17 @@ class Averages:
                 states[p][EMA] = new[id(p)]
         if held:
             averages = [local(states[p][EMA]) for p, states in held]
-            self._follow([local(p) for p, _ in held], averages, found_inf)
+            weights = [local(p).detach().to(a.dtype) for (p, _), a in zip(held, averages)]
+            share: Any = 1.0 - self.decay
+            if found_inf is not None:
+                good = (found_inf <= 0) * share
+                shares = {a.device: good.to(a.device, non_blocking=True) for a in averages}
+                share = [shares[a.device].to(a.dtype) for a in averages]
+            with torch.no_grad():
+                torch._foreach_lerp_(averages, weights, share)
         return result
-
-    @torch.no_grad()
-    def _follow(self, parameters: list[Tensor], averages: list[Tensor], found_inf: Tensor | None) -> None:
-        weights = [p.detach().to(a.dtype) for p, a in zip(parameters, averages)]
-        share: Any = 1.0 - self.decay  # type: ignore[operator]
-        if found_inf is not None:
-            shares = {a.device: ((found_inf <= 0) * share).to(a.device, non_blocking=True) for a in averages}
-            share = [shares[a.device].to(a.dtype) for a in averages]
-        torch._foreach_lerp_(averages, weights, share)
 
 
 def _start(parameter: Tensor) -> Tensor:
     now = parameter.detach()
     return now.to(torch.float32) if now.dtype in LOW else now.clone(memory_format=torch.preserve_format)
-
-
-def without(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Optimizer states without averages; the very same dicts where there were none."""
-    kept = {}
-    for key, state in states.items():
-        has = isinstance(state, Mapping) and EMA in state
-        kept[key] = {name: value for name, value in state.items() if name != EMA} if has else state
-    return kept

@@ -199,10 +199,8 @@ def _groups(params: Any, patterns: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from (dict(item) for item in given)
         return
     if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in given):
-        raise SettingError(
-            "Muon cannot tell embeddings and heads from hidden layers without names: pass the model, model.named_parameters(), or param "
-            'groups with "use_muon": True or False'
-        )
+        ways = 'pass the model, model.named_parameters(), or param groups with "use_muon": True or False'
+        raise SettingError(f"Muon cannot tell embeddings and heads from hidden layers without names: {ways}")
     split: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
     for name, p in given:
         others = p.ndim != 2 or id(p) in words or any(fnmatchcase(name, pattern) for pattern in patterns)

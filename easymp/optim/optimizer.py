@@ -21,7 +21,7 @@ from ..precision import Scaler
 from ..precision.scaler import NO_GRADIENTS
 from .engine import Engine
 from .fused import FusedOptimizer
-from .masters import Masters, Sums, without
+from .masters import Masters, Sums
 from .muon import Muon
 from .sharded import ShardedOptimizer, holder_of
 from .torch_step import HOOKS, Clip, fill_momentum, keep_implementation, watched
@@ -159,9 +159,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
             else:
                 optimizer.do_without("optimizer_in_backward=True")
         if why:
+            what = f"steps each parameter as its gradient is done, and this {type(self.given).__name__} has {why}"
             raise PrepareError(
-                f"optimizer_in_backward=True steps each parameter as its gradient is done, and this {type(self.given).__name__} has "
-                f"{why}: leave optimizer_in_backward out, or use another optimizer or precision"
+                f"optimizer_in_backward=True {what}: leave it out, or use another optimizer or precision"
             )
         self._group_of = {}
 
@@ -171,10 +171,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         optimizer, where, ids = self.optimizer, self._group_of, {id(p) for p in parameters}
         assert where is not None
         if not ids.isdisjoint(self.ahead):
-            raise StepError(
-                "a second gradient of a parameter before optimizer.step(), under optimizer_in_backward=True, which has stepped on the "
-                "first: call accelerator.backward() once for each step(), and checkpoint with use_reentrant=False"
+            what = (
+                "a second gradient of a parameter before optimizer.step(), under optimizer_in_backward=True"
             )
+            ways = "call accelerator.backward() once for each step(), and checkpoint with use_reentrant=False"
+            raise StepError(f"{what}, which has stepped on the first: {ways}")
         every, kind = optimizer.param_groups, type(optimizer)
         if not where.keys() >= ids:  # groups may have been added
             where.update((id(p), g) for g, group in enumerate(every) for p in group["params"])
@@ -198,10 +199,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.ahead |= ids
         if before is not None and (after := counters(optimizer)) != before:
             name = min(key for key in after if after[key] != before.get(key))[1]
-            raise StepError(
-                f"optimizer_in_backward=True steps each parameter alone, and a step of this {type(self.given).__name__} has changed "
-                f"{name!r}, which counts for all of them: leave optimizer_in_backward out, or use another optimizer"
-            )
+            why = f"a step of this {type(self.given).__name__} has changed {name!r}, which counts for all of them"
+            what = f"optimizer_in_backward=True steps each parameter alone, and {why}"
+            raise StepError(f"{what}: leave optimizer_in_backward out, or use another optimizer")
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         scaler = self._scaler
@@ -406,14 +406,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return states
         if not own and not type(given).__module__.startswith("torch.optim"):
             return states
-        kept = without(states)
-        if not self._told and any(state is not states[key] for key, state in kept.items()):
+        with_one = [key for key, state in states.items() if isinstance(state, Mapping) and EMA in state]
+        rest = {key: {k: v for k, v in states[key].items() if k != EMA} for key in with_one}
+        if rest and not self._told:
             self._told = True
             logger.warning(
                 f"{type(given).__name__}'s state comes with averages of the weights, and this run keeps none: they are dropped. "
                 "Accelerator(ema_decay=…) goes on with them"
             )
-        return kept
+        return {**states, **rest}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)

@@ -3,9 +3,8 @@
 Each rank has a twin of the user's optimizer, which knows only this rank's rows of each parameter. They are views: the twin's step
 writes into the whole parameters, and the rows of the other ranks are gathered afterwards. Tensors are cut along dimension 0 as
 torch.chunk does (and FSDP2): ceil(length / ranks) rows each, the last ranks fewer or none; one without dimensions is not cut.
-
-Optimizers that work element by element run on plain tensors, in every implementation (fused, foreach); the twins of others step on
-DTensors (`elementwise`). From outside, the states are DTensors either way, so another number of ranks can read a checkpoint of them.
+Twins of optimizers that work element by element step on plain tensors (fused, foreach), those of others on DTensors (`elementwise`).
+From outside, the states are DTensors either way, so another number of ranks can read a checkpoint of them.
 """
 
 from __future__ import annotations
@@ -183,10 +182,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given: the user's optimizer, on whole parameters.
         cap: bytes that are packed into one collective.
         frozen: ids of the parameters whose gradients are not averaged over the ranks.
-
-    Raises:
-        RefusedError: an optimizer that needs its whole parameters, or was prepared before.
-        SettingError: one that this torch would step wrongly.
     """
 
     def __init__(self, given: torch.optim.Optimizer, world: World, cap: int, frozen: Collection[int]) -> None:
@@ -317,12 +312,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update on all ranks together; `closure` is called once, before it.
-
-        Raises:
-            StepError: gradients that are sparse, or were not averaged; an optimizer that cannot run on DTensors; after the run.
-            WorldError: another rank is missing or elsewhere.
-        """
+        """One update on all ranks together; `closure` is called once, before it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -356,15 +346,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     continue
                 shape = tuple(parameter.shape)
                 if grad.is_sparse:
-                    raise StepError(
-                        f"the parameter of shape {shape} has a sparse gradient, and zero1 cuts dense ones only: make its embedding with "
-                        "sparse=False, or use strategy='ddp'"
-                    )
+                    why = f"the parameter of shape {shape} has a sparse gradient, and zero1 cuts dense ones only"
+                    raise StepError(f"{why}: make its embedding with sparse=False, or use strategy='ddp'")
                 if id(parameter) in self._frozen:
-                    raise StepError(
-                        f"the parameter of shape {shape} has a gradient but had requires_grad=False when its model was prepared: no rank "
-                        "averages it. Switch it on before prepare() (free_memory() lets you prepare anew)"
-                    )
+                    why = f"the parameter of shape {shape} has a gradient but had requires_grad=False"
+                    ways = "switch it on before prepare() (free_memory() lets you prepare anew)"
+                    raise StepError(f"{why} when its model was prepared, so that no rank averages it: {ways}")
                 part = self._parts[id(parameter)]
                 part.shard.grad = self._shard(parameter, grad)
                 parts.append(part)
@@ -478,11 +465,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return bool(both and value.shape == self._parts[id(parameter)].shard.shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a whole state, as `state_dict` of this or of a plain optimizer gives it.
-
-        Raises:
-            ValueError: it has other param groups.
-        """
+        """Take this rank's part of a whole state, as `state_dict` of this or of a plain optimizer gives it."""
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -567,10 +550,8 @@ def _twin(given: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _check(given: torch.optim.Optimizer) -> None:
     kind = type(given).__name__
     if given in _taken:
-        raise RefusedError(
-            f"this {kind} was prepared before, and its state went into shards: build a new one (load_state_dict takes the state_dict "
-            "of the one that prepare returned)"
-        )
+        why = f"this {kind} was prepared before, and its state went into shards"
+        raise RefusedError(f"{why}: build a new one, and load the state_dict() of what prepare() returned")
     if any(group.get("differentiable") for group in given.param_groups):
         why = "keeps a graph through its step, which the gathering of shards cuts"
         raise RefusedError(f"{kind}(differentiable=True) {why}: use strategy='ddp'")
@@ -579,9 +560,9 @@ def _check(given: torch.optim.Optimizer) -> None:
         items = value.values() if isinstance(value, Mapping) else value
         items = items if isinstance(value, (Mapping, list, tuple)) else (items,)
         if name not in OWN and any(isinstance(i, torch.optim.Optimizer) or id(i) in held for i in items):
+            why = f"{kind} holds parameters or another optimizer in .{name}, beside its param groups"
             raise RefusedError(
-                f"{kind} holds parameters or another optimizer in .{name}, beside its param groups, and under zero1 each rank steps on "
-                "a part of each parameter: use strategy='ddp'"
+                f"{why}, and zero1 steps on a part of each parameter a rank: use strategy='ddp'"
             )
 
 

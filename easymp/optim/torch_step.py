@@ -50,7 +50,9 @@ def fuse(
     kind = kind or type(optimizer)
     if kind not in FUSED:
         return f"torch has no fused step for {kind.__name__}"
-    sparse = _sparse(models) if kind in DENSE_ONLY else {}
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    modules = (item for model in models for item in model.named_modules()) if kind in DENSE_ONLY else ()
+    sparse = {id(m.weight): name for name, m in modules if isinstance(m, kinds) and m.sparse}
     for group in optimizer.param_groups:
         refusals = (_parameter_refusal(kind, p, sparse.get(id(p))) for p in group["params"])
         why_not = _group_refusal(kind, group) or next(filter(None, refusals), None)
@@ -92,16 +94,6 @@ def _parameter_refusal(kind: type, parameter: Any, sparse: str | None) -> str | 
     if (type(parameter) is nn.Parameter and parameter.is_contiguous()) or dense(local(parameter)):
         return None
     return f"{fused} is wrong for a parameter that has gaps in memory, or overlaps"
-
-
-def _sparse(models: Iterable[nn.Module]) -> dict[int, str]:
-    """id of each parameter whose gradient is sparse, and its module's name."""
-    return {
-        id(module.weight): name
-        for model in models
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-    }
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None) -> None:
@@ -185,10 +177,10 @@ class Clip:
             if now is gradient and part._version == version:
                 there.append(gradient)
             elif now is not None and bool(local(now.detach()).any()):
+                what = f"the gradient of a parameter of shape {tuple(parameter.shape)} was changed between clip_grad_norm_ and step()"
+                why = "There it is neither clipped nor divided by the loss scale yet, for the step does both as it reads"
                 raise StepError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was changed between clip_grad_norm_ and step(). There "
-                    "it is neither clipped nor divided by the loss scale yet, for the step does both as it reads: change gradients "
-                    "before you clip, or use Accelerator(fused=False)"
+                    f"{what}. {why}: change gradients before you clip, or use Accelerator(fused=False)"
                 )
         return there
 
@@ -217,11 +209,29 @@ def wide_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 def whole_squares(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """Σ x² of each whole tensor, [tensors], which are spread as `parameters`; a collective where any is sharded."""
-    norms = wide_norms([values(local(t)) for t in tensors])
-    device = norms[0].device
-    squares = torch.stack([n.to(device, widest(device)) for n in norms]).square()
+    norms = stacked(wide_norms([values(local(t)) for t in tensors]))
+    squares = norms.to(widest(norms.device)).square()
     add_up(parameters, squares)
     return squares
+
+
+def stacked(numbers: Sequence[Tensor]) -> Tensor:
+    """One number of each tensor, on the first one's device; in its widest float where they differ."""
+    first = numbers[0]
+    if all(n.device == first.device and n.dtype == first.dtype for n in numbers):
+        return torch.stack(list(numbers))
+    return torch.stack([n.to(first.device, widest(first.device)) for n in numbers])
+
+
+def totals_of(gradients: Sequence[Tensor], copies: Sequence[int], home: torch.device) -> Tensor:
+    """Σ g², each element divided by the number of its `copies`, and the number of gradients that are not finite; wide."""
+    norms = wide_norms([gradient for gradient, held in zip(gradients, copies) if held and gradient.numel()])
+    each = stacked(norms) if norms else torch.zeros(1, device=home)
+    squares = each.to(widest(each.device)).square()
+    shared = [held for gradient, held in zip(gradients, copies) if held and gradient.numel()]
+    if any(held != 1 for held in shared):
+        squares = squares / torch.tensor(shared, dtype=squares.dtype).to(each.device, non_blocking=True)
+    return torch.stack([squares.sum(), (~each.isfinite()).sum().to(squares.dtype)])
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 from easymp.cuda.cupy_launcher import PROBE
 from easymp.cuda.kernel import Kernel
 from easymp.cuda.measure import CONCLUDE, TOTAL, squares, totals
-from easymp.cuda.rule import Rule, prepare, survey_of, update, weigh
+from easymp.cuda.rule import Kind, Rule, prepare, survey_of, update, weigh
 from easymp.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, NovoGrad
 
 RULES = {own.torchs: own.rule for own in (Adam, AdamW, SGD, Adagrad)}
@@ -43,12 +43,12 @@ def of_rule(rule: Rule, combinations: tuple = COMBINATIONS) -> Iterator[Kernel]:
             dtypes = {"g": gradient, "p": parameter, **dict.fromkeys(states, state)}
             extra = {"ema": F32} if average else {}
             extra |= {} if low is None else {"low": low}
-            yield update(rule, states, {**dtypes, **extra}, stochastic)
+            yield update(rule, Kind(states, tuple({**dtypes, **extra}.items()), stochastic))
             if rule.survey is not None:
-                yield survey_of(rule, rule.survey, states, dtypes, stochastic)
+                yield survey_of(rule, Kind(states, tuple(dtypes.items()), stochastic))
     if rule.survey is not None:
         yield totals(len(rule.survey.sums))
-        yield weigh(rule, rule.survey)
+        yield weigh(rule)
 
 
 def beside_steps() -> Iterator[Kernel]:
