@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from easymp.cli import main
+from easymp.cli.accelerate_flags import translate
 
 EASYMP = [sys.executable, "-m", "easymp"]
 NAMES = """
-import importlib.metadata, importlib.util, accelerate
+import importlib.metadata, importlib.util, sys, accelerate
 from accelerate import Accelerator, dispatch_model, init_empty_weights
 from accelerate.hooks import AlignDevicesHook
 from accelerate.utils import DistributedType, set_module_tensor_to_device
@@ -32,12 +33,13 @@ with init_empty_weights():
 assert model.weight.is_meta
 set_module_tensor_to_device(model, "weight", "cpu", torch.ones(1, 2))
 set_module_tensor_to_device(model, "bias", "cpu", torch.zeros(1))
-acc = Accelerator(cpu=True)
+acc = Accelerator()
 model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 acc.backward(model(torch.ones(2, 2)).sum())
 optimizer.step()
 weights = acc.gather(model.weight.detach()[0, :1]).tolist()
-print(f"{type(acc).__module__} {acc.num_processes} {weights}\\n", end="", flush=True)
+plan = acc.num_processes, acc.mixed_precision, acc.plan.strategy.value, sys.argv[1:]
+print(f"{type(acc).__module__} {plan} {weights}\\n", end="", flush=True)
 acc.end_training()
 """
 
@@ -49,10 +51,20 @@ def run(*words: str, folder: Path) -> str:
     return done.stdout
 
 
+def test_a_program_that_installs_it_gets_easymp() -> None:
+    program = f"from easymp.compat import install\ninstall()\n{NAMES}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "easymp.compat.accelerate.accelerator (1, 'no', 'single', []) [0.8" in done.stdout, done.stderr
+    assert "dispatch_model is not part of easymp" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_script_that_imports_accelerate_gets_easymp(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(NAMES)
-    printed = run("launch", "--as", "accelerate", "--processes", "2", "train.py", folder=tmp_path)
-    assert printed.count("easymp.compat.accelerate.accelerator 2 [0.8") == 2
+    flags = ("--num_processes", "2", "--mixed_precision=bf16", "--cpu")
+    printed = run("launch", "--as", "accelerate", *flags, "train.py", "--lr", "1", folder=tmp_path)
+    plan = "easymp.compat.accelerate.accelerator (2, 'bf16', 'ddp', ['--lr', '1']) [0.8"
+    assert printed.count(plan) == 2
     assert "dispatch_model is not part of easymp" in printed
 
 
@@ -65,32 +77,20 @@ def test_it_is_too_late_after_the_import_of_accelerate_itself() -> None:
     assert "easymp launch --as accelerate" in done.stderr
 
 
-PLAN = """
-import sys
-from accelerate import Accelerator
-acc = Accelerator()
-acc.print(acc.num_processes, acc.mixed_precision, acc.gradient_accumulation_steps, acc.plan.strategy.value, *sys.argv[1:])
-acc.end_training()
-"""
-
-
 @pytest.mark.parametrize(
-    ("flags", "printed"),
+    ("flags", "settings"),
     [
-        (
-            "--num_processes 2 --mixed_precision bf16 --cpu --gradient_accumulation_steps=4",
-            "2 bf16 4 ddp --lr 1",
-        ),
-        ("--config_file accelerate.json --mixed_precision fp16 --cpu", "2 fp16 1 fsdp --lr 1"),
-        ("--processes 1", "1 no 1 single --lr 1"),
+        ("--cpu --gradient_accumulation_steps=4", "--set cpu=true --set gradient_accumulation_steps=4"),
+        ("--config_file a.json --cpu", "--set strategy=fsdp --processes 2 --set cpu=true"),
+        ("--processes 1", "--processes 1"),
     ],
 )
-def test_flags_of_accelerate_launch(flags: str, printed: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PLAN)
+def test_flags_of_accelerate_launch(flags: str, settings: str, tmp_path: Path) -> None:
     file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": False}, "num_processes": 2}
-    (tmp_path / "accelerate.json").write_text(json.dumps(file))
-    words = ("launch", "--as", "accelerate", *flags.split(), "train.py", "--lr", "1")
-    assert run(*words, folder=tmp_path).splitlines()[-1] == printed  # gloo prints above it, before torch 2.10
+    (tmp_path / "a.json").write_text(json.dumps(file))
+    words = flags.replace("a.json", str(tmp_path / "a.json")).split()
+    script = ["train.py", "--cpu", "1"]
+    assert translate([*words, *script], {"--processes": True}) == [*settings.split(), *script]
 
 
 @pytest.mark.parametrize(
@@ -153,22 +153,12 @@ def test_the_trainer_of_transformers(tmp_path: Path, processes: int, options: di
     (tmp_path / "train.py").write_text(TRAINER)
     words = ("launch", "--processes", str(processes))
     as_easymp = (*words, "--as", "accelerate", "train.py")
-    whole = rows(run(*as_easymp, str(tmp_path / "run"), repr(options), "None", folder=tmp_path))
-    resumed = run(
-        *as_easymp,
-        str(tmp_path / "run"),
-        repr(options),
-        repr(str(tmp_path / "run/checkpoint-3")),
-        folder=tmp_path,
-    )
-    assert rows(resumed) == whole
+    whole = rows(run(*as_easymp, "run", repr(options), "None", folder=tmp_path))
+    assert rows(run(*as_easymp, "run", repr(options), "'run/checkpoint-3'", folder=tmp_path)) == whole
     assert (tmp_path / "run/final/model.safetensors").is_file()
     if not options:
         pytest.importorskip("accelerate")
-        assert (
-            rows(run(*words, "train.py", str(tmp_path / "theirs"), repr(options), "None", folder=tmp_path))
-            == whole
-        )
+        assert rows(run(*words, "train.py", "theirs", repr(options), "None", folder=tmp_path)) == whole
 
 
 SFT = """
