@@ -72,8 +72,9 @@ class AcceleratedScheduler(PreparedScheduler):
         self.each_update = max(self.behind, default=0) == 1 and not args and not kwargs
         self.behind = [0] * len(self.optimizers)
         if GradientState().sync_gradients and not any(it.step_was_skipped for it in self.optimizers):
+            total = None if self._split_batches else getattr(self.scheduler, "total_steps", None)
             for _ in range(self._steps):
-                if self._split_batches or not self._at_horizon():
+                if total is None or self.scheduler.last_epoch < total:
                     self.scheduler.step(*args, **kwargs)
 
 
