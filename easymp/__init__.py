@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from .strategies.single import DataParallelOptions as DataParallelOptions
     from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
     from .strategies.transforms import CompileOptions as CompileOptions
-    from .trackers.own import GeneralTracker as GeneralTracker
+    from .trackers.logbook import GeneralTracker as GeneralTracker
     from .training import memory as memory
     from .training.collectives import broadcast as broadcast
     from .training.collectives import broadcast_object_list as broadcast_object_list
@@ -113,7 +113,7 @@ _HOMES = {
     "strategies.pipeline": "PipelineOptions",
     "strategies.tensor_parallel": "TensorParallelOptions",
     "strategies.transforms": "CompileOptions",
-    "trackers.own": "GeneralTracker",
+    "trackers.logbook": "GeneralTracker",
     "training.collectives": "broadcast broadcast_object_list gather "
     "gather_object pad_across_processes reduce",
     "training.memory": "memory",

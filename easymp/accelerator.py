@@ -11,7 +11,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, TypeVarTuple, overload
@@ -20,24 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import distributed, hardware, launcher, optim, profiling, trackers
+from . import distributed, launcher, optim, profiling, trackers
 from .base import env
 from .base.accumulation import MicroStep, Phase, UpdateWindow
-from .base.dtensor import local
 from .base.lazy import modules_at_first_use
-from .base.rng import set_seed
-from .base.torch_flags import switch
+from .base.rng import set_seed, switch
 from .checkpoint.api import Checkpoints
-from .errors import ArgumentError, PrepareError, RefusedError, SettingError, StepError, failing, nearest
-from .logging import get_logger
+from .errors import PrepareError, RefusedError, StepError, failing
 from .registry import reported
 from .training import wrapper
 from .training.collectives import Collectives
 
 if TYPE_CHECKING:
-    from . import data, precision, strategies
+    from . import data, precision
     from . import options as records
-    from . import plan as planning
     from . import settings as setting
     from .distributed.processes import PrecisionType
     from .hardware import Hardware
@@ -54,10 +49,9 @@ if TYPE_CHECKING:
         ProjectConfiguration,
     )
     from .plan import Plan
-    from .protocols import Choice, Tracker
+    from .protocols import Tracker
     from .registry import PrecisionName, StrategyName
     from .settings import Compiled, NonfiniteAnswer, Settings
-    from .strategies import transforms
     from .strategies.fsdp import FSDPOptions
     from .strategies.local_sgd import LocalSGDOptions
     from .strategies.pipeline import PipelineOptions
@@ -65,9 +59,9 @@ if TYPE_CHECKING:
     from .strategies.tensor_parallel import TensorParallelOptions
     from .strategies.transforms import CompileOptions
     from .trackers import TrackerName
-    from .trackers.own import GeneralTracker
+    from .trackers.logbook import GeneralTracker
     from .training import nonfinite as guards
-    from .training import oom, prepare, spikes, state, tracking
+    from .training import oom, prepare, spikes, state
     from .training.spikes import GuardPolicy
     from .training.state import AcceleratorState, GradientState
 
@@ -93,19 +87,15 @@ if TYPE_CHECKING:
 # What an Accelerator needs when it is made or runs, and the import of this class does not.
 modules_at_first_use(
     globals(),
-    *("data", "precision", "strategies"),
+    *("data", "precision"),
     oom="training.oom",
     prepare="training.prepare",
     records="options",
     state="training.state",
-    tracking="training.tracking",
     guards="training.nonfinite",
     spikes="training.spikes",
-    planning="plan",
     setting="settings",
-    transforms="strategies.transforms",
 )
-logger = get_logger(__name__)
 Init = TypeVar("Init", bound=Callable[..., None])
 Model = TypeVar("Model", bound=nn.Module)
 Loader = TypeVar("Loader", bound=Iterable[Any])
@@ -113,22 +103,6 @@ T = TypeVar("T")
 First = TypeVar("First")
 Second = TypeVar("Second")
 Others = TypeVarTuple("Others")
-
-# Keywords of the peer that have another place here, or none.
-ELSEWHERE = {
-    "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
-    "dynamo_plugin": "pass compile=CompileOptions(...)",
-    **{
-        name: f"pass dataloader_config=DataLoaderConfiguration({name}=...)"
-        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
-    },
-    "deepspeed_plugin": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
-    "deepspeed_plugins": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
-    "fsdp_plugin": "pass strategy='fsdp' and strategy_options=FSDPOptions(...)",
-    "torch_tp_plugin": "pass strategy='tensor_parallel' and strategy_options=TensorParallelOptions(...)",
-    "megatron_lm_plugin": "pass strategy='tensor_parallel' or 'pipeline', and strategy_options",
-    "parallelism_config": "pass strategy='hsdp' or 'tensor_parallel', and strategy_options",
-}
 
 
 def _explaining(init: Init) -> Init:
@@ -138,11 +112,7 @@ def _explaining(init: Init) -> Init:
     @wraps(init)
     def checked(self: Accelerator, *arguments: Any, **named: Any) -> None:
         for name in [name for name in named if name not in known]:
-            value = named.pop(name)
-            if name not in ELSEWHERE:
-                raise ArgumentError(f"Accelerator() has no argument {name!r}{nearest(name, known)}")
-            if value is not None:  # a script of the peer may pass None
-                raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {ELSEWHERE[name]}")
+            state.refuse_argument(name, named.pop(name), known)
         init(self, *arguments, **named)
 
     return checked  # type: ignore[return-value]
@@ -277,129 +247,64 @@ class Accelerator(Collectives, Checkpoints):
         save_on_signal: bool | None = None,
         settings: Settings | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in setting.NAMES}
-        handlers = records.by_kind(kwargs_handlers)
-        group = handlers.get(records.InitProcessGroupKwargs)
-        project = project_config or records.ProjectConfiguration()
-        given["project_dir"] = project.project_dir if project_dir is None else os.fspath(project_dir)
-        if project.project_dir not in (None, given["project_dir"]):
-            raise SettingError(
-                f"project_dir={project_dir!r} contradicts project_config's {project.project_dir!r}: pass one of them"
-            )
-        if gradient_accumulation_plugin is not None:
-            if gradient_accumulation_steps not in (None, 1, gradient_accumulation_plugin.num_steps):
-                raise SettingError(
-                    f"gradient_accumulation_steps={gradient_accumulation_steps} contradicts the plugin's num_steps="
-                    f"{gradient_accumulation_plugin.num_steps}: pass one of them"
-                )
-            given["gradient_accumulation_steps"] = gradient_accumulation_plugin.num_steps
-        if group and timeout is None:
-            given["timeout"] = group.seconds
-        given["log_with"], own_trackers = trackers.words_of(log_with)
-        backend = str(getattr(dynamo_backend, "value", dynamo_backend) or "no").lower()
-        for name, record in (
-            ("compile", None if backend == "no" else {"backend": backend}),
-            ("strategy_options", handlers.get(records.DistributedDataParallelKwargs)),
-            ("scaler_options", handlers.get(records.GradScalerKwargs)),
-        ):
-            if record and given.get(name) not in (None, False, "no"):
-                other = "dynamo_backend" if name == "compile" else "kwargs_handlers"
-                raise SettingError(f"both {name} and {other} say it: pass one of them")
-            given[name] = record or given.get(name)
-        asked = setting.resolve(settings, **given)
-        compiled = setting.read_record(asked, "compile", transforms.read_compile)
-        if asked.activation_offload and compiled and compiled.mode in ("reduce-overhead", "max-autotune"):
-            raise RefusedError(
-                f"activation_offload=True with mode={compiled.mode!r} of torch.compile, whose CUDA graphs keep activations in memory of "
-                "their own: use another mode, or leave activation_offload out"
-            )
-        recompute = setting.read_record(asked, "activation_checkpointing", transforms.read_which)
-        if asked.project_dir not in (None, project.project_dir):
-            project.set_directories(asked.project_dir)
-        ranks = distributed.locate(distributed.read_ranks(), asked.timeout)
-        plan = planning.make_plan(asked, hardware.detect(), ranks)
-        spread = strategies.STRATEGIES[plan.strategy.value]
-        owner = f"strategy {spread.name!r}"
-        options = setting.read_record(
-            asked, "strategy_options", partial(setting.as_record, spread.Options, owner)
-        )
-        plugin = gradient_accumulation_plugin or records.GradientAccumulationPlugin(plan.accumulation.value)
-        self._sync_each_batch = plugin.sync_each_batch
-        self._window = UpdateWindow(plan.accumulation.value, plugin.sync_with_dataloader)
-        read = partial(setting.as_record, records.GradScalerKwargs, "scaler_options")
-        scaling = setting.read_record(asked, "scaler_options", read)
-        loading = partial(setting.as_record, records.DataLoaderConfiguration, "dataloader_config")
-        self._loading = setting.read_record(asked, "dataloader_config", loading)
+        asked = state.read_arguments(locals())
+        settings, plan, me = asked.settings, asked.plan, weakref.ref(self)
+        self._window = UpdateWindow(plan.accumulation.value, asked.accumulation.sync_with_dataloader)
+        self._sync_each_batch, self._loading = asked.accumulation.sync_each_batch, asked.loading
+        self._autocast, self._profiling = asked.autocast, asked.profiling
+        self._in_backward = settings.optimizer_in_backward
         device = torch.device(plan.device.value)
-        backend = group.backend if group else None
         self._undo = ExitStack()
-        self._world = distributed.World(plan.ranks, device, asked.timeout, asked.debug, backend)
+        self._world = distributed.World(plan.ranks, device, settings.timeout, settings.debug, asked.backend)
         with ExitStack() as begun:  # which ends again where something is refused
             begun.callback(self._world.close)
             begun.callback(self._undo.close)
-            self._run = state.Run(self._world, plan, self._window, weakref.ref(self))
-            state.register(self._run)
-            begun.callback(state.unregister, self._run)
-            self._autocast: AutocastKwargs = handlers.get(records.AutocastKwargs, records.AutocastKwargs())
-            self._precision = self._make_precision(asked)
-            scaled = self._precision.scaled and scaling.enabled
-            guard = not scaled and asked.nonfinite in ("skip", "raise")
-            if guard and asked.nonfinite == "skip" and getattr(options, "remembers", False):
-                raise RefusedError(
-                    f"nonfinite='skip' with comm_hook={options.comm_hook!r}, which remembers what it did not send: a gradient that is not "
-                    "finite would stay in it for good. Use nonfinite='raise', or another comm_hook"
-                )
-            self._scaler = precision.Scaler(scaling, self._world, scaled, guard, self._window)
+            run = self._run = state.Run(self._world, plan, self._window, me)
+            state.register(run)
+            begun.callback(state.unregister, run)
+            dtypes = self._precision = state.make_precision(run, asked.autocast)
+            guard = not asked.scaled and settings.nonfinite in ("skip", "raise")
+            self._scaler = precision.Scaler(asked.scaling, self._world, asked.scaled, guard, self._window)
             steps = self._world.size if scheduler_steps_per_process else 1
-            schedule = partial(
-                self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps
-            )
+            how = {"with_optimizer": step_scheduler_with_optimizer, "steps": steps}
             wishes = prepare.PrepareOptions(
-                *(device_placement, self._loading, schedule),
-                strategy_options=asked.strategy_options is not None,
+                *(device_placement, asked.loading, partial(self._make_scheduler, **how)),
+                strategy_options=settings.strategy_options is not None,
                 initialize=initialize,
-                recompute=recompute,
-                compile=compiled,
-                records=(options, plugin, self._autocast, scaling, self._loading),
+                recompute=asked.recompute,
+                compile=asked.compile,
+                records=(asked.options, asked.accumulation, asked.autocast, asked.scaling, asked.loading),
             )
-            me = weakref.ref(self)
+            spread = asked.strategy(self._world, asked.options)
             prepared = self._prepared = prepare.Preparation(
-                *(self._run, spread(self._world, options), self._precision, self._scaler, wishes),  # type: ignore[call-arg]
-                no_sync=lambda model: me().no_sync(model),
+                *(run, spread, dtypes, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
             )
-            dtypes = self._precision
             self._nonfinite = guards.Nonfinite(
-                *(asked.nonfinite, self._world, self._scaler),
+                *(settings.nonfinite, self._world, self._scaler),
                 updates=lambda: prepared.optimizers[0].updates if prepared.optimizers else 0,
                 precision=lambda: dtypes.name,
             )
             self._norms: list[Tensor] = []  # of the clips since the last backward
-            self._in_backward = asked.optimizer_in_backward
             self._collection = oom.Collection()
-            if asked.gc:
+            if settings.gc:
                 self._window.stepped.append(self._collection.stepped)
                 weakref.finalize(self, self._collection.end).atexit = False
-            self._profiling: ProfileKwargs | None = handlers.get(records.ProfileKwargs)
             self._refusing = False  # steps of optimizers that were not prepared
             self._alone = False  # inside no_sync
-            # Looks at where the data comes from, until a backward pass has shown it.
-            self._unprepared: data.UnpreparedCheck | None = None
             self._closed = self._trigger = False
-            self._begin_checkpoints(project)
-            self._tracking = tracking.Tracking(self._run, self._project, asked, own_trackers, prepared)
-            log_table = self._tracking.log_table
+            self._begin_checkpoints(asked.project)
+            self._logbook = trackers.Logbook(run, self._project, settings, asked.trackers, prepared)
+            log_table = self._logbook.log_table
             self._guard = spikes.Guard(
-                self._run, self._scaler, lambda row, step: log_table("spikes", spikes.COLUMNS, [row], step)
+                *(run, self._scaler), lambda row, step: log_table("spikes", spikes.COLUMNS, [row], step)
             )
-            self._logbook = self._tracking.logbook
-            self._listen(asked.save_on_signal)
+            self._listen(settings.save_on_signal)
             self._undo.callback(self._preemption.close)
-            switch(dtypes.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
-            if asked.seed is not None:
-                set_seed(asked.seed)
-            folder = env.read(setting.RECORD)
-            if folder:
-                recorder = trackers.Recorder(folder, self._run)
+            switch(dtypes.tf32 and device.type != "cpu", settings.deterministic, self._undo.callback)
+            if settings.seed is not None:
+                set_seed(settings.seed)
+            if folder := env.read(setting.RECORD):
+                recorder = trackers.Recorder(folder, run)
                 self._logbook.attached[recorder.name] = recorder
                 self._undo.callback(recorder.finish)
             leave = atexit.register(lambda: (it := me()) and it.close())
@@ -408,25 +313,9 @@ class Accelerator(Collectives, Checkpoints):
 
     # -- the decision
 
-    def _make_precision(self, asked: Settings) -> Any:
-        kind = precision.PRECISIONS.get(self.plan.precision.value)
-        if kind is not None:
-            return kind(self._autocast)  # type: ignore[call-arg]
-        run = self._run  # and not the Accelerator, which optimizers would keep alive
-
-        def decided(choice: Choice[str]) -> None:
-            run.plan = replace(run.plan, precision=choice)
-            logger.info("precision %s: %s", choice.value, choice.reason)
-
-        return precision.Measured(
-            self._autocast, self._world, asked.probe and not asked.deterministic, decided
-        )
-
     def __repr__(self) -> str:
-        decided = (
-            f"precision {self._precision.name}, strategy {self.plan.strategy.value}, device {self.device}"
-        )
-        return f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, {decided})"
+        place = f"process {self.process_index} of {self.num_processes}, precision {self._precision.name}"
+        return f"{type(self).__name__}({place}, strategy {self.plan.strategy.value}, device {self.device})"
 
     def __str__(self) -> str:
         batch = f"\nbatch         {self._prepared.batch}" if self._prepared.batch else ""
@@ -600,9 +489,6 @@ class Accelerator(Collectives, Checkpoints):
             (True, 0.1)
         """
         done = self._prepared.prepare(objects, device_placement, forward_methods)
-        strategy = self._prepared.strategy
-        if strategy.data_size > 1 and not self._window.backwards:
-            self._unprepared = data.UnpreparedCheck(self._world, strategy.data_rank, strategy.data_size)
         if self._prepared.optimizers:
             self._claim_early()
         return done[0] if len(done) == 1 else tuple(done)
@@ -706,15 +592,6 @@ class Accelerator(Collectives, Checkpoints):
 
     # -- the step
 
-    def _look_at_data(self, unprepared: data.UnpreparedCheck) -> None:
-        """Say, in the plan or once as a warning, that the data of several ranks comes from a loader that is not prepared."""
-        if self.plan.data is not None:
-            self._unprepared = unprepared if unprepared.look_again() else None
-        elif self._window.reading is not None:
-            self._unprepared = None
-        else:
-            self._run.plan = replace(self.plan, data=unprepared.begin())
-
     def backward(
         self,
         loss: Tensor,
@@ -749,9 +626,9 @@ class Accelerator(Collectives, Checkpoints):
             >>> losses = (outputs - targets).abs()[targets != -100]
             >>> acc.backward(losses.sum(), num_items=len(losses))
         """
-        window = self._window
-        if self._unprepared is not None:
-            self._look_at_data(self._unprepared)
+        window, prepared = self._window, self._prepared
+        if prepared.unprepared is not None:
+            prepared.look_at_data(prepared.unprepared)
         scalar = isinstance(loss, Tensor) and (not loss.ndim or loss.numel() == 1 or gradient is not None)
         if not scalar or not loss.requires_grad:
             raise StepError(wrapper.loss_trouble(loss))
@@ -771,17 +648,15 @@ class Accelerator(Collectives, Checkpoints):
                     "backward() without num_items in a window that began with it: pass it for every micro-batch, or for none"
                 )
             loss = loss / window.accumulation
-        prepared, sums = self._prepared, self._prepared.sums
         if self._in_backward and (retain_graph or create_graph or any(o.ahead for o in prepared.optimizers)):
-            self._refuse_in_backward(
-                "a second backward() before optimizer.step(), or one that keeps its graph,"
-            )
+            words = "a second backward() before optimizer.step(), or one that keeps its graph,"
+            self._refuse_in_backward(words)
         for optimizer in prepared.optimizers:
             if optimizer.turn.phase is not Phase.ACCUMULATING:
                 optimizer.follow_backward()
         window.backwards += 1
         self._norms.clear()
-        scaler = self._scaler
+        scaler, sums = self._scaler, prepared.sums
         if scaler.enabled:
             scaler.settle()
             loss = scaler.scale(loss)
@@ -792,7 +667,7 @@ class Accelerator(Collectives, Checkpoints):
         if self._world.size > 1:
             self._world.trains_here()
             if window.sync and not self._alone and not summed:
-                modules = [model.route.module for model in prepared.models]
+                modules = [route.module for route in prepared.models]
                 check = prepared.strategy.after_backward(modules, create_graph)
         try:
             loss.backward(gradient, retain_graph, create_graph, inputs)
@@ -804,8 +679,9 @@ class Accelerator(Collectives, Checkpoints):
             check()
         if summed:
             sums.add()
-            if window.sync:
-                self._average_sums()
+            if window.sync and self._world.size > 1 and not self._sync_each_batch and not self._alone:
+                modules = [route.module for route in prepared.models]
+                sums.average(partial(prepared.strategy.average, modules))
         if window.counts_items and window.sync:
             window.finish_items(prepared.gradients(), self._world)
         if summed and window.sync:
@@ -855,11 +731,6 @@ class Accelerator(Collectives, Checkpoints):
         if strategy.late_loss:
             self._nonfinite.loss(loss)
         return loss.detach()
-
-    def _average_sums(self) -> None:
-        if self._world.size > 1 and not self._sync_each_batch and not self._alone:
-            modules = [model.route.module for model in self._prepared.models]
-            self._prepared.sums.average(lambda gradients: self._prepared.strategy.average(modules, gradients))
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Wrap one micro-step: forward, backward, step and zero_grad.
@@ -918,21 +789,8 @@ class Accelerator(Collectives, Checkpoints):
                 stack.enter_context(self._prepared.strategy.no_sync(route.module))
             stack.callback(setattr, self, "_alone", self._alone)
             self._alone = True
-            stack.enter_context(self._not_compared())
+            stack.enter_context(self._prepared.not_compared())
             yield
-
-    @contextmanager
-    def _not_compared(self) -> Iterator[None]:
-        """Inside, the ranks may differ in parameters and in the number of updates."""
-        replicas = self._prepared.replicas
-        if replicas is None:
-            yield
-            return
-        before, replicas.paused = replicas.paused, True
-        try:
-            yield
-        finally:
-            replicas.paused = before
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
@@ -960,10 +818,9 @@ class Accelerator(Collectives, Checkpoints):
         finally:
             self._alone = alone
 
-    @contextmanager
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Let ranks run out of batches at different times inside the block; those that are done join the others' reductions.
 
         A gradient is the mean over the ranks that still have a batch, each rank's batch with the same weight: with batches of one size
@@ -973,6 +830,9 @@ class Accelerator(Collectives, Checkpoints):
         Args:
             joinables: prepared models.
             even_batches: over the loaders' setting, while inside.
+
+        Returns:
+            A context manager, for ``with``.
 
         Raises:
             RefusedError: the strategy, a synchronised batch-norm, gradient accumulation, or a `comm_hook` needs every rank.
@@ -985,33 +845,7 @@ class Accelerator(Collectives, Checkpoints):
             ...         acc.backward(model(x).mean())
         """
         self._refuse_in_backward("join_uneven_inputs()")
-        if self._prepared.converted:
-            raise RefusedError(
-                "join_uneven_inputs with convert_sync_batchnorm: every forward needs the statistics of all ranks, those that are done "
-                "included. Leave convert_sync_batchnorm out, or keep even_batches=True and do not join"
-            )
-        if self._window.accumulation != 1 and self._world.size > 1:
-            raise RefusedError(
-                "join_uneven_inputs with gradient accumulation: a rank's last batch ends its window, in the middle of the windows of ranks "
-                "that have more batches. Keep even_batches=True, or set gradient_accumulation_steps=1"
-            )
-        loaders = self._prepared.loaders if even_batches is not None else []
-        before = [(loader, loader.even_batches) for loader in loaders]
-        for loader, _ in before:
-            loader.even_batches = even_batches
-        # Ranks that are done do not take part; gradients are the same on those that are not.
-        self._scaler.agree = False
-        try:
-            with (
-                self._not_compared(),
-                self._prepared.strategy.join([r.module for r in self._prepared.routes(joinables)]),
-            ):
-                yield
-            self._prepared.follow_longest()
-        finally:
-            self._scaler.agree = True
-            for loader, even in before:
-                loader.even_batches = even
+        return self._prepared.join(joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Compute under the run's autocast, outside of a prepared model.
@@ -1052,15 +886,7 @@ class Accelerator(Collectives, Checkpoints):
         if self._window.accumulation != 1 and not self._window.sync:
             return
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        if optimizer is None:
-            chosen = self._prepared.optimizers
-        for item in chosen:
-            inner = item
-            if isinstance(item, optim.PreparedOptimizer):
-                item.apply_clip()
-                item.gather(in_memory=True)
-                inner = item.optimizer
-            self._scaler.ensure_unscaled(inner)
+        self._prepared.unscale(self._prepared.optimizers if optimizer is None else chosen)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -1094,12 +920,13 @@ class Accelerator(Collectives, Checkpoints):
         self._refuse_in_backward("clip_grad_norm_()")
         if self._window.accumulation != 1 and not self._window.sync:
             return None
-        chosen = self._as_list(parameters)
-        optimizers = self._prepared.steppers(chosen) if norm_type == 2 else None
+        prepared = self._prepared
+        chosen = prepared.stepped(parameters)
+        optimizers = prepared.steppers(chosen) if norm_type == 2 else None
         if optimizers and optim.may_leave(optimizers):
             norm = optim.leave_to_step(optimizers, max_norm, self._scaler)
         else:
-            norm = self._prepared.strategy.clip(self._unscaled(chosen), max_norm, norm_type)
+            norm = prepared.strategy.clip(prepared.unscaled(chosen), max_norm, norm_type)
         self._nonfinite.norm(norm)
         self._norms.append(norm)
         return norm
@@ -1120,18 +947,8 @@ class Accelerator(Collectives, Checkpoints):
             tensor([0.5000])
         """
         self._refuse_in_backward("clip_grad_value_()")
-        if self._window.accumulation != 1 and not self._window.sync:
-            return
-        grads = []
-        for parameter in self._unscaled(self._as_list(parameters)):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()  # so that a row of several parts is clamped whole
-                grads.append(parameter.grad._values())
-            elif parameter.grad is not None:
-                grads.append(local(parameter.grad))
-        if grads:
-            torch._foreach_clamp_min_(grads, -float(clip_value))
-            torch._foreach_clamp_max_(grads, float(clip_value))
+        if self._window.accumulation == 1 or self._window.sync:
+            self._prepared.clamp(self._prepared.stepped(parameters), float(clip_value))
 
     def guard(
         self,
@@ -1223,22 +1040,6 @@ class Accelerator(Collectives, Checkpoints):
             one.turn.spike = judged[0]
         guard.note(step, judged)
 
-    def _as_list(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        """`parameters`, or their fp32 masters with the gradients."""
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return self._prepared.stepped(chosen) if self._prepared.masters else chosen
-
-    def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
-        """`parameters`, after their gradients were unscaled and clipped in memory as asked so far."""
-        prepared = self._prepared
-        left = any(optimizer.turn.clip is not None for optimizer in prepared.optimizers)
-        waiting = self._scaler.enabled or prepared.masters or left
-        for optimizer in prepared.optimizers_of(parameters) if waiting else ():
-            optimizer.apply_clip()
-            optimizer.gather(in_memory=True)
-            self._scaler.ensure_unscaled(optimizer.optimizer)
-        return parameters
-
     @contextmanager
     def averaged(self, *models: nn.Module) -> Iterator[None]:
         """Give models the moving averages of their weights inside the block: for evaluation, or `save_model`.
@@ -1262,9 +1063,8 @@ class Accelerator(Collectives, Checkpoints):
             ...     outputs = model(torch.ones(4, 2))
         """
         if self.plan.settings.ema_decay is None:
-            raise RefusedError(
-                "averaged() needs averages of the weights: ask for them by Accelerator(ema_decay=0.999)"
-            )
+            words = "averaged() needs averages of the weights: ask for them by Accelerator(ema_decay=0.999)"
+            raise RefusedError(words)
         self._world.settle()
         routes = self._prepared.routes(models) if models else ()
         chosen = {id(p) for route in routes for p in route.original.parameters()} if models else None
@@ -1321,7 +1121,7 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc.log({"loss": 0.5})
             >>> acc.end_training()  # digits.jsonl has the row
         """
-        self._tracking.describe(project_name, config, init_kwargs)
+        self._logbook.describe(project_name, config, init_kwargs)
 
     def log(
         self,
@@ -1345,7 +1145,7 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc = Accelerator(cpu=True)
             >>> acc.log({"loss": torch.tensor(0.5), "val": {"accuracy": 0.9}}, step=1)
         """
-        self._open_tracking("log").log(values, step, log_kwargs)
+        self._logbook.log(values, step, log_kwargs)
 
     def log_images(self, name: str, images: Any, step: int | None = None) -> None:
         """Log images by the trackers that take them, from the main process, which waits for the device.
@@ -1369,7 +1169,7 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc.log_images("noise", torch.rand(2, 3, 8, 8), step=1)
             >>> acc.end_training()  # log-images/noise-00000001-0.png and -1.png
         """
-        self._open_tracking("log_images").log_images(name, images, step)
+        self._logbook.log_images(name, images, step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int | None = None
@@ -1394,12 +1194,7 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc.log_table("predictions", ["digit", "found"], [[3, 3], [5, 6]], step=1)
             >>> acc.end_training()
         """
-        self._open_tracking("log_table").log_table(name, columns, rows, step)
-
-    def _open_tracking(self, call: str) -> tracking.Tracking:
-        if self._closed:
-            raise StepError(f"{call}() after end_training(): the trackers have finished. Log before it")
-        return self._tracking
+        self._logbook.log_table(name, columns, rows, step)
 
     @property
     def trackers(self) -> list[Any]:
@@ -1409,7 +1204,7 @@ class Accelerator(Collectives, Checkpoints):
             >>> Accelerator(cpu=True, log_with="none").trackers
             []
         """
-        return self._tracking.all()
+        return self._logbook.all()
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Get a tracker of this run by its name.
@@ -1431,7 +1226,7 @@ class Accelerator(Collectives, Checkpoints):
             'log.jsonl'
             >>> acc.end_training()
         """
-        return self._tracking.get(name, unwrap)
+        return self._logbook.get(name, unwrap)
 
     # -- loaders and models
 
@@ -1472,17 +1267,13 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc.total_updates(loader, epochs=2)  # of 10 micro-batches each
             6
         """
-        if (
-            self._prepared.strategy.data_size > 1
-            and isinstance(loader, DataLoader)
-            and not isinstance(loader, data.PreparedLoader)
-        ):
+        given = isinstance(loader, DataLoader) and not isinstance(loader, data.PreparedLoader)
+        if given and self._prepared.strategy.data_size > 1:
             raise PrepareError(
                 "total_updates() of a loader that is not prepared counts the batches of all ranks: prepare the loader first, then make the "
                 "schedule, and prepare the rest"
             )
-        each = len(loader)
-        steps = self._window.accumulation
+        each, steps = len(loader), self._window.accumulation
         return epochs * math.ceil(each / steps) if self._window.end_with_loader else epochs * each // steps
 
     def unwrap_model(
@@ -1557,10 +1348,6 @@ class Accelerator(Collectives, Checkpoints):
     def close(self) -> None:
         """End the run, as `end_training` does; also at the end of a ``with`` block.
 
-        Raises:
-            CheckpointError: the error of an asynchronous save that no later call has raised.
-            WorldError: the last comparison of replicas found that they differ.
-
         Example:
             >>> with Accelerator(cpu=True) as acc:  # which closes it
             ...     acc.print(acc.device)
@@ -1570,24 +1357,17 @@ class Accelerator(Collectives, Checkpoints):
         if self._closed:
             return
         self._closed = True
-        try:
+        with ExitStack() as rest:  # each of these is called, also after an error; the last one first
+            for end in (self._world.close, partial(state.unregister, self._run), self._undo.close):
+                rest.callback(end)
+            rest.callback(self.free_memory)
+            if self._saves is not None:
+                rest.callback(self._saves.close)  # saves in the background still need the world's store
+            rest.callback(self._logbook.finish)
+            rest.callback(self._guard.finish)
+            rest.callback(self._nonfinite.finish)
             if self._prepared.replicas is not None and not failing():
                 self._prepared.replicas.settle()
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        try:
-            self._nonfinite.finish()
-            self._guard.finish()
-            self._logbook.finish()
-            if self._saves is not None:
-                self._saves.close()  # saves in the background still need the world's store
-        finally:
-            self.free_memory()
-            self._undo.close()
-            state.unregister(self._run)
-            self._world.close()
 
     def __enter__(self) -> Self:
         return self

@@ -184,9 +184,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'x'?"`` for the closest of `known` in any case of letters, or ``""`` where none is close."""
     spelled = {str(k).lower(): str(k) for k in known}
     same, options = elsewhere(name)
-    close = (
-        [same] if same and same in spelled else get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
-    )
+    close = [same] if same in spelled else get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
     more = f" with {' and '.join(options)}" if options and close == [same] else ""
     return f", did you mean {spelled[close[0]]!r}{more}?" if close else ""
 

@@ -32,18 +32,23 @@ def _check(good: bool, words: str) -> None:
 
 
 def check_fields(record: Any) -> None:
-    """Refuse a wrong type in the bool and int fields of `record`; an int field may have a ``least`` in its metadata."""
+    """Refuse a wrong type in the bool, int and float fields of `record`."""
     for f in dataclasses.fields(record):
-        value, kind, least = getattr(record, f.name), str(f.type), f.metadata.get("least")
-        if value is None and kind.endswith("None"):
-            continue
-        if kind.startswith("bool"):
-            _check(isinstance(value, bool), f"{f.name}={value!r} is neither True nor False")
-        elif kind.startswith("int"):
-            bound = f" of at least {least}" if least else ""
-            _check(_whole(value, least), f"{f.name}={value!r} is not a whole number{bound}")
-        elif kind == "float":
-            _check(_number(value), f"{f.name}={value!r} is not a number")
+        _check_field(f, getattr(record, f.name))
+
+
+def _check_field(f: dataclasses.Field[Any], value: Any) -> None:
+    """Refuse a wrong type; an int field may have a ``least`` in its metadata."""
+    kind, least = str(f.type), f.metadata.get("least")
+    if value is None and kind.endswith("None"):
+        return
+    if kind.startswith("bool"):
+        _check(isinstance(value, bool), f"{f.name}={value!r} is neither True nor False")
+    elif kind.startswith("int"):
+        bound = f" of at least {least}" if least else ""
+        _check(_whole(value, least), f"{f.name}={value!r} is not a whole number{bound}")
+    elif kind == "float":
+        _check(_number(value), f"{f.name}={value!r} is not a number")
 
 
 def check_word(name: str, value: Any, known: Collection[str]) -> None:
@@ -52,8 +57,11 @@ def check_word(name: str, value: Any, known: Collection[str]) -> None:
     _check(value in known, f"{name}={value!r} is none of {words}{nearest(str(value), known)}")
 
 
-def _check_table(name: str, given: Any, known: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
-    """Refuse anything but a dict of `known` names, each with a test of its value and the test in words."""
+Tests = Mapping[str, tuple[Callable[[Any], bool], str]]  # by name: a test of a value, and the test in words
+
+
+def _check_table(name: str, given: Any, known: Tests) -> None:
+    """Refuse anything but a dict of `known` names and good values."""
     _check(isinstance(given, Mapping), f"{name} is a {type(given).__name__}, not a dict")
     for key, value in given.items():
         near = nearest(str(key), known) or "."
@@ -121,8 +129,10 @@ class DataLoaderConfiguration:
     non_blocking: bool = True
     use_stateful_dataloader: bool = True
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dataclass_fields__:
+            _check_field(self.__dataclass_fields__[name], value)
+        object.__setattr__(self, name, value)
 
 
 @dataclass
@@ -155,11 +165,11 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check(
-            not self.save_on_each_node,
+        words = (
             "save_on_each_node=True cannot be honoured: each rank writes its part of one checkpoint. Use a folder that all nodes share, or "
-            "a URL such as s3://bucket/folder",
+            "a URL such as s3://bucket/folder"
         )
+        _check(not self.save_on_each_node, words)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Any = None) -> None:
@@ -308,7 +318,7 @@ class DDPCommunicationHookType(StrEnum):
     """Values of `DistributedDataParallelKwargs.comm_hook`.
 
     Example:
-        >>> DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16).comm_hook
+        >>> DDPCommunicationHookType.BF16.value
         'bf16'
     """
 
@@ -324,17 +334,16 @@ CommHook = Literal["no", "fp16", "bf16", "fp32", "power_sgd", "batched_power_sgd
 CommWrapper = Literal["no", "fp16", "bf16"]
 
 
-# What torch's PowerSGDState takes beside the process group, with what each may be.
-POWER_SGD: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "matrix_approximation_rank": (lambda v: _whole(v, 1), "a whole number of at least 1"),
-    "start_powerSGD_iter": (lambda v: _whole(v, 0), "a whole number"),
+COUNT = (lambda v: _whole(v, 0), "a whole number")
+POSITIVE = (lambda v: _whole(v, 1), "a whole number of at least 1")
+EITHER = (lambda v: isinstance(v, bool), "True or False")
+# What torch's PowerSGDState takes beside the process group.
+POWER_SGD: Tests = {
+    **dict.fromkeys(("matrix_approximation_rank", "compression_stats_logging_frequency"), POSITIVE),
+    **dict.fromkeys(("start_powerSGD_iter", "random_seed"), COUNT),
+    **dict.fromkeys(("use_error_feedback", "warm_start", "batch_tensors_with_same_shape"), EITHER),
     "min_compression_rate": (lambda v: _number(v) and v > 0, "a number above 0"),
-    "use_error_feedback": (lambda v: isinstance(v, bool), "True or False"),
-    "warm_start": (lambda v: isinstance(v, bool), "True or False"),
     "orthogonalization_epsilon": (lambda v: _number(v) and v >= 0, "a number of at least 0"),
-    "random_seed": (lambda v: _whole(v, 0), "a whole number"),
-    "compression_stats_logging_frequency": (lambda v: _whole(v, 1), "a whole number of at least 1"),
-    "batch_tensors_with_same_shape": (lambda v: isinstance(v, bool), "True or False"),
 }
 
 
@@ -391,37 +400,37 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check(self.bucket_cap_mb > 0, f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
         for name, known in (("comm_hook", get_args(CommHook)), ("comm_wrapper", get_args(CommWrapper))):
             given = getattr(self, name)
             word = given.value if isinstance(given, Enum) else given
             check_word(name, word, known)
             object.__setattr__(self, name, str(word))
-        _check(
-            self.comm_wrapper == "no" or self.low_rank,
-            f"comm_wrapper={self.comm_wrapper!r} is the type of PowerSGD's matrices, but comm_hook={self.comm_hook!r}: pass "
-            f"comm_hook={self.comm_wrapper!r} alone, or comm_hook='power_sgd' with it",
-        )
         state, factor = self.comm_state_option, self.gradient_predivide_factor
+        hook, wrapper = self.comm_hook, self.comm_wrapper
         _check_table("comm_state_option", state, POWER_SGD)
-        _check(
-            self.low_rank or not state,
-            f"comm_state_option holds options of PowerSGD, but comm_hook={self.comm_hook!r}: pass comm_hook='power_sgd', or leave them out",
-        )
-        start = state.get("start_powerSGD_iter", 1000)
-        _check(
-            start >= 2 or not self.remembers,
-            f"start_powerSGD_iter={start} is too early: torch orders the buckets anew after the first step, and what PowerSGD remembers "
-            "of one would belong to another. Pass at least 2, or use_error_feedback=False and warm_start=False",
-        )
-        if factor is not None:
-            good = _number(factor) and 0 < factor < float("inf")
-            _check(good, f"gradient_predivide_factor={factor!r} is not a finite number above 0")
-            _check(
-                not self.low_rank,
-                f"gradient_predivide_factor={factor} has no effect under comm_hook={self.comm_hook!r}, which sums factors of gradients "
-                "and not gradients: leave one of them out",
-            )
+        start, alone = state.get("start_powerSGD_iter", 1000), not self.low_rank
+        good = factor is None or (_number(factor) and 0 < factor < float("inf"))
+        for wrong, words in (
+            (self.bucket_cap_mb <= 0, f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0"),
+            (
+                wrapper != "no" and alone,
+                f"comm_wrapper={wrapper!r} but comm_hook={hook!r}: pass comm_hook={wrapper!r} alone, or comm_hook='power_sgd' too",
+            ),
+            (
+                state and alone,
+                f"comm_state_option holds options of PowerSGD, but comm_hook={hook!r}: pass comm_hook='power_sgd', or leave them out",
+            ),
+            (
+                start < 2 and self.remembers,
+                f"start_powerSGD_iter={start} is too early: torch reorders the buckets after the first step. Pass 2 or more",
+            ),
+            (not good, f"gradient_predivide_factor={factor!r} is not a finite number above 0"),
+            (
+                factor is not None and not alone,
+                f"gradient_predivide_factor={factor} has no effect under comm_hook={hook!r}, which sums no gradients: leave one out",
+            ),
+        ):
+            _check(not wrong, words)
 
 
 @dataclass(frozen=True)
@@ -446,16 +455,11 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | float = 120.0
 
     def __post_init__(self) -> None:
-        _check(
-            self.init_method in (None, "env://"),
-            f"init_method={self.init_method!r} is not honoured: ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). "
-            "Leave it out",
-        )
-        good = isinstance(self.timeout, timedelta) or _number(self.timeout)
-        _check(
-            good and self.seconds > 0,
-            f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0",
-        )
+        words = "ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). Leave it out"
+        asked = f"init_method={self.init_method!r} is not honoured: {words}"
+        _check(self.init_method in (None, "env://"), asked)
+        good = (isinstance(self.timeout, timedelta) or _number(self.timeout)) and self.seconds > 0
+        _check(good, f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0")
 
     @property
     def seconds(self) -> float:
@@ -463,9 +467,10 @@ class InitProcessGroupKwargs(KwargsHandler):
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else float(self.timeout)
 
 
-COUNT = (lambda v: _whole(v, 0), "a whole number of steps")
-SCHEDULE = dict.fromkeys(("wait", "warmup", "repeat", "skip_first", "skip_first_wait"), COUNT)
-SCHEDULE["active"] = (lambda v: _whole(v, 1), "a whole number of steps of at least 1")
+SCHEDULE = {
+    **dict.fromkeys(("wait", "warmup", "repeat", "skip_first", "skip_first_wait"), COUNT),
+    "active": POSITIVE,
+}
 
 
 @dataclass(frozen=True)
@@ -522,11 +527,7 @@ def activity_word(given: Any) -> str:
 
 
 HANDLERS: tuple[type[Any], ...] = (
-    AutocastKwargs,
-    GradScalerKwargs,
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
+    *(AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs, ProfileKwargs),
 )
 
 
@@ -534,10 +535,8 @@ def by_kind(handlers: Sequence[Any] | None) -> dict[type, Any]:
     """kwargs_handlers by their type, at most one of each."""
     found: dict[type, Any] = {}
     for handler in handlers or ():
-        if type(handler) not in HANDLERS:
-            known = ", ".join(kind.__name__ for kind in HANDLERS)
-            raise SettingError(f"kwargs_handlers holds a {type(handler).__name__}; it takes {known}")
-        if type(handler) in found:
-            raise SettingError(f"kwargs_handlers holds two {type(handler).__name__}: pass one")
-        found[type(handler)] = handler
+        kind, known = type(handler), ", ".join(kind.__name__ for kind in HANDLERS)
+        _check(kind in HANDLERS, f"kwargs_handlers holds a {kind.__name__}; it takes {known}")
+        _check(kind not in found, f"kwargs_handlers holds two {kind.__name__}: pass one")
+        found[kind] = handler
     return found

@@ -69,11 +69,7 @@ class Plan:
     @property
     def choices(self) -> dict[str, Choice[Any]]:
         """The decisions by name, in order."""
-        return {
-            f.name: choice
-            for f in dataclasses.fields(self)
-            if isinstance(choice := getattr(self, f.name), Choice)
-        }
+        return {name: value for name, value in vars(self).items() if isinstance(value, Choice)}
 
     def explain(self) -> str:
         """Show the plan to people.
@@ -92,10 +88,7 @@ class Plan:
         Returns:
             Decision → value, reason and source, as plain values; and "processes".
         """
-        said = {
-            n: {"value": c.value, "reason": c.reason, "source": c.source.value}
-            for n, c in self.choices.items()
-        }
+        said = {n: {**vars(choice), "source": choice.source.value} for n, choice in self.choices.items()}
         return {"processes": self.ranks.size, **said}
 
 
@@ -123,34 +116,28 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
     precision, strategy = _precision(settings, facts), _strategy(settings, facts)
     refusal = incompatible(PRECISIONS.get(precision.value, Measured), STRATEGIES[strategy.value])
     if refusal is not None:
-        raise RefusedError(
-            f"precision {precision.value} and strategy {strategy.value} do not go together: {refusal}"
-        )
+        both = f"precision {precision.value} and strategy {strategy.value}"
+        raise RefusedError(f"{both} do not go together: {refusal}")
     _check_in_backward(settings, precision)
-    return Plan(
-        device=device,
-        precision=precision,
-        weights=_weights(precision),
-        strategy=strategy,
-        accumulation=_accumulation(settings),
-        optimizer=_optimizer(settings),
-        settings=settings,
-        hardware=hardware,
-        ranks=ranks,
-        memory=_memory(settings, hardware, ranks, device.value),
-        activations=_activations(settings, facts.device),
+    steps = settings.gradient_accumulation_steps
+    why = f"{steps} micro-batches an update" if steps > 1 else "every batch is an update"
+    accumulation = Choice(steps, why, settings.source("gradient_accumulation_steps")[0])
+    origin, words = settings.source("fused")
+    optimizer = Choice("as given", words, origin)
+    if settings.fused:
+        words = "torch's fused step, where it has one and the caller left that open"
+        optimizer = Choice("fused", words, origin)
+    decided = (device, precision, _weights(precision), strategy, accumulation, optimizer)
+    memory, activations = (
+        _memory(settings, hardware, ranks, device.value),
+        _activations(settings, facts.device),
     )
+    return Plan(*decided, settings, hardware, ranks, memory, activations)
 
 
 def _facts(hardware: Hardware, ranks: Ranks, device: str) -> Facts:
     mine = hardware.devices[: max(ranks.local_size, ranks.local_rank + 1)]  # of the ranks of this node
     return Facts(dataclasses.replace(hardware, devices=mine), device.split(":")[0], ranks.size)
-
-
-def _accumulation(settings: Settings) -> Choice[int]:
-    steps = settings.gradient_accumulation_steps
-    why = f"{steps} micro-batches an update" if steps > 1 else "every batch is an update"
-    return Choice(steps, why, settings.source("gradient_accumulation_steps")[0])
 
 
 def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]:
@@ -205,12 +192,8 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
             kinds = ("amx_bf16", "avx512_bf16", "sve_bf16", "neon_bf16")
             kind = next((kind for kind in kinds if kind in cpu.features), "bf16")
             return [(AUTO, f"{kind} instructions: the first training step times bf16 against fp32"), fp32]
-        return [
-            (
-                "fp32",
-                "this CPU has no bf16 instructions" if cpu.features else "its instructions are not known",
-            )
-        ]
+        why = "this CPU has no bf16 instructions" if cpu.features else "its instructions are not known"
+        return [("fp32", why)]
     if facts.device == "mps":
         return [("fp32", "on Apple GPUs half precision is not reliably faster")]
     # All ranks of a node must decide alike, so their weakest card decides.
@@ -317,23 +300,14 @@ def _check_in_backward(settings: Settings, precision: Choice[str]) -> None:
     if not settings.optimizer_in_backward:
         return
     words = settings.source("optimizer_in_backward")[1]
+    scaled, nonfinite = PRECISIONS.get(precision.value, Measured).scaled, settings.nonfinite
     for needs, what in (
         (settings.gradient_accumulation_steps > 1, "gradient_accumulation_steps above 1 adds up gradients"),
-        (
-            PRECISIONS.get(precision.value, Measured).scaled,
-            f"the loss scale of {precision.value} looks at all gradients",
-        ),
-        (settings.nonfinite in ("skip", "raise"), f"nonfinite={settings.nonfinite!r} looks at all gradients"),
+        (scaled, f"the loss scale of {precision.value} looks at all gradients"),
+        (nonfinite in ("skip", "raise"), f"nonfinite={nonfinite!r} looks at all gradients"),
     ):
         if needs:
             raise RefusedError(
                 f"{words} cannot run here: each parameter is stepped as its gradient is done, and {what} before the step. Leave one of "
                 "them out"
             )
-
-
-def _optimizer(settings: Settings) -> Choice[str]:
-    origin, words = settings.source("fused")
-    if settings.fused:
-        return Choice("fused", "torch's fused step, where it has one and the caller left that open", origin)
-    return Choice("as given", words, origin)

@@ -45,23 +45,17 @@ class Registry(Mapping[str, T]):
 STRATEGIES: Registry[type[Strategy]] = Registry(
     {
         "single": ("strategies.single:Single", "one process alone"),
-        "data_parallel": (
-            "strategies.single:DataParallel",
-            "one process drives all GPUs; torch advises ddp",
-        ),
+        "data_parallel": ("strategies.single:DataParallel", "one process drives all GPUs; ddp is better"),
         "ddp": ("strategies.ddp:DDP", "each process holds the whole model"),
         "zero1": ("strategies.zero1:ZeRO1", "as ddp, with a part of the optimizer's states each"),
         "fsdp": ("strategies.fsdp:FSDP", "each process holds a part of everything: the least memory"),
         "hsdp": ("strategies.fsdp:HSDP", "as fsdp inside a node, with copies on each node"),
         "tensor_parallel": (
             "strategies.tensor_parallel:TensorParallel",
-            "each process holds a part of each layer",
+            "each process holds parts of layers",
         ),
         "pipeline": ("strategies.pipeline:Pipeline", "each process holds some of the layers"),
-        "local_sgd": (
-            "strategies.local_sgd:LocalTraining",
-            "processes train alone; models are averaged now and then",
-        ),
+        "local_sgd": ("strategies.local_sgd:LocalTraining", "models are averaged now and then"),
     }
 )
 # One line a precision.
@@ -70,19 +64,10 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "fp32": ("precision.policies:FP32", "exact"),
         "tf32": ("precision.policies:TF32", "fp32, but products keep 10 bits of mantissa"),
         "bf16": ("precision.policies:BF16", "half the bits with fp32's range: no loss scale"),
-        "fp16": (
-            "precision.policies:FP16",
-            "half the bits with more digits and less range: the loss is scaled",
-        ),
+        "fp16": ("precision.policies:FP16", "half the bits, more digits, less range: the loss is scaled"),
         "fp8": ("precision.fp8:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
-        "bf16-true": (
-            "precision.levels:BF16True",
-            "bf16 weights, stepped by fp32 masters or stochastic rounding",
-        ),
-        "fp16-true": (
-            "precision.levels:FP16True",
-            "fp16 weights, stepped by fp32 masters: the loss is scaled",
-        ),
+        "bf16-true": ("precision.levels:BF16True", "bf16 weights, with masters or stochastic rounding"),
+        "fp16-true": ("precision.levels:FP16True", "fp16 weights, with masters: the loss is scaled"),
         "O0": ("precision.levels:O0", "fp32 under Apex's name"),
         "O1": ("precision.levels:O1", "fp16 by Apex's lists of operations"),
         "O2": ("precision.levels:O2", "an fp16 model, with fp32 copies for the optimizer"),
@@ -92,18 +77,8 @@ PRECISIONS: Registry[type[Precision]] = Registry(
 ALIASES = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 # The words that settings take, for type checkers, which read no tables; tests/typing compares them with the tables.
-StrategyName = Literal[
-    "auto",
-    "single",
-    "data_parallel",
-    "ddp",
-    "zero1",
-    "fsdp",
-    "hsdp",
-    "tensor_parallel",
-    "pipeline",
-    "local_sgd",
-]
+Parallel = Literal["data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline"]
+StrategyName = Literal["auto", "single", Parallel, "local_sgd"]
 Alias = Literal["no", "float32", "bfloat16", "float16", "half"]
 PrecisionName = Literal[
     "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3", Alias

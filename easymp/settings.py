@@ -12,62 +12,101 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import re
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from .base import env
-from .base.toml import Statement, read_literal, statements
 from .base.units import read_bytes
 from .errors import SettingError, elsewhere, nearest
 from .protocols import Source
 from .registry import ALIASES, PRECISIONS, STRATEGIES, PrecisionName, StrategyName
 
-# -- The project file
+# -- The project file, and what tomllib lacks for it: the positions of statements, and single values
 
 FILE = "easymp.toml"
 VARIABLE = env.PREFIX + "CONFIG"  # names another one
 LAUNCH = "launch"  # the table of `easymp launch`
 T = TypeVar("T")
+KEY = r"""(?:"[^"\n]*"|'[^'\n]*'|[\w-]+)"""
+DOTTED = rf"({KEY}(?:[ \t]*\.[ \t]*{KEY})*)[ \t]*"
+STATEMENT = re.compile(rf"[ \t]*(?:\[\[?[ \t]*{DOTTED}\]|{DOTTED}=[ \t]*)")
 
 
-@dataclass(frozen=True)
-class ProjectFile:
-    """The content of the project file.
+class Statement(NamedTuple):
+    """A key with its value, or a header of a table; and its places in the text.
 
     Attributes:
-        path: as it was named; None where there is no file.
-        content: keys and values at its top, and in its tables.
-        text: as it was read, for line numbers.
+        table: of the header above it, or its own: ``("launch",)``.
+        keys: from the top: ``("launch", "processes")``; of a header ().
+        begin, start, stop, end: positions of the line, of the value, after the value, and after the value's last line.
     """
 
-    path: Path | None = None
-    content: Mapping[str, Any] = field(default_factory=dict)
-    text: str = ""
+    table: tuple[str, ...]
+    keys: tuple[str, ...]
+    begin: int
+    start: int
+    stop: int
+    end: int
 
-    @cached_property
-    def _statements(self) -> list[Statement]:
-        return list(statements(self.text + "\n"))
+
+def statements(text: str) -> Iterator[Statement]:
+    """The statements of a TOML file whose last line has an end, in order."""
+    at, table = 0, tuple[str, ...]()
+    while at < len(text):
+        end, found = text.index("\n", at), STATEMENT.match(text, at)
+        if found:
+            own = tuple(part.strip("\"'") for part in re.findall(KEY, found[1] or found[2]))
+            table = own if found[1] else table
+            stop = end if found[1] else _value_end(text, found.end())
+            end = text.index("\n", stop)
+            yield Statement(table, () if found[1] else (*table, *own), at, found.end(), stop, end + 1)
+        at = end + 1
+
+
+def _value_end(text: str, start: int) -> int:
+    """The first place before a comment or the end of a line where ``text[start:]`` is valid TOML."""
+    for found in re.finditer(r"[ \t]*(?=[#\n])", text[start:]):
+        with suppress(tomllib.TOMLDecodeError):
+            tomllib.loads(f"value = {text[start : start + found.start()]}")
+            return start + found.start()
+    return text.index("\n", start)
+
+
+def read_literal(text: str) -> Any:
+    """Parse a value in TOML or JSON; return any other text as it is."""
+    with suppress(tomllib.TOMLDecodeError, RecursionError):
+        return tomllib.loads(f"value = {text}")["value"]
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return text
+
+
+class ProjectFile(NamedTuple):
+    """The project file: `path` is None where there is none; `text` as it was read, for line numbers."""
+
+    path: Path | None = None
+    content: Mapping[str, Any] = MappingProxyType({})
+    text: str = ""
 
     def where(self, key: str, table: str = "") -> str:
         """``"easymp.toml, line 3"``: the place of `key` of `table`; without a line where the file spells it in an unknown way."""
         keys = (table, key) if table else (key,)
-        for s in self._statements:
+        for s in statements(self.text + "\n"):
             if s.keys[: len(keys)] == keys or (s.keys == () and s.table[:1] == keys):
                 return f"{self.path}, line {self.text.count(chr(10), 0, s.begin) + 1}"
         return str(self.path)
 
 
 def read(path: Path | str | None = None) -> ProjectFile:
-    """The file at `path`; None: the one that EASYMP_CONFIG names, or the one in the working directory, if there is one.
-
-    Raises:
-        SettingError: a file that was named is not there, or one is not TOML.
-    """
+    """The file at `path`; None: the one that EASYMP_CONFIG names, or the one in the working directory, if there is one."""
     named = env.read(VARIABLE) if path is None else str(path)
     place = Path(named or FILE)
     if not place.is_file():
@@ -76,7 +115,6 @@ def read(path: Path | str | None = None) -> ProjectFile:
         if named:
             raise SettingError(f"{VARIABLE}={named!r} in the environment names no file: correct or unset it")
         return ProjectFile()
-
     try:
         text = place.read_text(encoding="utf-8")
         return ProjectFile(place, tomllib.loads(text), text)
@@ -101,18 +139,10 @@ def setting(
     most: float | None = None,
     switch: tuple[str, str] | None = None,
 ) -> Any:
-    """A field of a record of settings.
+    """A field of a record of settings; `switch` has the words that false and true mean.
 
     Its type is one of str, int, float, bool, `Size`, `Words` and `Table`, or one of them and None; a str without `choices` is any text,
     or a whole number.
-
-    Args:
-        default: the value where none is set.
-        help: one sentence.
-        choices: allowed words.
-        least: the smallest number.
-        most: the largest number.
-        switch: the words that false and true mean.
     """
     limits = {"choices": choices, "least": least, "most": most, "switch": switch}
     return field(default=default, metadata={"help": help, **limits})
@@ -133,7 +163,9 @@ def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
             raise SettingError(f"{where}{value!r} is neither a text nor a list of texts")
         value = ",".join(value)
     if kind == "bool":
-        return _yes_or_no(value, where)
+        if str(value).lower() not in env.TRUE | env.FALSE or not isinstance(value, (str, bool)):
+            raise SettingError(f"{where}{value!r} is neither yes nor no: use true or false")
+        return str(value).lower() in env.TRUE
     if kind == "Size":
         return read_bytes(value, where)
     if kind in ("int", "float"):
@@ -152,14 +184,6 @@ def _table_of(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     raise SettingError(
         f"{where}{value!r} is {kind}: write [{f.name}] and its options below, or {{option = value}} in one line"
     )
-
-
-def _yes_or_no(value: Any, where: str) -> bool:
-    if isinstance(value, str) and value.lower() in env.TRUE | env.FALSE:
-        return value.lower() in env.TRUE
-    if isinstance(value, bool):
-        return value
-    raise SettingError(f"{where}{value!r} is neither yes nor no: use true or false")
 
 
 def _number(f: dataclasses.Field[Any], kind: str, value: Any, where: str) -> float:
@@ -184,10 +208,8 @@ def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
     if not choices and isinstance(value, int) and not isinstance(value, bool):
         return str(value)  # nodes = 2
     if not isinstance(value, str):
-        one_of = f": one of {', '.join(choices)}" if choices else ""
-        raise SettingError(
-            f"{where}{value!r} is of type {type(value).__name__}, but a word is needed{one_of}"
-        )
+        needed = f"a word is needed: one of {', '.join(choices)}" if choices else "a word is needed"
+        raise SettingError(f"{where}{value!r} is of type {type(value).__name__}, but {needed}")
     if not choices:
         return value
     words = {choice.lower(): choice for choice in choices}
@@ -237,31 +259,20 @@ class Settings:
     """
 
     mixed_precision: PrecisionName = setting(
-        "auto",
-        "type in which matrix products run; auto decides by the hardware",
-        ("auto", *PRECISIONS, *ALIASES),
+        "auto", "type of matrix products; auto decides by the hardware", ("auto", *PRECISIONS, *ALIASES)
     )
-    strategy: StrategyName = setting(
-        "auto", "how the model is spread over the processes", ("auto", *STRATEGIES)
-    )
+    strategy: StrategyName = setting("auto", "how the processes share the model", ("auto", *STRATEGIES))
     gradient_accumulation_steps: int = setting(1, "micro-batches in one optimizer update", least=1)
     cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
-    fused: bool = setting(
-        True, "let plain torch optimizers run their fused step where torch has one for the device"
-    )
+    fused: bool = setting(True, "run the fused step of plain torch optimizers where torch has one")
     ema_decay: float | None = setting(
-        None,
-        "decay of a moving average of the weights, for example 0.999; none is kept without it",
-        least=0,
-        most=0.999999999,
+        None, "decay of a moving average of the weights, for example 0.999", least=0, most=0.999999999
     )
-    probe: bool = setting(
-        True, "time fp32 and bf16 in the first training step where no rule is certain; off: the rule alone"
-    )
+    probe: bool = setting(True, "time fp32 and bf16 in the first training step where no rule is certain")
     convert_sync_batchnorm: bool = setting(False, "batch-norm in training by the samples of all processes")
     nonfinite: NonfiniteAnswer | None = setting(
         None,
-        "answer to a loss or gradient that is not finite: raise, skip the step, or warn once; default: skip under a loss scale, else warn",
+        "answer to a loss or gradient that is not finite; default: skip the step under a loss scale, else warn once",
         get_args(NonfiniteAnswer),
     )
     compile: Compiled | Table | None = setting(
@@ -277,29 +288,19 @@ class Settings:
         "class names with commas, or no",
         switch=("no", "blocks"),
     )
-    activation_offload: bool = setting(
-        False, "keep activations in pinned host memory from forward to backward, on CUDA"
-    )
-    optimizer_in_backward: bool = setting(
-        False, "step each parameter as its gradient is done, and free the gradient"
-    )
+    activation_offload: bool = setting(False, "keep activations in host memory until backward, on CUDA")
+    optimizer_in_backward: bool = setting(False, "step each parameter, and free its gradient, in backward")
     gc: bool = setting(
-        True,
-        "after the first update leave the objects that are there out of Python's garbage collection, and collect at every 500th "
-        "update only",
+        True, "collect garbage at every 500th update only, without the objects of the first update"
     )
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
-    timeout: float = setting(
-        120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9
-    )
+    timeout: float = setting(120.0, "seconds that a collective waits for other ranks", least=0.001, most=1e9)
     memory: Size | None = setting(
         None, "memory of a rank, such as 16GiB, by which auto decides; default: its device's memory"
     )
     replica_check: int = setting(
-        1000,
-        "updates between comparisons of parameters that must be equal on the ranks; the first updates are compared, too; 0 is off",
-        least=0,
+        1000, "updates between comparisons of the ranks' parameters, after the first ones; 0 is off", least=0
     )
     debug: bool | None = setting(
         None,
@@ -309,12 +310,10 @@ class Settings:
         None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory"
     )
     log_with: Words | None = setting(
-        None,
-        "trackers that `log` writes to, with commas: jsonl (the default) or others by name; all that are installed, or none",
+        None, "trackers by name, with commas (default: jsonl), all that are installed, or none"
     )
     save_on_signal: bool | None = setting(
-        None,
-        "end the run with a checkpoint and exit code 75 at SIGTERM and SIGUSR1: true from the beginning, false never; else from resume on",
+        None, "save and end with exit code 75 at SIGTERM and SIGUSR1: true, false, or from resume on"
     )
     strategy_options: Table | None = setting(
         None, "options of the strategy by the fields of its record, such as cpu_offload of FSDPOptions"
@@ -369,23 +368,15 @@ class Launching:
     processes: int | None = setting(
         None, "processes on each node; else one an accelerator, or one without any", least=1
     )
-    nodes: str | None = setting(
-        None, "how many machines take part, such as 2; or 1:4, from at least 1 to at most 4"
-    )
+    nodes: str | None = setting(None, "number of machines, such as 2; or 1:4, from at least 1 to at most 4")
     main_address: str | None = setting(None, "the first node's address, by which the others reach it")
     main_port: int | None = setting(None, "a free port on it; else 29500", least=1, most=65535)
     max_restarts: int | None = setting(
-        None,
-        "how often all workers are started again after one failed; else 0, or 3 where nodes may come and go",
-        least=0,
+        None, "restarts of all workers after one failed; else 0, or 3 where nodes may come and go", least=0
     )
     wait: float = setting(600.0, "seconds that the machines wait for one another", least=0, most=1e9)
-    grace: float = setting(
-        30.0, "seconds that workers have to save themselves when a signal comes", least=0, most=1e9
-    )
-    numa: bool = setting(
-        True, "keep each worker on the cores of one NUMA node, on Linux machines with several"
-    )
+    grace: float = setting(30.0, "seconds in which workers save after a signal", least=0, most=1e9)
+    numa: bool = setting(True, "keep each worker on the cores of one NUMA node, on Linux with several")
 
 
 LAUNCHING: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Launching)}
@@ -419,7 +410,7 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
             before = sources.get(name, (source, ""))[1].replace("asked for", f"{name} of the script")
             value, words = (
                 {**as_table(values.get(name)), option: value},
-                " and ".join(filter(None, [before, words])),
+                f"{before} and {words}".removeprefix(" and "),
             )
         values[name], sources[name] = value, (source, words)
 
@@ -445,36 +436,23 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
 
 
 def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
-    """How to launch: `flags` (None: not given), then the project file at `path` (None: the usual one), then defaults.
-
-    Raises:
-        SettingError: a wrong name or value, anywhere.
-    """
+    """How to launch: `flags` (None: not given), then the project file at `path` (None: the usual one), then defaults."""
     found = _launching(read(path))
     given = {n: checked(LAUNCHING[n], v, f"{n}=") for n, v in flags.items() if v is not None}
     return Launching(**{**found, **given})
 
 
 def written(file: ProjectFile) -> dict[str, Any]:
-    """The values in `file`, those of its table included.
-
-    Raises:
-        SettingError: a wrong name or value.
-    """
+    """The values in `file`, those of its table included."""
     return {**_read(file, NAMES), **_launching(file)}
 
 
 def _launching(file: ProjectFile) -> dict[str, Any]:
-    return _read(dataclasses.replace(file, content=_table(file, LAUNCH)), LAUNCHING, LAUNCH)
-
-
-def _table(file: ProjectFile, name: str) -> dict[str, Any]:
-    table = file.content.get(name, {})
+    table = file.content.get(LAUNCH, {})
     if not isinstance(table, dict):
-        raise SettingError(
-            f"{file.where(name)}: {name} = {table!r} is not a table: write [{name}], and its settings below"
-        )
-    return table
+        words = f"{LAUNCH} = {table!r} is not a table: write [{LAUNCH}], and its settings below"
+        raise SettingError(f"{file.where(LAUNCH)}: {words}")
+    return _read(file._replace(content=table), LAUNCHING, LAUNCH)
 
 
 def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table: str = "") -> dict[str, Any]:
@@ -494,19 +472,14 @@ def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table:
 
 
 def as_record(kind: type[T], owner: str, given: Any) -> T:
-    """Return `owner`'s options as a `kind`: `given` itself, or one made of a mapping's values, or the defaults for None.
-
-    Raises:
-        SettingError: another type, or a name that `kind` does not have.
-    """
+    """Return `owner`'s options as a `kind`: `given` itself, or one made of a mapping's values, or the defaults for None."""
     if isinstance(given, kind):
         return given
     if dataclasses.is_dataclass(given) and issubclass(kind, type(given)):
         given = as_table(given)  # of a strategy that has further options
     if given is not None and not isinstance(given, Mapping):
-        raise SettingError(
-            f"{owner} takes {kind.__name__}, or a dict of its fields, not a {type(given).__name__}"
-        )
+        other = type(given).__name__
+        raise SettingError(f"{owner} takes {kind.__name__}, or a dict of its fields, not a {other}")
     known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in given or ():
         if name not in known:
@@ -543,14 +516,7 @@ def read_pairs(
 ) -> dict[str, Any]:
     """``["seed=3", "strategy_options.cpu_offload=true"]`` by name; an option of a table keeps its dotted name.
 
-    Args:
-        pairs: ``NAME=VALUE``.
-        where: begins an error.
-        known: fields by name.
-        readers: for single names, a function that reads the text.
-
-    Raises:
-        SettingError: a wrong name or value.
+    `where` begins the error of a wrong name or value; `readers` has functions that read the texts of single names.
     """
     found = {}
     for pair in pairs:
@@ -581,10 +547,8 @@ def _from_environment() -> dict[str, tuple[Any, str]]:
     found = {}
     for variable in env.names(env.PREFIX):
         if variable not in ours:
-            near = nearest(variable, ours) or "."
-            raise SettingError(
-                f"{variable} in the environment is not a setting{near} Unset it or correct its name"
-            )
+            near = f"{nearest(variable, ours) or '.'} Unset it or correct its name"
+            raise SettingError(f"{variable} in the environment is not a setting{near}")
         if variable in known and env.read(variable):  # an empty variable is the shell's way to unset one
             name, words = known[variable], f"{variable} in the environment"
             found[name] = (checked(NAMES[name], env.read(variable), f"{variable}="), words)

@@ -93,8 +93,8 @@ def test_a_loader_record_may_change_before_a_loader_is_prepared() -> None:
     other = easymp.Accelerator(cpu=True, dataloader_config=easymp.DataLoaderConfiguration(data_seed=2))
     first, record.data_seed = order(acc), 2
     assert order(acc) == order(other) != first
-    record.even_batches = "yes"  # type: ignore[assignment]
     with pytest.raises(SettingError, match="even_batches='yes' is neither True nor False"):
-        order(acc)
+        record.even_batches = "yes"  # type: ignore[assignment]
+    assert record.even_batches is True
     with pytest.raises(AttributeError):
         record.split_batch = True  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from easymp.base import env
-from easymp.base.torch_flags import switch
+from easymp.base.rng import switch
 
 
 def now() -> tuple:

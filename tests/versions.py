@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from easymp.base.torch_flags import TORCH
+from easymp.base.rng import TORCH
 from easymp.optim.sharded import SUMS_ARE_RIGHT
 
 ADDS = TORCH >= SUMS_ARE_RIGHT

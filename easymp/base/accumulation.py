@@ -26,9 +26,7 @@ class Phase(Enum):
 
     ACCUMULATING = "its gradients are as backward left them, times the loss scale where there is one"
     UNSCALED = "its gradients have been divided by the loss scale, in memory"
-    CLIPPED = (
-        "its gradients have been measured; its step multiplies by the factor that clips and unscales them"
-    )
+    CLIPPED = "its gradients have been measured; its step multiplies by the factor that clips and unscales"
     STEPPED = "it has stepped; the next backward begins the next update"
 
 
@@ -124,26 +122,21 @@ class UpdateWindow:
     """
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
-        self.accumulation = accumulation
-        self.end_with_loader = end_with_loader
+        self.accumulation, self.end_with_loader = accumulation, end_with_loader
         self.turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
         self.between: Callable[[], None] | None = None
         self.stepped: list[Callable[[Any], None]] = []
         self.timing: Any = None
         self.epochs: tuple[int, int] | None = None
         self.resuming: set[int] = set()
-        self.went_on = False
-        self.full_passes = False
+        self.went_on = self.full_passes = False
         self.loops = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget the window and the loops: nothing has been trained yet."""
-        self.micro = 0
-        self.backwards = 0
-        self.sync = True
-        self.inside = False
-        self.counts_items = False
+        self.micro = self.backwards = 0
+        self.sync, self.inside, self.counts_items = True, False, False
         self.items: Tensor | None = None
         self.begin()
         self._reading: list[Any] = []  # loops inside of loops
@@ -189,11 +182,7 @@ class UpdateWindow:
         self.__dict__.update(state)
 
     def end_by_hand(self, turn: Turn) -> None:
-        """End a window by a script's own step: after a full window's micro-batches, or with the last batch of its loader.
-
-        Raises:
-            StepError: the step came too early.
-        """
+        """End a window by a script's own step: after a full window's micro-batches, or with the last batch of its loader."""
         done, turn.seen = self.backwards - turn.seen, self.backwards
         loader = self.reading
         last = self.end_with_loader and (self._at_end if loader is None else loader.last)
@@ -247,9 +236,6 @@ class UpdateWindow:
         count stands in for it, so that numbers keep their usual size, and `finish_items` corrects the gradients by one factor.
         Gradients are averaged over the ranks, which is undone here, since counts are summed. Where several ranks see the same data,
         fewer are averaged and each item is counted several times: the one makes up for the other.
-
-        Raises:
-            StepError: a second backward in one micro-step of several: its items would count twice.
         """
         if self.inside and self.accumulation != 1 and self.backwards:
             raise StepError(
@@ -322,11 +308,7 @@ class UpdateWindow:
 
 
 class MicroStep:
-    """Begin a micro-step, and do not reduce its gradients unless it ends the window; with `alone`, not even then.
-
-    Args:
-        no_sync: module → a context that keeps its gradients to this rank.
-    """
+    """Begin a micro-step, and keep its gradients to this rank by `no_sync` unless it ends the window; with `alone`, also then."""
 
     __slots__ = ("_alone", "_modules", "_no_sync", "_open", "_window")
 

@@ -78,19 +78,16 @@ def _rebuild(tree: Any, items: Any) -> Any:
     if hasattr(tree, "default_factory"):
         return type(tree)(tree.default_factory, items)
     try:
-        if isinstance(tree, Mapping) and dataclasses.is_dataclass(
-            tree
-        ):  # a model's output whose fields are its items
-            made = dataclasses.replace(
-                tree, **{f.name: items[f.name] for f in dataclasses.fields(tree) if f.name in items}
-            )
+        if isinstance(tree, Mapping) and dataclasses.is_dataclass(tree):  # a model's output
+            values = {f.name: items[f.name] for f in dataclasses.fields(tree) if f.name in items}
+            made = dataclasses.replace(tree, **values)
             if made.keys() == items.keys():
                 return made
         return type(tree)(items)
     except TypeError as error:
+        words = "return a plain dict, list or tuple from the collate function"
         raise BatchError(
-            f"a batch holds a {type(tree).__name__}, which cannot be rebuilt from its items ({error}): "
-            "return a plain dict, list or tuple from the collate function"
+            f"a batch holds a {type(tree).__name__}, which cannot be rebuilt from its items ({error}): {words}"
         ) from error
 
 
@@ -177,10 +174,8 @@ def find_batch_size(data: Any) -> int | None:
         >>> find_batch_size({"x": torch.ones(3, 2), "y": torch.ones(3)})
         3
     """
-    for leaf in leaves(data):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return leaf.shape[0]
-    return None
+    found = (leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.ndim)
+    return next(found, None)
 
 
 def send_to_device(
@@ -238,19 +233,11 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
         >>> concatenate([{"x": torch.zeros(1)}, {"x": torch.ones(2)}])
         {'x': tensor([0., 1., 1.])}
     """
-    first = data[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(data), dim=dim)
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(concatenate([d[i] for d in data], dim) for i in range(len(first))))
-    if isinstance(first, (list, tuple)):
-        items = [concatenate([d[i] for d in data], dim) for i in range(len(first))]
-        return type(first)(items) if type(first) in (list, tuple) else _rebuild(first, items)
-    if isinstance(first, Mapping):
-        items = {key: concatenate([d[key] for d in data], dim) for key in first}
-        return items if type(first) is dict else _rebuild(first, items)
-    if _is_record(first):
-        return _with_fields(
-            first, {key: concatenate([getattr(d, key) for d in data], dim) for key in _fields(first)}
-        )
-    return first
+    beside = [dict(leaf_paths(other)) for other in data]
+    paths = iter(beside[0])
+
+    def join(leaf: Any) -> Any:
+        path = next(paths)
+        return torch.cat([other[path] for other in beside], dim) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(join, data[0])

@@ -1,7 +1,8 @@
-"""Random streams: all ranks share one until the models are prepared; each rank has its own from then on.
+"""Random streams, and torch's process-wide flags for determinism and TF32.
 
-Draws that must be equal on all ranks (initial weights, data order) use the shared seed; others (dropout, augmentation) use the rank's
-stream. Seeds are hashed, so that neighbouring seeds, epochs and ranks give unrelated streams.
+All ranks share one stream until the models are prepared, for draws that must be equal on all of them (initial weights, data order); each
+rank has its own from then on (dropout, augmentation). Seeds are hashed, so that neighbouring seeds, epochs and ranks give unrelated
+streams.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 from . import env
 
+# The release of torch: (2, 11) of "2.11.0+cu130", and of the pre-release "2.11.0a0+1234".
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _shared = False  # whether set_seed gave this process the stream that other ranks have, too
 
 
@@ -97,3 +100,42 @@ def diverge(rank: int) -> None:
             seed_all(own)
         else:
             torch.manual_seed(own)  # Python's and NumPy's streams were not seeded, and differ already
+
+
+# -- flags of torch, set for a run and put back after it
+
+
+def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
+    """Set torch's flags; ``undo(function, *args)`` registers how to restore each, as `ExitStack.callback` does.
+
+    `tf32` is for matrix products and convolutions that stay in fp32. Deterministic cuBLAS needs a fixed workspace (CUDA's documentation
+    of CUBLAS_WORKSPACE_CONFIG), and deterministic cuDNN may not choose by timing.
+    """
+    if tf32:
+        _remember(undo)
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+    if deterministic:
+        warn = torch.is_deterministic_algorithms_warn_only_enabled()
+        undo(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn)
+        undo(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        undo(env.put, env.put({"CUBLAS_WORKSPACE_CONFIG": env.read("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}))
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _remember(undo: Callable[..., Any]) -> None:
+    """Register the present TF32 flags with `undo`.
+
+    After a script has used the newer ``fp32_precision`` (torch 2.9), reading an older flag is an error where the two disagree.
+    """
+    backends: Any = torch.backends
+    try:
+        undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    except RuntimeError:
+        undo(setattr, backends.cuda.matmul, "fp32_precision", backends.cuda.matmul.fp32_precision)
+    try:
+        undo(setattr, backends.cudnn, "allow_tf32", backends.cudnn.allow_tf32)
+    except RuntimeError:
+        for operation in (backends.cudnn.conv, backends.cudnn.rnn):
+            undo(setattr, operation, "fp32_precision", operation.fp32_precision)

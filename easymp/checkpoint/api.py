@@ -470,7 +470,7 @@ class Checkpoints:
         models = hooks.call_load_hooks(world, self._load_hooks, self._views(), folder)
         unknown = {f"loader_{i}" for i in range(len(prepared.loaders))} | {"steps", "run", "epochs"}
         parts = [part for part in self._parts(models) if getattr(part, "name", "") not in unknown]
-        modules = [model.route.original for model in prepared.models]
+        modules = [model.original for model in prepared.models]
 
         def opened() -> accelerate_import.Translated:
             found = accelerate_import.Translated(

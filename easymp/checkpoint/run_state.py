@@ -73,7 +73,7 @@ def parts(
     found: list[Kept] = []
     owner: dict[int, str] = {}
     for i, model in enumerate(prepared.models):
-        name, module = numbered("model", i), model.route.original
+        name, module = numbered("model", i), model.original
         owner |= {id(p): f"{name}/{canonical(n)}" for n, p in module.named_parameters()}
         found.append(ModelState(name, module, prepared.masters.keys()) if i in models else LeftOut(name))
     for i, optimizer in enumerate(optimizers):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtensor import dense as dense
-from ..base.torch_flags import TORCH
+from ..base.rng import TORCH
 from ..errors import StepError
 from .rounding import ROUNDING
 

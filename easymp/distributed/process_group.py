@@ -30,7 +30,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from ..base import env
 from ..base.ranks import LOOPBACK, Ranks
-from ..base.torch_flags import TORCH
+from ..base.rng import TORCH
 from ..errors import ALIKE, RefusedError, WorldError, failing
 from .hang_report import Watch, collectives
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..base.dtensor import local
 from ..base.pytree import map_leaves
-from ..base.torch_flags import TORCH
+from ..base.rng import TORCH
 from ..distributed import World
 from ..errors import RefusedError, SettingError, StepError, WorldError
 from ..precision.scaler import takes_found_inf

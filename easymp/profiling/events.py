@@ -43,9 +43,9 @@ COPY = re.compile(r"^mem(cpy|set)", re.IGNORECASE)
 def marked(accelerator: Any, prepared: Any, world: Any) -> Iterator[Target]:
     """The methods that a step of `accelerator` calls, on the objects `prepared` so far."""
     for model in prepared.models:
-        yield model.route.module, CALL, FORWARD
+        yield model.module, CALL, FORWARD
         if prepared.strategy.late_loss:  # stages run their forwards inside backward
-            yield model.route.module.module, CALL, FORWARD
+            yield model.module.module, CALL, FORWARD
     yield accelerator, "backward", BACKWARD
     for name in ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients"):
         yield accelerator, name, OPTIMIZER

@@ -353,7 +353,7 @@ class Exchange:
 
 def footprint(prepared: Any) -> dict[str, int]:
     """Bytes on this rank of weights (with buffers), fp32 masters, gradients and optimizer states; those of 0 are left out."""
-    models = [model.route.original for model in prepared.models]
+    models = [route.original for route in prepared.models]
     weights = [t for model in models for t in (*model.parameters(), *model.buffers())]
     known = {id(t) for t in weights}
     stepped = [p for o in prepared.optimizers for group in o.param_groups for p in group["params"]]

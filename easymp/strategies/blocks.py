@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
-from ..base.torch_flags import TORCH
+from ..base.rng import TORCH
 from ..errors import PrepareError, nearest
 
 LARGE = 4  # a layer with 1/LARGE of the largest block's parameters is gathered on its own

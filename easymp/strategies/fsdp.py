@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.dtensor import names_of, rebind
-from ..base.torch_flags import TORCH
+from ..base.rng import TORCH
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.sharded import check_sums

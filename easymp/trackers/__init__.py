@@ -43,14 +43,8 @@ TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "console", "all
 __all__, __getattr__, __dir__ = at_first_use(
     __name__,
     globals(),
-    {"own": ("GeneralTracker", "on_main_process")},
-    {
-        "logbook": ("Logbook",),
-        "own": ("SILENT",),
-        "console": ("Console",),
-        "recorder": ("Recorder",),
-        "rows": ("Row", "checked_images", "checked_step", "checked_table", "checked_values"),
-    },
+    {"logbook": ("GeneralTracker", "on_main_process")},
+    {"logbook": ("Logbook",), "recorder": ("Recorder",)},
 )
 __all__ += ["TRACKERS"]  # the list that __dir__ gives
 
@@ -64,7 +58,7 @@ def words_of(log_with: Any) -> tuple[str | None, dict[str, Any]]:
     for item in log_with if isinstance(log_with, (list, tuple, set)) else [log_with]:
         word = item.value if isinstance(item, Enum) else item
         if not isinstance(word, str):
-            word = imported(".own", __name__).check_own(item)
+            word = imported(".logbook", __name__).check_own(item)
             if word.lower() in own:
                 raise SettingError(f"log_with has two trackers called {word!r}: give each its own name")
             own[word.lower()] = item

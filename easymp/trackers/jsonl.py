@@ -19,8 +19,8 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -39,9 +39,8 @@ class JsonLines:
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         if options:
-            raise SettingError(
-                f"init_kwargs={{'jsonl': {dict(options)!r}}}: it takes no options. Leave them out"
-            )
+            words = "it takes no options. Leave them out"
+            raise SettingError(f"init_kwargs={{'jsonl': {dict(options)!r}}}: {words}")
         self._folder, self.path = folder, folder
         self._file: BinaryIO | None = None
         self._id, self._size = "", 0
@@ -165,12 +164,12 @@ def _create(path: Path, suffix: str = ".jsonl") -> tuple[Path, BinaryIO]:
 def first_free(first: Path, create: Callable[[Path], T]) -> T:
     """`create` at `first`, else at ``first-2``, ``first-3`` …: the first that raises no FileExistsError."""
     first.parent.mkdir(parents=True, exist_ok=True)
-    for place in chain([first], (first.with_name(f"{first.name}-{number}") for number in count(2))):
-        try:
+    place, number = first, 1
+    while True:
+        with suppress(FileExistsError):
             return create(place)
-        except FileExistsError:
-            continue
-    raise AssertionError("count() has no end")
+        number += 1
+        place = first.with_name(f"{first.name}-{number}")
 
 
 def png(image: Any) -> bytes:

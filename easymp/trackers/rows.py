@@ -15,6 +15,7 @@ import numbers
 import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -40,9 +41,7 @@ class Row:
     step: int  # the script's, or the number of optimizer updates
     time: float  # seconds since 1970
     values: dict[str, Any]  # numbers and words by name; tensors among them until they arrive from the device
-    options: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # of a tracker's own log call, by its name
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of log calls, by tracker
     updates: int = 0  # optimizer updates made by then
 
 
@@ -51,14 +50,11 @@ class Row:
 
 def checked_step(step: Any) -> int:
     """A step as a whole number."""
-    try:
+    with suppress(TypeError):
         if not isinstance(step, (Tensor, bool)):
             return operator.index(step)
-    except TypeError:
-        pass
-    raise SettingError(
-        f"log(step={step!r}): pass a whole number, or leave step out to count optimizer updates"
-    )
+    words = "pass a whole number, or leave step out to count optimizer updates"
+    raise SettingError(f"log(step={step!r}): {words}")
 
 
 def checked_values(values: Any) -> dict[str, Any]:
@@ -67,9 +63,8 @@ def checked_values(values: Any) -> dict[str, Any]:
     Tensors stay tensors, without graph; nothing waits for a device.
     """
     if not isinstance(values, Mapping):
-        raise SettingError(
-            f"log() got a {type(values).__name__}: pass a dict of numbers by name, such as {{'loss': loss}}"
-        )
+        words = "pass a dict of numbers by name, such as {'loss': loss}"
+        raise SettingError(f"log() got a {type(values).__name__}: {words}")
     return dict(_flat_values(values, ""))
 
 
@@ -87,10 +82,18 @@ def _flat_values(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, A
 
 
 def _scalar(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _tensor(name, value)
     if isinstance(value, PLAIN):
         return value
+    if isinstance(value, Tensor):
+        if value.ndim:
+            why = f"a tensor of shape {tuple(value.shape)}: reduce it to one number first, such as {name}.mean()"
+        elif value.is_complex() or value.is_meta:
+            why = f"a tensor of {value.dtype} on {value.device}: it has no real value. Log a real number, or leave it out"
+        elif any(not placement.is_replicate() for placement in getattr(value, "placements", ())):
+            why = f"a DTensor that is split over the ranks: call {name}.full_tensor() first, on all ranks"
+        else:
+            return local(value.detach())
+        raise SettingError(f"log({{{name!r}: ...}}) got {why}")
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # NumPy's scalars
         return _scalar(name, value.item())
     if isinstance(value, numbers.Real):
@@ -101,18 +104,6 @@ def _scalar(name: str, value: Any) -> Any:
     )
 
 
-def _tensor(name: str, value: Tensor) -> Tensor:
-    if value.ndim:
-        why = f"a tensor of shape {tuple(value.shape)}: reduce it to one number first, such as {name}.mean()"
-    elif value.is_complex() or value.is_meta:
-        why = f"a tensor of {value.dtype} on {value.device}: it has no real value. Log a real number, or leave it out"
-    elif any(not placement.is_replicate() for placement in getattr(value, "placements", ())):
-        why = f"a DTensor that is split over the ranks: call {name}.full_tensor() first, on all ranks"
-    else:
-        return local(value.detach())
-    raise SettingError(f"log({{{name!r}: ...}}) got {why}")
-
-
 # -- images and tables -------------------------------------------------------------------------------------------------
 
 CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
@@ -121,19 +112,14 @@ CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
 def checked_images(images: Any, convert: bool = True) -> tuple[Any, str]:
     """One image or several of one size as a uint8 array of shape NHWC, and what had to be changed in their values, or "".
 
-    Args:
-        images: an array, a tensor, or a list of these or of pictures of PIL.
-        convert: False only checks shapes and dtypes, and waits for no device.
+    Without `convert`, shapes and dtypes are checked only, and nothing waits for a device.
     """
     several = isinstance(images, (list, tuple))
     found = [one if isinstance(one, Tensor) else np.asarray(one) for one in (images if several else [images])]
     shapes, kinds = {tuple(one.shape) for one in found}, {_kind(one) for one in found}
     if len(shapes) != 1 or len(kinds) != 1 or kinds == {""}:
-        are = (
-            f"of shapes {sorted(shapes)} and dtypes {sorted({str(one.dtype) for one in found})}"
-            if found
-            else "empty"
-        )
+        types = sorted({str(one.dtype) for one in found})
+        are = f"of shapes {sorted(shapes)} and dtypes {types}" if found else "empty"
         raise SettingError(
             f"log_images() got images that are {are}: pass images of one size, as uint8 or floats in 0 … 1"
         )
@@ -146,10 +132,9 @@ def checked_images(images: Any, convert: bool = True) -> tuple[Any, str]:
     if kinds == {"uint8"}:
         return np.ascontiguousarray(whole), ""
     good = np.nan_to_num(whole.astype(np.float32))
-    said = [f"values from {good.min():.3g} to {good.max():.3g} are cut to 0 … 1"] * bool(
-        ((good < 0) | (good > 1)).any()
-    )
-    said += ["NaN becomes 0"] * bool(np.isnan(whole).any())
+    least, most = good.min(), good.max()
+    said = [f"values from {least:.3g} to {most:.3g} are cut to 0 … 1"] if least < 0 or most > 1 else []
+    said += ["NaN becomes 0"] if np.isnan(whole).any() else []
     return np.round(good.clip(0, 1) * 255).astype(np.uint8), " and ".join(said)
 
 
@@ -194,9 +179,8 @@ def checked_table(columns: Any, rows: Any) -> tuple[list[str], list[list[Any]]]:
     found = [list(row) for row in rows]
     for row in found:
         if len(row) != len(names):
-            raise SettingError(
-                f"log_table() got a row of {len(row)} values for {len(names)} columns: {row!r:.200}"
-            )
+            few = f"a row of {len(row)} values for {len(names)} columns"
+            raise SettingError(f"log_table() got {few}: {row!r:.200}")
     return names, [[_cell(name, value) for name, value in zip(names, row)] for row in found]
 
 
@@ -237,14 +221,12 @@ class Pending:
     def add(self, row: Row) -> None:
         self._rows.append(row)
         for name, value in row.values.items():
-            if not isinstance(value, Tensor):
-                continue
-            if value.device.type == HOST:
+            if isinstance(value, Tensor) and value.device.type == HOST:
                 row.values[name] = value.item()
-                continue
-            self._places.append((row, name, value.clone()))
-            if value.device.type in EVENTS:
-                self._streams.add(torch.get_device_module(value.device).current_stream(value.device))
+            elif isinstance(value, Tensor):
+                self._places.append((row, name, value.clone()))
+                if value.device.type in EVENTS:
+                    self._streams.add(torch.get_device_module(value.device).current_stream(value.device))
 
     def send(self) -> None:
         """Start the transfer of all that was added."""
@@ -339,8 +321,6 @@ def concise(config: Mapping[str, Any]) -> dict[str, Any]:
     about = config["easymp"]
     plan = {name: said["value"] if isinstance(said, dict) else said for name, said in about["plan"].items()}
     devices = [device["name"] for device in about["machine"]["devices"]]
-    machine = {
-        "cpu": about["machine"]["cpu"]["name"],
-        "devices": ", ".join(f"{devices.count(d)} × {d}" for d in dict.fromkeys(devices)),
-    }
+    kinds = ", ".join(f"{devices.count(d)} × {d}" for d in dict.fromkeys(devices))
+    machine = {"cpu": about["machine"]["cpu"]["name"], "devices": kinds}
     return flat({**config, "easymp": {"version": about["version"], "plan": plan, "machine": machine}})

@@ -28,19 +28,12 @@ logger = get_logger(__name__)
 
 
 class Activations(NamedTuple):
-    """Bytes of activations on the device at the peak, and how they came about.
-
-    Attributes:
-        bytes: at the peak.
-        plain: the same, if nothing were recomputed.
-        blocks: parts that are recomputed.
-        of: parts that may be.
-    """
+    """Bytes of activations on the device at the peak, and how they came about."""
 
     bytes: int
-    plain: int
-    blocks: int
-    of: int
+    plain: int  # bytes, if nothing were recomputed
+    blocks: int  # parts that are recomputed
+    of: int  # parts that may be
 
     def __str__(self) -> str:
         return f"{self.blocks} of {self.of} blocks are recomputed: {size(self.bytes)} of activations instead of {size(self.plain)}"
@@ -60,16 +53,10 @@ def count_activations(
         sample: positional arguments in a tuple, keyword arguments in a dict, both in a pair of these, or one tensor.
         available: bytes that activations may take, where `which` leaves the number of blocks open.
         offload: what forward keeps is in the host's memory.
-
-    Raises:
-        SettingError: another kind of sample.
-        PrepareError: there is nothing to recompute.
-        BatchError: the forward cannot be followed.
     """
-    args, kwargs = _arguments(sample)
     autocast = policy.param == torch.float32
     compute = policy.compute if autocast and policy.compute != torch.float32 else None
-    how = (args, kwargs, compute, None if autocast else policy.param)
+    how = (*_arguments(sample), compute, None if autocast else policy.param)
     plain = bytes_saved(model, *how)
     if which is None:
         return Activations(0 if offload else plain, plain, 0, 0)
@@ -79,9 +66,11 @@ def count_activations(
     def peak(blocks: int) -> int:
         if not blocks:
             return plain
-        kept = bytes_saved(
-            model, *how, lambda twin: recompute(find_recomputed([twin], which)[:blocks], which.selective)
-        )
+
+        def change(twin: nn.Module) -> None:
+            recompute(find_recomputed([twin], which)[:blocks], which.selective)
+
+        kept = bytes_saved(model, *how, change)
         again = max(0, plain - kept) // parts if blocks == parts else 0
         return again + (0 if offload else kept)
 
@@ -97,9 +86,8 @@ def _arguments(sample: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     if isinstance(sample, Tensor):
         return (sample,), {}
     if not isinstance(sample, (tuple, list)):
-        raise SettingError(
-            f"sample is a {type(sample).__name__}: pass the model's arguments as a tuple, a dict, or one tensor"
-        )
+        words = "pass the model's arguments as a tuple, a dict, or one tensor"
+        raise SettingError(f"sample is a {type(sample).__name__}: {words}")
     both = len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict)
     return (sample[0], sample[1]) if both else (tuple(sample), {})
 
@@ -200,41 +188,35 @@ class Budget:
 
     def __init__(self, run: Run, which: Recompute) -> None:
         self._run, self._which = run, which
-        self._taken = 0  # by models that are prepared, and their activations as far as these are known
-
-    def forget(self) -> None:
-        """The models are released."""
-        self._taken = 0
+        self.taken = 0  # by models that are prepared, and their activations as far as these are known
 
     def watch(
         self, model: nn.Module, policy: Precision, need: int, undo: list[Callable[[], None]]
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
         """Called before `model` is wrapped; the result takes the arguments of its first forward.
 
-        Args:
-            need: bytes of everything but activations.
-            undo: takes the function that ends recomputation.
+        Everything but activations needs `need` bytes; `undo` gets the function that ends recomputation.
         """
         which, parts = self._which, find_recomputed([model], self._which)
         tensors = [*model.parameters(), *model.buffers()]
         shapes = copy.deepcopy(model, {id(t): _on_meta(t) for t in tensors})
-        self._taken += need
+        self.taken += need
 
         def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             below: int = which.below  # type: ignore[assignment]
             try:
-                found = count_activations(shapes, policy, (args, kwargs), which, below - self._taken)
+                found = count_activations(shapes, policy, (args, kwargs), which, below - self.taken)
             except BatchError as error:
                 why = str(error).split(": check the sample")[0]
                 raise BatchError(
                     f"{why}, so activation_checkpointing cannot count blocks for {size(below)}: use activation_checkpointing='blocks'"
                 ) from error
-            self._taken += found.bytes
+            self.taken += found.bytes
             undo.append(recompute(parts[: found.blocks]))
-            reason = f"{found}, {size(self._taken)} a rank of {size(below)}"
-            if self._taken > below:
+            reason = f"{found}, {size(self.taken)} a rank of {size(below)}"
+            if self.taken > below:
                 reason += ": too much, so use a smaller batch, or a strategy that shards the model"
-            (logger.warning if self._taken > below else logger.info)("activations: %s", reason)
+            (logger.warning if self.taken > below else logger.info)("activations: %s", reason)
             plan = self._run.plan
             assert plan.activations is not None
             self._run.plan = replace(plan, activations=replace(plan.activations, reason=reason))

@@ -37,17 +37,13 @@ class Collectives(Processes):
     _trigger: bool
 
     def gather(self, tensor: T) -> T:
-        """Join tensors of all ranks: `easymp.gather` on this run's ranks.
+        """Join tensors of all ranks: `easymp.gather` on this run's ranks, with the same errors.
 
         Args:
-            tensor: tensors of one dtype and shape on all ranks, nested in any way; scalars become one element a rank.
+            tensor: as there.
 
         Returns:
-            The same structure, each tensor joined along dimension 0 in rank order, on all ranks.
-
-        Raises:
-            WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
-            BatchError: a leaf is not a tensor.
+            The joined tensors, on all ranks.
 
         Example:
             >>> acc = Accelerator(cpu=True)
@@ -97,9 +93,8 @@ class Collectives(Processes):
                 )
             short, usual = loader.local_size, loader.batch_size
             if not objects and short is not None and usual is not None and short < usual:
-                input_data = recursively_apply(
-                    lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data
-                )
+                cut = lambda t: t[:short] if t.ndim and t.shape[0] == usual else t  # noqa: E731
+                input_data = recursively_apply(cut, input_data)
             for leaf in [input_data] if objects else leaves(input_data):
                 _check_batch(leaf, short, objects)
         except BatchError as trouble:
@@ -150,20 +145,15 @@ class Collectives(Processes):
         return total / count
 
     def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
-        """Sum or average tensors over the ranks: `easymp.reduce` on this run's ranks, with another default.
+        """Sum or average tensors over the ranks: `easymp.reduce` on this run's ranks, with the same errors and another default.
 
         Args:
-            tensor: tensors of one dtype and shape on all ranks, nested in any way.
-            reduction: "none" leaves each rank its own values.
-            scale: multiplies the result.
+            tensor: as there.
+            reduction: as there.
+            scale: as there.
 
         Returns:
-            The same structure with the results, on all ranks.
-
-        Raises:
-            SettingError: an unknown `reduction`.
-            WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
-            BatchError: a leaf is not a tensor.
+            The results, on all ranks.
 
         Example:
             >>> acc = Accelerator(cpu=True)
@@ -173,20 +163,16 @@ class Collectives(Processes):
         return reduce(tensor, reduction, scale, world=self._world)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Pad tensors to the length of the longest rank's: `easymp.pad_across_processes` on this run's ranks.
+        """Pad tensors to the length of the longest rank's: `easymp.pad_across_processes` on this run's ranks, with the same errors.
 
         Args:
-            tensor: tensors of one dtype on all ranks, nested in any way; only dimension `dim` may differ in length.
-            dim: tensors without this dimension stay as they are.
-            pad_index: the value to fill with.
-            pad_first: fill in front.
+            tensor: as there.
+            dim: as there.
+            pad_index: as there.
+            pad_first: as there.
 
         Returns:
-            The same structure with tensors of one shape on all ranks.
-
-        Raises:
-            WorldError: the ranks' calls, structures, dtypes or other dimensions differ; on all ranks.
-            BatchError: a leaf is not a tensor.
+            Tensors of one shape on all ranks.
 
         Example:
             >>> acc = Accelerator(cpu=True)
@@ -415,10 +401,7 @@ def _together(
 ) -> Any:
     """Apply `one` to every leaf of `tree`, after the ranks of `world` (None: only this one) have compared their trees.
 
-    Leaves are visited in the order of their paths, so that ranks' dicts may differ in the order of keys.
-
-    Args:
-        free: a dimension that may differ in length.
+    Leaves are visited in the order of their paths, so that ranks' dicts may differ in the order of keys. Dimension `free` may differ.
     """
     found = list(leaf_paths(tree))
     if world is not None:
@@ -429,10 +412,9 @@ def _together(
                 f"{call} takes nested lists, tuples and dicts of tensors, but the leaf{place and f' at {place}'} is a "
                 f"{type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
             )
-    order = sorted(range(len(found)), key=lambda number: found[number][0])
-    made = {number: one(found[number][1]) for number in order}
-    results = iter(made[number] for number in range(len(found)))
-    return map_leaves(lambda leaf: next(results), tree)
+    made = {place: one(leaf) for place, leaf in sorted(found, key=lambda pair: pair[0])}
+    places = iter(found)
+    return map_leaves(lambda leaf: made[next(places)[0]], tree)
 
 
 def _form(leaf: Any, free: int | None) -> str:
@@ -457,17 +439,15 @@ def _compare_lists(world: World, call: str, given: Any, facts: dict[str, str] | 
 
 def _process(world: World, number: int) -> int:
     if not 0 <= number < world.size:
-        raise WorldError(
-            f"from_process={number!r} is not one of the {world.size} processes, 0 … {world.size - 1}"
-        )
+        words = f"is not one of the {world.size} processes, 0 … {world.size - 1}"
+        raise WorldError(f"from_process={number!r} {words}")
     return number
 
 
 def _check_batch(leaf: Any, size: int | None, objects: bool) -> None:
     """Check that dimension 0 is the batch, since repeated samples are removed along it."""
     tensor = isinstance(leaf, Tensor)
-    scalar = not leaf.ndim if tensor else not hasattr(leaf, "__len__")
-    if scalar:
+    if not leaf.ndim if tensor else not hasattr(leaf, "__len__"):
         raise BatchError(
             "gather_for_metrics() got a scalar: repeated samples cannot be taken out of it. Gather one value a sample, or use "
             "mean(value, weight)"
@@ -477,6 +457,5 @@ def _check_batch(leaf: Any, size: int | None, objects: bool) -> None:
         remedy = "dimension 0 must be the batch. Reshape to one row a sample, or use gather()"
         if objects:
             remedy = "pass one item for each sample, or use gather_object()"
-        raise BatchError(
-            f"gather_for_metrics() got {got}, but this rank's batch has {size} samples: {remedy}"
-        )
+        batch = f"this rank's batch has {size} samples"
+        raise BatchError(f"gather_for_metrics() got {got}, but {batch}: {remedy}")

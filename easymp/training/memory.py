@@ -1,4 +1,4 @@
-"""Memory that one rank needs to train a model: by arithmetic, for any strategy, precision and optimizer.
+"""Memory that one rank needs to train a model, for any strategy, precision and optimizer, and the decisions that follow from it.
 
 The model may lie on the meta device; nothing is allocated. Bytes of a rank, summed over parameters of n elements, where `layout` is the
 strategy's and b(x) are bytes of an element ("Mixed Precision Training", arXiv:1710.03740; "ZeRO", arXiv:1910.02054, section 3):
@@ -10,12 +10,6 @@ strategy's and b(x) are bytes of an element ("Mixed Precision Training", arXiv:1
 
 Not counted: workspace of kernels, fragmentation, the device's runtime, and activations without a sample. The rows are not all full at
 one moment, so the total is above the peak.
-
-Example:
-    >>> model = nn.Linear(256, 256)
-    >>> need = easymp.memory.estimate(model, strategy="fsdp", precision="bf16", world=8, sample=torch.ones(32, 256))
-    >>> need.weights, need.activations  # bytes
-    (32896, 16384)
 """
 
 from __future__ import annotations
@@ -120,9 +114,8 @@ class Memory:
         return self.weights + self.buffers + self.gradients + self.states + self.masters
 
     def __add__(self, other: Memory) -> Memory:
-        """Two models at once, under one strategy and precision."""
-        both = {row: (getattr(self, row), getattr(other, row)) for row in ROWS}
-        sums = {row: None if None in pair else sum(pair) for row, pair in both.items()}
+        """Two models at once, under one strategy and precision, without a sample."""
+        sums = {row: getattr(self, row) + getattr(other, row) for row in ROWS if row != "activations"}
         return replace(self, **sums, notes=tuple(dict.fromkeys(self.notes + other.notes)))
 
     def __str__(self) -> str:
@@ -230,15 +223,13 @@ def estimate(
         >>> need.activations  # bytes: the input, and both outputs of ReLU's layer
         163840
     """
-    kind = _named(STRATEGIES, strategy, "strategy")
-    policy = precision
+    kind, policy = _named(STRATEGIES, strategy, "strategy"), precision
     if isinstance(policy, str):
         policy = _named(PRECISIONS, ALIASES.get(policy, policy), "precision")
     for name, number in (("world", world), ("per_node", world if per_node is None else per_node)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise SettingError(f"{name}={number!r} is not a whole number of at least 1")
     refuse_words(kind, activation_offload, optimizer_in_backward)
-    known = isinstance(model, nn.Module)
     module = model if isinstance(model, nn.Module) else Counted(model)
     read = as_record(kind.Options, f"strategy {kind.name!r}", options)
     layout: Layout = kind.layout(module, read, world, min(world, per_node or world))
@@ -266,10 +257,9 @@ def estimate(
             layout = layout._replace(reducing=layout.early)
     notes = [layout.note] if layout.note else []
     if policy.swaps:
-        notes.append(
-            f"{policy.name} layers keep no copies of weights; activations are counted as under autocast, which is more"
-        )
-    if known:
+        words = "layers keep no copies of weights; activations are counted as under autocast, which is more"
+        notes.append(f"{policy.name} {words}")
+    if module is model:
         there = policy.compute.itemsize if low and layout.gathers and widest <= FP32 else widest
         sums["gathered"] = layout.gathered * there
         sums["reducing"] = layout.unreduced * there + layout.reducing * policy.reduce.itemsize
@@ -277,12 +267,14 @@ def estimate(
         notes.append("from a count alone: weights that are gathered at a time are not counted")
     sums["buffers"] = sum(b.numel() * b.element_size() for b in module.buffers())
     if activations is None and sample is not None:
-        which = Settings(activation_checkpointing=activation_checkpointing).activation_checkpointing  # type: ignore[arg-type]
-        asked = read_which(which)
-        left = ((asked and asked.below) or 0) - sum(sums.values())
-        found = count_activations(module, policy, sample, asked, left, activation_offload)
+        which: Any = activation_checkpointing
+        asked = read_which(Settings(activation_checkpointing=which).activation_checkpointing)
+        below = asked.below if asked else None
+        found = count_activations(
+            module, policy, sample, asked, (below or 0) - sum(sums.values()), activation_offload
+        )
         activations = found.bytes
-        if asked and asked.below:
+        if below:
             notes.append(str(found))
     if activations is None:
         notes.append(NO_SAMPLE)
@@ -363,9 +355,8 @@ def _matrices(model: nn.Module) -> set[int]:
         if isinstance(module, Counted):
             found.update(map(id, own))
         elif not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and any(p.ndim > 1 for p in own):
-            found.update(
-                id(p) for p in own if p.dtype == torch.float32 or (p.requires_grad and p.dtype in LOW)
-            )
+            wide = (p for p in own if p.dtype == torch.float32 or (p.requires_grad and p.dtype in LOW))
+            found.update(map(id, wide))
     return found
 
 
@@ -385,9 +376,8 @@ def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
         return lambda parameter: number
     each = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     if not isinstance(each, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in each):
-        raise SettingError(
-            f"optimizer={optimizer!r} is not a name, class, number of states or torch optimizer"
-        )
+        words = "is not a name, class, number of states or torch optimizer"
+        raise SettingError(f"optimizer={optimizer!r} {words}")
     counts: dict[int, int] = {}
     for one in each:
         keeps = STATES.get(type(one).__name__.lower().removeprefix("fused"), STATES["adam"])
@@ -402,10 +392,8 @@ def _rounds(optimizer: Optimizer) -> bool:
     each = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     kinds = [one if isinstance(one, type) else type(one) for one in each]
     # LARC has no rule, and does not let the optimizer inside round.
-    rules = [
-        getattr(kind, "rule", None) if issubclass(kind, optim.FusedOptimizer) else None for kind in kinds
-    ]
-    return all(rule is not None and rule.counts for rule in rules)
+    rules = [issubclass(kind, optim.FusedOptimizer) and getattr(kind, "rule", None) for kind in kinds]
+    return all(rule and rule.counts for rule in rules)
 
 
 def fits(need: Memory, available: int) -> bool:
@@ -429,12 +417,7 @@ def fits(need: Memory, available: int) -> bool:
 
 
 def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
-    """Choose the first strategy that fits into memory, or the last one; also returns the arithmetic in words.
-
-    Args:
-        needs: by strategy, best first, without activations.
-        available: bytes of the poorest rank.
-    """
+    """Choose the first of `needs` that fits into `available` bytes, or the last one; the reason has the arithmetic."""
     most = int(available * (1 - SPARE))
     said: list[str] = []
     for name, need in needs.items():
@@ -444,38 +427,28 @@ def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
             break
     said[0] += f" of {size(most)} ({size(available)}, less {SPARE:.0%} for activations and workspace)"
     if not fits(need, available):
-        said.append(
-            f"{size(need.total - most)} too much: training may run out of memory, so use more processes or a smaller model"
-        )
+        words = "training may run out of memory, so use more processes or a smaller model"
+        said.append(f"{size(need.total - most)} too much: {words}")
     return Choice(name, "; ".join(said), Source.DETECTED)
 
 
 class AutoStrategy:
-    """Chooses the strategy of a run by memory.
-
-    Args:
-        free: whether another strategy may be taken; False if options of the planned one were given.
-    """
+    """Chooses the strategy of a run by memory; where it is not `free`, options of the planned one were given, and it stays."""
 
     def __init__(self, run: Run, precision: Precision, free: bool) -> None:
         self._run, self._precision, self._free = run, precision, free
         self._planned = run.plan.strategy
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the models, so that the next ones are the first again."""
-        self._needs: Memory | None = None  # of all models so far
+        self.needs: Memory | None = None  # of all models so far
 
     def choose(self, models: Models, optimizers: Optimizers, strategy: Strategy) -> Strategy:
         """The strategy for `models`, which are not yet wrapped; only the first models can change it. A collective for the first ones."""
         plan, world, name = self._run.plan, self._run.world, strategy.name
-        if self._needs is not None:
-            self._needs += self.need(name, models, optimizers)
-            if not fits(self._needs, plan.memory):
-                short = by_memory({name: self._needs}, plan.memory).reason
-                logger.warning(
-                    "strategy %s stays, for models are wrapped already; with this one %s", name, short
-                )
+        if self.needs is not None:
+            self.needs += self.need(name, models, optimizers)
+            if not fits(self.needs, plan.memory):
+                short = by_memory({name: self.needs}, plan.memory).reason
+                words = "strategy %s stays, for models are wrapped already; with this one %s"
+                logger.warning(words, name, short)
             return strategy
         names = candidates(plan) if self._free else iter([name])
         first = next(names)
@@ -490,7 +463,7 @@ class AutoStrategy:
                 choice = replace(choice, reason=reason)
             tell = logger.info if fits(needs[choice.value], available) else logger.warning
             tell("strategy %s: %s", choice.value, choice.reason)
-        self._needs = needs[choice.value]
+        self.needs = needs[choice.value]
         self._run.plan = replace(plan, strategy=choice)
         if choice.value == strategy.name:
             return strategy
@@ -509,8 +482,7 @@ class AutoStrategy:
     def reduce_early(self, models: Models, optimizers: Optimizers, strategy: Strategy, say: bool) -> None:
         """Decide whether `strategy` reduces gradients at each micro-batch, if its options leave that open; a collective.
 
-        Args:
-            say: micro-batches are accumulated, and the plan tells how.
+        With `say`, micro-batches are accumulated, and the plan tells how.
         """
         plan, words = self._run.plan, ""
         if strategy.reduces_each is None:
@@ -523,12 +495,8 @@ class AutoStrategy:
             words += size(int(available * (1 - SPARE)))
         choice = plan.accumulation
         if say and strategy.sharded and "gradients" not in choice.reason:
-            at = (
-                "are reduced to shards at each"
-                if strategy.reduces_each
-                else "stay whole and are reduced at the last"
-            )
-            reason = f"{choice.reason}; gradients {at}{words}"
+            early, late = "are reduced to shards at each", "stay whole and are reduced at the last"
+            reason = f"{choice.reason}; gradients {early if strategy.reduces_each else late}{words}"
             self._run.plan = replace(plan, accumulation=replace(choice, reason=reason))
 
     def need(
@@ -536,17 +504,12 @@ class AutoStrategy:
     ) -> Memory:
         """What a rank needs for `models` under the strategy of this name, without activations; `words` of `estimate`."""
         world, averages = self._run.world, self._run.plan.settings.ema_decay is not None
-        how: Any = {
-            "strategy": name,
-            "precision": self._precision,
-            "options": options,
-            "averages": averages,
-            **words,
-        }
+        how: Any = {"strategy": name, "precision": self._precision, "options": options, "averages": averages}
+        how |= {"world": world.size, "per_node": world.local_size, **words}
         needs = []
         for model in models:
             own = {id(p) for p in model.parameters()}
             mine = [o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
             how["optimizer"] = mine or "adamw"  # one that is prepared later is taken for the usual one
-            needs.append(estimate(model, **how, world=world.size, per_node=world.local_size))
+            needs.append(estimate(model, **how))
         return reduce(add, needs)

@@ -38,8 +38,7 @@ class Collection:
     In between it would stop a rank at any time, and the others with it; and it would look through all modules again.
     """
 
-    def __init__(self) -> None:
-        self._updates, self._frozen, self._enabled = 0, False, False
+    _updates, _frozen, _enabled = 0, False, False
 
     def stepped(self, optimizer: Any) -> None:
         self._updates += 1
@@ -81,12 +80,8 @@ def release_memory(*objects: Any, device: torch.device | None = None) -> list[An
     del objects
     gc.collect()
     kind = device.type if device is not None else "cuda" if torch.cuda.is_initialized() else "cpu"
-    if kind == "cuda":
-        torch.cuda.empty_cache()
-    elif kind == "xpu":
-        torch.xpu.empty_cache()
-    elif kind == "mps":
-        torch.mps.empty_cache()
+    if kind != "cpu":
+        torch.get_device_module(kind).empty_cache()
     return nothing
 
 
@@ -119,7 +114,6 @@ def find_executable_batch_size(
 def find_executable_batch_size(
     function: Callable[Concatenate[int, int, P], R],
     starting_batch_size: int = 128,
-    reduce_batch_size_fn: None = None,
     *,
     keep_global_batch: Literal[True],
 ) -> Callable[P, R]: ...
@@ -127,11 +121,7 @@ def find_executable_batch_size(
 
 @overload
 def find_executable_batch_size(
-    function: None = None,
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: None = None,
-    *,
-    keep_global_batch: Literal[True],
+    function: None = None, starting_batch_size: int = 128, *, keep_global_batch: Literal[True]
 ) -> Callable[[Callable[Concatenate[int, int, P], R]], Callable[P, R]]: ...
 
 
@@ -175,26 +165,24 @@ def find_executable_batch_size(
         return lambda function: find_executable_batch_size(function, *options)
     if keep_global_batch and reduce_batch_size_fn is not None:
         raise SettingError("keep_global_batch=True halves the batch: leave reduce_batch_size_fn out")
-    ours = 2 if keep_global_batch else 1
+    ours, name = 2 if keep_global_batch else 1, function.__name__
     names = list(inspect.signature(function).parameters)
     if len(names) < ours:
         wanted = "the batch size and the number of micro-batches" if keep_global_batch else "the batch size"
-        raise SettingError(f"{function.__name__}() takes {len(names)} parameters: its first must be {wanted}")
+        raise SettingError(f"{name}() takes {len(names)} parameters: its first must be {wanted}")
     size, micro = starting_batch_size, 1
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal size, micro
         if len(args) > len(names) - ours or any(n in kwargs for n in names[:ours]):
-            raise ArgumentError(
-                f"{function.__name__}() gets {', '.join(names[:ours])} from find_executable_batch_size: leave it out of the call"
-            )
+            gets = f"gets {', '.join(names[:ours])} from find_executable_batch_size"
+            raise ArgumentError(f"{name}() {gets}: leave it out of the call")
         world = current_world()
         while True:
             if size < 1:
-                raise RuntimeError(
-                    f"{function.__name__}() runs out of memory at every batch size, down to 1: the model itself does not fit"
-                )
+                words = "runs out of memory at every batch size, down to 1: the model itself does not fit"
+                raise RuntimeError(f"{name}() {words}")
             release_memory(device=world.device)
             result, fits = _attempt(world, function, (size, micro)[:ours] + args, kwargs)
             if fits:
@@ -258,9 +246,8 @@ class Notes:
         if outcome == "out of memory":
             self._store.set("ran out", str(self._rank))
         self._store.set(str(self._rank), outcome)
-        self._store.get(
-            str(self._rank)
-        )  # `set` returns before it has arrived; another connection may overtake it
+        # `set` returns before it has arrived; another connection may overtake it.
+        self._store.get(str(self._rank))
 
     def someone_ran_out(self, wait: bool = False) -> bool:
         """Whether any rank ran out of memory; `wait` until all have reported."""

@@ -6,8 +6,8 @@ Models come first, since optimizers are checked against them; then optimizers, l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .. import cuda, optim
-from ..base.dtensor import follow
+from ..base.dtensor import follow, local
 from ..base.pytree import send_to_device
 from ..base.rng import diverge
 from ..base.units import size
-from ..data import PreparedLoader, SkippedLoader, prepare_loader
+from ..data import PreparedLoader, SkippedLoader, UnpreparedCheck, prepare_loader
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, StepError
 from ..logging import get_logger
-from ..options import DataLoaderConfiguration, check_fields
+from ..options import DataLoaderConfiguration
 from ..plan import AUTO
 from ..precision import Scaler
 from ..precision.policies import LOW, raise_weights
@@ -54,13 +54,6 @@ logger = get_logger(__name__)
 SUMMED = ", their low-precision gradients summed in fp32"
 
 
-class Prepared(NamedTuple):
-    """A prepared model: the module that the user holds, and how it is called."""
-
-    view: nn.Module
-    route: Route
-
-
 class PrepareOptions(NamedTuple):
     """The constructor's arguments about preparing; `schedule` makes a prepared scheduler, `records` must be the same on all ranks."""
 
@@ -79,7 +72,7 @@ class Preparation:
 
     Attributes:
         strategy: spreads models; "auto" may take another one when the first models come.
-        models, optimizers, schedulers, loaders: in the order they came.
+        models, optimizers, schedulers, loaders: in the order they came; a model as the `Route` of its calls.
         owner: id of a prepared parameter → its name.
         stepped_by: id of a parameter → its optimizer.
         masters: id of a low-precision parameter → its fp32 master, where the precision has some.
@@ -87,6 +80,7 @@ class Preparation:
         batch: the arithmetic of the global batch, in words.
         converted: batch-norms that became synchronised ones, and the classes they had.
         replicas: compares parameters over the ranks; None on one rank, or where that is off.
+        unprepared: looks at where the data comes from, until a backward pass has shown it.
         seed: of the data order and of ranks' random streams; the same on all ranks once something is prepared.
     """
 
@@ -100,10 +94,9 @@ class Preparation:
         no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
     ) -> None:
         self._run, self._precision, self._scaler, self._options = run, precision, scaler, options
-        self._no_sync = no_sync
-        self.strategy = strategy
+        self._no_sync, self.strategy = no_sync, strategy
         self._auto = AutoStrategy(run, precision, free=not options.strategy_options)
-        self.models: list[Prepared] = []
+        self.models: list[Route] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
@@ -113,24 +106,23 @@ class Preparation:
         self.masters: dict[int, Tensor] = {}
         self.sums = optim.Sums(self.masters)
         self.batch = ""
+        self.unprepared: UnpreparedCheck | None = None
         self.converted: list[tuple[nn.Module, type]] = []
         self._raised: dict[int, torch.dtype] = {}  # id of a parameter → the dtype that it came in
         self._not_fused: dict[PreparedOptimizer, str | None] = {}  # why torch has no fused step for it
         self._compiling = Compiling(options.compile) if options.compile else None
         self._undo: list[Callable[[], None]] = []  # of changes to models in place, other than the strategy's
         self._told: list[str] = []  # about the weights, in the plan
-        settings = run.plan.settings
-        below = options.recompute is not None and options.recompute.below is not None
-        self._budget = Budget(run, options.recompute) if below and options.recompute else None
+        settings, which = run.plan.settings, options.recompute
+        self._budget = Budget(run, which) if which and which.below is not None else None
         if settings.strategy != AUTO:
             self._check_words()
         self._seeded = self._alike = settings.seed is not None  # alike: all ranks draw from one random stream
         self.seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.replicas: Replicas | None = None
         if settings.replica_check and run.world.size > 1:
-            self.replicas = Replicas(
-                run.world, settings.replica_check, self.models, self.optimizers, self.owner
-            )
+            held = (self.models, self.optimizers, self.owner)
+            self.replicas = Replicas(run.world, settings.replica_check, *held)
             run.window.stepped.append(self.replicas.stepped)
 
     def prepare(
@@ -144,9 +136,8 @@ class Preparation:
             raise PrepareError(
                 f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
             )
-        asked = device_placement or [None] * len(objects)
-        place = {id(o): self._options.place if p is None else p for o, p in zip(objects, asked)}
-        models = {id(o): o for o in objects if isinstance(o, nn.Module) and id(o) not in self._done}
+        asked, done = device_placement or [None] * len(objects), self._done
+        models = {id(o): o for o in objects if isinstance(o, nn.Module) and id(o) not in done}
         new = list(models.values())
         named = dict(zip(models, forward_methods(new, methods)))
         self._check_models(new)
@@ -160,38 +151,33 @@ class Preparation:
         plain = [o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in given]
         if new:
             self._spread(new, plain, named)
-        for kind in (nn.Module, Optimizer, DataLoader, object):
-            for item in objects:
-                if isinstance(item, kind) and id(item) not in self._done:
-                    self._done[id(item)] = self._prepare_one(item, place[id(item)], plain, named)
+        ready = (PreparedLoader, SkippedLoader, optim.PreparedOptimizer, optim.PreparedScheduler, type(None))
+        for kind, make in (
+            (nn.Module, partial(self._prepare_model, optimizers=plain, named=named)),
+            (Optimizer, self._prepare_optimizer),
+            (DataLoader, self._prepare_loader),
+            (object, self._prepare_scheduler),
+        ):
+            for item, place in zip(objects, asked):
+                if isinstance(item, kind) and id(item) not in done:
+                    where = self._options.place if place is None else place
+                    done[id(item)] = item if isinstance(item, ready) else make(item, where)
         if new and self._alike:
             if self.strategy.data_rank:
                 diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
             self._alike = False
-        return [self._done[id(item)] for item in objects]
+        strategy, window = self.strategy, self._run.window
+        if strategy.data_size > 1 and not window.backwards:
+            self.unprepared = UnpreparedCheck(self._run.world, strategy.data_rank, strategy.data_size)
+        return [done[id(item)] for item in objects]
 
-    def _prepare_one(
-        self, item: Any, place: bool, optimizers: Sequence[Optimizer], named: dict[int, tuple[str, ...]]
-    ) -> Any:
-        if isinstance(item, nn.Module):
-            return self._prepare_model(item, optimizers, place, named[id(item)])
-        if isinstance(item, Optimizer):
-            return item if isinstance(item, optim.PreparedOptimizer) else self._prepare_optimizer(item)
-        if item is None or isinstance(item, (PreparedLoader, SkippedLoader, optim.PreparedScheduler)):
-            return item
-        if isinstance(item, DataLoader):
-            return self._prepare_loader(item, place)
-        if callable(getattr(item, "step", None)) and hasattr(item, "state_dict"):
-            return self._prepare_scheduler(item)
-        raise PrepareError(
-            f"prepare() got a {type(item).__name__}, which is not a Module, Optimizer, scheduler or DataLoader: leave it out "
-            "(a data set goes into a DataLoader first)"
-        )
-
-    def _refine(self, name: str, value: Any, reason: str) -> None:
-        """Put another value and reason into the plan."""
+    def _refine(self, name: str, reason: str, value: Any = None) -> None:
+        """Put another reason into the plan, and another value unless it is None."""
         plan = self._run.plan
-        self._run.plan = replace(plan, **{name: replace(getattr(plan, name), value=value, reason=reason)})
+        was = getattr(plan, name)
+        self._run.plan = replace(
+            plan, **{name: replace(was, value=was.value if value is None else value, reason=reason)}
+        )
 
     # -- models
 
@@ -204,30 +190,29 @@ class Preparation:
                     f"the model is already in a {kind}: pass its .module, the strategy does the wrapping"
                 )
             for name, parameter in model.named_parameters():
+                why = ""
                 if isinstance(parameter, nn.UninitializedParameter):
-                    raise PrepareError(
-                        f"parameter {name!r} of this {kind} has no shape yet: call the model once on a batch before prepare(), so that "
-                        "its lazy layers are made"
-                    )
-                if id(parameter) in owner:
-                    raise PrepareError(
-                        f"parameter {name!r} of this {kind} was prepared before, as {owner[id(parameter)]!r}: prepare one module "
-                        "that holds both parts, once"
-                    )
+                    why = "has no shape yet: call the model once on a batch before prepare(), so that its lazy layers are made"
+                elif id(parameter) in owner:
+                    why = f"was prepared before, as {owner[id(parameter)]!r}: prepare one module that holds both parts, once"
+                if why:
+                    raise PrepareError(f"parameter {name!r} of this {kind} {why}")
                 owner[id(parameter)] = name
 
     def _spread(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        named: dict[int, tuple[str, ...]],
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], named: Mapping[int, Sequence[str]]
     ) -> None:
         """Decide the strategy for `models`, and apply changes that every strategy shares, before it wraps them."""
         run, options = self._run, self._options
         if run.plan.settings.strategy == AUTO and run.world.size > 1:
             self.strategy = self._auto.choose(models, optimizers, self.strategy)
         elif run.plan.settings.strategy == AUTO:
-            self._look_for_memory(models, optimizers)
+            every = [*(route.original for route in self.models), *models]
+            # An upper bound for any precision and usual optimizer; an estimate takes longer.
+            most = sum(p.numel() * (8 * p.element_size() + 12) for model in every for p in model.parameters())
+            if most > run.plan.memory * (1 - SPARE):
+                steps = [*(o.given for o in self.optimizers), *optimizers]
+                self._auto.look_alone(every, steps, self.strategy.name)
         strategy = self.strategy
         self._check_words()
         if strategy.only_forward and any(named.values()):
@@ -248,7 +233,7 @@ class Preparation:
             self._undo.append(recompute(parts, which.selective))
             keeps = "inputs, matrix products and attention" if which.selective else "inputs only"
             words = f"{len(parts)} parts keep their {keeps} (`easymp estimate --input` counts bytes)"
-            self._refine("activations", run.plan.activations.value, words)  # type: ignore[union-attr]
+            self._refine("activations", words)
         if self._compiling:  # recomputed parts are compiled, too
             for model in models:
                 self._precision.decide(model)  # timing would compile the model in both
@@ -264,41 +249,33 @@ class Preparation:
                 "those of the whole model: use activation_checkpointing='blocks'"
             )
 
-    def _look_for_memory(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """On one process, estimate the memory, unless an upper bound for any precision and usual optimizer fits."""
-        every = [*(p.route.original for p in self.models), *models]
-        most = sum(p.numel() * (8 * p.element_size() + 12) for model in every for p in model.parameters())
-        if most > self._run.plan.memory * (1 - SPARE):
-            steps = [*(o.given for o in self.optimizers), *optimizers]
-            self._auto.look_alone(every, steps, self.strategy.name)
-
     def _prepare_model(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], place: bool, methods: Sequence[str]
+        self,
+        model: nn.Module,
+        place: bool,
+        optimizers: Sequence[Optimizer],
+        named: Mapping[int, Sequence[str]],
     ) -> nn.Module:
         world, strategy, precision, options = self._run.world, self.strategy, self._precision, self._options
+        settings, methods = self._run.plan.settings, named[id(model)]
         if precision.raises:
             self._raise_weights(model)
         if not strategy.sharded and any(t.is_meta for t in chain(model.parameters(), model.buffers())):
             materialise(model, world.device if place else torch.device("cpu"), options.initialize)
-        settings = self._run.plan.settings
         first = offload = None
+        early = settings.optimizer_in_backward
         if methods or self._budget:
             precision.decide(model)  # a timing would be one of forward, and before activations are counted
         if self._budget:
-            early = {"optimizer_in_backward": settings.optimizer_in_backward}
-            need = self._auto.need(strategy.name, [model], optimizers, strategy.options, **early)
+            how: Any = {"options": strategy.options, "optimizer_in_backward": early}
+            need = self._auto.need(strategy.name, [model], optimizers, **how)
             first = self._budget.watch(model, precision, need.total, self._undo)
         if settings.activation_offload:
             offload = Offload(world.device)
-            said = self._run.plan.activations
-            assert said is not None
-            keeps = f"{said.reason}; " if options.recompute else ""
-            words = f"{keeps}what forward keeps is in pinned host memory until backward"
-            self._refine("activations", said.value, words)
-        compile_whole = self._compiling.whole if self._compiling else lambda module: None
-        in_backward = settings.optimizer_in_backward
-        compiled = self._compiling is not None
-        context = WrapContext(precision, place, options.initialize, compile_whole, compiled, in_backward)
+            keeps = f"{self._run.plan.activations.reason}; " if options.recompute else ""  # type: ignore[union-attr]
+            self._refine("activations", f"{keeps}what forward keeps is in pinned host memory until backward")
+        compiling = (self._compiling.whole, True) if self._compiling else (lambda module: None, False)
+        context = WrapContext(precision, place, options.initialize, *compiling, early)
         wrapped = strategy.wrap(model, optimizers, context)
         if world.size > 1:
             world.hurry_groups()
@@ -306,23 +283,23 @@ class Preparation:
             why = "gradients of low-precision parameters are summed in fp32, dense ones only"
             refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
         calls = (world.blame, partial(self._no_sync, model), methods)
-        watched = (strategy.no_double_backward, strategy.sharded, first, offload)
-        view, route = make_view(model, wrapped, *calls, *watched)
-        for parameter in model.parameters() if in_backward else ():
+        route = make_view(
+            *(model, wrapped, *calls), strategy.no_double_backward, strategy.sharded, first, offload
+        )
+        for parameter in model.parameters() if early else ():
             if parameter.is_floating_point() or parameter.is_complex():
                 self._undo.append(hook_gradient(parameter, self._gradient_done).remove)
-        self.models.append(Prepared(view, route))
-        self._done[id(view)] = view
+        self.models.append(route)
+        self._done[id(route.view)] = route.view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
-        if strategy.sums and (
-            self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
-        ):
-            originals = (prepared.route.original for prepared in self.models)
-            self.sums.watch([p for one in originals for p in one.parameters() if p.requires_grad])
+        low = self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
+        if strategy.sums and low:
+            every = (p for one in self.models for p in one.original.parameters())
+            self.sums.watch([p for p in every if p.requires_grad])
             choice = self._run.plan.accumulation
             if choice.value > 1 and not choice.reason.endswith(SUMMED):
-                self._refine("accumulation", choice.value, choice.reason + SUMMED)
-        return view
+                self._refine("accumulation", choice.reason + SUMMED)
+        return route.view
 
     def _gradient_done(self, parameter: Tensor) -> None:
         """In backward: step the parameters whose gradients are averaged by now."""
@@ -338,20 +315,19 @@ class Preparation:
         if raised:
             self._raised.update((id(p), dtype) for p, dtype in raised)
             kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in raised}))
-            number = sum(p.numel() for p, _ in raised)
-            self._say_weights(
-                f"{number:,} trainable parameters of {type(model).__name__} raised from {kinds}"
-            )
+            number = f"{sum(p.numel() for p, _ in raised):,} trainable parameters"
+            self._say_weights(f"{number} of {type(model).__name__} raised from {kinds}")
 
     def _say_weights(self, words: str) -> None:
         self._told.append(words)
-        self._refine("weights", self._run.plan.weights.value, "; ".join(dict.fromkeys(self._told)))
+        self._refine("weights", "; ".join(dict.fromkeys(self._told)))
         logger.info("weights: %s", words)
 
     # -- optimizers
 
-    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+    def _prepare_optimizer(self, optimizer: Optimizer, place: bool) -> PreparedOptimizer:
         settings, strategy, kind = self._run.plan.settings, self.strategy, type(optimizer).__name__
+        originals = [route.original for route in self.models]
         remedy = "prepare the model in the same call or before, and build the optimizer from that model's parameters"
         for g, group in enumerate(optimizer.param_groups):
             self._check_free(f"{kind} holds", f" (param group {g})", group["params"], remedy)
@@ -370,50 +346,42 @@ class Preparation:
         if own and not settings.fused:
             optimizer.use_plain_torch()
         elif settings.fused and not own:  # before it is spread: the strategy's optimizer has another class
-            why_not = optim.fuse(optimizer, [model.route.original for model in self.models])
+            why_not = optim.fuse(optimizer, originals)
         stepped, counting = strategy.spread(optimizer), strategy.counting
         if isinstance(stepped, optim.FusedOptimizer) and counting.add is not None:
             stepped.counting = counting
-        early = settings.optimizer_in_backward
-        choice = (
-            settings.fused and not early,
-            settings.ema_decay,
-            masters,
-            self._gave_way,
-            self._scaler.enabled,
-        )
-        engine = optim.Engine(stepped, counting, *choice)
-        if self._run.world.size > 1 and self._run.world.device.type == "cuda":
-            same_kernels(self._run.world, stepped, engine)
-        shared = (self._run.window, self._scaler, optimizer, masters, self.sums, engine)
+        early, world, scaler = settings.optimizer_in_backward, self._run.world, self._scaler
+        how: Any = (settings.fused and not early, settings.ema_decay, masters, self._gave_way, scaler.enabled)
+        engine = optim.Engine(stepped, counting, *how)
+        if world.size > 1 and world.device.type == "cuda":
+            same_kernels(world, stepped, engine)
+        shared = (self._run.window, scaler, optimizer, masters, self.sums, engine)
         prepared = optim.PreparedOptimizer(stepped, *shared)
         if early:
-            prepared.step_in_backward(self._run.world.size)
+            prepared.step_in_backward(world.size)
         self.stepped_by.update((id(p), prepared) for p in held)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
-        if self._run.world.size > 1:
+        if world.size > 1:
             prepared.cleared = self._drop
         self.optimizers.append(prepared)
-        self._scaler.sharers = len(self.optimizers)
+        scaler.sharers = len(self.optimizers)
         if settings.fused:
             self._not_fused[prepared] = why_not
             self._say_steps()
         if early:
-            choice, models = self._run.plan.optimizer, [model.route.original for model in self.models]
+            how = {"optimizers": [], "options": strategy.options}
             whole, few = (
-                self._auto.need(
-                    strategy.name, models, [], strategy.options, optimizer_in_backward=early
-                ).gradients
-                for early in (False, True)
+                self._auto.need(strategy.name, originals, **how, optimizer_in_backward=word).gradients
+                for word in (False, True)
             )
             words = f"each parameter is stepped in backward: {size(few)} of gradients at once instead of {size(whole)}"
-            self._refine("optimizer", choice.value, f"{choice.reason}; {words}")
+            self._refine("optimizer", f"{self._run.plan.optimizer.reason}; {words}")
         return prepared
 
     def _drop(self, parameters: Callable[[], set[int]]) -> None:
         """Drop what the strategy keeps of these parameters' gradients beside ``.grad``."""
-        for model in self.models:
-            self.strategy.drop(model.route.module, parameters)
+        for route in self.models:
+            self.strategy.drop(route.module, parameters)
 
     def _masters_for(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Masters | None:
         """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically, or the precision uses neither.
@@ -466,8 +434,9 @@ class Preparation:
         """Check that `parameters` belong to prepared models, and that no prepared optimizer steps them."""
         for parameter in parameters:
             if id(parameter) not in self.owner:
+                shape = tuple(parameter.shape)
                 raise PrepareError(
-                    f"{holds} a parameter of shape {tuple(parameter.shape)}{where} that belongs to no prepared model: {remedy}"
+                    f"{holds} a parameter of shape {shape}{where} that belongs to no prepared model: {remedy}"
                 )
             if id(parameter) in self.stepped_by:
                 raise PrepareError(
@@ -485,12 +454,11 @@ class Preparation:
         several = [items] if isinstance(items, Tensor) else items
         added = [p[1] if isinstance(p, tuple) else p for p in several]
         if self._run.world.size == 1:  # nothing is averaged, so parameters that models got since then will do
-            for model in self.models:
-                self.owner.update((id(p), name) for name, p in model.route.original.named_parameters())
+            for route in self.models:
+                self.owner.update((id(p), name) for name, p in route.original.named_parameters())
         self._check_free(f"{type(optimizer).__name__}.add_param_group got", "", added, ADDED)
-        rounds = (
-            isinstance(optimizer, optim.FusedOptimizer) and optimizer.options.stochastic_rounding is not False
-        )
+        own = isinstance(optimizer, optim.FusedOptimizer)
+        rounds = own and optimizer.options.stochastic_rounding is not False
         if self._precision.keeps_updates and not prepared.has_masters and not rounds:
             self._check_wide(added)
         type(optimizer).add_param_group(optimizer, group)
@@ -515,7 +483,7 @@ class Preparation:
                 reason = f"{reason}: {engine.reason}"
             said[way].append(reason)
         reasons = dict.fromkeys(chain.from_iterable(said.values()))
-        self._refine("optimizer", ", ".join(way for way in said if said[way]), "; ".join(reasons))
+        self._refine("optimizer", "; ".join(reasons), ", ".join(filter(said.get, said)))
 
     def _gave_way(self, reason: str) -> None:
         """Called when kernels fail, and torch steps from now on."""
@@ -524,22 +492,25 @@ class Preparation:
 
     # -- schedulers and loaders
 
-    def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        drives = getattr(scheduler, "optimizer", None)
+    def _prepare_scheduler(self, scheduler: Any, place: bool) -> PreparedScheduler:
+        kind, drives = type(scheduler).__name__, getattr(scheduler, "optimizer", None)
+        if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "state_dict"):
+            raise PrepareError(
+                f"prepare() got a {kind}, which is not a Module, Optimizer, scheduler or DataLoader: leave it out (a data set goes into a "
+                "DataLoader first)"
+            )
         mine = [o for o in self.optimizers if drives is None or drives is o or drives is o.given]
         if not mine:
             raise PrepareError(
-                f"{type(scheduler).__name__} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
+                f"{kind} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
             )
         self.schedulers.append(self._options.schedule(scheduler, mine))
         return self.schedulers[-1]
 
     def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
         run, share = self._run, (self.strategy.data_rank, self.strategy.data_size)
-        check_fields(self._options.loading)  # a script may have changed one
-        prepared = prepare_loader(
-            loader, run.window, run.world, *share, self._options.loading, self.seed, place
-        )
+        how = (self._options.loading, self.seed, place)
+        prepared = prepare_loader(loader, run.window, run.world, *share, *how)
         self.loaders.append(prepared)
         if len(self.loaders) == 1 and prepared.batch_size is not None:
             self.batch = prepared.batch_line(run.window.accumulation)
@@ -552,8 +523,8 @@ class Preparation:
     def routes(self, models: Sequence[nn.Module]) -> list[Route]:
         """The routes of `models`, or of all prepared ones."""
         if not models:
-            return [prepared.route for prepared in self.models]
-        routes = {id(m): p.route for p in self.models for m in (p.view, p.route.original)}
+            return self.models[:]
+        routes = {id(model): route for route in self.models for model in (route.view, route.original)}
         for model in models:
             if id(model) not in routes:
                 raise StepError(f"this {type(model).__name__} is not prepared: pass what prepare() returned")
@@ -561,16 +532,58 @@ class Preparation:
 
     def gradients(self) -> Iterator[Tensor]:
         """All gradients of prepared models' parameters, fp32 sums among them."""
-        for model in self.models:
-            yield from (p.grad for p in model.route.original.parameters() if p.grad is not None)
+        for route in self.models:
+            yield from (p.grad for p in route.original.parameters() if p.grad is not None)
         yield from self.sums.gradients()
 
-    def stepped(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def look_at_data(self, check: UnpreparedCheck) -> None:
+        """Say, in the plan or once as a warning, that the data of several ranks comes from a loader that is not prepared."""
+        run = self._run
+        if run.plan.data is not None:
+            self.unprepared = check if check.look_again() else None
+        elif run.window.reading is not None:
+            self.unprepared = None
+        else:
+            run.plan = replace(run.plan, data=check.begin())
+
+    def stepped(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """`parameters`, or their fp32 masters with the gradients, as optimizers hold them."""
-        held = [self.masters.get(id(p), p) for p in parameters]
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not self.masters:
+            return chosen
+        held = [self.masters.get(id(p), p) for p in chosen]
         for optimizer in self.optimizers_of(held):
             optimizer.gather()
         return held
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients of `optimizers`, prepared or not, by the loss scale in memory, and clip them as asked so far."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, optim.PreparedOptimizer):
+                optimizer.apply_clip()
+                optimizer.gather(in_memory=True)
+                optimizer = optimizer.optimizer
+            self._scaler.ensure_unscaled(optimizer)
+
+    def unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
+        """`parameters`, after their gradients were unscaled and clipped in memory as asked so far."""
+        left = any(optimizer.turn.clip is not None for optimizer in self.optimizers)
+        if self._scaler.enabled or self.masters or left:
+            self.unscale(self.optimizers_of(parameters))
+        return parameters
+
+    def clamp(self, parameters: list[Tensor], most: float) -> None:
+        """Clamp every element of the gradients to [-most, most]."""
+        grads = []
+        for parameter in self.unscaled(parameters):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()  # so that a row of several parts is clamped whole
+                grads.append(parameter.grad._values())
+            elif parameter.grad is not None:
+                grads.append(local(parameter.grad))
+        if grads:
+            torch._foreach_clamp_min_(grads, -most)
+            torch._foreach_clamp_max_(grads, most)
 
     def optimizers_of(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer]:
         """The prepared optimizers that hold any of `parameters`, groups that were added later included."""
@@ -595,7 +608,38 @@ class Preparation:
                 found.append(optimizer)
         return None if wanted else found
 
-    def follow_longest(self) -> None:
+    def not_compared(self) -> AbstractContextManager[None]:
+        """A context in which the ranks may differ in parameters and in the number of updates."""
+        return nullcontext() if self.replicas is None else self.replicas.pause()
+
+    @contextmanager
+    def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
+        """A context in which ranks may run out of batches at different times; at its end they follow the one with the most updates."""
+        if self.converted:
+            raise RefusedError(
+                "join_uneven_inputs with convert_sync_batchnorm: every forward needs the statistics of all ranks, those that are done "
+                "included. Leave convert_sync_batchnorm out, or keep even_batches=True and do not join"
+            )
+        if self._run.window.accumulation != 1 and self._run.world.size > 1:
+            raise RefusedError(
+                "join_uneven_inputs with gradient accumulation: a rank's last batch ends its window, in the middle of the windows of ranks "
+                "that have more batches. Keep even_batches=True, or set gradient_accumulation_steps=1"
+            )
+        before = [(loader, loader.even_batches) for loader in self.loaders if even_batches is not None]
+        for loader, _ in before:
+            loader.even_batches = even_batches
+        # Ranks that are done do not take part; gradients are the same on those that are not.
+        self._scaler.agree = False
+        try:
+            with self.not_compared(), self.strategy.join([r.module for r in self.routes(models)]):
+                yield
+            self._follow_longest()
+        finally:
+            self._scaler.agree = True
+            for loader, even in before:
+                loader.even_batches = even
+
+    def _follow_longest(self) -> None:
         """Copy states of optimizers, schedulers and the loss scale from the rank with the most updates to ranks that made fewer."""
         world = self._run.world
         updates = world.gather_objects([optimizer.updates for optimizer in self.optimizers])
@@ -623,9 +667,9 @@ class Preparation:
         if self.replicas is not None:
             self.replicas.forget()
         self.sums.clear()
-        for model in self.models:
-            alone = self._precision.forward(model.route.original, self._run.world.device)
-            model.route.module = self.strategy.release(model.route.module, alone)
+        for route in self.models:
+            alone = self._precision.forward(route.original, self._run.world.device)
+            route.module = self.strategy.release(route.module, alone)
         if self._compiling:
             self._compiling.undo()
         while self._undo:
@@ -633,13 +677,13 @@ class Preparation:
         for module, kind in self.converted:
             module.__class__ = kind  # a synchronised one waits for ranks that are gone
             module.process_group = None
-        for held in (self.converted, self.models, self.optimizers, self.schedulers, self.loaders):
-            held.clear()
-        for names in (self.owner, self.stepped_by, self._done, self._not_fused, self._raised):
-            names.clear()
-        self._auto.forget()
+        held = (self.converted, self.models, self.optimizers, self.schedulers, self.loaders)
+        known = (self.owner, self.stepped_by, self._done, self._not_fused, self._raised)
+        for content in (*held, *known):
+            content.clear()  # type: ignore[attr-defined]
+        self._auto.needs = None
         if self._budget:
-            self._budget.forget()
+            self._budget.taken = 0
 
 
 def same_kernels(world: World, stepped: Optimizer, engine: Engine) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,11 +31,10 @@ if TYPE_CHECKING:
 
 ADDED = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
 # Settings by which ranks may differ: their effect is compared, or they do not change what is trained.
-MAY_DIFFER = {
-    *("mixed_precision", "strategy", "gradient_accumulation_steps", "cpu", "timeout", "memory"),
-    *("project_dir", "log_with", "sources"),
-    *("strategy_options", "dataloader_config", "scaler_options"),  # which are compared as records
-}
+MAY_DIFFER = set(
+    "mixed_precision strategy gradient_accumulation_steps cpu timeout memory project_dir log_with sources "
+    "strategy_options dataloader_config scaler_options".split()
+)
 FIRST = 3  # updates that are compared one by one
 CHUNK = 2**20  # elements that are summed at a time
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,17 +49,14 @@ CAUSES = (
 
 
 class _Sent(NamedTuple):
-    """A pending comparison: its parameters, each with the piece that this rank holds, and their checksums.
-
-    `rows` has a row a rank, once `work` is done and `event` has come.
-    """
+    """A pending comparison."""
 
     optimizer: PreparedOptimizer
     update: int
-    held: list[tuple[Tensor, int]]
+    held: list[tuple[Tensor, int]]  # its parameters, each with the piece that this rank holds
     options: list[str]
-    sums: Tensor
-    rows: Tensor
+    sums: Tensor  # their checksums
+    rows: Tensor  # a row a rank, once `work` is done and `event` has come
     work: Any
     event: Any
 
@@ -67,13 +64,7 @@ class _Sent(NamedTuple):
 class Replicas:
     """Compares the parameters that prepared optimizers step, and their options; with the first optimizer also the other parameters.
 
-    Args:
-        every: after how many updates of an optimizer, beside the first ones.
-        models, optimizers: the prepared ones by now.
-        owner: id of a parameter → its name, of those that were prepared.
-
-    Attributes:
-        paused: whether comparisons are off, because ranks may differ or make different numbers of updates.
+    After every `every`-th update of an optimizer, beside the first ones; `owner` maps ids of prepared parameters to names.
     """
 
     def __init__(
@@ -87,12 +78,11 @@ class Replicas:
         self._world, self._every = world, every
         self._models, self._optimizers, self._owner = models, optimizers, owner
         self._updates: dict[int, int] = {}
-        self._frozen: dict[
-            int, list[Tensor]
-        ] = {}  # parameters that an optimizer's first update did not train
+        # Parameters that an optimizer's first update did not train.
+        self._frozen: dict[int, list[Tensor]] = {}
         self._sent: dict[int, _Sent] = {}
         self._weights: dict[torch.device, Tensor] = {}
-        self.paused = False
+        self._paused = False
 
     def follow(self, strategy: Any) -> None:
         """Note the strategy of the models."""
@@ -102,7 +92,7 @@ class Replicas:
 
     def stepped(self, optimizer: PreparedOptimizer) -> None:
         """Called after an update of `optimizer` on all ranks."""
-        if self.paused or self._local_updates:
+        if self._paused or self._local_updates:
             return
         key = id(optimizer)
         if any(p.requires_grad for p in self._frozen.get(key, ())):
@@ -121,12 +111,17 @@ class Replicas:
                 self._read(id(optimizer))
                 self._send(id(optimizer), optimizer)
 
-    def settle(self) -> None:
-        """Read the pending comparisons.
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A context without comparisons: inside, ranks may differ, or make different numbers of updates."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
-        Raises:
-            WorldError: the ranks differ.
-        """
+    def settle(self) -> None:
+        """Read the pending comparisons; a WorldError where the ranks differ."""
         for key in list(self._sent):
             self._read(key)
 
@@ -148,7 +143,7 @@ class Replicas:
         strangers = sum(id(p) not in self._owner for p in parameters)
         if optimizer is self._optimizers[0]:
             theirs = {id(p) for other in self._optimizers for _, p in other.parameters()}
-            models = (model.route.original for model in self._models)
+            models = (model.original for model in self._models)
             parameters += [p for model in models for p in model.parameters() if id(p) not in theirs]
         held = [(p, piece) for p in parameters if (piece := self._piece(p)) is not None]
         held.sort(key=lambda one: one[1] != WHOLE)
@@ -220,11 +215,10 @@ class Replicas:
         """Raise a WorldError with the first difference; a collective."""
         names: dict[int, str] = {}
         for i, model in enumerate(self._models):
-            of = f" of {type(model.route.original).__name__} (model {i})" if len(self._models) > 1 else ""
-            names.update((id(p), repr(name) + of) for name, p in model.route.original.named_parameters())
-        said = [
-            names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in enumerate(sent.held)
-        ]
+            of = f" of {type(model.original).__name__} (model {i})" if len(self._models) > 1 else ""
+            names.update((id(p), repr(name) + of) for name, p in model.original.named_parameters())
+        held = enumerate(sent.held)
+        said = [names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in held]
         strangers = [name for name, (p, _) in zip(said, sent.held) if id(p) not in self._owner]
         steps = (p for _, p in sent.optimizer.parameters() if id(p) not in self._owner)
         strangers += [f"a parameter of shape {tuple(p.shape)}" for p in steps]
@@ -275,21 +269,13 @@ def _several(names: list[str]) -> str:
     return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
 
 
-# -- Comparison of objects when they are prepared.
+# -- Comparison of objects when they are prepared
 
 
 def compare_prepared(
     run: Run, objects: Sequence[Any], records: Sequence[Any], more: Sequence[str]
 ) -> list[int]:
-    """Compare what the ranks prepare; returns the random seeds of all ranks.
-
-    Args:
-        records: dataclasses that must be the same on all ranks.
-        more: further lines that must be.
-
-    Raises:
-        WorldError: the first difference; on all ranks.
-    """
+    """Compare what the ranks prepare, dataclasses and further lines; returns the random seeds of all ranks."""
     plan, world = run.plan, run.world
     decided = {"precision": plan.precision, "strategy": plan.strategy, "accumulation": plan.accumulation}
     mine = [f"{name} {choice.value}" for name, choice in decided.items()]
@@ -327,11 +313,7 @@ def _describe(item: Any) -> Iterator[str]:
 
 
 def describe_options(optimizer: torch.optim.Optimizer, wait: bool = True) -> Iterator[str]:
-    """The options of each param group, a line each, without those that only say how the step runs (fused, foreach).
-
-    Args:
-        wait: for numbers on a device, which are left out otherwise.
-    """
+    """The options of each param group, a line each, save how the step runs; numbers on a device only with `wait`."""
     kind = type(getattr(optimizer, "given", optimizer)).__name__
     for g, group in enumerate(optimizer.param_groups):
         for name, value in group.items():

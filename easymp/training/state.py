@@ -1,4 +1,4 @@
-"""The open run, for code that has no Accelerator at hand. The classes are views without state of their own.
+"""The open run: what was asked for and the plan, and views of it for code that has no Accelerator at hand.
 
 Accelerators register here when they open and leave when they close, so one can be made after another.
 """
@@ -6,25 +6,170 @@ Accelerators register here when they open and leave when they close, so one can 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .. import hardware
+from .. import hardware, trackers
 from ..base.accumulation import UpdateWindow
 from ..data import PreparedLoader
 from ..distributed import World, check_backend, locate, read_ranks
 from ..distributed.processes import Processes
-from ..errors import RefusedError, StepError
-from ..options import InitProcessGroupKwargs
+from ..errors import ArgumentError, RefusedError, SettingError, StepError, nearest
+from ..logging import get_logger
+from ..options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    by_kind,
+)
 from ..plan import Plan, make_plan
+from ..precision import PRECISIONS, Measured
+from ..protocols import Choice
 from ..registry import PrecisionName, reported
-from ..settings import resolve
+from ..settings import NAMES, Settings, as_record, read_record, resolve
 from ..strategies import STRATEGIES
+from ..strategies.transforms import CompileOptions, Recompute, read_compile, read_which
+
+logger = get_logger(__name__)
+
+# Keywords of Accelerate's that have another place here, or none.
+ELSEWHERE = {
+    "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
+    "dynamo_plugin": "pass compile=CompileOptions(...)",
+    **{
+        name: f"pass dataloader_config=DataLoaderConfiguration({name}=...)"
+        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+    },
+    "deepspeed_plugin": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
+    "deepspeed_plugins": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
+    "fsdp_plugin": "pass strategy='fsdp' and strategy_options=FSDPOptions(...)",
+    "torch_tp_plugin": "pass strategy='tensor_parallel' and strategy_options=TensorParallelOptions(...)",
+    "megatron_lm_plugin": "pass strategy='tensor_parallel' or 'pipeline', and strategy_options",
+    "parallelism_config": "pass strategy='hsdp' or 'tensor_parallel', and strategy_options",
+}
+
+
+# -- What an Accelerator was asked for
+
+
+def refuse_argument(name: str, value: Any, known: Iterable[str]) -> None:
+    """Refuse a keyword that Accelerator() does not take; None for one of Accelerate's is ignored, for its scripts may pass that."""
+    if name not in ELSEWHERE:
+        raise ArgumentError(f"Accelerator() has no argument {name!r}{nearest(name, known)}")
+    if value is not None:
+        raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {ELSEWHERE[name]}")
+
+
+class Asked(NamedTuple):
+    """The arguments of an Accelerator: settings, the plan that follows from them, and records of options."""
+
+    settings: Settings
+    plan: Plan
+    strategy: Any  # the class
+    options: Any  # of the strategy
+    project: ProjectConfiguration
+    accumulation: GradientAccumulationPlugin
+    loading: DataLoaderConfiguration
+    scaling: GradScalerKwargs
+    scaled: bool  # whether there is a loss scale
+    autocast: AutocastKwargs
+    compile: CompileOptions | None
+    recompute: Recompute | None
+    profiling: ProfileKwargs | None
+    trackers: Mapping[str, Any]  # the script's own, by lower-case name
+    backend: str | None
+
+
+def read_arguments(given: Mapping[str, Any]) -> Asked:
+    """Read the arguments of an Accelerator, by name, with the other sources of settings, and make the plan.
+
+    Raises:
+        SettingError: a wrong name or value, or two arguments that contradict each other.
+        RefusedError: something that was asked for cannot run here.
+    """
+    asked = {name: value for name, value in given.items() if name in NAMES}
+    handlers = by_kind(given["kwargs_handlers"])
+    group = handlers.get(InitProcessGroupKwargs)
+    project, folder = given["project_config"] or ProjectConfiguration(), given["project_dir"]
+    asked["project_dir"] = project.project_dir if folder is None else os.fspath(folder)
+    if project.project_dir not in (None, asked["project_dir"]):
+        raise SettingError(
+            f"project_dir={folder!r} contradicts project_config's {project.project_dir!r}: pass one of them"
+        )
+    plugin, steps = given["gradient_accumulation_plugin"], given["gradient_accumulation_steps"]
+    if plugin is not None:
+        if steps not in (None, 1, plugin.num_steps):
+            words = f"contradicts the plugin's num_steps={plugin.num_steps}: pass one of them"
+            raise SettingError(f"gradient_accumulation_steps={steps} {words}")
+        asked["gradient_accumulation_steps"] = plugin.num_steps
+    if group and given["timeout"] is None:
+        asked["timeout"] = group.seconds
+    asked["log_with"], own = trackers.words_of(given["log_with"])
+    dynamo = str(getattr(given["dynamo_backend"], "value", given["dynamo_backend"]) or "no").lower()
+    for name, other, record in (
+        ("compile", "dynamo_backend", None if dynamo == "no" else {"backend": dynamo}),
+        ("strategy_options", "kwargs_handlers", handlers.get(DistributedDataParallelKwargs)),
+        ("scaler_options", "kwargs_handlers", handlers.get(GradScalerKwargs)),
+    ):
+        if record and asked.get(name) not in (None, False, "no"):
+            raise SettingError(f"both {name} and {other} say it: pass one of them")
+        asked[name] = record or asked.get(name)
+    settings = resolve(given["settings"], **asked)
+
+    def options(name: str, kind: type, owner: str = "") -> Any:
+        return read_record(settings, name, partial(as_record, kind, owner or name))
+
+    compiled = read_record(settings, "compile", read_compile)
+    if settings.activation_offload and compiled and compiled.mode in ("reduce-overhead", "max-autotune"):
+        raise RefusedError(
+            f"activation_offload=True with mode={compiled.mode!r} of torch.compile, whose CUDA graphs keep activations in memory of "
+            "their own: use another mode, or leave activation_offload out"
+        )
+    recompute = read_record(settings, "activation_checkpointing", read_which)
+    if settings.project_dir not in (None, project.project_dir):
+        project.set_directories(settings.project_dir)
+    plan = make_plan(settings, hardware.detect(), locate(read_ranks(), settings.timeout))
+    strategy = STRATEGIES[plan.strategy.value]
+    spread = options("strategy_options", strategy.Options, f"strategy {strategy.name!r}")
+    scaling = options("scaler_options", GradScalerKwargs)
+    scaled = PRECISIONS.get(plan.precision.value, Measured).scaled and scaling.enabled
+    if settings.nonfinite == "skip" and not scaled and getattr(spread, "remembers", False):
+        raise RefusedError(
+            f"nonfinite='skip' with comm_hook={spread.comm_hook!r}, which remembers what it did not send: a gradient that is not "
+            "finite would stay in it for good. Use nonfinite='raise', or another comm_hook"
+        )
+    return Asked(
+        settings,
+        plan,
+        strategy,
+        spread,
+        project,
+        plugin or GradientAccumulationPlugin(plan.accumulation.value),
+        options("dataloader_config", DataLoaderConfiguration),
+        scaling,
+        scaled,
+        handlers.get(AutocastKwargs) or AutocastKwargs(),
+        compiled,
+        recompute,
+        handlers.get(ProfileKwargs),
+        own,
+        group.backend if group else None,
+    )
+
+
+# -- The run
 
 
 @dataclass(slots=True)
@@ -35,6 +180,19 @@ class Run:
     plan: Plan
     window: UpdateWindow
     accelerator: Callable[[], Any] = lambda: None
+
+
+def make_precision(run: Run, autocast: AutocastKwargs) -> Any:
+    """The planned precision; "auto" replaces the plan of `run` once it has been timed."""
+    kind, settings = PRECISIONS.get(run.plan.precision.value), run.plan.settings
+    if kind is not None:
+        return kind(autocast)  # type: ignore[call-arg]
+
+    def decided(choice: Choice[str]) -> None:
+        run.plan = replace(run.plan, precision=choice)
+        logger.info("precision %s: %s", choice.value, choice.reason)
+
+    return Measured(autocast, run.world, settings.probe and not settings.deterministic, decided)
 
 
 _open: list[Run] = []
@@ -50,7 +208,7 @@ def unregister(run: Run) -> None:
 
 
 def accelerators() -> list[Any]:
-    """The open ones."""
+    """The open Accelerators."""
     return [there for run in _open if (there := run.accelerator()) is not None]
 
 
@@ -210,9 +368,6 @@ class GradientState(View):
     Args:
         window: the window to show; None takes that of the open Accelerator.
 
-    Attributes:
-        adjust_scheduler: always True: prepared schedulers count optimizer updates.
-
     Raises:
         StepError: no Accelerator is open.
 
@@ -227,9 +382,7 @@ class GradientState(View):
         tensor([1]) True True 1 -1
     """
 
-    plugin_kwargs: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # transformers' Trainer asks for "sync_each_batch"
+    plugin_kwargs: Mapping[str, Any] = MappingProxyType({})  # transformers' Trainer reads it
     adjust_scheduler: bool = True  # prepared schedulers count optimizer updates
 
     def __init__(self, window: UpdateWindow | None = None) -> None:

@@ -12,7 +12,7 @@ import copy
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType, MemberDescriptorType
@@ -78,7 +78,7 @@ def forward_methods(models: Sequence[nn.Module], names: str | Sequence[str]) -> 
 
 
 def _methods(model: nn.Module) -> list[str]:
-    return [name for name in dir(type(model)) if not name.startswith("_") and _is_method(model, name)]
+    return [name for name in dir(type(model)) if name[0] != "_" and _is_method(model, name)]
 
 
 def _is_method(model: nn.Module, name: str) -> bool:
@@ -88,7 +88,7 @@ def _is_method(model: nn.Module, name: str) -> bool:
 
 @dataclass(slots=True)
 class Route:
-    """How a prepared model is called.
+    """A prepared model, and how it is called.
 
     Attributes:
         original: the user's module.
@@ -98,15 +98,17 @@ class Route:
         no_double_backward: why a gradient of a gradient is refused; "" where it works.
         first: called once, with the arguments of the first call that trains, before it.
         offload: around calls that train: takes what autograd saves.
+        view: the module that the user calls in place of `original`.
     """
 
     original: nn.Module
     module: nn.Module
     no_sync: Callable[[], AbstractContextManager[Any]]
     explain: Callable[[RuntimeError, str], None]
-    no_double_backward: str = ""
-    first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
-    offload: AbstractContextManager[Any] | None = None
+    no_double_backward: str
+    first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None
+    offload: AbstractContextManager[Any] | None
+    view: nn.Module
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.first is not None and torch.is_grad_enabled():
@@ -172,23 +174,23 @@ class Route:
 def make_view(
     original: nn.Module,
     module: nn.Module,
-    explain: Callable[[RuntimeError, str], None] = lambda error, what: None,
-    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    methods: Sequence[str] = (),
-    no_double_backward: str = "",
-    sharded: bool = False,
-    first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
-    offload: AbstractContextManager[Any] | None = None,
-) -> tuple[nn.Module, Route]:
-    """The module a user calls in place of `original`; `original` itself where `module` is the same and calls are not watched.
+    explain: Callable[[RuntimeError, str], None],
+    no_sync: Callable[[], AbstractContextManager[Any]],
+    methods: Sequence[str],
+    no_double_backward: str,
+    sharded: bool,
+    first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None,
+    offload: AbstractContextManager[Any] | None,
+) -> Route:
+    """The route with a view of `original`, which is `original` itself where `module` is the same and calls are not watched.
 
     Args:
         methods: those that are called as forward is.
         sharded: parameters are shards outside of forward; an error of another method that computes with them is explained.
     """
-    route = Route(original, module, no_sync, explain, no_double_backward, first, offload)
+    route = Route(original, module, no_sync, explain, no_double_backward, first, offload, original)
     if module is original and first is None and offload is None:
-        return original, route
+        return route
     # The class of the module, also where `original` is a view.
     kind = next(c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c))
 
@@ -226,13 +228,14 @@ def make_view(
     if _is_method(original, "forward"):  # a scripted module has none
         body["forward"] = wraps(kind.forward)(call)
     body.update((name, routed(name)) for name in methods if name != "forward")
-    body.update((slot, _forwarded(original, slot)) for slot in _slots(kind))
+    slots = [n for base in kind.__mro__ for n, m in vars(base).items() if type(m) is MemberDescriptorType]
+    body.update((slot, _forwarded(original, slot)) for slot in slots)
     # Bypass metaclass hooks and __init_subclass__, so that the class is not registered and needs no arguments.
     meta = type(kind)
     make: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
-    view = object.__new__(make(meta, f"Prepared{kind.__name__}", (_View, kind), body))
-    object.__setattr__(view, "__dict__", original.__dict__)
-    return view, route
+    route.view = object.__new__(make(meta, f"Prepared{kind.__name__}", (_View, kind), body))
+    object.__setattr__(route.view, "__dict__", original.__dict__)
+    return route
 
 
 class _View:
@@ -265,19 +268,12 @@ class _View:
 
 
 def _itself(module: nn.Module) -> nn.Module:
-    """Called when a view is copied."""
+    """Called when a view is unpickled."""
     return module
 
 
-def _slots(kind: type) -> Iterator[str]:
-    """Names of attributes that live outside ``__dict__``."""
-    for base in kind.__mro__:
-        for name, member in vars(base).items():
-            if type(member) is MemberDescriptorType:
-                yield name
-
-
 def _forwarded(original: nn.Module, name: str) -> property:
+    """A slot, which lives outside ``__dict__``."""
     return property(
         lambda _: getattr(original, name),
         lambda _, value: setattr(original, name, value),
@@ -286,7 +282,7 @@ def _forwarded(original: nn.Module, name: str) -> property:
 
 
 def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> Any:
-    """Return the user's module inside a view, DataParallel or DistributedDataParallel; on request also inside torch.compile."""
+    """The user's module inside a view, DataParallel or DistributedDataParallel; on request also inside torch.compile."""
     while True:
         route = getattr(type(model), "_easymp_route", None)
         if route is not None:

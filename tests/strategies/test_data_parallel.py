@@ -52,7 +52,7 @@ def test_on_two_gpus() -> None:
     with Accelerator(mixed_precision="bf16", strategy="data_parallel") as acc:
         given = make("tied")
         model, optimizer = acc.prepare(given, torch.optim.AdamW(given.parameters(), lr=0.01))
-        assert isinstance(acc._prepared.models[0].route.module, nn.DataParallel)
+        assert isinstance(acc._prepared.models[0].module, nn.DataParallel)
         for _ in range(3):
             loss = model(torch.randn(8, 12, device=acc.device)).square().mean()
             acc.backward(loss)

@@ -16,10 +16,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ...base.toml import statements
 from ...base.units import UNITS
 from ...errors import SettingError
-from ...settings import LAUNCH, LAUNCHING, NAMES, checked
+from ...settings import LAUNCH, LAUNCHING, NAMES, checked, statements
 from .rules import KNOWN, SENTENCES
 
 WIDTH = 78

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...base.torch_flags import switch
+from ...base.rng import switch
 from ...hardware import Hardware
 from ...precision import PRECISIONS
 from ...protocols import Facts

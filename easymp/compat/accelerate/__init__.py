@@ -13,7 +13,7 @@ from ...data import PreparedLoader, skip_first_batches
 from ...launcher.entrypoints import debug_launcher, notebook_launcher
 from ...optim import PreparedOptimizer
 from ...strategies.local_sgd import LocalSGD
-from ...trackers.own import on_main_process
+from ...trackers.logbook import on_main_process
 from ...training.state import AcceleratorState, GradientState, PartialState, is_open
 from ..alias import VERSION, install
 from ..layer import submodules

@@ -206,19 +206,20 @@ class Accelerator(accelerator.Accelerator):
     ) -> None:
         """As `easymp.Accelerator.init_trackers`; options of trackers that this run does not have wait for one that has."""
         super().init_trackers(project_name, config, self._for_this_run(init_kwargs))
-        if not set(self._tracking.names) <= TRACKERS.keys():  # the script's own start here, as in Accelerate
-            self._tracking.all()
+        if not set(self._logbook.names) <= TRACKERS.keys():  # the script's own start here, as in Accelerate
+            self._logbook.all()
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """As `easymp.Accelerator.log`; the script's own GeneralTrackers get values and step at once, and as they were passed."""
-        tracking, book, options = self._open_tracking("log"), self._logbook, self._for_this_run(log_kwargs)
+        book, options = self._logbook, self._for_this_run(log_kwargs)
+        book.check_open("log")
         given = [name for name, one in book.own.items() if getattr(one, "as_given", False)]
         for name in book.trackers.keys() & given:
-            further = tracking.by_name(options, "log_kwargs").get(name, {})
+            further = book.by_name(options, "log_kwargs").get(name, {})
             book.attempt(name, partial(book.trackers[name].log, values, step=step, **further), rows=1)
-        if not given or len(given) < len(tracking.names) or book.attached:
+        if not given or len(given) < len(book.names) or book.attached:
             super().log(values, step, options)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -310,7 +311,7 @@ class Accelerator(accelerator.Accelerator):
     should_save_model = property(lambda self: self.is_main_process)  # whether this process writes weights
 
     def _for_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
-        known = {word.value for word in LoggerType} - set(self._tracking.names)
+        known = {word.value for word in LoggerType} - set(self._logbook.names)
         return {name: given for name, given in (options or {}).items() if str(name).lower() not in known}
 
     @property

@@ -18,7 +18,7 @@ from ...errors import RefusedError, SettingError, StepError, nearest
 from ...options import KwargsHandler, LoggerType
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
-from ...trackers import choose, own
+from ...trackers import choose, logbook
 from ..layer import Layer
 
 layer = Layer("Accelerate")
@@ -205,7 +205,7 @@ def _part(accelerator: Any, item: Any) -> Any:
     """The part of a checkpoint that holds a prepared model or optimizer."""
     prepared, kind = accelerator._prepared, ModelState if isinstance(item, nn.Module) else OptimizerState
     if kind is ModelState:
-        there = [m.route for m in prepared.models].index(*prepared.routes((item,)))
+        there = prepared.models.index(*prepared.routes((item,)))
     else:
         there = next((i for i, o in enumerate(prepared.optimizers) if item in (o, o.optimizer)), None)
     if there is None:
@@ -231,7 +231,7 @@ def _load(accelerator: Any, item: Any, folder: str, name: str) -> None:
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {}  # those that the script registered
 
 
-class GeneralTracker(own.GeneralTracker):
+class GeneralTracker(logbook.GeneralTracker):
     """Base class of a script's trackers; see `easymp.GeneralTracker`.
 
     Raises:
@@ -241,7 +241,7 @@ class GeneralTracker(own.GeneralTracker):
     as_given = True  # it gets what the script passes, and nothing more
 
     def __init__(self, _blank: bool = False) -> None:
-        kinds = set(type(self).__mro__) - {GeneralTracker, own.GeneralTracker, object}
+        kinds = set(type(self).__mro__) - {GeneralTracker, logbook.GeneralTracker, object}
         there = {name for kind in kinds for name in vars(kind)} | vars(self).keys()
         lacks = [name for name in ("name", "requires_logging_directory", "tracker") if name not in there]
         if lacks and not _blank:
@@ -259,7 +259,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """
     kinds = tracker_class.__mro__ if isinstance(tracker_class, type) else ()
     said = [kind for kind in kinds if "requires_logging_directory" in vars(kind)]
-    if own.GeneralTracker not in kinds or not tracker_class.name or said[0] is own.GeneralTracker:
+    if logbook.GeneralTracker not in kinds or not tracker_class.name or said[0] is logbook.GeneralTracker:
         raise SettingError(
             f"{tracker_class!r} cannot be registered: derive it from GeneralTracker, and set name and requires_logging_directory in it"
         )

@@ -417,7 +417,7 @@ class Fabric:
         prepared = self.easymp._prepared
         pairs = {
             "optimizer": [(o, o.optimizer) for o in prepared.optimizers],
-            "model": [(m.view, m.route.original) for m in prepared.models],
+            "model": [(m.view, m.original) for m in prepared.models],
         }
         numbers = {
             id(item): f"{word}_{i}" if i else word
@@ -462,7 +462,7 @@ class Fabric:
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log numbers, on rank 0."""
-        if self.easymp._tracking.names:
+        if self.easymp._logbook.names:
             self.easymp.log(metrics, step)
         if self.is_global_zero and self.loggers:
             plain = {n: v.item() if isinstance(v, Tensor) else v for n, v in metrics.items()}
