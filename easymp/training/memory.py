@@ -10,6 +10,10 @@ strategy's and b(x) are bytes of an element ("Mixed Precision Training", arXiv:1
 
 Not counted: workspace of kernels, fragmentation, the device's runtime, and activations without a sample. The rows are not all full at
 one moment, so the total is above the peak.
+
+Example:
+    >>> easymp.memory.estimate(1_000_000, strategy="fsdp", world=8).states  # bytes
+    1000000
 """
 
 from __future__ import annotations
