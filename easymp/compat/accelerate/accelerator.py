@@ -71,6 +71,7 @@ class AcceleratedScheduler(PreparedScheduler):
             return
         self.each_update = max(self.behind, default=0) == 1 and not args and not kwargs
         self.behind = [0] * len(self.optimizers)
+        total = None if self._split_batches else getattr(self.scheduler, "total_steps", None)
         if GradientState().sync_gradients and not any(it.step_was_skipped for it in self.optimizers):
             total = None if self._split_batches else getattr(self.scheduler, "total_steps", None)
             for _ in range(self._steps):
