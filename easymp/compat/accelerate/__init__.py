@@ -16,44 +16,37 @@ from ...strategies.local_sgd import LocalSGD
 from ...trackers.logbook import on_main_process
 from ...training.state import AcceleratorState, GradientState, PartialState, is_open
 from ..alias import VERSION, install
-from ..layer import submodules
+from ..layer import named, submodules
 from . import logging, plugins, utils
 from .accelerator import AcceleratedScheduler, Accelerator
 from .plugins import INSTEAD, layer
 
 __version__ = VERSION  # for scripts that ask
 
-NAMES: dict[str, Any] = {
-    **{name: utils.NAMES[name] for name in utils.__all__},
-    "AcceleratedOptimizer": PreparedOptimizer,
-    "AcceleratedScheduler": AcceleratedScheduler,
-    "Accelerator": Accelerator,
-    "AcceleratorState": AcceleratorState,
-    "DataLoaderDispatcher": PreparedLoader,
-    "DataLoaderShard": PreparedLoader,
-    "GradientState": GradientState,
-    "LocalSGD": LocalSGD,
-    "LOGGER_TYPE_TO_CLASS": plugins.LOGGER_TYPE_TO_CLASS,
-    "GeneralTracker": plugins.GeneralTracker,
-    "PartialState": PartialState,
-    "debug_launcher": debug_launcher,
-    "get_available_trackers": plugins.get_available_trackers,
-    "is_initialized": is_open,
-    "notebook_launcher": notebook_launcher,
-    "on_main_process": on_main_process,
-    "register_tracker_class": plugins.register_tracker_class,
-    "skip_first_batches": skip_first_batches,
-}
+NAMES: dict[str, Any] = utils.NAMES | named(
+    *(
+        AcceleratedScheduler,
+        Accelerator,
+        AcceleratorState,
+        GradientState,
+        LocalSGD,
+        PartialState,
+        plugins.GeneralTracker,
+    ),
+    *(debug_launcher, notebook_launcher, on_main_process, skip_first_batches),
+    *(plugins.get_available_trackers, plugins.register_tracker_class),
+    AcceleratedOptimizer=PreparedOptimizer,
+    DataLoaderDispatcher=PreparedLoader,
+    DataLoaderShard=PreparedLoader,
+    LOGGER_TYPE_TO_CLASS=plugins.LOGGER_TYPE_TO_CLASS,
+    is_initialized=is_open,
+)
 _MODULES = (
     "big_modeling commands data_loader hooks inference launchers local_sgd memory_utils optimizer parallelism_config scheduler state "
     "tracking"
 )
-submodules(
-    __name__,
-    {module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()},
-    layer,
-    "accelerate",
-)
+_WHOLE = {**NAMES, "absent": INSTEAD}
+submodules(__name__, dict.fromkeys(_MODULES.split(), _WHOLE), layer, "accelerate")
 _LISTED = (
     "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin DistributedDataParallelKwargs "
     "DistributedType FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs LocalSGD ParallelismConfig PartialState "

@@ -79,6 +79,10 @@ class AcceleratedScheduler(PreparedScheduler):
                     self.scheduler.step(*args, **kwargs)
 
 
+def _is_schedule(item: Any) -> bool:
+    return hasattr(item, "step") and hasattr(item, "state_dict")
+
+
 class Accelerator(accelerator.Accelerator):
     """`easymp.Accelerator` for scripts of Accelerate; see there. `others` are easymp's further arguments.
 
@@ -164,15 +168,10 @@ class Accelerator(accelerator.Accelerator):
         asked = device_placement or [None] * len(args)
         if (n := len(asked)) != len(args):
             raise SettingError(f"device_placement has {n} values for {len(args)} objects: pass one for each")
-        known = [
-            i
-            for i, item in enumerate(args)
-            if isinstance(item, KNOWN) or (hasattr(item, "step") and hasattr(item, "state_dict"))
-        ]
-        self._adopt([args[i] for i in known])
-        done = super().prepare(
-            *[args[i] for i in known], device_placement=[asked[i] for i in known], **options
-        )
+        known = [i for i, item in enumerate(args) if isinstance(item, KNOWN) or _is_schedule(item)]
+        items, placed = [args[i] for i in known], [asked[i] for i in known]
+        self._adopt(items)
+        done = super().prepare(*items, device_placement=placed, **options)
         found = dict(zip(known, (done,) if len(known) == 1 else done))
         result = tuple(found.get(i, item) for i, item in enumerate(args))
         return result[0] if len(result) == 1 else result

@@ -30,9 +30,8 @@ def stand_in(name: str, instead: str) -> type:
     def refuse(kind: type, *args: Any, **kwargs: Any) -> Any:
         raise RefusedError(f"{name} is not part of easymp: {instead}")
 
-    return type(
-        name, (), {"__new__": refuse, "__doc__": f"Not part of easymp: {instead}.", "__module__": __name__}
-    )
+    said = f"Not part of easymp: {instead}."
+    return type(name, (), {"__new__": refuse, "__doc__": said, "__module__": __name__})
 
 
 REFUSED_NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refused.toml").read_text("utf-8"))
@@ -101,9 +100,8 @@ class FullyShardedDataParallelPlugin:
         given = {name: value for name, value in asked.items() if value is not None}
         layer.ignore({name: why for name, why in WITHOUT_EFFECT.items() if name in given})
         vars(self).update({**dict.fromkeys(FIELDS), **asked})
-        self.strategy, kind, reshard = _sharding(
-            given.get("sharding_strategy"), given.get("reshard_after_forward")
-        )
+        asked_for = given.get("sharding_strategy"), given.get("reshard_after_forward")
+        self.strategy, kind, reshard = _sharding(*asked_for)
         policy, classes = given.get("auto_wrap_policy"), given.get("transformer_cls_names_to_wrap")
         if policy is not None and str(policy).lower() not in ("transformer_based_wrap", "size_based_wrap"):
             raise RefusedError(

@@ -430,9 +430,7 @@ RNGType = StrEnum("RNGType", "TORCH CUDA MLU SDAA MUSA NPU XLA XPU HPU NEURON GE
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_SHARDING_STRATEGY = list(plugins.SHARDING)
 globals().update(_imports, **accelerate_export.FILES)
-globals().update(
-    {name: plugins.stand_in(name, INSTEAD[name]) for name in plugins.REFUSED_NAMES["stand_ins"].split()}
-)
+globals().update({n: plugins.stand_in(n, INSTEAD[n]) for n in plugins.REFUSED_NAMES["stand_ins"].split()})
 _NOT_LISTED = (
     "AbstractContextManager Any BatchError Callable INSTEAD Iterable Iterator Path RefusedError SettingError StrEnum annotations layer "
     "load_weights nn submodules unwrap"
@@ -448,10 +446,6 @@ _MODULES = (
     "constants dataclasses deepspeed environment imports fsdp_utils megatron_lm memory modeling offload operations other random tqdm "
     "versions bnb"
 )
-submodules(
-    __name__,
-    {module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()},
-    layer,
-    "accelerate.utils",
-)
+_WHOLE = {**NAMES, "absent": INSTEAD}
+submodules(__name__, dict.fromkeys(_MODULES.split(), _WHOLE), layer, "accelerate.utils")
 __getattr__ = layer.absent("accelerate.utils", INSTEAD, lambda: __all__)

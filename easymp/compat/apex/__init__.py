@@ -68,10 +68,5 @@ submodules(
     layer,
     "apex",
 )
-__getattr__ = layer.absent(
-    "apex",
-    dict.fromkeys(
-        ("DeprecatedFeatureWarning", "deprecated_warning"), "nothing here is deprecated; leave it out"
-    ),
-    lambda: __all__,
-)
+_WARNINGS = dict.fromkeys(("DeprecatedFeatureWarning", "deprecated_warning"), "nothing here is deprecated")
+__getattr__ = layer.absent("apex", _WARNINGS, lambda: __all__)

@@ -10,7 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,17 +26,11 @@ NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding=
 
 
 class Key(NamedTuple):
-    """A key of the configuration.
+    """A key of the configuration."""
 
-    Attributes:
-        default: DeepSpeed's; a list holds all values that ask for nothing.
-        why: the reason for which other values are ignored or refused; "" where they are honoured.
-        refused: other values are an error.
-    """
-
-    default: Any
-    why: str = ""
-    refused: bool = False
+    default: Any  # DeepSpeed's; a list holds all values that ask for nothing
+    why: str = ""  # the reason for which other values are ignored or refused; "" where they are honoured
+    refused: bool = False  # other values are an error
 
     def asks(self, value: Any) -> bool:
         """Whether `value` asks for something: it is neither null, "auto", a default, nor a section that is off."""
@@ -96,28 +90,17 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """The whole configuration.
+    """The whole configuration."""
 
-    Attributes:
-        content: the sections and keys as they were given.
-        batch: the batch sizes.
-        half: "fp16", "bf16" or "".
-        precision: precision of the Accelerator: "O2" under fp16, whose weights are fp16.
-        skips: steps with gradients that are not finite are skipped without a loss scale, too.
-        offload: weights and optimizer states are in host memory.
-        optimizer, scheduler: (type, parameters) or None.
-        ignored: keys without effect, with the reason.
-    """
-
-    content: Mapping[str, Any]
+    content: Mapping[str, Any]  # the sections and keys as they were given
     batch: Batch
-    half: str = ""
-    precision: str = "fp32"
-    skips: bool = False
-    offload: bool = False
-    optimizer: tuple[str, dict[str, Any]] | None = None
-    scheduler: tuple[str, dict[str, Any]] | None = None
-    ignored: dict[str, str] = field(default_factory=dict)
+    half: str  # "fp16", "bf16" or ""
+    precision: str  # of the Accelerator: "O2" under fp16, whose weights are fp16
+    skips: bool  # steps with gradients that are not finite are skipped without a loss scale, too
+    offload: bool  # weights and optimizer states are in host memory
+    optimizer: tuple[str, dict[str, Any]] | None  # type and parameters
+    scheduler: tuple[str, dict[str, Any]] | None
+    ignored: dict[str, str]  # keys without effect, with the reason
 
     def value(self, key: str, section: str = "") -> Any:
         """The value of a key, or DeepSpeed's default."""
@@ -168,7 +151,11 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
         SettingError: an unknown key or a wrong value.
         RefusedError: a key that asks for something that is not here.
     """
-    content = _load(given) if isinstance(given, (str, os.PathLike)) else given
+    content: Any = given
+    if isinstance(given, (str, os.PathLike)):
+        if not Path(given).is_file():
+            raise SettingError(f"no DeepSpeed configuration at {os.fspath(given)!r}: pass a path, or a dict")
+        content = read_json(Path(given).read_text(encoding="utf-8"), str(given))
     if not isinstance(content, Mapping):
         raise SettingError(f"the configuration is a {type(content).__name__}; it must be a dict, or a path")
     content = {"bf16" if key == "bfloat16" else key: value for key, value in content.items()}
@@ -176,25 +163,9 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
         content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
     if content.get("steps_per_print") == math.inf:
         content["steps_per_print"] = 0
-    ignored = _look_through(content)
-    half, precision, skips = _precision(content)
-    typed = {name: _typed(content, name) for name in ("optimizer", "scheduler")}
-    return Config(
-        content,
-        triangle(content, world),
-        half,
-        precision,
-        skips,
-        _offloads(content),
-        **typed,
-        ignored=ignored,
-    )
-
-
-def _load(path: Any) -> Any:
-    if not Path(path).is_file():
-        raise SettingError(f"no DeepSpeed configuration at {os.fspath(path)!r}: pass a path, or a dict")
-    return read_json(Path(path).read_text(encoding="utf-8"), str(path))
+    ignored, batch = _look_through(content), triangle(content, world)
+    typed = [_typed(content, name) for name in ("optimizer", "scheduler")]
+    return Config(content, batch, *_precision(content), _offloads(content), *typed, ignored)
 
 
 def _look_through(content: Mapping[str, Any], section: str = "") -> dict[str, str]:

@@ -167,12 +167,13 @@ def configure(
 ) -> None:  # fmt: skip
     """Set whether the inputs of checkpointed functions are kept in host memory; the other options have no effect."""
     global _cpu
-    others = {"partition_activations": partition_activations, "profile": profile}
     given = deepspeed_config if isinstance(deepspeed_config, dict) else {}
     named = bool(given.get("activation_checkpointing", {}).get("cpu_checkpointing"))
     _cpu = named if checkpoint_in_cpu is None else checkpoint_in_cpu
-    asked = [f"checkpointing.configure({name}=…)" for name, value in others.items() if value]
-    layer.ignore(dict.fromkeys(asked, "torch keeps inputs whole"))
+    others = {"partition_activations": partition_activations, "profile": profile}
+    layer.ignore(
+        {f"checkpointing.configure({n}=…)": "torch keeps inputs whole" for n, v in others.items() if v}
+    )
 
 
 def is_configured() -> bool:
@@ -195,20 +196,21 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _held(param: Tensor, state: str = "", grad: bool = False) -> Any:
     """The tensor, or its part on this rank, that is stepped for `param`, or its `state` or `grad`; None where there is none."""
-    runs = [acc._prepared for acc in accelerators() if id(param) in acc._prepared.stepped_by]
-    if not runs:
-        return param.grad if grad else None
-    held = runs[0].masters.get(id(param), param)
+    run = next((acc._prepared for acc in accelerators() if id(param) in acc._prepared.stepped_by), None)
+    held = param if run is None else run.masters.get(id(param), param)
     if grad:
         return param.grad if held.grad is None else held.grad
-    (optimizer,) = runs[0].optimizers_of([held])
+    if run is None or not state:
+        return None if run is None else held
+    (optimizer,) = run.optimizers_of([held])
     states = optimizer.state.get(held, {})
-    if state and state not in states:
+    if state not in states:
         raise ValueError(f"{state!r} is not a state of this parameter, which has {list(states)}")
-    return states[state] if state else held
+    return states[state]
 
 
-def _whole(there: Any) -> Any:
+def _whole(param: Tensor, state: str = "", grad: bool = False) -> Any:
+    there = _held(param, state, grad)
     return there.full_tensor().detach() if hasattr(there, "full_tensor") else there
 
 
@@ -226,18 +228,18 @@ def _fill(there: Any, value: Tensor) -> None:
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """The whole parameter in fp32, its master where it has one; None before `initialize`."""
-    found = _whole(_held(param))
+    found = _whole(param)
     return None if found is None else found.float()
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole gradient between backward and step, averaged over the ranks; None where there is none."""
-    return _whole(_held(param, grad=True))
+    return _whole(param, grad=True)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A whole state of the optimizer, by torch's names (``"exp_avg"``); a ValueError where it has none of that name."""
-    return _whole(_held(param, optim_state_key))
+    return _whole(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -264,11 +266,8 @@ def _place(checkpoint_dir: Any, tag: Any) -> Path:
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Any,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    lazy_mode: bool = False,
-) -> dict[str, Tensor]:
+    checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Tensor]:  # fmt: skip
     """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32; frozen ones, too."""
     state = read_weights(_place(checkpoint_dir, tag))
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}

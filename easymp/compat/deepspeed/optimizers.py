@@ -94,11 +94,8 @@ class Warmup(Schedule):
         i = self.last_batch_iteration
         if i >= self.warmup_num_steps:
             return None
-        return (
-            self.inverse_log_warm_up * math.log(i + 1)
-            if self.warmup_type == "log"
-            else i / self.warmup_num_steps
-        )
+        log = self.warmup_type == "log"
+        return self.inverse_log_warm_up * math.log(i + 1) if log else i / self.warmup_num_steps
 
 
 class WarmupBetween(Warmup):

@@ -163,9 +163,8 @@ def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
     for order in orders:
         request, error = order.request, order.error
         fuses = request.kind == "allreduce" and request.op != "Adasum" and not error
-        size = (
-            getattr(torch, request.dtype).itemsize * torch.Size(request.shape).numel() if fuses else FUSED + 1
-        )
+        kind, count = getattr(torch, request.dtype or "uint8"), torch.Size(request.shape).numel()
+        size = kind.itemsize * count if fuses else FUSED + 1
         how = request._replace(name="", shape=())
         if batch and (held + size > FUSED or batch[0].request._replace(name="", shape=()) != how):
             yield batch

@@ -258,11 +258,7 @@ def reducescatter_async(
     return _reduce("reducescatter", tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
-INTO, WAITED, SEVERAL = (
-    "into `tensor` itself",
-    "waited for",
-    "of several tensors at once, with one handle or list",
-)
+INTO, WAITED, SEVERAL = "into `tensor` itself", "waited for", "of several tensors, with one handle or list"
 allreduce_async_ = _variant(allreduce_async, "allreduce_async_", INTO, into=True)
 allreduce_ = _variant(allreduce_async_, "allreduce_", WAITED, wait=True)
 broadcast_async_ = _variant(broadcast_async, "broadcast_async_", INTO, into=True)
@@ -371,16 +367,14 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """As `reducescatter_async`, waited for. The gradient is the ranks' gradients one after the other, times their number for a sum."""
-    how = op, prescale_factor, postscale_factor, process_set
+    how = op, process_set, prescale_factor, postscale_factor
 
     def backward(grads: Any) -> Any:
         factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
         grads = grads * factor if isinstance(grads, Tensor) else [grad * factor for grad in grads]
         return allgather(grads, process_set=process_set)
 
-    return _through(
-        tensor, lambda t: synchronize(_reduce("reducescatter", t, name, *how)), backward, compression
-    )
+    return _through(tensor, lambda t: synchronize(reducescatter_async(t, name, *how)), backward, compression)
 
 
 grouped_allreduce = _variant(allreduce, "grouped_allreduce", SEVERAL)

@@ -170,9 +170,8 @@ class Fabric:
         self._precision = None if precision is None else _known("precision", str(precision), PRECISIONS)
         self.strategy, self._devices = _strategy(strategy), _processes(devices, self._cpu)
         if ranks.size > 1 and devices not in ("auto", -1, "-1") and ranks.local_size != self._devices:
-            raise SettingError(
-                f"devices={devices!r}, and the launcher ({ranks.announced}) started {ranks.local_size} processes here"
-            )
+            started = f"the launcher ({ranks.announced}) started {ranks.local_size} processes here"
+            raise SettingError(f"devices={devices!r}, and {started}")
         if num_nodes > 1 and ranks.nodes != num_nodes:
             raise RefusedError(f"num_nodes={num_nodes}: start it with `easymp launch --nodes {num_nodes}`")
         self.callbacks, given = _as_list(callbacks), _as_list(loggers)
