@@ -480,13 +480,11 @@ def test_a_checkpoint_between_two_micro_batches(tmp_path):
 
 
 def test_inputs_are_cast_and_outputs_keep_the_models_type():
-    x, _ = data()
-    with started({**BATCH, "fp16": {"enabled": True}}) as engine:
-        assert next(engine.module.parameters()).dtype == torch.float16
-        assert engine(x[:4]).dtype == torch.float16
-        assert engine.fp16_enabled() and not engine.bfloat16_enabled()
-    with started({**BATCH, "bf16": {"enabled": True}}) as engine:
-        assert engine(x[:4]).dtype == torch.bfloat16
+    kinds = ("fp16", torch.float16, torch.float16), ("bf16", torch.bfloat16, torch.float32)
+    for half, dtype, weights in kinds:
+        with started({**BATCH, half: {"enabled": True}}) as engine:
+            assert engine(data()[0][:4]).dtype == dtype and engine.module[0].weight.dtype == weights
+            assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (half == "fp16", half == "bf16")
 
 
 GOLDEN = {
@@ -649,17 +647,6 @@ def test_one_cycle():
     assert rates("OneCycle", 4, **options, **stairs)[0] == pytest.approx([1, 1, 2, 2, 3])
 
 
-def test_schedules_go_on_from_their_state():
-    _, _, first = rates("WarmupDecayLR", 3, total_num_steps=6, warmup_num_steps=2)
-    wanted, *_ = rates("WarmupDecayLR", 5, total_num_steps=6, warmup_num_steps=2)
-    _, optimizer, second = rates("WarmupDecayLR", 0, total_num_steps=6, warmup_num_steps=2)
-    second.load_state_dict(first.state_dict())
-    for _ in range(2):
-        optimizer.step()
-        second.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(wanted[-1])
-
-
 def saved_and_loaded(folder, stage):
     config = {
         "train_batch_size": 8, "zero_optimization": {"stage": stage}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -819,12 +806,13 @@ def test_activations_are_computed_again():
 
 
 def test_its_own_optimizers_and_contexts():
-    p = nn.Parameter(torch.ones(2))
-    assert isinstance(deepspeed.ops.adam.FusedAdam([p], lr=0.1), torch.optim.AdamW)
-    assert type(deepspeed.ops.adam.DeepSpeedCPUAdam([p], adamw_mode=False)) is torch.optim.Adam
-    assert deepspeed.ops.lamb.FusedLamb([p], lr=0.1).param_groups[0]["lr"] == 0.1
+    p, ops = nn.Parameter(torch.ones(2)), deepspeed.ops
+    assert isinstance(ops.adam.FusedAdam([p], lr=0.1), torch.optim.AdamW)
+    assert type(ops.adam.DeepSpeedCPUAdam([p], adamw_mode=False)) is torch.optim.Adam
+    assert ops.lamb.FusedLamb([p], lr=0.1).param_groups[0]["lr"] == 0.1
+    assert deepspeed.runtime.lr_schedules.WarmupLR is deepspeed.WarmupLR
     with pytest.raises(RefusedError, match="bias_correction"):
-        deepspeed.ops.adam.FusedAdam([p], bias_correction=False)
+        ops.adam.FusedAdam([p], bias_correction=False)
     with deepspeed.zero.GatheredParameters([p]):
         assert p.tolist() == [1.0, 1.0]
 
@@ -836,22 +824,12 @@ def test_checkpoints_behind_a_url():
         assert engine.load_checkpoint(place, tag="one") == (f"{place}/one", {"epoch": 3})
 
 
-def test_modules_that_scripts_import():
-    from easymp.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from easymp.compat.deepspeed.ops.lamb import FusedLamb
-    from easymp.compat.deepspeed.runtime.lr_schedules import WarmupLR
-    from easymp.compat.deepspeed.runtime.utils import see_memory_usage
-    from easymp.compat.deepspeed.utils import RepeatingLoader, log_dist, logger
-
-    p = nn.Parameter(torch.ones(2))
-    made = DeepSpeedCPUAdam([p], lr=0.1)
-    assert made.param_groups[0]["lr"] == 0.1 and not isinstance(made, FusedAdam)
-    assert isinstance(FusedLamb([p], lr=0.1), torch.optim.Optimizer) and WarmupLR is deepspeed.WarmupLR
-    batches = RepeatingLoader([1, 2])
+def test_small_modules():
+    batches = utils.RepeatingLoader([1, 2])
     assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
-    log_dist("words", ranks=[0])
-    see_memory_usage("here", force=True)
-    assert logger.name.startswith("easymp")
+    utils.log_dist("words", ranks=[0])
+    deepspeed.runtime.utils.see_memory_usage("here", force=True)
+    assert utils.logger.name.startswith("easymp")
     device = deepspeed.get_accelerator()
     assert torch.empty(0, device=device.device_name()).device.type == device.device_name()
     assert device.device_count() >= 1 and device.current_device_name() and device.memory_allocated() >= 0

@@ -362,6 +362,7 @@ def test_process_sets(ranks):
 
 
 def wrong_calls():
+    """What does not fit is an error on all ranks, and the others go on."""
     one = torch.ones(1)
     with started() as (rank, _):
         kind, differ = [torch.float32, torch.float64][rank], "the ranks' calls differ in"
@@ -394,10 +395,6 @@ def wrong_calls():
             (lambda: hvd.allreduce(torch.ones(1, dtype=torch.complex64)), "view_as_real"),
         )  # fmt: skip
         assert hvd.allreduce(one, op=Sum).item() == 2  # and it goes on
-
-
-def test_what_does_not_fit_is_an_error_on_all_ranks_and_the_others_go_on(ranks):
-    ranks(wrong_calls)
 
 
 def one_rank_is_missing(reported):
@@ -443,7 +440,7 @@ def test_a_rank_that_fails_is_heard_of_at_once(ranks, who):
 
 
 def forked():
-    """A child that ends leaves nothing: it speaks over its parent's connections."""
+    """A child that ends is not this rank: it speaks over its parent's connections."""
     with started() as (_, size):
         world = hvd.basics.running().world
         child = os.fork()
@@ -452,11 +449,7 @@ def forked():
             world.close()
             os._exit(0)
         os.waitpid(child, 0)
-        return hvd.allreduce(torch.ones(1), op=Sum).item() == size and "rank 1" in world.watch.report()
-
-
-def test_a_forked_child_that_ends_is_not_this_rank(ranks):
-    assert ranks(forked) == [True, True]
+        assert hvd.allreduce(torch.ones(1), op=Sum).item() == size and "rank 1" in world.watch.report()
 
 
 def model():
@@ -578,10 +571,6 @@ def misuse():
         optimizer.zero_grad()
 
 
-def test_misuse_is_told_as_horovod_tells_it(ranks):
-    ranks(misuse)
-
-
 def of_one_rank_only():
     """A parameter that only rank 0 uses; and a scheduler made before."""
     with started() as (rank, _):
@@ -594,12 +583,8 @@ def of_one_rank_only():
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        return used.tolist(), other.tolist(), optimizer.param_groups[0]["lr"]
-
-
-def test_a_parameter_without_a_gradient_here_takes_part(ranks):
-    for used, other, rate in ranks(of_one_rank_only):
-        assert (used, other, rate) == ([-0.5, -0.5], [0.25, 0.25], 0.25)
+        facts = used.tolist(), other.tolist(), optimizer.param_groups[0]["lr"]
+        assert facts == ([-0.5, -0.5], [0.25, 0.25], 0.25)
 
 
 def alike(parameters):
@@ -638,10 +623,6 @@ def around_it():
                 optimizer.zero_grad()
 
 
-def test_schedules_states_and_groups_around_it(ranks):
-    ranks(around_it)
-
-
 def by_closure(wrap=True):
     with started() if wrap else nullcontext((0, 1)) as (rank, size):
         net = model()
@@ -666,30 +647,23 @@ def test_closures_are_reduced_call_by_call(on):
         close(found, wanted, 1e-2, 1e-3)
 
 
-def by_adasum():
+def adasum_of_steps():
+    a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0])
+    wanted = pytest.approx(((1 - 1 / 2) * a + (1 - 1 / 10) * b).tolist())
     with started() as (rank, _):
-        p = nn.Parameter(torch.zeros(2))
+        p, mine = nn.Parameter(torch.zeros(2)), [a, b][rank]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), op=Adasum)
-        (p * torch.tensor([[-1.0, 0.0], [-1.0, -2.0]][rank])).sum().backward()
+        (-p * mine).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        direct = hvd.allreduce(torch.tensor([[1.0, 0.0], [1.0, 2.0]][rank]), op=Adasum)
-        return p.tolist(), direct.tolist()
-
-
-def test_adasum(ranks):
-    a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0])
-    wanted = ((1 - 1 / 2) * a + (1 - 1 / 10) * b).tolist()
-    assert pair(a, b).tolist() == pytest.approx(wanted)
+        assert p.tolist() == wanted == hvd.allreduce(mine, op=Adasum).tolist() == pair(a, b).tolist()
     assert adasum([a, a, a, a]).tolist() == pytest.approx(a.tolist())  # equal ones are averaged
     assert pair(a, torch.tensor([0.0, 3.0])).tolist() == [1.0, 3.0]  # orthogonal ones are added
     assert pair(a, 0 * a).tolist() == a.tolist()
-    for stepped, direct in ranks(by_adasum):
-        assert stepped == pytest.approx(wanted)
-        assert direct == pytest.approx(wanted)
 
 
-def states():
+def optimizer_states():
+    """They travel, and weights stay."""
     with started() as (rank, _):
         net = model()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.1 * (rank + 1), weight_decay=0.1)
@@ -699,16 +673,19 @@ def states():
             optimizer.zero_grad()
         before = [p.detach().clone() for p in net.parameters()]
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        moved = any(not torch.equal(a, b) for a, b in zip(before, net.parameters()))
-        state = optimizer.state_dict()
-        values = [(float(value["exp_avg"].sum()), float(value["step"])) for value in state["state"].values()]
-        return moved, state["param_groups"][0]["lr"], *zip(*values)
+        assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+        values = optimizer.state_dict()["state"].values()
+        assert [float(value["step"]) for value in values] == [1.0] * 4
+        facts = optimizer.param_groups[0]["lr"], [float(value["exp_avg"].sum()) for value in values]
+        assert facts[0] == 0.1 and hvd.allgather_object(facts) == [facts] * 2
 
 
-def test_optimizer_states_travel_and_weights_stay(ranks):
-    zero, one = ranks(states)
-    assert zero == one
-    assert (*zero[:2], zero[3]) == (False, 0.1, (1.0,) * 4)
+TOGETHER = (wrong_calls, misuse, forked, of_one_rank_only, around_it, adasum_of_steps, optimizer_states)
+
+
+@pytest.mark.parametrize("program", TOGETHER)
+def test_on_two_ranks(ranks, program):
+    ranks(program)
 
 
 def elastic_run(folder, fail_at):
@@ -797,15 +774,14 @@ def embedding(dense, wrap=True):
 
 
 def test_sparse_gradients(ranks):
-    _check = embedding(False, wrap=False)
     for found in ranks(embedding, False):
-        close(found, _check)
+        close(found, embedding(False, wrap=False))
     # Rows without an entry on any rank have zeros in a dense gradient, which SparseAdam steps on.
     first, second = ranks(embedding, True)
     assert first == second
 
 
-def by_hosts():
+def test_hosts_that_change_and_models_that_are_replaced():
     """Hosts change once: the state stays, and nothing is restored."""
     with started():
         state = hvd.elastic.TorchState(nn.Linear(1, 1), best=None, count=0)
@@ -818,16 +794,12 @@ def by_hosts():
                 raise hvd.elastic.HostsUpdatedInterrupt(skip_sync=True)
             return state.count
 
-        counted = train(state)
+        assert train(state) == 2
         state.model = nn.Linear(1, 1)  # in place of the first
         weight = state.model.weight.detach().clone()
         nn.init.zeros_(state.model.weight)
         state.restore()
-        return counted, torch.equal(state.model.weight, weight)
-
-
-def test_hosts_that_change_and_models_that_are_replaced():
-    assert by_hosts() == (2, True)
+        assert torch.equal(state.model.weight, weight)
 
 
 @pytest.mark.slow
