@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import easymp
 from easymp import Accelerator
-from easymp.strategies.offload import Offload
+from easymp.strategies.transforms import Offload
 
 if __package__:
     from .blocks import Block

@@ -65,7 +65,7 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "tf32": ("precision.policies:TF32", "fp32, but products keep 10 bits of mantissa"),
         "bf16": ("precision.policies:BF16", "half the bits with fp32's range: no loss scale"),
         "fp16": ("precision.policies:FP16", "half the bits, more digits, less range: the loss is scaled"),
-        "fp8": ("precision.fp8:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
+        "fp8": ("precision.policies:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
         "bf16-true": ("precision.levels:BF16True", "bf16 weights, with masters or stochastic rounding"),
         "fp16-true": ("precision.levels:FP16True", "fp16 weights, with masters: the loss is scaled"),
         "O0": ("precision.levels:O0", "fp32 under Apex's name"),

@@ -62,8 +62,8 @@ class Watch:
 
     Attributes:
         trains: the reported thread: the one that made this, until another one calls an Accelerator.
-        heard: called in the listener's thread when another rank wants an agreement (`call`); it returns this rank's answer, or None.
-        told: word → called in the listener's thread when another rank asks by it; it returns the answer.
+        heard: called when another rank wants an agreement (`call`); it returns this rank's answer, or None.
+        told: word → called when another rank asks by it; it returns the answer.
     """
 
     def __init__(
@@ -154,15 +154,10 @@ class Watch:
                 self._silent = True
         return not self._silent
 
-    # -- meeting in the store -----------------------------------------------------------------------------------------
-
     def compare(self, place: tuple[int, int], said: str, seconds: float) -> bool:
-        """Wait until all ranks have come to `place`; return whether they said the same.
+        """Wait until all ranks have come to `place`, a group and a number; return whether they said the same.
 
-        Each rank makes a fixed number of requests to the store, whatever the world size.
-
-        Args:
-            place: group and number of the comparison. The keys of the comparison before it are deleted.
+        Each rank makes a fixed number of requests to the store, whatever the world size. Keys of the comparison before are deleted.
         """
         group, number = place
         store = dist.PrefixStore(f"compare/{group}/{number}", self._meet)

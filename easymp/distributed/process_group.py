@@ -34,13 +34,9 @@ from ..base.rng import TORCH
 from ..errors import ALIKE, RefusedError, WorldError, failing
 from .hang_report import Watch, collectives
 
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # then divided: gloo has no average of integers
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
+_ops = dist.ReduceOp
+# Means are sums, then divided: gloo has no average of integers.
+OPS = {"sum": _ops.SUM, "mean": _ops.SUM, "max": _ops.MAX, "min": _ops.MIN, "product": _ops.PRODUCT}
 
 # Types that every backend moves. Others travel as bytes (gather, broadcast) or through int32 (reduce).
 MOVABLE = {
@@ -59,8 +55,7 @@ class World:
     """This process and its peers.
 
     Args:
-        ranks: who this process is.
-        device: where its tensors live; becomes this process's current one, so that nothing of it ends up on the first.
+        device: where its tensors are; becomes this process's current one, so that nothing of it ends up on the first.
         timeout: seconds that a collective may wait for the other ranks.
         debug: False: do not compare the ranks' arguments of collectives that a script calls (`compare`). True: zero1 also compares
             the number of gradients in each step.
@@ -145,10 +140,7 @@ class World:
             ) from error
 
     def close(self) -> None:
-        """Leave the world, and end a process group that was started here. Calling it again does nothing.
-
-        Wrappers of models for the group must be gone before: destroying the group under them can deadlock.
-        """
+        """Leave the world, and end a process group that was started here. Wrappers of models must be gone: they can deadlock."""
         atexit.unregister(self.close)
         if self._process != os.getpid():
             return  # a forked child that ends: the connections are its parent's
@@ -169,10 +161,7 @@ class World:
         self.owned = False
 
     def _say_farewell(self, seconds: float) -> None:
-        """Tell the others that this rank leaves, and wait for them to say the same.
-
-        Polls the store: a collective, or a wait in the store, would fill the terminal when the others are late.
-        """
+        """Tell the others that this rank leaves, and wait for them to say the same, by polling, which prints nothing when they are late."""
         assert self._store is not None  # the group's own part of it
         deadline, pause = time.monotonic() + seconds, 0.001
         try:
@@ -186,8 +175,7 @@ class World:
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         """A group of these ranks, with the world's timeout; a collective of all ranks."""
-        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
-        return made
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
 
     def hurry_groups(self) -> None:
         """Give every group that this rank is in the world's timeout; torch gives those of a mesh 30 minutes."""
@@ -247,9 +235,7 @@ class World:
     def compare(
         self, call: str, facts: Callable[[], dict[str, str]] = dict, error: str = "", remedy: str = ALIKE
     ) -> None:
-        """Before a collective that a script calls: raise one error on all ranks where their calls differ.
-
-        The ranks compare in the store: no gradient's collective can be mistaken for it, and no device is waited for.
+        """Before a collective that a script calls: raise one error on all ranks where their calls differ. They compare in the store.
 
         Args:
             call: name and arguments, which must be the same.
@@ -314,10 +300,7 @@ class World:
                 dist.barrier()
 
     def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """A new tensor of the same shape and dtype: the sum, mean, max, min or product over the ranks.
-
-        The mean of integers is rounded toward zero.
-        """
+        """A new tensor of the same shape and dtype, reduced over the ranks. The mean of integers is rounded toward zero."""
         if self.size == 1:
             return tensor.clone()
         moved = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -345,12 +328,9 @@ class World:
                 tensor.copy_(part)
 
     def gather(self, tensor: Tensor, every: int = 1) -> Tensor:
-        """All ranks' tensors, one after the other along dimension 0, on every rank; scalars become one element each.
+        """All ranks' tensors, joined along dimension 0, on every rank; scalars become one element each, and shapes must agree.
 
-        Shapes must agree over the ranks (`gather_uneven` lets dimension 0 differ).
-
-        Args:
-            every: keep ranks 0, `every`, 2 × `every` … only: where so many neighbours hold the same.
+        `every`: keep ranks 0, `every`, 2 × `every` … only, where so many neighbours hold the same.
         """
         tensor = tensor.detach()
         if tensor.ndim == 0:
@@ -399,10 +379,7 @@ class World:
         return items
 
     def broadcast_objects(self, items: list[Any], source: int = 0, group: Any = None) -> list[Any]:
-        """Rank `source`'s list on every rank; the given list is filled in place and returned. Lengths must agree.
-
-        It goes from host to host where the group has a backend for that: by way of a device it would wait for all that runs there.
-        """
+        """Rank `source`'s list on every rank, in place, too; lengths must agree. It goes from host to host where the backend can."""
         if self.size > 1:
             with self.explained("broadcast of objects"):
                 dist.broadcast_object_list(items, source, group)
@@ -511,8 +488,7 @@ def _open_store(ranks: Ranks, limit: timedelta) -> dist.Store:
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise WorldError(
             f"rank {ranks.rank} of {ranks.size} could not reach rank 0 at {address}:{port} within {limit.total_seconds():g} s "
-            f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port "
-            "(MASTER_ADDR and MASTER_PORT, or made from the launcher's variables) are right and free"
+            f"({str(error).splitlines()[0]}): check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are right and free"
         ) from error
     # torchrun's agent keeps its store over a restart: keys of an earlier attempt are not ours. A store of rank 0's own is as new as
     # the attempt, and nodes may count their restarts differently: one that came later had none.
@@ -573,11 +549,9 @@ def unlike(everyone: list[tuple[str, str, dict[str, str]]], remedy: str) -> str:
     if any(errors):
         words = "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error)
         return f"{calls[0]} cannot run, because of what some of the ranks passed. {words}"
-    for place in sorted({place for each in facts for place in each}):
-        values = [each.get(place, "nothing") for each in facts]
-        if len(set(values)) > 1:
-            return f"{calls[0]}: the ranks pass different things{place and f' at {place}'}: {odd_one_out(values)}. {remedy}"
-    raise AssertionError("the ranks said different things, and their facts are equal")
+    every = {place: [each.get(place, "nothing") for each in facts] for place in sorted(set().union(*facts))}
+    place, values = next((place, values) for place, values in every.items() if len(set(values)) > 1)
+    return f"{calls[0]}: the ranks pass different things{place and f' at {place}'}: {odd_one_out(values)}. {remedy}"
 
 
 def first_difference(lists: Sequence[Sequence[str]]) -> list[str]:
@@ -589,9 +563,8 @@ def first_difference(lists: Sequence[Sequence[str]]) -> list[str]:
 def forget_meshes() -> None:
     """Empty DTensor's caches of a world that has ended.
 
-    To torch two meshes are equal where their shapes, names and devices are, also with other groups or for another rank. A later world
-    of this process would find layouts with the old groups and, where the process is another rank now, the lengths of uneven shards
-    that it had then. Some caches are a thread's own: those of torch's backward threads are out of reach.
+    To torch two meshes are equal where their shapes, names and devices are. So a later world of this process would find layouts with the
+    old groups and, as another rank, wrong lengths of uneven shards. The caches of torch's backward threads are out of reach.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return

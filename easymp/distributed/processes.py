@@ -147,8 +147,6 @@ class Processes:
         """Whether the run's strategy shards models; False without a run."""
         return False
 
-    # -- functions that run on some processes -------------------------------------------------------------------------
-
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on process 0 only.
 

@@ -1,9 +1,8 @@
 """Precision "auto" on CPUs with bf16 instructions: times fp32 and bf16 in the first training step and keeps the faster one.
 
-The faster one depends on the model: bf16 autocast took 0.5 to 1.7 times as long as fp32 on one machine. The first training call of a
-prepared model is timed with its own inputs, forward and backward, in turns of fp32 and bf16, for about a second. bf16 wins if its median
-time is below 95 % of the time of fp32; fp32 wins if the model does not run in bf16. Inputs, gradients, parameters, buffers and random
-states stay unchanged. Rank 0 decides for all ranks.
+bf16 autocast took 0.5 to 1.7 times as long as fp32 on one machine, by the model. The first training call of a prepared model is timed
+with its own inputs, forward and backward, in turns of fp32 and bf16, for about a second. bf16 wins below 95 % of the time of fp32, by the
+median. Inputs, gradients, parameters, buffers and random states stay unchanged. Rank 0 decides for all ranks.
 """
 
 from __future__ import annotations
@@ -31,17 +30,10 @@ GAIN = 0.95
 WIDE = 128  # smallest layer width for which bf16 was faster on CPUs, for models that cannot be measured
 
 
-class Measured:
+class Measured(FP32):
     """fp32 or bf16, the faster one. One decision, told to `decided`, holds for all models; without `measure` the widest layer decides."""
 
-    param: ClassVar[torch.dtype] = torch.float32
-    reduce: ClassVar[torch.dtype] = torch.float32
-    scaled: ClassVar[bool] = False
-    masters: ClassVar[bool] = False
     raises: ClassVar[bool] = True
-    keeps_updates: ClassVar[bool] = True
-    swaps: ClassVar[bool] = False
-    tf32: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -50,6 +42,7 @@ class Measured:
         measure: bool = True,
         decided: Callable[[Choice[str]], None] | None = None,
     ) -> None:
+        super().__init__(options)
         self._fp32, self._bf16 = FP32(options), BF16(options)
         self._world, self._measure, self._decided = world, measure, decided
         self.choice: Choice[str] | None = None
@@ -59,11 +52,11 @@ class Measured:
         return self._bf16 if self.choice is not None and self.choice.value == "bf16" else self._fp32
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return self.choice.value if self.choice else "auto"
 
     @property
-    def compute(self) -> torch.dtype:
+    def compute(self) -> torch.dtype:  # type: ignore[override]
         return self._current.compute
 
     @property
@@ -172,10 +165,7 @@ def by_width(model: nn.Module) -> tuple[str, str]:
 def time_pairs(
     plain: nn.Module, cast: nn.Module, args: Any, kwargs: Any, agree: Callable[[bool], bool | None]
 ) -> tuple[float, int] | str:
-    """Median of bf16 time / fp32 time and the number of pairs, or the reason why bf16 does not run.
-
-    `agree` turns "this rank has enough pairs" into the decision of rank 0.
-    """
+    """Median of bf16 time / fp32 time and the number of pairs, or the reason why bf16 does not run. `agree` asks rank 0 to end it."""
     parameters = [p for p in plain.parameters() if p.requires_grad]
     ratios: list[float] = []
     with isolated(), _buffers_kept(plain):

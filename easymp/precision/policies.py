@@ -1,26 +1,28 @@
-"""fp32, TF32, and bf16 and fp16 by autocast: fp32 parameters, matrix products in half precision."""
+"""fp32, TF32, and bf16, fp16 and fp8 by autocast: fp32 parameters, matrix products in fewer bits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from ..base.pytree import map_leaves
-from ..errors import BatchError
+from ..errors import BatchError, PrepareError
+from ..logging import get_logger
 from ..options import AutocastKwargs
 from ..protocols import Facts, Refusal
+
+logger = get_logger(__name__)
 
 LOW = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, eq=False)
 class FP32:
     """fp32 weights and products, with torch's TF32 flags as the user set them. The other precisions override what differs."""
 
@@ -35,7 +37,8 @@ class FP32:
     swaps: ClassVar[bool] = False
     tf32: ClassVar[bool] = False
 
-    options: AutocastKwargs = AutocastKwargs()
+    def __init__(self, options: AutocastKwargs = AutocastKwargs()) -> None:  # noqa: B008
+        self.options = options
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
@@ -74,11 +77,9 @@ class TF32(FP32):
             return Refusal(
                 "TF32 is a mode of GPU Tensor Cores and training runs on the CPU", "use fp32 or bf16"
             )
-        for device in facts.hardware.devices:
-            if not device.tf32:
-                why = f"{device.name} has no TF32 Tensor Cores (NVIDIA Ampere, sm_80, and newer do)"
-                return Refusal(why, "use fp32 or auto")
-        return None
+        lacking = next((d.name for d in facts.hardware.devices if not d.tf32), None)
+        why = f"{lacking} has no TF32 Tensor Cores (NVIDIA Ampere, sm_80, and newer do)"
+        return Refusal(why, "use fp32 or auto") if lacking is not None else None
 
 
 class Mixed(FP32):
@@ -139,13 +140,9 @@ class FP16(Mixed):
 
 
 def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
-    """Raise trainable bf16 and fp16 parameters of `model` to fp32 in place. Frozen ones keep their dtype.
+    """Raise trainable bf16 and fp16 parameters of `model` to fp32 in place; returns them, each with its dtype before.
 
-    Optimizers and tied modules keep the same parameter objects. Buffers are raised too, because batch-norm needs one dtype, except in
-    modules with frozen parameters only.
-
-    Returns:
-        The raised parameters, each with its dtype before.
+    Buffers are raised too, because batch-norm needs one dtype, except in modules with frozen parameters only.
     """
     raised = [(p, p.dtype) for p in model.parameters() if p.requires_grad and p.dtype in LOW]
     chosen = {id(t) for p, _ in raised for t in (p, p.grad) if t is not None}
@@ -157,9 +154,6 @@ def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
     return raised
 
 
-# -- autocast
-
-
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Layers with weights and biases that autocast converts.
 PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
@@ -167,19 +161,13 @@ MATRICES = (nn.LayerNorm, nn.RMSNorm, nn.Bilinear)  # other layers that have wei
 
 
 class Autocast(nn.Module):
-    """Calls `module` under ``torch.autocast`` and casts floating-point outputs to ``options.output_dtype``; float64 stays.
-
-    Autocast is inside this forward, so that DDP and torch.compile see one function.
-    """
+    """Calls `module` under autocast, inside of DDP and torch.compile, and casts outputs to ``options.output_dtype``; float64 stays."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs
     ) -> None:
         super().__init__()
-        self.module = module
-        self.device_type = device.type
-        self.compute = compute
-        self.options = options
+        self.module, self.device_type, self.compute, self.options = module, device.type, compute, options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device_type, self.compute, True, self.options.cache_enabled):
@@ -188,11 +176,7 @@ class Autocast(nn.Module):
 
 
 def cast_outputs(outputs: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating-point tensors in a model's outputs to `dtype`; None leaves them as computed.
-
-    Raises:
-        BatchError: the outputs have a container that cannot be rebuilt.
-    """
+    """Cast floating-point tensors in a model's outputs to `dtype`; None leaves them as computed."""
     if dtype is None:
         return outputs
     if type(outputs) is Tensor:
@@ -218,10 +202,7 @@ def cast_leaf(leaf: Any, dtype: torch.dtype, double: bool = False) -> Any:
 
 
 class Upcast:
-    """Hooks that show a module some of its parameters in fp32 while it computes.
-
-    Autocast converts the inputs of matrix products only. Other functions, such as norms, need fp32 weights for fp32 inputs.
-    """
+    """Hooks that show a module parameters in fp32 while it computes: autocast converts the inputs of matrix products only."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -241,17 +222,13 @@ class Upcast:
 def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
     """Hook `model`, which gathers its parameters in half precision, so that it computes as with fp32 parameters under autocast.
 
-    Norms and other modules outside of matrix products see their vectors in fp32, and embeddings return fp32. The hooks run inside torch's
-    hooks that gather parameters.
+    Norms and the like see their vectors in fp32, and embeddings return fp32. The hooks run inside torch's hooks that gather.
     """
     handles: list[RemovableHandle] = []
     for module in model.modules():
         if isinstance(module, EMBEDDINGS):
-            handles.append(
-                module.register_forward_hook(
-                    lambda _, __, out: cast_outputs(out, torch.float32), prepend=True
-                )
-            )
+            widen = lambda _, __, outputs: cast_outputs(outputs, torch.float32)  # noqa: E731
+            handles.append(module.register_forward_hook(widen, prepend=True))
         every = isinstance(module, MATRICES)
         vectors = [name for name, p in module._parameters.items() if p is not None and (p.ndim < 2 or every)]
         if vectors and not isinstance(module, PRODUCTS):
@@ -273,3 +250,119 @@ def upcast_again(module: nn.Module) -> Iterator[None]:
     finally:
         for upcast in found:
             upcast.end(module)
+
+
+# -- fp8 -------------------------------------------------------------------------------------------------------------------
+# Inputs and weights are rounded to e4m3 (3 bits of mantissa, up to 448), gradients to e5m2 (2 bits, up to 57344), as in arXiv:2209.05433.
+# Each tensor is divided by one scale, which maps its largest element to the format's largest number; ``torch._scaled_mm`` multiplies
+# the product by both scales. Parameters and their gradients stay fp32.
+
+MULTIPLE = 16  # torch._scaled_mm needs inner and last dimensions that are multiples of 16
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class FP8(BF16):
+    """bf16 autocast, and each plain `nn.Linear` with two sizes that are multiples of 16 becomes a `Float8Linear`, in place."""
+
+    name: ClassVar[str] = "fp8"
+    swaps: ClassVar[bool] = True
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        needs = "fp8 needs the fp8 Tensor Cores of an NVIDIA GPU of sm_89 (Ada, Hopper) or newer"
+        without = [d for d in facts.hardware.devices if not d.fp8 or d.capability is None]
+        if facts.device == "cpu":
+            here = "training runs on the CPU"
+        elif without:
+            here = f"this device is {without[0].name} ({without[0].architecture or without[0].kind})"
+        else:
+            return None
+        return Refusal(f"{needs}, and {here}", "use bf16, fp32 or auto")
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Swap layers, see the class; PrepareError if the model has none to swap."""
+        layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+        fit = {
+            name: layer for name, layer in layers.items() if not any(n % MULTIPLE for n in layer.weight.shape)
+        }
+        already = any(type(layer) is Float8Linear for layer in model.modules())  # by an earlier run
+        if not fit and not already:
+            raise PrepareError(
+                f"mixed_precision='fp8' needs a plain nn.Linear whose in_features and out_features are multiples of {MULTIPLE}, and "
+                f"none of the {len(layers)} in this {type(model).__name__} has such sizes. Use mixed_precision='bf16', or other sizes"
+            )
+        for layer in fit.values():
+            layer.__class__ = Float8Linear
+        left = ", ".join(sorted(layers.keys() - fit.keys()))
+        words = "fp8 by torch._scaled_mm in %d of %d linear layers%s"
+        logger.info(words, len(fit), len(layers), f"; in bf16: {left}" if left else "")
+        return model
+
+
+class Float8Linear(nn.Linear):
+    """`nn.Linear` with its product in forward and two products in backward in fp8. Inputs have shape (..., in_features)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        out = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        product: Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight, out)  # type: ignore[no-untyped-call]
+        product = product.view(*input.shape[:-1], self.out_features)
+        return product if self.bias is None else product + self.bias.to(out)
+
+
+class _Product(torch.autograd.Function):
+    """``input @ weight.T``: (rows, in) and (out, in) to (rows, out)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, out: torch.dtype) -> Tensor:
+        x, x_scale = rounded(input, FORWARD)
+        # Save the weight and not its rounded copy: the weight exists anyway, or is gathered again.
+        ctx.save_for_backward(x, x_scale, weight)
+        ctx.input_dtype = input.dtype
+        w, w_scale = rounded(weight, FORWARD)
+        return _multiply(x, w.t(), x_scale, w_scale, out, fast=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scale, weight = ctx.saved_tensors
+        g, g_scale = rounded(grad, BACKWARD)
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            w, w_scale = rounded(weight, FORWARD)
+            of_input = _multiply(g, _columns(w), g_scale, w_scale, grad.dtype).to(ctx.input_dtype)
+        if ctx.needs_input_grad[1]:
+            g, x = _padded(g), _padded(x)
+            product = _multiply(g.t().contiguous(), _columns(x), g_scale, x_scale, grad.dtype)
+            of_weight = product.to(weight.dtype)
+        return of_input, of_weight, None
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """`matrix` with rows of zeros, which add nothing to a product that sums over rows, up to a multiple of 16."""
+    more = -matrix.shape[0] % MULTIPLE
+    if not more:
+        return matrix
+    bytes_ = nn.functional.pad(matrix.view(torch.uint8), (0, 0, 0, more))  # zero has no bits set
+    return bytes_.view(matrix.dtype)
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`tensor` in fp8, contiguous, and the fp32 scale (0-dim) that multiplies it back to its range."""
+    largest = torch.finfo(dtype).max
+    wide = tensor.detach().float()
+    scale = (wide.abs().amax() if wide.numel() else wide.new_zeros(())).clamp(min=1e-12) / largest
+    return (wide / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
+
+
+def _columns(tensor: Tensor) -> Tensor:
+    """The matrix in column-major memory, as torch._scaled_mm needs its second operand."""
+    return tensor.t().contiguous().t()
+
+
+def _multiply(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: torch.dtype, fast: bool = False
+) -> Tensor:
+    if not a.shape[0]:
+        return torch.zeros(a.shape[0], b.shape[1], dtype=out, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=out, use_fast_accum=fast)

@@ -6,8 +6,7 @@ before the step. An overflow skips the step and lowers the scale; a run of good 
 - torch and Apex: ×2 after `growth_interval` good steps, ÷2 at each overflow;
 - DeepSpeed: growth one good step later (`growth_delay=1`), and the first `hysteresis - 1` overflows lower nothing.
 
-Scale and counters live on the device; nothing here waits for it, except the step of an optimizer that is not fused. They move in a
-launch of `update`, or with the step, where our kernels run it and no other optimizer divides by this scale (`lend`).
+Scale and counters are on the device, and only the step of an optimizer that is not fused waits for it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .. import cuda
 from ..base.accumulation import Phase, UpdateWindow
@@ -50,9 +50,7 @@ class Scaler:
     With ``enabled=False`` they are the loss, nothing, ``optimizer.step()`` and nothing.
 
     Args:
-        rule: how the scale moves.
         world: an overflow on one of its ranks counts on all.
-        enabled: False scales by one.
         guard: only skip steps with gradients that are not finite: the scale is 1, and checkpoints leave it out.
         window: of a run: its next backward calls `update`; until then `get_scale` and `state_dict` foresee that.
 
@@ -84,14 +82,8 @@ class Scaler:
         self._law: Tensor | None = None
         self._pending: tuple[float, int, int] = (self.rule.init_scale, 0, self.rule.hysteresis)
 
-    # -- the loss -----------------------------------------------------------------------------------------------------
-
     def scale(self, outputs: Any) -> Any:
-        """`outputs` times the scale: a tensor, or nested lists, tuples and dicts of tensors.
-
-        Raises:
-            StepError: `outputs` holds something else.
-        """
+        """`outputs`, a tensor or a tree of tensors, times the scale."""
         if not self.enabled:
             return outputs
         return self._scaled(outputs) if isinstance(outputs, Tensor) else map_leaves(self._scaled, outputs)
@@ -119,14 +111,8 @@ class Scaler:
             self._held = Held(state, number, state[1].fill_(good), state[2].fill_(patience))
         return self._held
 
-    # -- the gradients ------------------------------------------------------------------------------------------------
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide `optimizer`'s gradients by the scale, and note whether all are finite.
-
-        Raises:
-            StepError: called twice, or after the step.
-        """
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide `optimizer`'s gradients by the scale, and note whether all are finite. StepError if done before."""
         if not self.enabled:
             return
         turn = self._window.turn(optimizer)
@@ -157,10 +143,7 @@ class Scaler:
             )
 
     def divide(self, gradients: Sequence[Tensor], home: torch.device) -> Tensor:
-        """Divide `gradients`, in memory, by the scale, which is made on `home` if there is none; enters no phase.
-
-        Values of fp16 gradients below 6e-8 are lost. Returns a number above 0 (fp32, 0-dim) if one of this rank is not finite.
-        """
+        """Divide `gradients`, in memory, by the scale; enters no phase. Returns above 0 (fp32, 0-dim) if one here is not finite."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in gradients:
             grad = local(grad._values() if grad.is_sparse else grad)
@@ -176,11 +159,7 @@ class Scaler:
         return found
 
     def agreed(self, found: Tensor, here: bool) -> Tensor:
-        """The maximum of `found` over the ranks; StepError if no rank holds gradients.
-
-        Args:
-            here: whether this rank holds gradients; one with another stage or shard may hold none.
-        """
+        """The maximum of `found` over the ranks; StepError if no rank holds gradients (`here`: this one does)."""
         together = self._world is not None and self.agree
         if together:
             found = self._world.reduce(found if here else found - 1, "max")  # type: ignore[union-attr]
@@ -188,7 +167,7 @@ class Scaler:
             raise StepError(NO_GRADIENTS)
         return found
 
-    def scale_of(self, optimizers: Sequence[torch.optim.Optimizer], here: bool) -> Tensor | None:
+    def scale_of(self, optimizers: Sequence[Optimizer], here: bool) -> Tensor | None:
         """The scale that the gradients of all these still have; None if they are not scaled. StepError if no loss has been scaled."""
         if not self.enabled or any(self._window.turn(o).phase is not Phase.ACCUMULATING for o in optimizers):
             return None
@@ -208,7 +187,7 @@ class Scaler:
                 "by its old value: prepare() all optimizers before the first step, or step this one before that one"
             )
 
-    def take(self, optimizers: Sequence[torch.optim.Optimizer], found: Tensor | None) -> None:
+    def take(self, optimizers: Sequence[Optimizer], found: Tensor | None) -> None:
         """Let the steps of `optimizers` divide by the scale; `found` is above 0 if one of the measured gradients is not finite."""
         for optimizer in optimizers:
             turn = self._window.turn(optimizer)
@@ -216,34 +195,28 @@ class Scaler:
             if found is not None:
                 turn.found_inf = found
 
-    def ensure_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+    def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """`unscale_`, unless it was done since the last update: clipping part by part asks more than once."""
         if self._window.turn(optimizer).phase is Phase.ACCUMULATING:
             self.unscale_(optimizer)
 
-    # -- the step -----------------------------------------------------------------------------------------------------
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step()``, unless one of its gradients overflowed on any rank.
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step()``, unless one of its gradients overflowed on any rank. StepError for a second one before update().
 
         A fused optimizer reads that on the device; any other one costs a wait for the flag, as in torch.
-
-        Raises:
-            StepError: a second step before update().
         """
         if not self.enabled:
             return optimizer.step(*args, **kwargs)
         if (args and args[0] is not None) or kwargs.get("closure") is not None:
             raise StepError(
-                "closures cannot be used with a loss scale, nor with nonfinite='skip' or 'raise': an overflow inside them could not be "
-                "skipped"
+                "closures cannot be used with a loss scale, nor with nonfinite='skip' or 'raise', which could not skip them"
             )
         found = self.begin_step(optimizer)
         if takes_found_inf(optimizer):
             return step_told(optimizer, found, None, *args, **kwargs)
         return None if found.item() else optimizer.step(*args, **kwargs)
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> Tensor:
+    def begin_step(self, optimizer: Optimizer) -> Tensor:
         """Divide `optimizer`'s gradients if that was not done; above 0 if its step must do nothing. StepError before update()."""
         turn = self._window.turn(optimizer)
         turn.check(Phase.STEPPED)
@@ -256,7 +229,7 @@ class Scaler:
             self.found(found)
         return found
 
-    def lend(self, optimizer: torch.optim.Optimizer) -> Scale | None:
+    def lend(self, optimizer: Optimizer) -> Scale | None:
         """The scale, for `optimizer`'s step to move as `update` would; None if another optimizer needs it, too, or the rule may raise."""
         turn, rule = self._window.turn(optimizer), self.rule
         if self._held is None or self.sharers != 1 or self._window.begun != 1:
@@ -271,25 +244,19 @@ class Scaler:
         turn.lent = cuda.Scale(state, self._law)
         return turn.lent
 
-    def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+    def skipped(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer`'s last step was skipped. Waits for the device."""
         found = self._window.turn(optimizer).skipped
         return found is not None and bool(found.item())
 
-    def recall(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+    def recall(self, optimizer: Optimizer, skipped: bool) -> None:
         """Set whether `optimizer`'s last step, in an earlier run, was skipped."""
         self._window.turn(optimizer).skipped = torch.tensor(float(skipped))
 
-    # -- the scale ----------------------------------------------------------------------------------------------------
-
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale after the optimizers' steps, and make them ready for the next round.
+        """Move the scale after the optimizers' steps, and make them ready for the next round; or set it to `new_scale`.
 
-        Args:
-            new_scale: set it to this instead. The counters stay, except where a step has moved them (`lend`).
-
-        Raises:
-            StepError: no optimizer has unscaled or stepped.
+        The counters stay then, except where a step has moved them (`lend`).
         """
         if not self.enabled:
             return
@@ -383,8 +350,6 @@ class Scaler:
         with self._ahead():
             return self.in_use
 
-    # -- the state ----------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """torch.amp.GradScaler's keys and, for rules that torch lacks, the remaining `hysteresis`."""
         if not self.scales:
@@ -394,14 +359,8 @@ class Scaler:
             if self._held is not None:
                 _, good, patience = self._held.state.tolist()
             scale = self.in_use
-        return {
-            "scale": scale,
-            "growth_factor": self.rule.growth_factor,
-            "backoff_factor": self.rule.backoff_factor,
-            "growth_interval": self.rule.growth_interval,
-            "_growth_tracker": good,
-            "hysteresis": patience,
-        }
+        rule = {n: getattr(self.rule, n) for n in ("growth_factor", "backoff_factor", "growth_interval")}
+        return {"scale": scale, **rule, "_growth_tracker": good, "hysteresis": patience}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take scale and counters from `state_dict`'s result, ours or torch.amp.GradScaler's; the rule stays this scaler's."""
@@ -438,16 +397,9 @@ def _widest(tensor: Tensor) -> torch.dtype:
 
 
 def step_told(
-    optimizer: torch.optim.Optimizer,
-    found: Tensor | None,
-    grad_scale: Tensor | None,
-    *args: Any,
-    **kwargs: Any,
+    optimizer: Optimizer, found: Tensor | None, grad_scale: Tensor | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Step by torch's protocol for fused optimizers.
-
-    Gradients are divided by `grad_scale` as they are read, and nothing changes where `found` is above 0.
-    """
+    """Step by torch's protocol: gradients are divided by `grad_scale` as they are read; nothing changes where `found` is above 0."""
     it: Any = optimizer
     it.found_inf, it.grad_scale = found, grad_scale
     try:
@@ -456,10 +408,10 @@ def step_told(
         del it.found_inf, it.grad_scale
 
 
-def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+def takes_found_inf(optimizer: Optimizer) -> bool:
     """Whether the step reads `found_inf` on the device: a torch optimizer with fused groups only, or a class that says so itself.
 
-    SGD with momentum does not before its first step: torch leaves the momentum of a skipped first step uninitialised.
+    Not SGD with momentum before its first step: torch leaves the momentum of a skipped first step uninitialised.
     """
     kind = type(optimizer)  # an instance of a subclass of torch's says so, too, although its step may do more
     if hasattr(kind, "_step_supports_amp_scaling"):

@@ -159,11 +159,7 @@ def convert_sync_batchnorm(model: Model, process_group: dist.ProcessGroup | None
 
 
 def batchnorms(model: nn.Module) -> list[Any]:
-    """The batch-norms in `model` that `convert_sync_batchnorm` converts.
-
-    Raises:
-        PrepareError: one that cannot be.
-    """
+    """The batch-norms in `model` that `convert_sync_batchnorm` converts; PrepareError for one that cannot be."""
     found = []
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm):
@@ -211,14 +207,7 @@ class _Normalise(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        scale: Tensor,
-        count: int,
-        group: dist.ProcessGroup | None,
+        ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, scale: Tensor, count: int, group: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.count, ctx.group = count, group

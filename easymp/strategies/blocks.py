@@ -22,17 +22,12 @@ ATOMS = (nn.MultiheadAttention,)
 def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.Module]:
     """Find the modules inside `model` to wrap on their own, inner ones before those that hold them.
 
-    Left out are modules that share a parameter with the rest of the model (tied weights), that cannot be called (containers), or that
-    hold no parameters. Modules with parameters of another dtype than most (batch-norm in a half-precision model) are always included:
-    parameters that are gathered together have one dtype.
+    Left out are modules that share a parameter with the rest of the model (tied weights), containers, and modules without parameters.
+    Modules with parameters of another dtype than most are always included: parameters that are gathered together have one dtype.
 
     Args:
-        wrap: "blocks": children of one class, with children of their own, of which a ModuleList, Sequential or ModuleDict holds
-            two or more; a tuple: modules of these class names; a number: modules with at least that many parameters that are not
-            in a block already.
-
-    Raises:
-        PrepareError: a class name that no module has.
+        wrap: "blocks": see `find_repeated`; a tuple: modules of these class names; a number: modules with at least that many
+            parameters that are not in a block already.
     """
     inside = [m for m in bottom_up(model) if m is not model]
     if isinstance(wrap, int):
@@ -56,11 +51,8 @@ def find_layers(
 ) -> list[tuple[nn.Module, ...]]:
     """The large layers of `model` outside of `blocks`, such as embeddings and heads; layers that share a parameter are one tuple.
 
-    A layer is large if its own parameters are at least 1/`LARGE` of the largest block's, or of the largest layer's where there are no
-    blocks. A layer whose weights are read, instead of the layer being called, stays with the module that reads them.
-
-    Args:
-        without: ids of parameters that do not count.
+    A layer is large if its own parameters, but for those in `without`, are at least 1/`LARGE` of the largest block's, or layer's where
+    there are no blocks. A layer whose weights are read, instead of the layer being called, stays with the module that reads them.
     """
     inside = {id(m) for block in blocks for m in block.modules()}
     groups: list[tuple[list[nn.Module], dict[int, int]]] = []  # modules, and their parameters' elements by id
@@ -128,9 +120,8 @@ def _is_read(layer: nn.Module, model: nn.Module) -> bool:
     """Whether a parent's forward reads a parameter of `layer` without calling the layer, as ``F.linear(x, self.embed.weight)`` does."""
     for module in model.modules():
         code = getattr(type(module).forward, "__code__", None)
-        if code is None or module is layer or layer._parameters.keys().isdisjoint(code.co_names):
-            continue
-        if any(m is layer for m in module.modules()):
+        reads = code is not None and not layer._parameters.keys().isdisjoint(code.co_names)
+        if reads and module is not layer and any(m is layer for m in module.modules()):
             return True
     return False
 
@@ -181,11 +172,7 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def refuse_sparse(model: nn.Module, why: str, cure: str = "use strategy='ddp'", narrow: bool = False) -> None:
-    """Refuse trainable embeddings with sparse gradients; with `narrow`, only those with low-precision weights.
-
-    Raises:
-        PrepareError: there is one; names it.
-    """
+    """Refuse trainable embeddings with sparse gradients; with `narrow`, only those with low-precision weights."""
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue

@@ -8,14 +8,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..base.pytree import leaves
 from ..distributed import World
@@ -30,16 +31,18 @@ from .transforms import passed_over
 # Options that torch takes as they are.
 TORCHS = ("dim", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 CALLS = 8  # before one backward, whose outputs are looked at under find_unused_parameters
+LATE = (
+    "backward() added a gradient that no rank averages: {!r} had requires_grad=False when the model was prepared. Freeze it after that "
+    "instead (with find_unused_parameters=True where that can be), or prepare the model anew once it trains"
+)
 
 
 class DDP(Single):
-    """torch's DistributedDataParallel, around the model under autocast.
+    """torch's DistributedDataParallel, around the model under autocast; a model without trainable parameters is left unwrapped.
 
-    In place, by torch: parameters and buffers take rank 0's values when wrapped. A model without trainable parameters is
-    left unwrapped, for there is nothing to average.
-
-    `comm_hook` changes the precision of the averaged gradients. Under fp16 with a loss scale, ``comm_hook="fp16"`` overflows when the
-    scaled gradients do, and the scale falls until they fit.
+    In place, by torch: parameters and buffers take rank 0's values when wrapped. `comm_hook` changes the precision of the averaged
+    gradients: under fp16 with a loss scale, ``comm_hook="fp16"`` overflows when the scaled gradients do, and the scale falls until they
+    fit.
     """
 
     name: ClassVar[str] = "ddp"
@@ -52,40 +55,30 @@ class DDP(Single):
         self.sums = options.comm_hook in ("no", "fp32")
         super().__init__(world, options)
         self._sharing: weakref.WeakSet[Muon] = weakref.WeakSet()
-        if not self.no_step_in_backward and (
-            options.find_unused_parameters or options.static_graph or make_hook(options, world.size)
-        ):
-            self.no_step_in_backward = (
-                "averages gradients bucket by bucket then, without find_unused_parameters, static_graph, comm_hook and "
-                "gradient_predivide_factor"
-            )
+        own = options.find_unused_parameters or options.static_graph or make_hook(options, world.size)
+        if own and not self.no_step_in_backward:
+            self.no_step_in_backward = "averages gradients bucket by bucket then, without find_unused_parameters, static_graph and hooks"
         self._early: list[Early] = []
         if options.static_graph:
             self.no_double_backward = "with static_graph=True the first backward counts as the one that is averaged. Leave static_graph out"
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
-        buckets = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        errors = options.low_rank and options.comm_state_option.get(
-            "use_error_feedback", True
-        )  # PowerSGD's, of each element
-        early = max((sum(p.numel() for p in b) for b in buckets_of(model, options)), default=0)
-        return Layout(reducing=buckets * ((not options.gradient_as_bucket_view) + errors), early=early)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        buckets = [sum(p.numel() for p in b) for b in buckets_of(trained, options.bucket_cap_mb * 2**20)]
+        errors = options.low_rank and options.comm_state_option.get("use_error_feedback", True)  # PowerSGD's
+        copies = (not options.gradient_as_bucket_view) + errors
+        return Layout(reducing=sum(buckets) * copies, early=max(buckets, default=0))
 
-    def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         _check(model, self.options, context)
         device = self._world.device
         if context.place:
             model.to(device)
         module = context.policy.forward(context.policy.convert(model), device)
         if context.in_backward:
-            refuse_sparse(
-                model,
-                "optimizer_in_backward=True averages dense ones only",
-                "leave optimizer_in_backward out",
-            )
+            why = "optimizer_in_backward=True averages dense ones only"
+            refuse_sparse(model, why, "leave optimizer_in_backward out")
             take_rank_0s(model, self._world)
             self._early.append(Early(module, model, self._world, self.options))
             module = self._early[-1]
@@ -108,12 +101,13 @@ class DDP(Single):
         return next((e.reduced(parameter) for e in self._early if id(parameter) in e.names), ())
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else super().no_sync(model)
 
     @contextmanager
     def force_sync(self, model: nn.Module) -> Iterator[None]:
         if not isinstance(model, DistributedDataParallel):
-            yield
+            with super().force_sync(model):
+                yield
             return
         before = model.require_backward_grad_sync
         model.require_backward_grad_sync = model.armed = True  # type: ignore[assignment]
@@ -127,36 +121,29 @@ class DDP(Single):
         self._world.average_(gradients)
         for model in models:
             if isinstance(model, DistributedDataParallel):
-                model.require_forward_param_sync = (
-                    True  # buffers: what forward does when it expects a reduction
-                )
+                model.require_forward_param_sync = True  # buffers, as forward does before a reduction
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
         if self._early:
             return lambda: [early.check() for early in self._early] and None
         replicas = [(m, m.gradients()) for m in models if isinstance(m, Replica)]
-        if not replicas:
-            return None
-        if create_graph:
+        if replicas and create_graph:
             raise StepError(
                 "backward(create_graph=True) under ddp, which averages gradients in place and keeps no graph of them: take the inner "
                 "gradient by torch.autograd.grad(..., create_graph=True), and call backward() on a loss made of it"
             )
+        if not replicas:
+            return None
+        return lambda: [replica.check_averaged(before) for replica, before in replicas] and None
 
-        def check() -> None:
-            for replica, before in replicas:
-                replica.check_averaged(before)
-
-        return check
-
-    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def spread(self, optimizer: Optimizer) -> Optimizer:
         if isinstance(optimizer, Muon):
             self._sharing.add(optimizer)
             self._share(True)
         return optimizer
 
     def _share(self, on: bool) -> None:
-        """Whether the ranks share the work of a step, which then is a collective."""
+        """Set whether the ranks share the work of a step, which then is a collective."""
         for optimizer in self._sharing:
             optimizer.shared = on
 
@@ -194,7 +181,8 @@ class Early(nn.Module):
         super().__init__()
         self.module, self._world, self._root = module, world, (root,)
         self._shares = options.broadcast_buffers
-        self._buckets = buckets_of(root, options)
+        trained = [p for p in root.parameters() if p.requires_grad]
+        self._buckets = buckets_of(trained, options.bucket_cap_mb * 2**20)
         self.names = {id(p): name for name, p in root.named_parameters()}
         self._ready: set[int] = set()
         self._next = 0
@@ -219,65 +207,50 @@ class Early(nn.Module):
 
     def check(self) -> None:
         """After a backward: raises StepError where a parameter had no gradient, or was frozen when it was wrapped."""
-        left, late = (
-            self._buckets[self._next :],
-            self._ready.difference(id(p) for b in self._buckets for p in b),
-        )
-        missing = [self.names[id(p)] for bucket in left for p in bucket if id(p) not in self._ready]
-        idle = not self._ready  # the loss was another model's
-        self._ready, self._next = set(), 0
-        if late:
-            raise StepError(
-                f"backward() added a gradient that no rank averages: {self.names[late.pop()]!r} had requires_grad=False when the model was "
-                "prepared. Freeze it after prepare() instead, or prepare the model anew once it trains"
-            )
-        if missing and not idle:
+        ready, self._ready, self._next = self._ready, set(), 0
+        waited = [id(p) for bucket in self._buckets for p in bucket]
+        missing = [self.names[p] for p in waited if p not in ready]
+        if late := ready.difference(waited):
+            raise StepError(LATE.format(self.names[late.pop()]))
+        if missing and ready:  # else the loss was another model's
             raise StepError(
                 f"no gradient came for {missing[0]!r}, and with optimizer_in_backward=True ddp averages gradients only when it has them "
                 "all: use all parameters in each step, freeze others before prepare, or leave optimizer_in_backward out"
             )
 
 
-def buckets_of(model: nn.Module, options: Any) -> list[list[nn.Parameter]]:
-    """Trainable parameters from the last to the first, in buckets of `bucket_cap_mb`."""
-    buckets: list[list[nn.Parameter]] = []
-    room = 0.0
-    for parameter in [p for p in model.parameters() if p.requires_grad][::-1]:
-        if room <= 0:
+def buckets_of(parameters: Sequence[Tensor], cap: float) -> list[list[Tensor]]:
+    """`parameters` from the last to the first, as gradients mostly come, in lists of one dtype and up to `cap` bytes."""
+    buckets: list[list[Tensor]] = []
+    held = 0
+    for parameter in reversed(parameters):
+        last = buckets[-1][-1] if buckets else None
+        alike = last is not None and last.dtype == parameter.dtype and bool(last.ndim) == bool(parameter.ndim)
+        if not alike or held + parameter.nbytes > cap:
             buckets.append([])
-            room = options.bucket_cap_mb * 2**20
+            held = 0
         buckets[-1].append(parameter)
-        room -= parameter.nbytes
+        held += parameter.nbytes
     return buckets
 
 
 class Replica(DistributedDataParallel):
-    """DistributedDataParallel with the user's names of parameters in its errors, and with fixed buckets.
+    """DistributedDataParallel of `module`, which calls the user's `root`, with the user's names in its errors, and with fixed buckets.
 
     torch lays out buckets for the first backward, and again in the order in which its gradients came. The place in a bucket decides the
     order in which the ranks' parts are summed, so on three or more ranks a resumed run would differ in the last bits from one that was not
     interrupted. Here buckets go from the last parameter to the first from the beginning, as gradients mostly come.
-
-    Args:
-        module: `root`, or `root` under autocast.
-        root: the user's module.
-        options: for torch.
     """
 
     def __init__(self, module: nn.Module, root: nn.Module, options: dict[str, Any]) -> None:
         self._backwards = not options["find_unused_parameters"]  # else torch keeps its first layout
         super().__init__(module, **options)
-        self._in_order = [name for name, p in root.named_parameters() if p.requires_grad]
-        self._names = (
-            self._in_order[::-1] if self._backwards else self._in_order
-        )  # as the reducer counts them
+        self._names = [name for name, p in root.named_parameters() if p.requires_grad]
         if self._backwards:
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
         self._begun = False  # whether gradients have been reduced once
-        self.armed = (
-            False  # whether the next backward averages gradients: a call of the model arms one backward
-        )
+        self.armed = False  # the next backward averages gradients: a call of the model arms one backward
         trained = [p for p in root.parameters() if p.requires_grad]
         # Parameters that show whether a backward ran. A few are enough, since torch waits for all gradients.
         self._all = tuple(root.parameters())
@@ -300,10 +273,10 @@ class Replica(DistributedDataParallel):
         try:
             if self.require_backward_grad_sync and torch.is_grad_enabled():
                 self.__dict__["armed"] = True  # past nn.Module's own __setattr__, which takes microseconds
-            if not self._begun and torch.is_grad_enabled():
-                self._begun = True
-                if self.static_graph and not self.require_backward_grad_sync:
-                    return self._reduced(*args, **kwargs)
+            first = not self._begun and torch.is_grad_enabled()
+            self._begun |= first
+            if first and self.static_graph and not self.require_backward_grad_sync:
+                return self._reduced(*args, **kwargs)
             outputs = super().forward(*args, **kwargs)
             if self.find_unused_parameters and self.armed and torch.is_grad_enabled():
                 self._look_from(outputs)
@@ -314,26 +287,19 @@ class Replica(DistributedDataParallel):
             raise
 
     def _look_from(self, outputs: Any) -> None:
-        """Let torch find unused parameters from the outputs of all calls since the last backward, not only the last call.
-
-        Only the last few calls are kept, because calls without a backward would keep their graphs alive.
-        """
+        """Let torch find unused parameters from the outputs of the last calls since a backward, not only of the last call."""
         if self._done:
             self._outputs.clear()
             self._done = False
         found = [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for leaf in found:
-            leaf.register_hook(self._backward_came)
+            leaf.register_hook(lambda _: setattr(self, "_done", True))
         self._outputs.append(found)
         if len(self._outputs) > 1 and not self.static_graph:
             self.reducer.prepare_for_backward([leaf for call in self._outputs for leaf in call])
 
-    def _backward_came(self, gradient: Tensor) -> None:
-        self._done = True
-
     def _reduced(self, *args: Any, **kwargs: Any) -> Any:
-        # With a static graph, torch's reducer needs one reduced iteration before it may skip one. Reducing early changes no
-        # result: the average over ranks of an average is that average.
+        # With a static graph, torch needs one reduced iteration before it may skip one; the average of an average is that average.
         self.require_backward_grad_sync = True
         try:
             return super().forward(*args, **kwargs)
@@ -347,21 +313,10 @@ class Replica(DistributedDataParallel):
         return [(p, grad, 0 if grad is None else grad._version) for p in chosen for grad in [p.grad]]
 
     def check_averaged(self, before: Sequence[tuple[Tensor, Tensor | None, int]]) -> None:
-        """Check a backward that was to average gradients.
-
-        Raises:
-            StepError: it added gradients that no rank averages.
-        """
+        """Raise StepError where a backward that was to average gradients added some that no rank averages."""
         if self._late:
-            raise StepError(
-                f"backward() added a gradient that no rank averages: {min(self._late)[1]!r} had requires_grad=False when the model was "
-                "prepared. Freeze it after prepare() instead, with DistributedDataParallelKwargs(find_unused_parameters=True); or "
-                "prepare the model anew once it trains (free_memory() lets go of it)"
-            )
-        for parameter, grad, version in before:
-            if parameter.grad is not grad or (grad is not None and grad._version != version):
-                break
-        else:
+            raise StepError(LATE.format(min(self._late)[1]))
+        if not any(p.grad is not g or (g is not None and g._version != version) for p, g, version in before):
             return
         if not self.armed:
             raise StepError(
@@ -374,21 +329,17 @@ class Replica(DistributedDataParallel):
     def _unused(self, said: str) -> str:
         """torch's message about parameters that it waits for, with their names and the remedy under these options."""
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
-        missing = {self._names[int(i)] for i in found[1].split()} if found else set()
-        names = [repr(name) for name in self._in_order if name in missing]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        lacking = f"no gradient came for {', '.join(names[:5])}{more}"
-        who = lacking if names else "not every parameter got a gradient"
+        last = len(self._names) - 1  # the reducer counts from there
+        missing = (
+            sorted(last - int(i) if self._backwards else int(i) for i in found[1].split()) if found else []
+        )
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        lacking = f"no gradient came for {', '.join(repr(self._names[i]) for i in missing[:5])}{more}"
+        who = lacking if missing else "not every parameter got a gradient"
         if self.static_graph:
-            cure = (
-                "With static_graph=True each step must use the same parameters: pass "
-                "DistributedDataParallelKwargs(find_unused_parameters=True) without static_graph"
-            )
+            cure = "With static_graph=True each step must use the same parameters: pass find_unused_parameters=True instead"
         elif self.find_unused_parameters:
-            cure = (
-                "find_unused_parameters=True looks from forward's outputs: use all of them in the loss, and return them as tensors in "
-                "tuples, lists, dicts or dataclasses, where torch finds them"
-            )
+            cure = "find_unused_parameters=True looks from forward's outputs: return tensors, and use all of them in the loss"
         else:
             cure = (
                 "If the loss does not depend on them at each step, pass DistributedDataParallelKwargs(find_unused_parameters=True) (in "
@@ -401,20 +352,14 @@ UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 def _check(model: nn.Module, options: DistributedDataParallelKwargs, context: WrapContext) -> None:
-    """Refuse models and precisions that a comm_hook cannot serve.
-
-    Raises:
-        PrepareError: such a model.
-        RefusedError: such a precision.
-    """
+    """Refuse models and precisions that a comm_hook cannot serve."""
     if options.comm_hook == "no":
         return
     refuse_sparse(model, f"comm_hook={options.comm_hook!r} packs dense ones", "leave comm_hook at 'no'")
     if options.remembers and context.policy.scaled:
         raise RefusedError(
             f"comm_hook={options.comm_hook!r} remembers what it did not send, so the overflow that {context.policy.name} with a loss scale "
-            "is meant to skip would stay in it for good: use bf16, or comm_state_option={'use_error_feedback': False, 'warm_start': "
-            "False}"
+            "is meant to skip would stay in it: use bf16, or comm_state_option={'use_error_feedback': False, 'warm_start': False}"
         )
 
 
@@ -429,17 +374,9 @@ EPSILON = {"fp16": 1e-6, "bf16": 1e-8, "no": 1e-8}
 # Keys of a checkpoint → attributes of PowerSGDState, each a dict by bucket.
 REMEMBERED = {"errors": "error_dict", "p": "p_memory_dict", "q": "q_memory_dict"}
 
-Future = torch.futures.Future[Tensor]
 
-
-def make_hook(
-    options: DistributedDataParallelKwargs, size: int
-) -> tuple[Any, Callable[[Any, Any], Future]] | None:
-    """Make the state and hook for ``register_comm_hook``; None for torch's own all-reduce.
-
-    Args:
-        size: ranks.
-    """
+def make_hook(options: DistributedDataParallelKwargs, size: int) -> tuple[Any, Any] | None:
+    """Make the state and hook for ``register_comm_hook`` on `size` ranks; None for torch's own all-reduce."""
     if options.low_rank:
         return _power_sgd(options)
     if options.comm_hook == "no" and options.gradient_predivide_factor is None:
@@ -448,8 +385,7 @@ def make_hook(
     return CommHookState(DTYPES.get(options.comm_hook), before, size / before), all_reduce
 
 
-@dataclass(frozen=True)
-class CommHookState:
+class CommHookState(NamedTuple):
     """The dtype in which gradients are summed (None: their own), and the divisors before and after."""
 
     dtype: torch.dtype | None
@@ -479,36 +415,8 @@ def all_reduce(state: CommHookState, bucket):  # type: ignore[no-untyped-def]  #
     return dist.all_reduce(moved, async_op=True).get_future().then(arrived)
 
 
-class Load:
-    """A bucket as PowerSGD reads it, over another buffer than DistributedDataParallel's."""
-
-    def __init__(
-        self, bucket: dist.GradBucket, buffer: Tensor, shapes: Sequence[torch.Size | tuple[int, ...]]
-    ) -> None:
-        self._bucket, self._buffer = bucket, buffer
-        parts = buffer.split([math.prod(shape) for shape in shapes])
-        self._gradients = [part.view(shape) for part, shape in zip(parts, shapes)]
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def gradients(self) -> list[Tensor]:
-        return self._gradients
-
-    def index(self) -> int:
-        return self._bucket.index()
-
-    def is_last(self) -> bool:
-        return self._bucket.is_last()
-
-
 class Carried:
-    """The state of PowerSGD on this rank, for checkpoints: errors of the last reduction, matrices, and the count of steps.
-
-    Args:
-        state: torch's PowerSGDState.
-        module: the DistributedDataParallel that it belongs to.
-    """
+    """The PowerSGDState of a DistributedDataParallel, for checkpoints: errors of the last reduction, matrices, and the count of steps."""
 
     def __init__(self, state: Any, module: Any) -> None:
         self._state, self._module = state, weakref.ref(module)
@@ -527,12 +435,10 @@ class Carried:
         self._state.iter = state["step"]
         self._state.rng.set_state(state["drawn"])
         for name, own in REMEMBERED.items():
-            setattr(
-                self._state, own, {int(bucket): tensor.to(device) for bucket, tensor in state[name].items()}
-            )
+            setattr(self._state, own, {int(b): tensor.to(device) for b, tensor in state[name].items()})
 
 
-def _power_sgd(options: DistributedDataParallelKwargs) -> tuple[Any, Callable[[Any, Any], Future]]:
+def _power_sgd(options: DistributedDataParallelKwargs) -> tuple[Any, Any]:
     # Imported here: it needs NumPy.
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -543,9 +449,7 @@ def _power_sgd(options: DistributedDataParallelKwargs) -> tuple[Any, Callable[[A
     def low_rank(state, bucket):  # type: ignore[no-untyped-def]
         gradient = bucket.buffer()
         # torch's hook cannot make matrices of scalars and of empty tensors.
-        shapes: Sequence[Any] = [
-            g.shape if g.ndim and g.numel() else (1, g.numel()) for g in bucket.gradients()
-        ]
+        shapes = [tuple(g.shape) if g.ndim and g.numel() else (1, g.numel()) for g in bucket.gradients()]
         moved = gradient if dtype is None else gradient.to(dtype)
         if square:
             side = math.isqrt(gradient.numel() - 1) + 1  # of the smallest square that holds all
@@ -556,7 +460,11 @@ def _power_sgd(options: DistributedDataParallelKwargs) -> tuple[Any, Callable[[A
             total = future.value()
             return gradient if total is gradient else gradient.copy_(total[: gradient.numel()])
 
-        load: Any = Load(bucket, moved, shapes)
+        parts = moved.split([math.prod(shape) for shape in shapes])
+        gradients = [part.view(shape) for part, shape in zip(parts, shapes)]
+        load: Any = SimpleNamespace(  # the bucket as PowerSGD reads it, over another buffer
+            buffer=lambda: moved, gradients=lambda: gradients, index=bucket.index, is_last=bucket.is_last
+        )
         future = powerSGD_hook(state, load).then(arrived)
         if gradient.device.type == "cpu":
             # PowerSGD starts its second and third all-reduce when the one before has arrived: on gloo in another thread, and so between

@@ -1,19 +1,17 @@
-"""fsdp and hsdp: parameters, gradients and optimizer states are sharded; each block is gathered while it computes (ZeRO-3).
+"""fsdp and hsdp, torch's FSDP2: parameters, gradients and optimizer states are sharded; each block is gathered while it computes (ZeRO-3).
 
-torch's FSDP2. Every rank holds 1/world of each parameter along dimension 0, as a DTensor. A block's parameters are gathered before
-its forward and again before its backward, and its gradients are reduced to shards as soon as it has them. Large layers outside of
-the repeated blocks, embeddings and heads, are gathered in the same way, and all other parameters with the model.
+Every rank holds 1/world of each parameter along dimension 0, as a DTensor. A block's parameters are gathered before its forward and again
+before its backward, and its gradients are reduced to shards as soon as it has them. Large layers outside of the repeated blocks, embeddings
+and heads, are gathered in the same way, and all other parameters with the model.
 
-Shards are fp32. Under bf16 and fp16 they are gathered in that dtype, which layers compute with, and freed after forward: half of fp32's
-bytes are communicated, and no copy of a weight stays. Gradients are reduced in fp32. Autocast is around the model, so that functions
-run in the dtypes that they have under ddp: norms see their weights in fp32, embeddings return fp32, inputs and buffers stay as they are.
-The numbers differ from ddp's by the rounding of the weights outside of matrix products, and of gradients before they are reduced.
+Shards are fp32. Under bf16 and fp16 they are gathered in that dtype, which layers compute with, and freed after forward. Gradients are
+reduced in fp32. Autocast is around the model, so that functions run in the dtypes that they have under ddp: norms see their weights in
+fp32, embeddings return fp32. The numbers differ from ddp's by the rounding of other weights, and of gradients before they are reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -21,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..base.dtensor import names_of, rebind
 from ..base.rng import TORCH
@@ -32,20 +31,9 @@ from ..precision.policies import as_if_fp32
 from ..protocols import Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse
 from .meta_init import materialise, on_meta
-from .single import (
-    Released,
-    Spread,
-    average,
-    hook_gradient,
-    share_buffers,
-    take_rank_0s,
-)
+from .single import Reducing, Released, Spread, average, hook_gradient, share_buffers, take_rank_0s
 
 ZEROS = (2, 13)  # the first torch that can reduce zeros for parameters without a gradient
-SHARDS = (
-    "this model's parameters are shards of a run that has let go of it (close, free_memory), and one rank alone cannot call it: call it "
-    "before, or build it anew"
-)
 
 
 @dataclass(frozen=True)
@@ -85,15 +73,13 @@ class FSDPOptions:
         ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
         if not isinstance(ignore, (list, tuple)) or not all(isinstance(name, str) for name in ignore):
             raise SettingError(
-                f"ignore={ignore!r} is not a tuple of names of parameters or modules, or patterns of them"
+                f"ignore={ignore!r} is not a tuple of (patterns of) names of parameters or modules"
             )
         wrap = tuple(self.wrap) if isinstance(self.wrap, list) else self.wrap
-        size = type(wrap) is int and wrap >= 1
         names = isinstance(wrap, tuple) and wrap and all(isinstance(name, str) for name in wrap)
-        if not (size or names or wrap == "blocks"):
+        if not (names or wrap == "blocks" or (type(wrap) is int and wrap >= 1)):
             raise SettingError(
-                f"wrap={wrap!r} is neither 'blocks', nor a tuple of class names such as ('Block',), nor a number of parameters of at "
-                "least 1"
+                f"wrap={wrap!r} is neither 'blocks', nor a tuple of class names such as ('Block',), nor a number of at least 1"
             )
         object.__setattr__(self, "ignore", tuple(ignore))
         object.__setattr__(self, "wrap", wrap)
@@ -105,18 +91,13 @@ class FSDP(Spread):
     In place, by torch: parameters become DTensors, which hold this rank's shard; the class of the model and of each block becomes a
     subclass of its own (``FSDPBlock`` for ``Block``), which cannot be deep-copied; hooks that gather and shard are registered on
     them. In place, by us: parameters and buffers take rank 0's values first, and the optimizers of the same `prepare` take the new
-    parameters. Only calling the model itself gathers its parameters, not its other methods, and a parameter must be
-    used on all ranks or on none. After the run is closed the model keeps its shards and can no longer be called.
+    parameters. A parameter must be used on all ranks or on none. After the run is closed the model can no longer be called.
 
     Gradients that are not reduced yet (`no_sync`, accumulation) are whole on each rank, in fp32, and torch keeps them: ``.grad`` is None,
     and the prepared optimizer's `zero_grad` clears them. Reduced at each micro-batch (``reduce_every_micro_batch``), they add up in
-    ``.grad``, as shards in the dtype of the parameters.
-
-    Ignored parameters stay whole, and their gradients are averaged at the end of a backward that reduces. torch's foreach and
-    fused optimizer steps do not take whole and sharded parameters in one param group: give each kind its own, or leave the choice open.
+    ``.grad``, as shards. Ignored parameters stay whole, and their gradients are averaged at the end of a backward that reduces.
 
     A model on the meta device gets its values block by block, each sharded before the next one has any: no rank holds the whole.
-
     Buffers are not sharded; before a forward that follows a synchronised one they take rank 0's values, as in ddp.
     """
 
@@ -146,9 +127,7 @@ class FSDP(Spread):
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         return shards_of(model, options, size)
 
-    def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         names = names_of(model, optimizers)
         ignored = matching(model, self.options.ignore)
         check_shardable(model, ignored)
@@ -184,7 +163,7 @@ class FSDP(Spread):
         sharded.watch_parts()
         return sharded
 
-    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def spread(self, optimizer: Optimizer) -> Optimizer:
         check_sums(optimizer, self.name)
         one_by_one(optimizer, "sharded", "ignored")
         return optimizer
@@ -198,14 +177,6 @@ class FSDP(Spread):
             self._mesh = init_device_mesh(self._world.device.type, self._shape, mesh_dim_names=names)
         return self._mesh
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        assert isinstance(model, Sharded)
-        return model.reducing(False)
-
-    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        assert isinstance(model, Sharded)
-        return model.reducing(True)
-
     def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
         if isinstance(model, Sharded):
             model.drop(parameters)
@@ -213,10 +184,7 @@ class FSDP(Spread):
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         if isinstance(model, Sharded):
             model.forget()
-        return Released(SHARDS)
-
-
-# -- hsdp --------------------------------------------------------------------------------------------------------------
+        return Released("this model's parameters are shards")
 
 
 @dataclass(frozen=True)
@@ -227,12 +195,6 @@ class HSDPOptions(FSDPOptions):
     when the window ends.
 
     Attributes:
-        reshard_after_forward: as in `FSDPOptions`.
-        wrap: as in `FSDPOptions`.
-        cpu_offload: as in `FSDPOptions`.
-        reduce_every_micro_batch: see above.
-        ignore: as in `FSDPOptions`.
-        symmetric_memory: as in `FSDPOptions`.
         shard_size: neighbouring ranks that hold one copy of the model among them; None: as many as a node has. It divides the
             number of ranks.
 
@@ -246,8 +208,7 @@ class HSDPOptions(FSDPOptions):
 class HSDP(FSDP):
     """FSDP on a mesh of two dimensions: gathered and reduced inside a group of `shard_size` ranks, averaged between groups.
 
-    It changes the user's model as `FSDP` does; a rank holds 1/shard_size of it. In an accumulation window torch keeps the sums of
-    micro-batches' gradients as fp32 shards, out of sight until the window ends.
+    In an accumulation window torch keeps the sums of micro-batches' gradients as fp32 shards, out of sight until the window ends.
     """
 
     name: ClassVar[str] = "hsdp"
@@ -257,26 +218,17 @@ class HSDP(FSDP):
         super().__init__(world, options)
         size = options.shard_size or world.local_size
         said = f"shard_size={size}" if options.shard_size else f"a node's {size} ranks"
+        why, choose = "", "pass strategy_options=HSDPOptions(shard_size=...)"
         if size == world.size and options.shard_size is None:
-            raise RefusedError(
-                f"strategy 'hsdp' shards inside a node and replicates between nodes, and all {size} ranks are on one: pass "
-                "strategy_options=HSDPOptions(shard_size=...), or use strategy='fsdp'"
-            )
-        if size >= world.size:
-            raise RefusedError(
-                f"strategy 'hsdp' with {said} leaves nothing to replicate among {world.size} ranks: use strategy='fsdp', or a smaller "
-                "shard_size"
-            )
-        if size < 2:
-            raise RefusedError(
-                "strategy 'hsdp' shards inside a node, and each has one rank: use 'ddp' or 'fsdp', or pass "
-                "strategy_options=HSDPOptions(shard_size=...)"
-            )
-        if world.size % size:
-            raise RefusedError(
-                f"strategy 'hsdp' splits {world.size} ranks into groups of equal size, which {said} does not allow: pass a shard_size "
-                f"that divides {world.size}"
-            )
+            why = f"shards inside a node and replicates between nodes, and all {size} ranks are on one: {choose}, or use strategy='fsdp'"
+        elif size >= world.size:
+            why = f"with {said} leaves nothing to replicate among {world.size} ranks: use strategy='fsdp', or a smaller shard_size"
+        elif size < 2:
+            why = f"shards inside a node, and each has one rank: use 'ddp' or 'fsdp', or {choose}"
+        elif world.size % size:
+            why = f"splits {world.size} ranks into groups of equal size, which {said} does not allow: pass one that divides {world.size}"
+        if why:
+            raise RefusedError(f"strategy 'hsdp' {why}")
         self._shape = (world.size // size, size)
         if TORCH < ZEROS and self.reduces_each:
             raise SettingError(
@@ -292,14 +244,10 @@ class HSDP(FSDP):
 
 
 def refuse_without_cuda(word: str, device: torch.device) -> None:
-    """Refuse an option of CUDA's on another device."""
     if device.type != "cuda":
         raise RefusedError(
             f"{word}=True works between CUDA devices, and this run is on {device.type}: leave it out"
         )
-
-
-# -- parts of a model --------------------------------------------------------------------------------------------------
 
 
 def find_groups(
@@ -314,17 +262,15 @@ def find_groups(
 
 
 def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
-    """The layout of `model` in `ranks` shards.
+    """The layout of `model` in `ranks` shards, at the peak of backward.
 
-    At the peak of backward these weights are gathered: those that torch gathers with the model itself, layers with tied weights, the
-    running block, and the next block. Gradients are whole for the same parts except the next block. A block's gradients are copied to be
-    reduced, and the copy lives until the next block's gradients are complete.
+    Gathered are: what torch gathers with the model itself, layers with tied weights, the running block, and the next one. Gradients are
+    whole for the same parts but the next block. A block's are copied to be reduced, and the copy lives until the next block's are
+    complete.
     """
     ignored = matching(model, options.ignore)
     taken = {id(p) for name, p in model.named_parameters() if name in ignored}
-    kept = trained_kept = (
-        0  # elements from the begin of backward to its end, and those of trainable parameters
-    )
+    kept = trained_kept = 0  # elements from the begin of backward to its end, and trainable ones of these
     blocks: list[tuple[int, int]] = []
     share, early = no_elements if options.cpu_offload else chunk_elements(ranks), 0
     for group in find_groups(model, options.wrap, [p for p in model.parameters() if id(p) in taken]):
@@ -346,9 +292,7 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
 
     together = blocks[:2] if options.reshard_after_forward else blocks
     return Layout(
-        held,
-        held,
-        held,
+        *(held, held, held),
         gathers=True,
         gathered=kept + sum(elements for elements, _ in together),
         unreduced=unreduced,
@@ -366,25 +310,17 @@ def shard(
     whole: Sequence[nn.Parameter] = (),
     gather: torch.dtype | None = None,
 ) -> None:
-    """Shard the parameters of `modules` over `mesh`, to be gathered together, except those that stay `whole`.
+    """Shard the parameters of `modules` over `mesh`, to be gathered together in dtype `gather`, except those that stay `whole`.
 
-    Args:
-        gather: dtype in which fp32 parameters are gathered. Where a parameter of the group has another dtype than fp32, bf16 or fp16, all
-            are gathered as they are.
+    Where one of them has another dtype than fp32, bf16 or fp16, all are gathered as they are.
     """
     # Imported here: half a second that other strategies need not pay.
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        FSDPModule,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-    )
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
     inner = [part for m in modules for part in m.modules() if isinstance(part, FSDPModule)]
     within = {id(p) for part in inner for p in part.parameters()}
     dtypes = {p.dtype for module in modules for p in module.parameters() if id(p) not in within}
-    offload = options.cpu_offload and device.type != "cpu"
+    offload = {"offload_policy": CPUOffloadPolicy()} if options.cpu_offload and device.type != "cpu" else {}
     fully_shard(
         modules if len(modules) > 1 else modules[0],
         mesh=mesh,
@@ -394,14 +330,12 @@ def shard(
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # autocast does, where a product asks for it
         ),
-        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
         ignored_params=set(whole),
+        **offload,
     )
-    if (
-        device.type == "cpu"
-    ):  # torch 2.8 takes gloo's average for a sum; a sum that torch divides is right in all
-        for part in modules:
-            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    # torch 2.8 takes gloo's average for a sum; a sum that torch divides is right in all versions.
+    for part in modules if device.type == "cpu" else ():
+        part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     if options.symmetric_memory:
         if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
             raise RefusedError(
@@ -410,19 +344,16 @@ def shard(
         modules[0].set_symm_mem_for_comm()  # type: ignore[operator]
 
 
-class Sharded(nn.Module):
+class Sharded(Reducing):
     """Calls the model under the precision's autocast, with equal buffers on all ranks.
 
     Args:
-        module: `root`, or `root` under autocast.
-        root: the user's module, sharded.
-        parts: all modules that gather their own parameters, `root` included.
+        parts: all modules that gather their own parameters, `root`, the user's module, included.
         whole: parameters that are not sharded; their gradients are averaged over all ranks.
         gather: half precision in which parameters are gathered; None: as they are stored.
 
     Attributes:
-        reduces: whether backward ends an accumulation window.
-        early: whether backwards before it reduce gradients to shards.
+        early: whether backwards before the end of an accumulation window reduce gradients to shards.
         replicated: whether shards are replicated: their gradients are averaged at the end of the window.
     """
 
@@ -440,7 +371,7 @@ class Sharded(nn.Module):
         self.module, self.world, self.options = module, world, options
         self.root: Any = root
         self.parts = tuple(parts)
-        self.reduces, self.early, self.replicated = True, False, False
+        self.early = self.replicated = False
         self._unreduced = False  # whether torch may keep sums beside `.grad`
         self._stale = True  # whether buffers may differ between the ranks
         self._gathered = False  # whether all parts have been gathered once
@@ -455,11 +386,7 @@ class Sharded(nn.Module):
         self._frozen = [not p.requires_grad for p in self._all]
 
     def _compare_frozen(self, frozen: list[bool]) -> None:
-        """Compare which parameters are frozen, after a change: ranks that reduce different gradients would wait forever.
-
-        Raises:
-            WorldError: other ranks froze others, or none.
-        """
+        """Compare which parameters are frozen, after a change: ranks that reduce different gradients would wait forever."""
         names = {id(p): name for name, p in self.root.named_parameters()}
         now = {names.get(id(p), "?"): "frozen" if f else "trained" for p, f in zip(self._all, frozen)}
         changed = [name for name, f, before in zip(now, frozen, self._frozen) if f != before]
@@ -550,15 +477,12 @@ class Sharded(nn.Module):
         self._unreduced, cleared = False, parameters()
         for part in self.parts:
             state = part._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [
-                state._fsdp_param_group
-            ]  # the latter before torch 2.11
-            for group in filter(None, groups):
+            before_2_11 = getattr(state, "_fsdp_param_group", None)
+            for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [before_2_11]):
                 chosen = [p for p in group.fsdp_params if id(p.sharded_param) in cleared]
                 for kept in chosen:
-                    kept.unsharded_accumulated_grad = (
-                        None  # in another dtype than the parameter's; else in the gathered parameter
-                    )
+                    # In another dtype than the parameter's; else in the gathered parameter.
+                    kept.unsharded_accumulated_grad = None
                     if hasattr(kept, "_unsharded_param"):
                         kept._unsharded_param.grad = None
                 if len(chosen) == len(group.fsdp_params):
@@ -568,17 +492,8 @@ class Sharded(nn.Module):
         for hook in self._hooks:
             hook.remove()
 
-    @contextmanager
-    def reducing(self, wanted: bool) -> Iterator[None]:
-        before = self.reduces
-        self._reduce(wanted)
-        try:
-            yield
-        finally:
-            self._reduce(before)
-
-    def _reduce(self, wanted: bool) -> None:
-        self.reduces = wanted
+    def reduce(self, wanted: bool) -> None:
+        super().reduce(wanted)
         self._unreduced |= not wanted
         if not self.early:
             self.root.set_requires_gradient_sync(wanted)
@@ -597,14 +512,10 @@ def _check_gathered(module: nn.Module, args: Any) -> None:
 # -- checks before anything is changed ---------------------------------------------------------------------------------
 
 
-def one_by_one(optimizer: torch.optim.Optimizer, parts: str, whole: str) -> None:
+def one_by_one(optimizer: Optimizer, parts: str, whole: str) -> None:
     """Let `optimizer` step one tensor at a time where a param group has both DTensors and plain ones, which torch's lists do not mix.
 
-    Args:
-        parts, whole: the two kinds, in words.
-
-    Raises:
-        PrepareError: it is set to take lists there.
+    `parts` and `whole` name the two kinds. Raises PrepareError where the optimizer is set to take lists.
     """
     for g, group in enumerate(optimizer.param_groups):
         if len({hasattr(p, "to_local") for p in group["params"]}) < 2:
@@ -620,21 +531,16 @@ def one_by_one(optimizer: torch.optim.Optimizer, parts: str, whole: str) -> None
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Names of the parameters that `patterns` match, by their own name or that of a module that holds them.
-
-    Raises:
-        PrepareError: a pattern that matches nothing, or patterns that match everything.
-    """
+    """Names of the parameters that `patterns` match, by their own name or that of a module that holds them."""
     parameters = {name for name, _ in model.named_parameters()}
     modules = [name for name, _ in model.named_modules() if name]
-    found: set[str] = set()
+    found, known = set[str](), [*parameters, *modules]
     for pattern in patterns:
         held = tuple(f"{name}." for name in modules if fnmatchcase(name, pattern))
         these = {n for n in parameters if fnmatchcase(n, pattern) or n.startswith(held)}
         if not these:
             raise PrepareError(
-                f"no parameter or module of this {type(model).__name__} is named {pattern!r}{nearest(pattern, [*parameters, *modules])}: "
-                "correct `ignore`"
+                f"no parameter or module of this {type(model).__name__} is named {pattern!r}{nearest(pattern, known)}: correct `ignore`"
             )
         found |= these
     if found and found == parameters:
@@ -643,11 +549,7 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 def check_shardable(model: nn.Module, ignored: Collection[str] = ()) -> None:
-    """Refuse what torch cannot shard, by name; parameters in `ignored` may be anything.
-
-    Raises:
-        PrepareError: such a parameter or model.
-    """
+    """Refuse what torch cannot shard, by name; parameters in `ignored` may be anything."""
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
         raise PrepareError(
             f"a {type(model).__name__} cannot be called, so fsdp cannot shard it: put it into a module with a forward"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..distributed import World
 from ..errors import EasympWarning, RefusedError, SettingError
@@ -45,7 +45,7 @@ class LocalSGDOptions:
 
 
 def check_every(name: str, every: Any) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if type(every) is not int or every < 1:
         raise SettingError(f"{name}={every!r} is not a whole number of updates of at least 1")
 
 
@@ -71,53 +71,48 @@ class LocalTraining(Single):
     def __init__(self, world: World, options: LocalSGDOptions) -> None:
         self.data_rank, self.data_size = world.rank, world.size
         super().__init__(world, options)
-        self._every = options.every
         self._models: list[nn.Module] = []
-        self._turns: list[Turn] = []
-        self.averaged: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # called after each
+        self._updates: dict[Optimizer, int] = {}  # of each, since its parameters were averaged
+        self._hooks: list[Any] = []
+        self.averaged: Callable[[Optimizer], None] = lambda optimizer: None  # called after each
         world.settling.append(self._settle)
 
-    def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
-    ) -> nn.Module:
-        if context.place:
-            model.to(self._world.device)
-        model = context.policy.convert(model)
-        take_rank_0s(model, self._world)
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
+        take_rank_0s(model, self._world, context.place)
         self._models.append(model)
-        module = context.policy.forward(model, self._world.device)
-        context.compile(module)
-        return Framed(module)
+        return Framed(super().wrap(model, optimizers, context))
 
-    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        self._turns.append(Turn(optimizer, self))
+    def spread(self, optimizer: Optimizer) -> Optimizer:
+        self._updates[optimizer] = 0
+        self._hooks.append(optimizer.register_step_post_hook(self._stepped))
         return optimizer
 
-    def stepped(self, turn: Turn) -> None:
-        """Count an update of an optimizer, which all ranks make."""
-        turn.updates += 1
-        if turn.updates == self._every:
-            self._average(turn)
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # After an overflow, a fused optimizer's step runs without an effect; any other one's does not run.
+        found = getattr(optimizer, "found_inf", None)
+        if found is None or not found.item():
+            self._updates[optimizer] += 1
+            if self._updates[optimizer] == self.options.every:
+                self._average(optimizer)
 
-    def _average(self, turn: Turn) -> None:
-        turn.updates = 0
-        held = [p for group in turn.optimizer.param_groups for p in group["params"]]
+    def _average(self, optimizer: Optimizer) -> None:
+        self._updates[optimizer] = 0
+        held = [p for group in optimizer.param_groups for p in group["params"]]
         mine = {id(p) for p in held}
         models = [m for m in self._models if any(id(p) in mine for p in m.parameters())]
         average([*held, *(b for m in models for b in m.buffers())], self._world)
-        self.averaged(turn.optimizer)
+        self.averaged(optimizer)
 
     def _settle(self) -> None:
-        for turn in self._turns:
-            if turn.updates:
-                self._average(turn)
+        for optimizer in [optimizer for optimizer, updates in self._updates.items() if updates]:
+            self._average(optimizer)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
-        left = max((turn.updates for turn in self._turns), default=0)
-        for turn in self._turns:
-            turn.hook.remove()
-        self._turns.clear()
-        self._models.clear()
+        left = max(self._updates.values(), default=0)
+        for hook in self._hooks:
+            hook.remove()
+        for kept in (self._hooks, self._updates, self._models):
+            kept.clear()
         if left:
             warnings.warn(
                 f"the run lets go of models that are not the same on all ranks: they were trained for {left} updates since they were last "
@@ -126,22 +121,6 @@ class LocalTraining(Single):
                 stacklevel=2,
             )
         return alone
-
-
-class Turn:
-    """An optimizer, and how many updates it has made since its parameters were averaged."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, strategy: LocalTraining) -> None:
-        self.optimizer = optimizer
-        self.updates = 0
-        self._strategy = strategy
-        self.hook = optimizer.register_step_post_hook(self._after_step)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # After an overflow, a fused optimizer's step runs without an effect; any other one's does not run.
-        found = getattr(optimizer, "found_inf", None)
-        if found is None or not found.item():
-            self._strategy.stepped(self)
 
 
 class LocalSGD:

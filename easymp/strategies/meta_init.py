@@ -1,16 +1,14 @@
 """Values for a model that was built on the meta device, part by part, so that no process needs to hold it whole.
 
-``with torch.device("meta"): model = GPT()`` takes no memory and draws no random number. Here each module gets storage for its own
-parameters and buffers and draws their values by its `reset_parameters`, as its constructor would have: children before the modules that
-hold them, in the order they were registered. So the same seed gives the values of a model that was built normally, if all its modules
-are made in the order they are registered and draw numbers in `reset_parameters` only, as torch's do.
+Each module gets storage for its own parameters and buffers and draws their values by its `reset_parameters`, as its constructor would have:
+children before the modules that hold them, in the order they were registered. So the same seed gives the values of a model that was built
+normally, if all its modules are made in that order and draw numbers in `reset_parameters` only, as torch's do.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +47,6 @@ def materialise(
     Args:
         initialize: called with each module that had meta tensors, after its `reset_parameters` if it has one.
         finished: called with each module, children first, as soon as its values are final.
-
-    Raises:
-        PrepareError: a module that nothing gives values, or a model that an earlier run divided among ranks.
     """
     if model in LEFT:
         raise PrepareError(
@@ -89,11 +84,8 @@ def materialise(
 
 def _resetter(module: nn.Module) -> Callable[[], None] | None:
     """`reset_parameters`, or torch's name for it in MultiheadAttention and Transformer."""
-    for name in ("reset_parameters", "_reset_parameters"):
-        found = getattr(module, name, None)
-        if callable(found):
-            return found
-    return None
+    found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, found), None)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
@@ -107,12 +99,9 @@ def _only_holds(module: nn.Module) -> bool:
 
 def _check(name: str, module: nn.Module, initialize: Initialize, holds: bool) -> None:
     ways = "pass Accelerator(initialize=function), which is called with each such module and fills its tensors, or build it off meta"
-    own, where = (
-        _own(module),
-        f"{type(module).__name__} {name!r}" if name else f"this {type(module).__name__}",
-    )
-    there = [n for n, t in own.items() if t.is_meta]
-    real = [n for n, t in own.items() if not t.is_meta]
+    where = f"{type(module).__name__} {name!r}" if name else f"this {type(module).__name__}"
+    there = [n for n, t in _own(module).items() if t.is_meta]
+    real = [n for n, t in _own(module).items() if not t.is_meta]
     if there and _resetter(module) is None and initialize is None:
         raise PrepareError(
             f"{where} has {there[0]!r} on the meta device, without values, and no reset_parameters(): {ways}"
@@ -130,8 +119,7 @@ def _check(name: str, module: nn.Module, initialize: Initialize, holds: bool) ->
     loose = next((n for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta), None)
     if loose:
         raise PrepareError(
-            f"{where} has a tensor {loose!r} on the meta device that is neither parameter nor buffer: register it as a buffer, or "
-            "build the model off meta"
+            f"{where} has a tensor {loose!r} on the meta device that is neither parameter nor buffer: register it, or build off meta"
         )
 
 
@@ -169,24 +157,16 @@ def _table(module: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def swap_in(module: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
-    """Give the parameters and buffers of `module` itself the storage and values of ``fresh(tensor)``. They stay the same objects.
-
-    `fresh` returns the tensor itself to leave it as it is.
-    """
+    """Give `module`'s own parameters and buffers, which stay the same objects, storage and values of ``fresh(tensor)``, or of itself."""
     for buffer in module._buffers.values():
         if buffer is not None and (new := fresh(buffer)) is not buffer:
             torch.utils.swap_tensors(buffer, new)
-    with _swapping():  # `_apply` lets modules with weak references to their parameters (LSTM) release them
-        module._apply(fresh, recurse=False)
-
-
-@contextmanager
-def _swapping() -> Iterator[None]:
-    """Parameters that move stay the objects that optimizers and tied modules hold."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        yield
+        module._apply(
+            fresh, recurse=False
+        )  # lets modules with weak references to parameters (LSTM) release them
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 

@@ -1,25 +1,20 @@
 """pipeline: the model in stages; each batch goes through them in micro-batches, by the schedules of torch.distributed.pipelining.
 
-All ranks see the same batch, and call the whole model. Two ways to train:
-
-- ``accelerator.forward_backward(model, loss_fn, inputs, target=...)`` runs every schedule. The last stage computes the loss of each
-  micro-batch, and only the batch's loss is sent to all ranks.
-- ``loss = loss_fn(model(x), y)`` and ``backward(loss)`` run under ``schedule="gpipe"``: ``model(x)`` runs all forwards, backward all
-  backwards. The outputs of the whole batch are sent to every rank.
-
-Evaluation is ``model(x)`` under no_grad, with every schedule. fsdp inside the stages is not offered: torch's schedules shard a stage that
-is an FSDP module, and a stage here is a part of the forward of the user's one model.
+All ranks see the same batch, and call the whole model. ``accelerator.forward_backward(model, loss_fn, inputs, target=...)`` runs every
+schedule: the last stage computes the loss of each micro-batch, and only the batch's loss is sent to all ranks. ``loss_fn(model(x), y)`` and
+``backward(loss)`` run under "gpipe": ``model(x)`` runs all forwards and sends the outputs to every rank, backward runs all backwards.
+Evaluation is ``model(x)`` under no_grad. fsdp inside the stages is not offered: torch's schedules shard a stage that is an FSDP module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..base.dtensor import follow
 from ..base.lazy import modules_at_first_use
@@ -29,7 +24,7 @@ from ..options import check_fields, check_word
 from ..protocols import Layout, WrapContext
 from .meta_init import LEFT
 from .pipeline_cuts import Cuts, Survey, balance, candidates, choose
-from .single import Released, Spread, take_rank_0s
+from .single import Call, Released, Spread, take_rank_0s
 
 if TYPE_CHECKING:
     from . import pipeline_run
@@ -84,8 +79,7 @@ class PipelineOptions:
         check_word("schedule", self.schedule, SCHEDULES)
         if self.schedule in ("gpipe", "1f1b") and self.stages_per_rank not in (None, 1):
             raise SettingError(
-                f"stages_per_rank={self.stages_per_rank} with schedule={self.schedule!r}, which has one stage a process: use "
-                "'interleaved_1f1b' or 'zero_bubble'"
+                f"stages_per_rank={self.stages_per_rank} with schedule={self.schedule!r}, which has one stage a process"
             )
 
     def stages(self, ranks: int) -> int:
@@ -111,12 +105,6 @@ class PipelineOptions:
         """
         rounds = self.schedule in ("interleaved_1f1b", "zero_bubble")
         return not rounds or count % max(1, count // ranks) == 0
-
-
-RELEASED = (
-    "this model is one stage of a run that has let go of it (close, free_memory), and one rank alone cannot call it: call it before, or "
-    "build it anew"
-)
 
 
 class Pipeline(Spread):
@@ -160,32 +148,25 @@ class Pipeline(Spread):
             )
         if options.microbatches and not options.takes(options.microbatches, world.size):
             raise SettingError(
-                f"microbatches={options.microbatches} with schedule={options.schedule!r}, which takes them in equal rounds of at least one "
-                f"a process: use a multiple of {world.size}"
+                f"microbatches={options.microbatches} with schedule={options.schedule!r}, which has rounds: use a multiple of {world.size}"
             )
         super().__init__(world, options)
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[Optimizer] = []
         self._homes: dict[int, int] = {}  # id of a parameter in a stage → the first rank that holds it
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         """The layout of the fullest rank, if modules are called in the order in which they were registered."""
-        places, count = candidates(model, options.splits or ()), options.stages(size)
-        order = {
-            id(p): i
-            for i, module in enumerate(places.values(), 1)
-            for p in reversed(list(module.parameters()))
-        }
-        parameters = [(name, p, order.get(id(p), 0)) for name, p in model.named_parameters()]
-        weights = [0] * (len(places) + 1)
-        for _, p, segment in parameters:
-            weights[segment] += p.numel()
+        places = candidates(model, options.splits or ())
+        order = {id(p): i for i, module in enumerate(places.values(), 1) for p in module.parameters()}
+        segments = {name: (order.get(id(p), 0), p.numel()) for name, p in model.named_parameters()}
+        weights = [sum(n for i, n in segments.values() if i == at) for at in range(len(places) + 1)]
         if options.splits is not None:
             at = sorted(list(places).index(name) + 1 for name in options.splits)
         else:
-            at = balance(weights, range(1, len(places) + 1), count)
-        ranks = {name: sum(segment >= cut for cut in at) % size for name, _, segment in parameters}
-        sums = [sum(p.numel() for name, p, _ in parameters if ranks[name] == rank) for rank in range(size)]
+            at = balance(weights, range(1, len(places) + 1), options.stages(size))
+        ranks = {name: sum(segment >= cut for cut in at) % size for name, (segment, _) in segments.items()}
+        sums = [sum(n for name, (_, n) in segments.items() if ranks[name] == rank) for rank in range(size)]
         fullest = sums.index(max(sums))
 
         def cut(name: str, parameter: Tensor) -> int:
@@ -193,9 +174,7 @@ class Pipeline(Spread):
 
         return Layout(cut, cut, cut, cut, note="the fullest rank, as far as it shows without a batch")
 
-    def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         if type(model) in (nn.ModuleList, nn.ModuleDict):
             raise PrepareError(
                 f"a {type(model).__name__} cannot be called, so it has no stages: put it into a module with a forward"
@@ -209,8 +188,7 @@ class Pipeline(Spread):
             compiled = "_orig_mod" in part._modules or vars(part).get("_compiled_call_impl") is not None
             if compiled and id(part) not in inside:
                 raise PrepareError(
-                    f"{name or 'the model'} is compiled, as one function, and stages begin and end inside of it: pass it uncompiled, or "
-                    "compile its blocks"
+                    f"{name or 'the model'} is compiled, as one function, and stages begin inside of it: compile its blocks instead"
                 )
         take_rank_0s(model, self._world)
         module = policy.forward(model, self._world.device)
@@ -222,18 +200,11 @@ class Pipeline(Spread):
         return pipeline_run.Pipelined(module, model, places, self._world, self.options, divide)
 
     def loss(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        loss_fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        summed: bool,
+        self, module: nn.Module, call: Call, loss_fn: Call, args: Any, kwargs: Any, target: Any, summed: bool
     ) -> Tensor:
         return _of(module).loss(loss_fn, tuple(args), dict(kwargs), target, summed)
 
-    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def spread(self, optimizer: Optimizer) -> Optimizer:
         self._optimizers.append(optimizer)
         return optimizer
 
@@ -256,7 +227,7 @@ class Pipeline(Spread):
                     if len(users) > 1:
                         if users not in groups:
                             groups[users] = self._world.group(users)
-                        if rank in users:
+                        if rank in users and (tensor.is_floating_point() or tensor.is_complex()):
                             shared.append(pipeline_run.SharedParameter(tensor, len(users), groups[users]))
         LEFT.add(model)
         for optimizer in self._optimizers:
@@ -284,28 +255,18 @@ class Pipeline(Spread):
                 "else keeps its parameters, such as a graph of an earlier forward or a weak reference"
             ) from error
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return _of(model).summing(False)
-
-    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return _of(model).summing(True)
-
     def _copies(self) -> Callable[[Tensor], int]:
         rank, size, homes = self._world.rank, self._world.size, self._homes
-
-        def count(parameter: Tensor) -> int:
-            home = homes.get(id(parameter))
-            return size if home is None else int(home == rank)  # a parameter of no stage is on all ranks
-
-        return count
+        # A parameter of no stage is on all ranks.
+        return lambda p: int(homes[id(p)] == rank) if id(p) in homes else size
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         pipelined = _of(model)
         for shared in pipelined.shared:
-            shared.release()
+            shared.hook.remove()
         self._optimizers.clear()
         self._homes.clear()
-        return Released(RELEASED) if pipelined.cuts is not None else alone
+        return Released("this model is one stage") if pipelined.cuts is not None else alone
 
 
 def _of(model: nn.Module) -> pipeline_run.Pipelined:

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from ..base.pytree import concatenate, find_batch_size, leaves, map_leaves, slice_tensors
 from ..base.rng import isolated, mix, seed_all
 from ..distributed import World, odd_one_out
 from ..errors import BatchError, RefusedError, StepError, WorldError
-from .pipeline_cuts import Cuts, Survey, survey
-from .pipeline_stage import Batch, Stage, StageForward, as_bytes
+from .pipeline_cuts import Batch, Cuts, StageForward, Survey, survey
+from .single import Reducing
 
 # torch's classes by our names: for one stage a rank, and for a list of them.
 CLASSES = {
@@ -31,18 +32,15 @@ CLASSES = {
 class SharedParameter:
     """A parameter that several ranks use: each gets the sum of its gradients.
 
-    Gradients are averaged over these ranks, as in DDP, so that gradients of earlier backwards, which are averaged already, do not change.
+    Gradients are averaged over these ranks, as in DDP, so that those of earlier backwards, which are averaged already, do not change.
     A hook multiplies each rank's own part by the number of ranks first.
     """
 
     def __init__(self, parameter: nn.Parameter, count: int, group: Any) -> None:
         self.parameter, self.count, self.group = parameter, count, group
-        self._hook: Any = None
-
-    def watch(self) -> None:
-        """Called before each forward: the parameter may have been unfrozen since the last one."""
-        if self._hook is None and self.parameter.requires_grad:
-            self._hook = self.parameter.register_hook(lambda grad, count=self.count: grad * count)
+        trained = parameter.requires_grad
+        self.hook = parameter.requires_grad_().register_hook(lambda grad: grad * count)
+        parameter.requires_grad_(trained)  # it may be unfrozen later
 
     def sum(self) -> None:
         if self.parameter.requires_grad:
@@ -50,11 +48,6 @@ class SharedParameter:
                 self.parameter.grad = torch.zeros_like(self.parameter)
             dist.all_reduce(self.parameter.grad, group=self.group)
             self.parameter.grad /= self.count
-
-    def release(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
 
 class Seed(torch.autograd.Function):
@@ -80,23 +73,20 @@ class Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        run, ctx.run = ctx.run, None
-        if run is None:
+        if ctx.run is None:
             raise StepError(
-                "a second backward through one forward of a pipelined model: its activations are gone. Call the model again"
+                "a second backward through one forward of a pipelined model: call the model again"
             )
+        run, ctx.run = ctx.run, None
         run(*grads)
         return None, None, None
 
 
-class Pipelined(nn.Module):
-    """Calls the stages.
+class Pipelined(Reducing):
+    """Calls the stages. Backward sums the gradients of shared parameters while it `reduces`.
 
     Args:
-        module: `root`, or `root` under autocast.
-        root: the user's model.
-        places: modules at which it may be cut, by name.
-        options: a `PipelineOptions`.
+        places: modules at which the user's `root` may be cut, by name.
         divide: called once, with a survey: cuts the model and keeps this rank's part.
     """
 
@@ -111,7 +101,6 @@ class Pipelined(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.root, self.world, self.options = module, root, world, options
-        self.sums = True  # whether backward sums the gradients of shared parameters
         self.cuts: Cuts | None = None
         self.shared: list[SharedParameter] = []
         self._places, self._divide = dict(places), divide
@@ -122,9 +111,8 @@ class Pipelined(nn.Module):
         batch = self._batch(args, kwargs)
         if batch.trains and self.options.schedule != "gpipe":
             raise RefusedError(
-                f"the model was called to be trained under schedule={self.options.schedule!r}, which runs backwards between forwards and "
-                "needs the loss function for it: use accelerator.forward_backward(model, loss_fn, inputs, target=...) in place of the "
-                "call, the loss and backward(); or schedule='gpipe'"
+                f"the model was called to be trained under schedule={self.options.schedule!r}, which needs the loss function inside: "
+                "use accelerator.forward_backward(model, loss_fn, inputs, target=...), or schedule='gpipe'"
             )
         check_outputs(batch)
         stages = self._forwards(batch)
@@ -142,7 +130,7 @@ class Pipelined(nn.Module):
         """The loss of a batch. Its backward runs all micro-batches, forward and backward, and gives it its value."""
         batch = self._batch(args, kwargs, target)
         batch.loss_fn, batch.summed = loss_fn, summed
-        anchor = self._anchor() if batch.trains else torch.zeros((), device=self.world.device)
+        anchor = self._anchor().requires_grad_(batch.trains)
         value = torch.ones_like(anchor, requires_grad=False)
         loss: Tensor
         (loss,) = Deferred.apply(anchor, [value], lambda factor: self._scheduled(batch, factor, detached))
@@ -151,8 +139,6 @@ class Pipelined(nn.Module):
 
     def _anchor(self) -> Tensor:
         return torch.zeros((), device=self.world.device, requires_grad=True)
-
-    # -- batches --------------------------------------------------------------------------------------------------------
 
     def _batch(self, args: Any, kwargs: Any, target: Any = None) -> Batch:
         root, device = self.root, self.world.device
@@ -168,8 +154,6 @@ class Pipelined(nn.Module):
         seed = int(torch.randint(1 << 62, (), device="cpu"))
         with own_stream(0, 0, device):  # a survey may draw numbers
             surveys = [self._survey(*part[:2], context) for part in parts]
-        for shared in self.shared:
-            shared.watch()
         rows = [find_batch_size(part) or 0 for part in parts]
         return Batch(parts, rows, surveys, self.begins, trains, self.options.schedule == "zero_bubble", seed)
 
@@ -187,8 +171,7 @@ class Pipelined(nn.Module):
             seen = self.world.gather_objects((str(form), self.root.training))
             if any(s != seen[0] for s in seen):
                 raise WorldError(
-                    f"the ranks call the model with different batches: {odd_one_out(seen)}. Under strategy 'pipeline' all see the same, "
-                    "which prepared loaders take care of"
+                    f"the ranks call the model with different batches: {odd_one_out(seen)}. Prepare the loaders: all ranks see the same"
                 )
         if (context, form) not in self._surveys:
             found = survey(self.root, self.module, self._places, args, kwargs, self.world.device)
@@ -197,8 +180,7 @@ class Pipelined(nn.Module):
             missing = [name for name in self.begins if name not in found.crossing]
             if missing:
                 raise StepError(
-                    f"the forward does not call {missing[0]!r}, where a stage begins, for a batch of this form: strategy 'pipeline' needs "
-                    "one course for all"
+                    f"the forward does not call {missing[0]!r}, where a stage begins, for a batch of this form: use one course for all"
                 )
             self._surveys[context, form] = found
         return self._surveys[context, form]
@@ -207,18 +189,10 @@ class Pipelined(nn.Module):
     def begins(self) -> tuple[str, ...]:
         return self.cuts.begins if self.cuts is not None else ()
 
-    @property
-    def last_rank(self) -> int:
-        return len(self.begins) % self.world.size
-
     def _make_stages(self) -> list[Stage]:
         assert self.cuts is not None
-        mine = range(self.world.rank, len(self.begins) + 1, self.world.size)
-        return [
-            Stage(StageForward(self.module, self.root, self.cuts, self._places, i), self.world) for i in mine
-        ]
-
-    # -- runs -----------------------------------------------------------------------------------------------------------
+        cuts, mine = self.cuts, range(self.world.rank, len(self.begins) + 1, self.world.size)
+        return [Stage(StageForward(self.module, self.root, cuts, self._places, i), self.world) for i in mine]
 
     def _scheduled(self, batch: Batch, factor: Tensor, loss: Tensor) -> None:
         """Run all micro-batches by torch's schedule; `loss` gets the batch's loss."""
@@ -230,9 +204,8 @@ class Pipelined(nn.Module):
             single = len(stages) == 1 and one is not None
             kind: Any = getattr(torch_schedules, str(one if single else several))
             many = max(count, self.world.size)  # as few as torch takes; with fewer its schedule is not used
-            made = kind(
-                stages[0] if single else stages, many, loss_fn=lambda loss, _: loss, scale_grads=False
-            )
+            given = stages[0] if single else stages
+            made = kind(given, many, loss_fn=lambda loss, _: loss, scale_grads=False)
             self._schedules[count] = made, stages
         schedule, stages = self._schedules[count]
         for stage in stages:
@@ -260,16 +233,9 @@ class Pipelined(nn.Module):
 
     def _without_turns(self, batch: Batch, stages: list[Stage]) -> None:
         """Run all forwards, then all backwards: fewer micro-batches than ranks leave no turns to take."""
-        sends, last = (
-            list(chain.from_iterable(_forward(stage, batch) for stage in stages)),
-            len(batch.parts) - 1,
-        )
+        sends = list(chain.from_iterable(_forward(stage, batch) for stage in stages))
         for stage in reversed(stages):
-            for chunk in range(len(batch.parts)):
-                wait(start(stage.get_bwd_recv_ops(chunk)))
-                loss = stage.outputs(chunk)[0] if stage.is_last else None
-                stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == last)
-                sends.extend(start(stage.get_bwd_send_ops(chunk)))
+            sends.extend(_backward(stage, batch, lambda chunk, last=stage: last.outputs(chunk)[0]))
         wait(sends)
 
     def _forwards(self, batch: Batch) -> list[Stage]:
@@ -283,17 +249,14 @@ class Pipelined(nn.Module):
 
     def _backwards(self, batch: Batch, stages: list[Stage], grads: Sequence[Tensor]) -> None:
         """Run all backwards, from the gradients of the outputs that require one."""
-        (stage,), sends = stages, []
+        (stage,) = stages
         parts = list(zip(*(grad.split(batch.rows) for grad in grads)))
+
+        def seed(chunk: int) -> Tensor:
+            return Seed.apply(parts[chunk], *(t for t in stage.outputs(chunk) if t.requires_grad))
+
         with self._running("the backward of a pipeline", batch):
-            for chunk, part in enumerate(parts):
-                wait(start(stage.get_bwd_recv_ops(chunk)))
-                loss = None
-                if stage.is_last:
-                    loss = Seed.apply(part, *(t for t in stage.outputs(chunk) if t.requires_grad))
-                stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == len(parts) - 1)
-                sends.extend(start(stage.get_bwd_send_ops(chunk)))
-            wait(sends)
+            wait(list(_backward(stage, batch, seed)))
         batch.outputs.clear()
         self._sum_shared()
 
@@ -301,11 +264,8 @@ class Pipelined(nn.Module):
     def _running(self, what: str, batch: Batch, grad: bool = True) -> Iterator[None]:
         """A context in which stages draw from their own random streams, and errors are raised without torch's wrapping."""
         world, cause = self.world, None
-        with (
-            world.explained(what),
-            own_stream(batch.seed, world.rank, world.device),
-            torch.set_grad_enabled(grad),
-        ):
+        own = own_stream(batch.seed, world.rank, world.device)
+        with world.explained(what), own, torch.set_grad_enabled(grad):
             try:
                 yield
             except RuntimeError as error:
@@ -316,18 +276,10 @@ class Pipelined(nn.Module):
                 raise cause  # here, so that it does not hold torch's frames, and by them connections
 
     def _sum_shared(self) -> None:
-        if self.sums and self.shared:
+        if self.reduces and self.shared:
             with self.world.explained("gradients of shared parameters"), torch.no_grad():
                 for shared in self.shared:
                     shared.sum()
-
-    @contextmanager
-    def summing(self, wanted: bool) -> Iterator[None]:
-        before, self.sums = self.sums, wanted
-        try:
-            yield
-        finally:
-            self.sums = before
 
     def _share(self, batch: Batch) -> tuple[list[Tensor], Any]:
         """The tensors of the whole batch's output on every rank, and the tree that holds them."""
@@ -335,11 +287,13 @@ class Pipelined(nn.Module):
         forms = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
         if batch.outputs:
             outputs = [batch.outputs[chunk] for chunk in sorted(batch.outputs)]
-            expected = form_of(map_leaves(_without_tensors, tree))
-            if any(form_of(map_leaves(_without_tensors, o)) != expected for o in outputs):
+            rest = [
+                form_of(map_leaves(lambda t: None if isinstance(t, Tensor) else t, o))
+                for o in (tree, *outputs)
+            ]
+            if any(form != rest[0] for form in rest):
                 raise StepError(
-                    "the model's output has another form than in a forward without values: strategy 'pipeline' needs shapes that follow "
-                    "from the inputs' shapes"
+                    "the model's output has another form than in a forward without values: shapes must follow from the inputs'"
                 )
             whole = concatenate(outputs)
             tensors = [leaf.detach().contiguous() for leaf in leaves(whole) if isinstance(leaf, Tensor)]
@@ -349,8 +303,112 @@ class Pipelined(nn.Module):
         with self.world.explained("the outputs of the last stage"):
             for tensor in tensors:
                 if tensor.numel():
-                    dist.broadcast(as_bytes(tensor), self.last_rank)
+                    dist.broadcast(as_bytes(tensor), len(self.begins) % self.world.size)
         return [t.requires_grad_(f.requires_grad) for t, f in zip(tensors, forms, strict=True)], tree
+
+
+class Stage(_PipelineStageBase):
+    """torch's stage, with transfers of any number of tensors, as bytes: not every backend knows every dtype."""
+
+    def __init__(self, forward: StageForward, world: World) -> None:
+        super().__init__(forward, forward.index, forward.last + 1, world.device)
+        self.batch: Any = None
+        self._arriving: dict[int, list[Tensor]] = {}
+        self._returning: dict[int, list[Tensor | None]] = {}
+        self._unsplit: set[int] = set()  # micro-batches whose backward runs as a whole
+
+    def take(self, batch: Batch) -> None:
+        """Begin `batch`."""
+        self.clear_runtime_states()
+        self.batch, self.chunks, self.has_backward = batch, len(batch.parts), batch.trains
+        meta = getattr(self, "_stage_meta", None)  # torch 2.13 counts the arguments there
+        if meta is not None:
+            meta.inputs = tuple(f for _, f in batch.crossing(0, self.stage_index))
+
+    def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
+        return ()
+
+    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
+        return None
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        return ()
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """Nothing: before torch 2.13 it compares what the script passes with shapes that this stage does not have."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Likewise."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.now = self.batch, fwd_chunk_id  # arguments would be inputs of backward before torch 2.13
+        return super().forward_one_chunk(fwd_chunk_id, (), {})
+
+    def outputs(self, chunk: int) -> Sequence[Tensor]:
+        """What the forward of a micro-batch has made, until its backward."""
+        states = getattr(self, "_forward_chunk_states", None)  # since torch 2.15
+        return self.fwd_cache[chunk][0] if states is None else states[chunk].live_outputs
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not full_backward:
+            # torch finds the parameters of a split backward between the inputs and the output: there must be inputs, and one output.
+            forms = self.batch.crossing(bwd_chunk_id, self.stage_index)
+            outputs = [t for t in self.outputs(bwd_chunk_id) if t.requires_grad]
+            if not any(self.batch.returns(f) for _, f in forms) or (len(outputs) > 1 and not self.is_last):
+                full_backward = True
+                self._unsplit.add(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if bwd_chunk_id in self._unsplit:
+            self._unsplit.remove(bwd_chunk_id)
+        else:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+
+    def _room(self, form: Tensor) -> Tensor:
+        return torch.empty(form.shape, dtype=form.dtype, device=self.device)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        arriving = [self._room(f) for _, f in self.batch.crossing(fwd_chunk_id, self.stage_index)]
+        self._arriving[fwd_chunk_id] = arriving
+        return self._transfers(dist.irecv, arriving, -1)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        forms = self.batch.crossing(fwd_chunk_id, self.stage_index)
+        arrived = self._arriving.pop(fwd_chunk_id)
+        return tuple(t.requires_grad_(self.batch.returns(f)) for t, (_, f) in zip(arrived, forms))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self.is_last else self._transfers(dist.isend, self.outputs(fwd_chunk_id), 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        forms = self.batch.crossing(bwd_chunk_id, self.stage_index + 1)
+        returning = [self._room(f) if self.batch.returns(f) else None for _, f in forms]
+        self._returning[bwd_chunk_id] = returning
+        return self._transfers(dist.irecv, returning, 1)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        return tuple(self._returning.pop(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        forms = self.batch.crossing(bwd_chunk_id, self.stage_index)
+        grads = [
+            self._room(f).zero_() if grad is None else grad
+            for (_, f), grad in zip(forms, self.bwd_cache.pop(bwd_chunk_id))
+            if self.batch.returns(f)
+        ]
+        return self._transfers(dist.isend, grads, -1)
+
+    def _transfers(self, op: Any, tensors: Sequence[Tensor | None], step: int) -> list[dist.P2POp]:
+        peer = (self.stage_index + step) % self.group_size
+        return [dist.P2POp(op, as_bytes(t), peer) for t in tensors if t is not None and t.numel()]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _forward(stage: Stage, batch: Batch) -> Iterator[Any]:
@@ -359,6 +417,16 @@ def _forward(stage: Stage, batch: Batch) -> Iterator[Any]:
         wait(start(stage.get_fwd_recv_ops(chunk)))
         stage.forward_one_chunk(chunk)
         yield from start(stage.get_fwd_send_ops(chunk))
+
+
+def _backward(stage: Stage, batch: Batch, loss: Callable[[int], Tensor]) -> Iterator[Any]:
+    """The backwards of all micro-batches in one stage, from `loss` in the last one; gives what is being sent."""
+    last = len(batch.parts) - 1
+    for chunk in range(last + 1):
+        wait(start(stage.get_bwd_recv_ops(chunk)))
+        end = loss(chunk) if stage.is_last else None
+        stage.backward_one_chunk(chunk, loss=end, last_backward=chunk == last)
+        yield from start(stage.get_bwd_send_ops(chunk))
 
 
 def start(transfers: list[dist.P2POp]) -> list[Any]:
@@ -381,13 +449,8 @@ def check_outputs(batch: Batch) -> None:
                 )
             if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
                 raise BatchError(
-                    f"the model returns a {type(leaf).__name__}, which cannot be put together from micro-batches: return tensors, "
-                    "and lists, tuples or dicts of them"
+                    f"the model returns a {type(leaf).__name__}, which no micro-batches make up: return tensors, or lists or dicts of them"
                 )
-
-
-def _without_tensors(leaf: Any) -> Any:
-    return "a tensor" if isinstance(leaf, Tensor) else leaf
 
 
 def form_of(tree: Any) -> Any:
@@ -405,11 +468,7 @@ def form_of(tree: Any) -> Any:
 
 
 def split(tree: Any, count: Callable[[int], int]) -> list[Any]:
-    """`tree` in ``count(samples)`` parts along dimension 0 of all tensors.
-
-    Raises:
-        BatchError: tensors of different lengths, or none.
-    """
+    """`tree` in ``count(samples)`` parts along dimension 0 of all tensors."""
     tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim]
     lengths = {t.shape[0] for t in tensors}
     if len(lengths) != 1 or not max(lengths):

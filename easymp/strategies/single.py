@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..base.dtensor import local
 from ..distributed import World
@@ -20,15 +22,14 @@ from ..protocols import Counting, Facts, Layout, Refusal, WrapContext
 
 logger = get_logger(__name__)
 
+Call = Callable[..., Any]
+
 
 class Single:
     """Calls the model under autocast. The base of all strategies, with a default for each member of `easymp.protocols.Strategy`.
 
-    It takes ddp's options, for scripts that run on one process and on several; they have no effect here.
-
-    Attributes:
-        several: what the strategy does over processes, in words; "" where it is for one.
-        no_join: why ranks cannot run out of batches at different times, in words; "" where they can.
+    It takes ddp's options, for scripts that run on one process and on several; they have no effect here. `several` says what the strategy
+    does over processes, and `no_join` why ranks cannot run out of batches at different times; both are "" where that does not apply.
     """
 
     name: ClassVar[str] = "single"
@@ -72,37 +73,28 @@ class Single:
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         return Layout()
 
-    def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         if context.place:
             model.to(self._world.device)
         module = context.policy.forward(context.policy.convert(model), self._world.device)
         context.compile(module)
         return module
 
-    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def spread(self, optimizer: Optimizer) -> Optimizer:
         return optimizer
 
     def loss(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        loss_fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        summed: bool,
+        self, module: nn.Module, call: Call, loss_fn: Call, args: Any, kwargs: Any, target: Any, summed: bool
     ) -> Tensor:
         outputs = call(*args, **kwargs)
         loss: Tensor = loss_fn(outputs) if target is None else loss_fn(outputs, target)
         return loss
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return model.reducing(False) if isinstance(model, Reducing) else nullcontext()
 
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return model.reducing(True) if isinstance(model, Reducing) else nullcontext()
 
     def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
         pass
@@ -150,6 +142,24 @@ class Spread(Single):
         return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies())
 
 
+class Reducing(nn.Module):
+    """Calls a model. Its backward reduces gradients over the ranks, or adds them up locally while `reduces` is False."""
+
+    reduces = True
+
+    def reduce(self, wanted: bool) -> None:
+        self.reduces = wanted
+
+    @contextmanager
+    def reducing(self, wanted: bool) -> Iterator[None]:
+        before = self.reduces
+        self.reduce(wanted)
+        try:
+            yield
+        finally:
+            self.reduce(before)
+
+
 class Framed(nn.Module):
     """Calls a module whose forward is torch's own (a bare nn.Sequential), since torch.compile skips it when DDP calls it."""
 
@@ -162,14 +172,16 @@ class Framed(nn.Module):
 
 
 class Released(nn.Module):
-    """Replaces a released model that one rank holds in part. Calls raise an error."""
+    """Replaces a released model that one rank holds in part, as `held` says. Calls raise an error."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, held: str) -> None:
         super().__init__()
-        self.reason = reason
+        self.held = held
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StepError(self.reason)
+        raise StepError(
+            f"{self.held} of a run that has let go of it (close, free_memory): call it before, or build it anew"
+        )
 
 
 # -- data_parallel: one process, several accelerators ------------------------------------------------------------------
@@ -196,9 +208,7 @@ class DataParallelOptions:
             return
         devices = tuple(self.devices) if isinstance(self.devices, (list, tuple, range)) else ()
         if not devices or len({*devices}) < len(devices) or any(type(d) is not int or d < 0 for d in devices):
-            raise SettingError(
-                f"devices={self.devices!r} is not a list of different device indices, such as (0, 1)"
-            )
+            raise SettingError(f"devices={self.devices!r} is not a list of different indices, such as (0, 1)")
         object.__setattr__(self, "devices", devices)
 
 
@@ -218,16 +228,11 @@ class DataParallel(Single):
         self._devices = choose_devices(world.device, options.devices)
         if len(self._devices) > 1:
             self.only_forward = "calls copies of the model, by forward alone"
-            self.no_offload = (
-                "runs copies of the model in threads, whose activations no hook of this one sees"
-            )
+            self.no_offload = "runs copies of the model in threads, whose activations its hooks do not see"
 
-    def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         module = super().wrap(model, optimizers, context)
-        count = len(self._devices)
-        if count < 2:
+        if (count := len(self._devices)) < 2:
             logger.info("data_parallel: one device (%s), so the model runs as it is", self._world.device)
             return module
         for name, part in module.named_modules():
@@ -242,11 +247,7 @@ class DataParallel(Single):
 
 
 def choose_devices(device: torch.device, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Indices of the devices of `device`'s kind that a model on `device` is spread over.
-
-    Raises:
-        RefusedError: some of `wanted` are not here, or the model is not on the first of them.
-    """
+    """Indices of the devices of `device`'s kind that a model on `device` is spread over."""
     here = torch.get_device_module(device).device_count() if device.type in ("cuda", "xpu") else 0
     first = device.index or 0
     if wanted is None:
@@ -264,45 +265,24 @@ def choose_devices(device: torch.device, wanted: tuple[int, ...] | None) -> tupl
 # -- tensors of a model, over the ranks --------------------------------------------------------------------------------
 
 
-def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group the tensors that have elements by dtype."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            found.setdefault(tensor.dtype, []).append(tensor)
-    return list(found.values())
-
-
 @torch.no_grad()
 def average(tensors: Iterable[Tensor], world: World) -> None:
-    """Replace floating-point and complex tensors by their mean over the ranks, in place; half-precision ones are summed in fp32.
-
-    Others, such as counters, stay as they are.
-    """
-    summed: list[Tensor] = []
-    narrow: list[tuple[Tensor, Tensor]] = []
-    for tensor in {id(t): t for t in tensors}.values():
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if not real.is_floating_point() or not real.numel():
-            continue
-        if real.element_size() < 4:
-            narrow.append((real, real.float()))
-            real = narrow[-1][1]
-        summed.append(real)
+    """Replace floating-point and complex tensors by their mean over the ranks, in place; half-precision ones are summed in fp32."""
+    unique = {id(t): torch.view_as_real(t) if t.is_complex() else t for t in tensors}.values()
+    real = [t for t in unique if t.is_floating_point() and t.numel()]
+    summed = [t.float() if t.element_size() < 4 else t for t in real]
     world.average_(summed)
-    for half, mean in narrow:
-        half.copy_(mean)
+    for tensor, mean in zip(real, summed):
+        if tensor is not mean:
+            tensor.copy_(mean)
 
 
 def refuse_words(strategy: Any, activation_offload: bool, optimizer_in_backward: bool) -> None:
     """Raises RefusedError for words that save memory and that `strategy`, or its class, cannot run."""
-    asked = {"activation_offload": activation_offload, "optimizer_in_backward": optimizer_in_backward}
-    reasons = {
-        "activation_offload": strategy.no_offload,
-        "optimizer_in_backward": strategy.no_step_in_backward,
-    }
-    for name, why in reasons.items():
-        if why and asked[name]:
+    offload = "activation_offload", activation_offload, strategy.no_offload
+    in_backward = "optimizer_in_backward", optimizer_in_backward, strategy.no_step_in_backward
+    for name, asked, why in (offload, in_backward):
+        if asked and why:
             raise RefusedError(
                 f"{name}=True cannot run under strategy {strategy.name!r}, which {why}. Leave it out, or use strategy='fsdp'"
             )
@@ -332,7 +312,11 @@ def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
 @torch.no_grad()
 def share_buffers(model: nn.Module, world: World) -> None:
     """Give the buffers of `model` the values of rank 0."""
-    for buffers in by_dtype(model.buffers()):
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        if buffer.numel():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
         flat = world.broadcast(torch.cat([b.reshape(-1) for b in buffers]))
         if world.rank:
             for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
@@ -357,15 +341,13 @@ def clip_to_norm(
     max_norm: float,
     norm_type: float,
     world: World,
-    count: Callable[[Tensor], int] | None = None,
+    count: Callable[[Tensor], int],
 ) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`; returns the norm before (0-dim, equal on all ranks).
 
-    Gradients are plain tensors and DTensors of any meshes and placements, mixed. An element on c ranks is weighted by 1/c:
-    (Σ_ranks Σ_local |x|^p / c)^(1/p). A collective: every rank passes the same parameters, some without local elements.
-
-    Args:
-        count: a parameter → the number of ranks that hold each element of its gradient; 0: other ranks count it. None: as laid out.
+    Gradients are plain tensors and DTensors of any meshes and placements, mixed. `count` gives the number c of ranks that hold each
+    element of a gradient (0: other ranks count it), which is weighted by 1/c: (Σ_ranks Σ_local |x|^p / c)^(1/p). All ranks pass the same
+    parameters.
     """
     with torch.no_grad():
         for parameter in parameters:
@@ -374,7 +356,7 @@ def clip_to_norm(
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in held:
             part = values(local(parameter.grad))  # type: ignore[arg-type]
-            number = count(parameter) if count else copies(parameter.grad, world.size)
+            number = count(parameter)
             if part.numel() and number:
                 by_copies.setdefault(number, []).append(part)
         # One dtype on all ranks, also on those without an element.
@@ -404,18 +386,13 @@ def copies(tensor: Any, ranks: int) -> int:
     """The number of `ranks` ranks that hold an element of `tensor`: all for a plain tensor, fewer for a sharded one."""
     if not hasattr(tensor, "to_local"):
         return ranks
-    shards = 1
-    for dim, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # torch's _StridedShard is a Shard in some versions only
-            shards *= tensor.device_mesh.size(dim)
-    return ranks // shards
+    # torch's _StridedShard is a Shard in some versions only.
+    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return ranks // math.prod(tensor.device_mesh.size(dim) for dim in dims)
 
 
 def settle(parameter: Any) -> None:
-    """Give `parameter`'s gradient the layout of `parameter`, where torch's backward left it in another; a collective.
-
-    Partial sums are added up, and a whole gradient of a sharded parameter is cut.
-    """
+    """Give `parameter`'s gradient the layout of `parameter`, where backward left it in another (partial sums, whole); a collective."""
     grad = parameter.grad
     if hasattr(grad, "to_local") and grad.placements != getattr(parameter, "placements", grad.placements):
         parameter.grad = grad.redistribute(placements=parameter.placements)

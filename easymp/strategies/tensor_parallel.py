@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..base.dtensor import local, names_of, rebind
 from ..distributed import World
@@ -28,7 +28,6 @@ from ..options import check_fields
 from ..protocols import Layout, WrapContext
 from .blocks import ATOMS, refuse_sharded
 from .fsdp import (
-    SHARDS,
     FSDPOptions,
     Sharded,
     check_shardable,
@@ -38,7 +37,7 @@ from .fsdp import (
     shard,
     shards_of,
 )
-from .single import Released, Spread, hook_gradient, settle, take_rank_0s
+from .single import Framed, Released, Spread, hook_gradient, settle, take_rank_0s
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,11 @@ class TensorParallelOptions:
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
 
     def __post_init__(self) -> None:
-        if self.plan is not None and not (
-            isinstance(self.plan, Mapping) and self.plan and all(isinstance(name, str) for name in self.plan)
-        ):
+        plan = self.plan
+        named = isinstance(plan, Mapping) and plan and all(isinstance(name, str) for name in plan)
+        if plan is not None and not named:
             raise SettingError(
-                f"plan={self.plan!r} is not a mapping of module names to styles, such as {{'blocks.*.up': 'colwise'}}"
+                f"plan={plan!r} is not a mapping of module names to styles, as {{'blocks.*.up': 'colwise'}}"
             )
         check_fields(self)
         if self.async_tensor_parallel and not self.sequence_parallel:
@@ -104,8 +103,7 @@ class TensorParallelOptions:
             raise SettingError(f"fsdp={self.fsdp!r} is neither an FSDPOptions nor a dict of its fields")
         if self.fsdp.ignore:
             raise SettingError(
-                f"fsdp.ignore={self.fsdp.ignore!r}: under tensor_parallel the groups shard all that a rank holds. Leave it out, or use "
-                "strategy='fsdp'"
+                f"fsdp.ignore={self.fsdp.ignore!r}: tensor_parallel shards all that a rank holds. Leave it out, or use strategy='fsdp'"
             )
 
 
@@ -154,9 +152,7 @@ class TensorParallel(Spread):
         self.reduces_each = options.fsdp.reduce_every_micro_batch if self.data_size > 1 else False
         self._grid: Any = None
         self._names: dict[int, str] = {}  # of parameters, by id, for messages
-        self._overlapped: bool | None = (
-            None  # inductor's flag before `async_tensor_parallel`; None: not changed
-        )
+        self._overlapped: bool | None = None  # inductor's flag before `async_tensor_parallel` changed it
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
@@ -202,9 +198,7 @@ class TensorParallel(Spread):
             self._grid = init_device_mesh(self._world.device.type, shape, mesh_dim_names=("data", "tensor"))
         return self._grid
 
-    def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         names = names_of(model, optimizers)
         refuse_sharded(model)
         if self.data_size > 1:
@@ -248,8 +242,7 @@ class TensorParallel(Spread):
         """Switch on torch.compile's pass that fuses collectives with matrix products, for this run's group."""
         if not compiled:
             raise RefusedError(
-                "async_tensor_parallel=True is a pass of torch.compile, and this run compiles nothing: pass compile='blocks', or leave it "
-                "out"
+                "async_tensor_parallel=True is a pass of torch.compile, and this run compiles nothing: leave it out, or compile='blocks'"
             )
         # Imported here: both are slow.
         import torch._inductor.config as inductor
@@ -260,7 +253,7 @@ class TensorParallel(Spread):
         inductor._micro_pipeline_tp = True
         enable_symm_mem_for_group(self._mesh()["tensor"].get_group().group_name)
 
-    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def spread(self, optimizer: Optimizer) -> Optimizer:
         check_sums(optimizer, self.name)
 
         def compare(*_: Any) -> None:
@@ -272,24 +265,21 @@ class TensorParallel(Spread):
         first = optimizer.register_step_pre_hook(compare)
         return optimizer
 
-    def _compared(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _compared(self, optimizer: Optimizer) -> bool:
         """Compare gradients of whole parameters inside the group; False where there are none, or after an overflow.
 
         Without this, a plan that leaves out a layer on a part of the features (a norm on this rank's heads) lets the ranks drift apart.
-
-        Raises:
-            StepError: they differ.
         """
-        every_one = [p for group in optimizer.param_groups for p in group["params"]]
-        held = [p for p in every_one if p.grad is not None and not _is_split(p)]
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        held = [p for p in every if p.grad is not None and not _is_split(p)]
         if not held:
             return False
         grads = [values(local(p.grad.detach())).double() for p in held]
         facts = [*map(torch.linalg.vector_norm, grads), *(grad.sum() for grad in grads)]
-        every = self._world.gather(torch.stack(facts).to(self._world.device)[None])
-        if not every.isfinite().all():
+        seen = self._world.gather(torch.stack(facts).to(self._world.device)[None])
+        if not seen.isfinite().all():
             return False
-        group = every[self.data_rank * self._size : (self.data_rank + 1) * self._size]
+        group = seen[self.data_rank * self._size : (self.data_rank + 1) * self._size]
         spread = (group.amax(0) - group.amin(0)).view(2, -1).amax(0)
         # Far above rounding and the order of additions on a GPU, and far below the difference of partial sums.
         scale = group[:, : len(held)].amax(0)
@@ -303,12 +293,6 @@ class TensorParallel(Spread):
                 )
         return True
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.reducing(False) if isinstance(model, Sharded) else nullcontext()
-
-    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.reducing(True) if isinstance(model, Sharded) else nullcontext()
-
     def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
         if isinstance(model, Sharded):
             model.drop(parameters)
@@ -318,15 +302,11 @@ class TensorParallel(Spread):
             import torch._inductor.config as inductor
 
             inductor._micro_pipeline_tp, self._overlapped = self._overlapped, None
-        return Released(SHARDS)
+        return Released("this model's parameters are shards")
 
 
-class Split(nn.Module):
+class Split(Framed):
     """Calls the model, and explains an error of mixed layouts."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -335,9 +315,8 @@ class Split(nn.Module):
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise StepError(
-                "the model computes with a parameter that is split, outside of the layer that holds it (as F.linear(x, layer.weight) "
-                "does): say 'replicate' for that layer in the plan of tensor parallelism, before the pattern that splits it. torch "
-                f"said: {error}"
+                "the model computes with a split parameter outside of the layer that holds it (as F.linear(x, layer.weight) does): "
+                f"say 'replicate' for it in the plan, before the pattern that splits it. torch said: {error}"
             ) from error
 
 
@@ -369,8 +348,7 @@ def _tie(tied: Sequence[Sequence[Place]]) -> None:
             theirs: Any = other._parameters[name]
             if getattr(theirs, "placements", None) != getattr(first, "placements", None):
                 raise PrepareError(
-                    f"the plan splits a parameter shared by a {type(module).__name__} and a {type(other).__name__} differently: give both "
-                    "styles that split it alike"
+                    f"the plan splits a parameter shared by a {type(module).__name__} and a {type(other).__name__} unlike: split it alike"
                 )
             other._parameters[name] = first
 
@@ -403,53 +381,37 @@ class Part:
         if self.how not in SPLITTING or self.module._parameters.get(attribute) is None:
             return None
         columns = self.how.startswith("colwise")
-        if isinstance(self.module, nn.Embedding):
-            return 1 if columns else 0
         if attribute == "bias":
             return 0 if columns else None
-        return 0 if columns else 1
+        return int(columns == isinstance(self.module, nn.Embedding))
 
 
 def split_dims(parts: Iterable[Part]) -> dict[int, int]:
     """id of each parameter that is split → along which dimension."""
-    found = {}
-    for part in parts:
-        for attribute, parameter in part.module._parameters.items():
-            dim = part.dim(attribute)
-            if dim is not None:
-                found[id(parameter)] = dim
-    return found
+    dims = ((p, part.dim(name)) for part in parts for name, p in part.module._parameters.items())
+    return {id(p): dim for p, dim in dims if dim is not None}
 
 
 def read_plan(
     model: nn.Module, plan: Mapping[str, Any] | None, size: int, sequence_parallel: bool
 ) -> list[Part]:
-    """The modules of `model` that groups of `size` ranks split, and how.
-
-    Args:
-        plan: patterns → words or styles; None: the model's own (`tp_plan`, `_tp_plan`), else `gathered`.
-
-    Raises:
-        PrepareError: a plan that cannot be applied; names the module.
-    """
+    """The modules that groups of `size` ranks split, and how, by `plan`, the model's own (`tp_plan`, `_tp_plan`), or `gathered`."""
     kind = type(model).__name__
     own = [getattr(model, name, None) for name in ("tp_plan", "_tp_plan")] if plan is None else []
     chosen = plan or next((found for found in own if isinstance(found, Mapping) and found), None)
-    if chosen is None:
-        if sequence_parallel:
-            raise PrepareError(
-                f"sequence_parallel=True needs a plan, for no rule can tell which parts of this {kind} see a piece of the sequence: pass "
-                "strategy_options={'plan': ..., 'sequence_parallel': True}"
-            )
-        chosen = gathered(model, size)
-        if not chosen:
-            raise PrepareError(
-                f"this {kind} has no nn.Linear and no nn.Embedding of at least {size} features to split over {size} ranks: use "
-                "strategy='fsdp' or 'ddp', or groups of fewer ranks"
-            )
-    parts = _with_tied(model, _matched(model, chosen, lenient=plan is None))
+    if chosen is None and sequence_parallel:
+        raise PrepareError(
+            f"sequence_parallel=True needs a plan, for no rule can tell which parts of this {kind} see a piece of the sequence: pass "
+            "strategy_options={'plan': ..., 'sequence_parallel': True}"
+        )
+    chosen = chosen or gathered(model, size)
+    if not chosen:
+        raise PrepareError(
+            f"this {kind} has no nn.Linear and no nn.Embedding of at least {size} features to split over {size} ranks: use 'fsdp' or 'ddp'"
+        )
+    parts, inside = _with_tied(model, _matched(model, chosen, lenient=plan is None)), _inside_atoms(model)
     for part in parts:
-        _check(part, size, _inside_atoms(model))
+        _check(part, size, inside)
         if part.how in ("sequence", "sequence_split") and not sequence_parallel:
             raise PrepareError(
                 f"the plan says {part.how!r} for {part.name!r}, which needs sequence_parallel=True"
@@ -462,9 +424,8 @@ def read_plan(
 def gathered(model: nn.Module, size: int) -> dict[str, str]:
     """A plan that is right for any model that calls its layers: each layer is split, and its output gathered.
 
-    Every nn.Linear and nn.Embedding, no subclass, with at least `size` features. Left whole are layers inside of modules that read
-    their weights without calling them (nn.MultiheadAttention), embeddings that torch cannot split, and layers that share a
-    parameter with one that is left whole.
+    Left whole are subclasses, layers of less than `size` features or inside of modules that read their weights without calling them
+    (nn.MultiheadAttention), embeddings that torch cannot split, and layers that share a parameter with one that is left whole.
     """
     inside, places = _inside_atoms(model), holders(model)
 
@@ -485,13 +446,12 @@ def gathered(model: nn.Module, size: int) -> dict[str, str]:
                 features, how = module.num_embeddings, "rowwise_rep"  # as the Linear's: along the vocabulary
         if features >= size:
             plan[name], modules[name] = how, module
-    while True:
+    left = [""]
+    while left:
         chosen = {id(modules[name]) for name in plan}
         left = [n for n in plan if any(id(m) not in chosen for m in sharing(modules[n]))]
-        if not left:
-            return plan
-        for name in left:
-            del plan[name]
+        plan = {name: how for name, how in plan.items() if name not in left}
+    return plan
 
 
 def _inside_atoms(model: nn.Module) -> dict[int, str]:
@@ -516,14 +476,12 @@ def _matched(model: nn.Module, plan: Mapping[str, Any], lenient: bool) -> list[P
             )
         if not found:
             raise PrepareError(
-                f"the plan's {pattern!r} matches no module of this {type(model).__name__}{nearest(pattern, names)}: write names as in "
-                "model.named_modules(), with * for any part"
+                f"the plan's {pattern!r} matches no module of this {type(model).__name__}{nearest(pattern, names)} (* is any part)"
             )
         fit = [n for n in found if isinstance(names[n], SPLIT_MODULES)] if word in SPLITTING else found
         if not fit:
             raise PrepareError(
-                f"the plan says {how!r} for {found[0]!r}, a {type(names[found[0]]).__name__}, and torch splits nn.Linear and "
-                "nn.Embedding: name those inside of it"
+                f"the plan says {how!r} for {found[0]!r}, a {type(names[found[0]]).__name__}, and torch splits nn.Linear and nn.Embedding"
             )
         for name in fit:
             taken.setdefault(id(names[name]), Part(name, names[name], word))
@@ -548,11 +506,10 @@ def _with_tied(model: nn.Module, parts: list[Part]) -> list[Part]:
                     known[id(module)] = Part(names[id(module)], module, how)
                     parts.append(known[id(module)])
                 other = known[id(module)]
-                if isinstance(other.how, str) and (
-                    not isinstance(module, SPLIT_MODULES)
-                    or other.how not in SPLITTING
-                    or other.dim(theirs) != dim
-                ):
+                alike = (
+                    isinstance(module, SPLIT_MODULES) and other.how in SPLITTING and other.dim(theirs) == dim
+                )
+                if isinstance(other.how, str) and not alike:
                     raise PrepareError(
                         f"{part.name!r} and {other.name!r} share a parameter, which {part.how!r} and {other.how!r} split differently: an "
                         "embedding that is 'rowwise' and a Linear that is 'colwise' go together (both along the vocabulary)"
@@ -585,23 +542,19 @@ def _check(part: Part, size: int, inside: Mapping[int, str]) -> None:
             f"{part.name!r} is an embedding with sparse gradients or max_norm, which torch cannot split: leave it out"
         )
     dim = part.dim("weight")
-    many = weight.shape[dim]
+    many, why = weight.shape[dim], ""
     equal = how == "colwise" or (how == "rowwise" and not embedding)  # parts are passed on
-    if many < size or (equal and many % size):
-        why, remedy = f"is less than {size} ranks", "leave it out, which"
-        if many >= size:
-            why, remedy = f"does not divide by {size} ranks", "say 'colwise_rep' or 'rowwise_rep', which"
-        raise PrepareError(
-            f"{part.name!r} is {how!r}, and dimension {dim} of its weight, {many}, {why}: {remedy} needs no equal parts, or choose "
-            "another size"
-        )
+    if many < size:
+        why = f"is less than {size} ranks: leave it out, or choose another size"
+    elif equal and many % size:
+        why = f"does not divide by {size} ranks: say 'colwise_rep' or 'rowwise_rep', which needs no equal parts, or choose another size"
+    if why:
+        raise PrepareError(f"{part.name!r} is {how!r}, and dimension {dim} of its weight, {many}, {why}")
 
 
 def _check_sequence(model: nn.Module, parts: Iterable[Part]) -> None:
-    if not any(
-        p.how == "sequence_split" or not isinstance(p.how, str) or isinstance(p.module, nn.Embedding)
-        for p in parts
-    ):
+    embedding = any(isinstance(p.module, nn.Embedding) for p in parts)
+    if not embedding and all(isinstance(p.how, str) and p.how != "sequence_split" for p in parts):
         raise PrepareError(
             "sequence_parallel=True, but nothing in the plan splits the sequence, so every rank would take the whole for its piece: say "
             "'rowwise' for the embedding, or 'sequence_split' for the first module that takes (batch, sequence, features)"
@@ -615,28 +568,23 @@ def _check_sequence(model: nn.Module, parts: Iterable[Part]) -> None:
             )
 
 
-# -- what a word does --------------------------------------------------------------------------------------------------
-
-
 def apply(part: Part, mesh: Any, sequence_parallel: bool) -> None:
     """Split one module in place, over a mesh of one dimension; parameters that cannot train still cannot."""
     from torch.distributed.tensor.parallel import parallelize_module  # here: it takes half a second
 
-    if part.how == "replicate":
+    name, module, how = part.name, part.module, part.how
+    if how == "replicate":
         return
-    if part.how == "sequence_split":
-        part.module.register_forward_pre_hook(_splitter(part.name, mesh))
+    if how == "sequence_split":
+        module.register_forward_pre_hook(_splitter(name, mesh))
         return
-    trained = {name: p.requires_grad for name, p in part.module.named_parameters()}
-    if (
-        sequence_parallel
-        and part.how in SPLITTING
-        and (isinstance(part.module, nn.Embedding) or part.how.startswith("rowwise"))
-    ):
-        part.module.register_forward_hook(_length_check(part.name, mesh.size()))  # before torch's, which cuts
-    parallelize_module(part.module, mesh, _style(part, sequence_parallel))
-    for name, parameter in part.module.named_parameters():
-        parameter.requires_grad_(trained[name])
+    trained = {name: p.requires_grad for name, p in module.named_parameters()}
+    summed = how in SPLITTING and (isinstance(module, nn.Embedding) or how.startswith("rowwise"))
+    if sequence_parallel and summed:  # before torch's hook, which cuts
+        module.register_forward_hook(lambda _, __, output: _check_length(name, output, mesh.size()))
+    parallelize_module(module, mesh, _style(part, sequence_parallel))
+    for name_, parameter in module.named_parameters():
+        parameter.requires_grad_(trained[name_])
 
 
 def _style(part: Part, sequence_parallel: bool) -> Any:
@@ -672,13 +620,6 @@ def _splitter(name: str, mesh: Any) -> Callable[..., Any]:
         return (whole.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local(), *inputs[1:])
 
     return split
-
-
-def _length_check(name: str, size: int) -> Callable[..., None]:
-    def check(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        _check_length(name, output, size)
-
-    return check
 
 
 def _check_length(name: str, tensor: Tensor, size: int) -> None:

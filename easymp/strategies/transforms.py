@@ -1,4 +1,4 @@
-"""torch.compile and activation checkpointing, in place: names, classes and methods of a model stay.
+"""torch.compile, activation checkpointing and activation offload, in place: names, classes and methods of a model stay.
 
 torch.compile takes the whole model or each repeated block. The whole model is compiled around autocast and, in ddp, around
 DistributedDataParallel: its buckets split the graph, so that gradients are reduced while backward still runs. Blocks are compiled
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copyreg
 import re
+import weakref
 from abc import ABCMeta
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase  # it writes to buffers without raising their version
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -66,21 +70,14 @@ class CompileOptions:
         check_word("what", self.what, WHAT)
         if not (callable(self.backend) or (isinstance(self.backend, str) and self.backend)):
             raise SettingError(
-                f"backend={self.backend!r} is neither the name of a backend of torch.compile nor a function"
+                f"backend={self.backend!r} is neither a backend of torch.compile nor a function"
             )
         if self.mode is not None and self.options is not None:
             raise SettingError("mode and options of torch.compile exclude each other: pass one of them")
 
 
 def read_compile(given: Any) -> CompileOptions | None:
-    """The options of torch.compile; None: no compiling.
-
-    Args:
-        given: "no" or None, "model", "blocks", `CompileOptions`, or a dict of its fields.
-
-    Raises:
-        SettingError: a wrong field, or a backend that torch does not know.
-    """
+    """The options of torch.compile, from "no" or None (None), "model", "blocks", `CompileOptions`, or a dict of its fields."""
     if given in (None, "no"):
         return None
     options = as_record(CompileOptions, "compile", {"what": given} if isinstance(given, str) else given)
@@ -109,19 +106,11 @@ class Compiling:
             self._compile(module)
 
     def blocks(self, models: Sequence[nn.Module], sharded: bool) -> None:
-        """Compile the repeated blocks of `models`, before they are wrapped.
-
-        Args:
-            sharded: they will gather their parameters by hooks, which graphs do not contain.
-
-        Raises:
-            PrepareError: there are none, a model is compiled already, or compiling it whole would do nothing.
-        """
+        """Compile the repeated blocks of `models`, before they are wrapped; `sharded`: they will gather their parameters by hooks."""
         for model in models:
             if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()):
                 raise PrepareError(
-                    f"this {type(model).__name__} or a part of it is compiled already, and compile= asks for it again: prepare the plain "
-                    "model, or leave compile out"
+                    f"this {type(model).__name__} or a part of it is compiled already, and compile= asks for it again: prepare a plain one"
                 )
             if self._options.what == "model" and sharded and passed_over(model):
                 raise PrepareError(
@@ -141,9 +130,7 @@ class Compiling:
 
     def _compile(self, module: nn.Module) -> None:
         o = self._options
-        options: dict[str, Any] = {
-            name: getattr(o, name) for name in ("backend", "mode", "fullgraph", "dynamic")
-        }
+        options: dict[str, Any] = {n: getattr(o, n) for n in ("backend", "mode", "fullgraph", "dynamic")}
         options["options"] = None if o.options is None else dict(o.options)
         if passed_over(module):
             call = lambda *args, **kwargs: module._call_impl(*args, **kwargs)  # noqa: E731
@@ -199,11 +186,7 @@ class Recompute(NamedTuple):
 
 
 def read_which(text: str | None) -> Recompute | None:
-    """The setting `activation_checkpointing`; None: nothing is computed again.
-
-    Raises:
-        SettingError: an empty pattern.
-    """
+    """The setting `activation_checkpointing`; None: nothing is computed again."""
     if text in (None, "no"):
         return None
     if text in ("blocks", "attention"):
@@ -220,11 +203,7 @@ def read_which(text: str | None) -> Recompute | None:
 
 
 def find_recomputed(models: Sequence[nn.Module], which: Recompute) -> list[nn.Module]:
-    """The modules inside `models` to recompute; of modules inside one another, the outermost.
-
-    Raises:
-        PrepareError: nothing matches, or a module cannot be recomputed.
-    """
+    """The modules inside `models` to recompute; of modules inside one another, the outermost."""
     if which.patterns:
         found = _by_pattern(models, which.patterns)
     else:
@@ -278,10 +257,7 @@ def recompute(modules: Sequence[nn.Module], selective: bool = False) -> Callable
 
 
 class _Quiet:
-    """A base before the user's class, so that its ``__init_subclass__`` is not called.
-
-    Without ``__slots__``: with them, Python finds that the layout of its subclasses differs from that of the user's class.
-    """
+    """A base before the user's class, so that its ``__init_subclass__`` is not called. ``__slots__`` here would differ from its layout."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
@@ -309,13 +285,8 @@ def _recomputed(kind: type, selective: bool) -> type:
                 return (_new, (kind, *made[1][1:]), *made[2:])  # a copy is the user's own
             return made
 
-        body = {
-            "forward": forward,
-            "__reduce_ex__": __reduce_ex__,
-            "__module__": kind.__module__,
-            "__doc__": kind.__doc__,
-            "__qualname__": kind.__qualname__,
-        }
+        words = {name: getattr(kind, name) for name in ("__module__", "__doc__", "__qualname__")}
+        body = {"forward": forward, "__reduce_ex__": __reduce_ex__, **words}
         # Bypass the metaclass, which may register classes or want arguments.
         meta = type(kind)
         make: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
@@ -411,3 +382,111 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._open.pop().__exit__(*error)
+
+
+# -- activation offload: what autograd saves on a CUDA device is in pinned host memory from forward to backward -------------
+# A side stream copies while the compute stream computes. In forward a saved tensor stays on the device until its copy has left, at
+# most `AHEAD` of them at a time: then the compute stream waits for the oldest. In backward a tensor that is asked for brings the
+# `AHEAD` that were saved before it, which autograd mostly asks for next. Memory on the device belongs to the compute stream.
+# Left on the device: parameters, views of them and autocast's copies, which stay anyway; tensors below `LEAST` bytes; and what is not a
+# plain dense tensor. Parts that are recomputed save their inputs only, and what they save again in backward is not offloaded.
+
+AHEAD = 2  # copies under way in each direction
+LEAST = 1 << 16  # bytes
+
+
+class Saved:
+    """A tensor in host memory, and its copies under way; `before` was saved before it."""
+
+    def __init__(self, tensor: Tensor, before: Saved | None) -> None:
+        self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+        self.leaving: Tensor | None = tensor
+        self.left: Any = None  # event: the copy to the host is done
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.before = weakref.ref(before) if before is not None else lambda: None
+        self.coming: tuple[Tensor, Any] | None = None  # back on the device, and the event that it has arrived
+        self.given: Any = lambda: None  # weak reference to what was handed out last
+
+
+class Offload(saved_tensors_hooks):
+    """Inside, tensors of at least `least` bytes that autograd saves on `device` go to the host's memory; backward may run outside."""
+
+    def __init__(self, device: torch.device, least: int = LEAST) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._device, self._least = device, least
+        self._streams = torch.get_device_module(device)
+        self._side: Any = None  # made in the first forward
+        self._leaving: deque[weakref.ref[Saved]] = deque()
+        self._last: Any = lambda: None  # weak reference to what was saved last
+        self._known: weakref.WeakValueDictionary[Any, Saved] = weakref.WeakValueDictionary()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if not self._goes(tensor):
+            return tensor
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+        key = (*place, tensor.dtype, tensor._version)
+        known = self._known.get(key)
+        if known is not None and not known.storage.expired():
+            return known  # saved before, by another operator
+        if self._side is None:
+            self._side = self._streams.Stream(self._device)
+        saved = self._known[key] = Saved(tensor.detach(), self._last())
+        self._last = weakref.ref(saved)
+        self._side.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._side):
+            saved.host.copy_(tensor.detach(), non_blocking=True)
+            saved.left = self._side.record_event()
+        if tensor.is_cuda:
+            tensor.record_stream(self._side)  # the graph may be dropped meanwhile
+        self._leaving.append(weakref.ref(saved))
+        while len(self._leaving) > AHEAD:
+            oldest = self._leaving.popleft()()
+            if oldest is not None and oldest.leaving is not None:
+                # The compute stream uses its memory again only after it was copied.
+                self._streams.current_stream(self._device).wait_event(oldest.left)
+                oldest.leaving = None
+        return saved
+
+    def _goes(self, tensor: Tensor) -> bool:
+        plain = type(tensor) is Tensor and tensor.device == self._device and tensor.layout is torch.strided
+        if not plain or tensor.nbytes < self._least or any(s == 0 for s in tensor.stride()):
+            return False
+        base = tensor if tensor._base is None else tensor._base
+        node: Any = base.grad_fn
+        if isinstance(base, nn.Parameter):
+            return False
+        # Autocast's copy of a parameter, which stays for the rest of forward.
+        cast = node is not None and node.name() == "ToCopyBackward0"
+        return not (cast and isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter))
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, Saved):
+            return packed
+        there: Tensor | None = packed.given()
+        if there is not None:
+            return there
+        if packed.leaving is not None:  # of the end of forward: it is still there
+            tensor, packed.leaving = packed.leaving, None
+        else:
+            self._bring(packed)
+            assert packed.coming is not None
+            (tensor, arrived), packed.coming = packed.coming, None
+            self._streams.current_stream(self._device).wait_event(arrived)
+        packed.given = weakref.ref(tensor)
+        before = packed.before()
+        for _ in range(AHEAD):
+            if before is not None:
+                self._bring(before)
+                before = before.before()
+        return tensor
+
+    def _bring(self, saved: Saved) -> None:
+        if saved.coming is not None or saved.leaving is not None or saved.given() is not None:
+            return
+        tensor = torch.empty_like(saved.host, device=self._device)
+        self._side.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._side):
+            tensor.copy_(saved.host, non_blocking=True)
+            saved.coming = tensor, self._side.record_event()
+        if tensor.is_cuda:
+            tensor.record_stream(self._side)  # it may be dropped without having been asked for

@@ -2,14 +2,11 @@
 
 Parameters are whole on every rank. Each rank keeps optimizer states for its rows of each parameter only, updates these rows, and gathers
 the others. Compared with ddp, a step sends the parameters once more, and Adam's state takes 8 / ranks bytes a parameter instead of 8.
-
-Gradients are whole, too, averaged by DistributedDataParallel; or, with ``shard_gradients``, each rank keeps those of its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -17,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..base.dtensor import local
 from ..distributed import World
@@ -26,8 +24,16 @@ from ..options import DistributedDataParallelKwargs
 from ..precision.policies import LOW
 from ..protocols import Counting, Layout, WrapContext, chunk_elements
 from .blocks import refuse_sparse
-from .ddp import DDP
-from .single import Single, clip_to_norm, counting_over, hook_gradient, share_buffers, take_rank_0s
+from .ddp import DDP, buckets_of
+from .single import (
+    Reducing,
+    Single,
+    clip_to_norm,
+    counting_over,
+    hook_gradient,
+    share_buffers,
+    take_rank_0s,
+)
 
 # The older name warns from torch 2.13 on.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -73,15 +79,12 @@ class ZeRO1(DDP):
     Options: ClassVar[type] = ZeRO1Options
 
     no_step_in_backward = "steps the shards of all parameters together, and gathers them"
-
     join = Single.join
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         super().__init__(world, options)
         self._cap = int(options.bucket_cap_mb * 2**20)
-        self._frozen: set[int] = (
-            set()
-        )  # ids of parameters that were frozen: no gradients of them are averaged
+        self._frozen: set[int] = set()  # ids of parameters whose gradients are not averaged
         self._cuts = getattr(options, "shard_gradients", False)  # "auto" has ddp's options
         if self._cuts:
             self.sums, self.reduces_each = False, True
@@ -90,36 +93,25 @@ class ZeRO1(DDP):
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         cap = int(options.bucket_cap_mb * 2**20)
         trained = [p for p in model.parameters() if p.requires_grad]
-        found = DDP.layout(model, options, size, local_size)._replace(
-            states=chunk_elements(size), gathered=packed_at_once(trained, cap)
-        )
+        found = DDP.layout(model, options, size, local_size)
+        found = found._replace(states=chunk_elements(size), gathered=packed_at_once(trained, cap))
         if not getattr(options, "shard_gradients", False):
             return found
-        bucket = max((sum(p.numel() for p in bucket) for bucket in buckets_of(trained, cap)), default=0)
-        return found._replace(gradients=chunk_elements(size), unreduced=bucket, reducing=bucket)
+        return found._replace(gradients=chunk_elements(size), unreduced=found.early, reducing=found.early)
 
-    def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         refuse_sparse(model, "zero1 cuts dense ones only")
         if self._cuts:
             take_rank_0s(model, self._world, context.place)
-            module = context.policy.forward(context.policy.convert(model), self._world.device)
-            context.compile(module)
+            module = Single.wrap(self, model, optimizers, context)
             module = GradientShards(module, model, self._world, self._cap, self.options.broadcast_buffers)
         else:
             module = super().wrap(model, optimizers, context)
         self._frozen.update(id(p) for p in model.parameters() if not p.requires_grad)
         return module
 
-    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def spread(self, optimizer: Optimizer) -> Optimizer:
         return ShardedOptimizer(optimizer, self._world, self._cap, self._frozen)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.reducing(False) if isinstance(model, GradientShards) else super().no_sync(model)
-
-    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.reducing(True) if isinstance(model, GradientShards) else super().force_sync(model)
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
         if create_graph and self._cuts:
@@ -148,26 +140,7 @@ class ZeRO1(DDP):
         return super().release(model, alone)
 
 
-# -- gradients in shards -----------------------------------------------------------------------------------------------
-
-
-def buckets_of(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
-    """`parameters` from the last to the first, as gradients mostly come, in lists of one dtype and up to `cap` bytes."""
-    buckets: list[list[nn.Parameter]] = []
-    held = 0
-    for parameter in reversed(parameters):
-        size = parameter.numel() * parameter.element_size()
-        last = buckets[-1][-1] if buckets else None
-        alike = last is not None and last.dtype == parameter.dtype and bool(last.ndim) == bool(parameter.ndim)
-        if not alike or held + size > cap:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(parameter)
-        held += size
-    return buckets
-
-
-class GradientShards(nn.Module):
+class GradientShards(Reducing):
     """Calls the model; while backward runs, averages gradients over the ranks, keeps this rank's rows, and frees the rest.
 
     All ranks reduce the same buckets of `cap` bytes in the same order, whatever the order in which their gradients come. While `reduces`,
@@ -177,13 +150,11 @@ class GradientShards(nn.Module):
     def __init__(self, module: nn.Module, root: nn.Module, world: World, cap: int, shares: bool) -> None:
         super().__init__()
         self.module, self.root, self.world = module, root, world
-        self.reduces, self._shares, self._stale = True, shares, shares
+        self._shares = self._stale = shares
         trained = [p for p in root.parameters() if p.requires_grad]
         self._buckets = buckets_of(trained, cap)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket}
-        self._rows: dict[
-            Tensor, Tensor
-        ] = {}  # sums over the window of this rank's rows, fp32 for low precision
+        self._rows: dict[Tensor, Tensor] = {}  # sums of this rank's rows, fp32 for low precision
         self._running = False
         self._mesh: Any = None
         self.hooks = [p.register_hook(partial(self._begin, p)) for p in trained]
@@ -195,14 +166,6 @@ class GradientShards(nn.Module):
         self._stale = self._shares and torch.is_grad_enabled() and self.reduces
         self.world.forwards += 1
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def reducing(self, wanted: bool) -> Iterator[None]:
-        before, self.reduces = self.reduces, wanted
-        try:
-            yield
-        finally:
-            self.reduces = before
 
     def _take_up(self, parameter: Tensor) -> None:
         """Add to the rows that an earlier backward has handed over, unless they were cleared since."""
@@ -280,6 +243,6 @@ class GradientShards(nn.Module):
 
         if self._mesh is None:
             self._mesh = init_device_mesh(self.world.device.type, (self.world.size,))
-        how = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+        how: Any = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
         placement = Shard(0) if parameter.ndim else Replicate()
         return DTensor.from_local(rows.to(parameter.dtype), self._mesh, [placement], **how)

@@ -35,9 +35,8 @@ from ..protocols import Precision, Strategy, WrapContext
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
-from ..strategies.offload import Offload
 from ..strategies.single import hook_gradient, refuse_words
-from ..strategies.transforms import CompileOptions, Compiling, Recompute, find_recomputed, recompute
+from ..strategies.transforms import CompileOptions, Compiling, Offload, Recompute, find_recomputed, recompute
 from .activations import Budget
 from .memory import SPARE, AutoStrategy
 from .replicas import ADDED, Replicas, compare_prepared

@@ -29,46 +29,31 @@ def square(dtype: torch.dtype = FP32) -> Tensor:
 HALVES: dict[str, Any] = {
     "linear": lambda x: F.linear(x, square(), torch.zeros(4)),
     "@": lambda x: x @ square(),
-    "mm": lambda x: x.mm(square()),
-    "addmm": lambda x: torch.addmm(torch.zeros(4), x, square()),
     "bmm": lambda x: torch.bmm(x[None], x[None]),
-    "einsum": lambda x: torch.einsum("ij,jk->ik", x, square()),
     "conv2d": lambda x: nn.Conv2d(1, 2, 3)(x[None, None]),
-    "conv_transpose2d": lambda x: nn.ConvTranspose2d(1, 2, 2)(x[None, None]),
     "prelu": lambda x: nn.PReLU()(x),
     "LSTM": lambda x: nn.LSTM(4, 3)(x)[0],
     "GRU": lambda x: nn.GRU(4, 3, num_layers=2)(x)[0],
-    "LSTMCell": lambda x: nn.LSTMCell(4, 3)(x)[0],
     "attention": lambda x: nn.MultiheadAttention(4, 2)(x[None], x[None], x[None])[0],
     "sdpa": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
 }
 FLOATS: dict[str, Any] = {
     "softmax": lambda x: F.softmax(x, -1),
-    "method": lambda x: x.softmax(-1),
-    "log_softmax": lambda x: F.log_softmax(x, -1),
     "layer_norm": lambda x: nn.LayerNorm(4)(x),
     "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 3])),
-    "mse_loss": lambda x: nn.MSELoss()(x, square()),
     "bce_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, square()),
-    "exp": lambda x: x.exp(),
-    "pow": lambda x: x.pow(2),
     "**": lambda x: x**2,
     "2**": lambda x: 2**x,
     "1/": lambda x: 1 / x,
     "sum": lambda x: x.sum(),
-    "std": lambda x: x.std(),
     "norm": lambda x: x.norm(),
-    "cosine_similarity": lambda x: F.cosine_similarity(x, square()),
     "interpolate": lambda x: F.interpolate(x[None], 2),
     "cpu": lambda x: x.cpu(),
     "**=": lambda x: x.__ipow__(2) if x.dtype == FP16 else x.clone().__ipow__(2),
 }
 OWN: dict[str, Any] = {  # in no list: they keep the type they are given
     "relu": F.relu,
-    "gelu": lambda x: nn.GELU()(x),
     "tanh": torch.tanh,
-    "max_pool": lambda x: nn.MaxPool1d(2)(x),
-    "transpose": lambda x: x.t(),
     "+1": lambda x: x + 1,
     "mean": lambda x: x.mean(),
     "dropout": lambda x: nn.Dropout(0.5)(x),
@@ -76,45 +61,24 @@ OWN: dict[str, Any] = {  # in no list: they keep the type they are given
 
 
 @pytest.mark.parametrize("given", [FP32, FP16, BF16])
-def test_products_are_fp16(given: torch.dtype) -> None:
-    for name, function in HALVES.items():
-        x = square(given).requires_grad_()
-        with o1():
-            y = function(x)
-        assert y.dtype == FP16, name
-        y.float().sum().backward()
-        assert x.grad.dtype == given, name
-
-
-@pytest.mark.parametrize("given", [FP32, FP16])
-def test_functions_that_need_range_are_fp32(given: torch.dtype) -> None:
-    for name, function in FLOATS.items():
-        x = square(given).requires_grad_()
-        with o1():
-            y = function(x)
-        assert y.dtype == FP32, name
-        y.sum().backward()
-        assert x.grad.dtype == given, name
-
-
-@pytest.mark.parametrize("given", [FP32, FP16])
-def test_other_functions_keep_the_dtype(given: torch.dtype) -> None:
-    with o1():
-        for name, function in OWN.items():
-            assert function(square(given)).dtype == given, name
+def test_products_are_fp16_functions_that_need_range_fp32_and_others_as_given(given: torch.dtype) -> None:
+    for functions, wanted in ((HALVES, FP16), (FLOATS, FP32), (OWN, given)):
+        for name, function in functions.items() if given != BF16 or wanted == FP16 else ():
+            x = square(given).requires_grad_()
+            with o1():
+                y = function(x)
+            assert y.dtype == wanted, name
+            y.float().sum().backward()
+            assert x.grad.dtype == given, name
 
 
 WIDEST: dict[str, Any] = {
     "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
     "*": lambda a, b: torch.mul(a, b),
-    "/": lambda a, b: a / b,
     "addcmul": lambda a, b: torch.addcmul(a, b, b),
-    "atan2": torch.atan2,
     "cross": lambda a, b: torch.cross(a[:, :3], b[:, :3], dim=1),
     "dot": lambda a, b: torch.dot(a[0], b[0]),
     "cat": lambda a, b: torch.cat([a, b]),
-    "stack": lambda a, b: torch.stack((a, b)),
     "bilinear": lambda a, b: F.bilinear(a, b, torch.ones(2, 4, 4, dtype=b.dtype)),
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator, PrepareError
-from easymp.precision.fp8 import FP8, Float8Linear
+from easymp.precision.policies import FP8, Float8Linear
 
 CPU = torch.device("cpu")
 
@@ -31,9 +31,8 @@ def off(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("half", [True, False])
 def test_its_three_products_are_fp32s_within_rounding(shape: tuple[int, ...], half: bool) -> None:
     plain, swapped = pair()
-    a, b = (
-        torch.randn(*shape, 32, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in "ab"
-    )
+    given = torch.randn(*shape, 32, generator=torch.Generator().manual_seed(1))
+    a, b = given.clone().requires_grad_(), given.clone().requires_grad_()
     wanted = plain(a)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         got = swapped(b)
@@ -62,15 +61,8 @@ class Odd(nn.Linear):
 
 def test_plain_linear_layers_are_swapped() -> None:
     shared = nn.Linear(16, 16)
-    model = nn.Sequential(
-        nn.Linear(16, 32),
-        nn.Linear(32, 10),
-        nn.Linear(20, 16),
-        Odd(16, 16),
-        nn.MultiheadAttention(16, 2),
-        shared,
-        shared,
-    )
+    layers = (nn.Linear(16, 32), nn.Linear(32, 10), nn.Linear(20, 16), Odd(16, 16))
+    model = nn.Sequential(*layers, nn.MultiheadAttention(16, 2), shared, shared)
     before, hooks = dict(model.named_parameters()), []
     shared.register_forward_hook(lambda *_: hooks.append(1))
     assert FP8().convert(model) is model
@@ -115,9 +107,7 @@ def test_training_falls() -> None:
 def test_on_a_gpu() -> None:
     found = torch.cuda.get_device_capability()
     if found < (8, 9):
-        pytest.skip(
-            f"needs an NVIDIA GPU with fp8 Tensor Cores (sm_89 or newer); this one is sm_{found[0]}{found[1]}"
-        )
+        pytest.skip(f"needs an NVIDIA GPU with fp8 Tensor Cores (sm_89 or newer); this one is {found}")
     first, last = falls(FP8(), torch.device("cuda"))
     assert last < 0.5 * first
     with Accelerator(mixed_precision="fp8") as acc:

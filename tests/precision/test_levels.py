@@ -15,19 +15,8 @@ FP16, FP32 = torch.float16, torch.float32
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 3, 4)),
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(48, 3),
-    )
-
-
-def batch(n: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(n, 12, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+    first = nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+    return nn.Sequential(*first, nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
 
 
 # level: parameters, batch-norm, scaled, masters
@@ -58,7 +47,7 @@ def test_the_table_of_levels(level: str) -> None:
         assert held == ({FP32} if masters else {param, norm})
         seen: list[Any] = []
         model[5].register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
-        assert model(batch()[0]).dtype == FP32
+        assert model(torch.randn(8, 12)).dtype == FP32
         assert seen[0][1] == (FP32 if level == "O0" else FP16)
 
 
@@ -73,17 +62,8 @@ def test_buffers_and_tied_parameters_are_cast_once() -> None:
     with Accelerator(mixed_precision="O2", cpu=True) as acc:
         acc.prepare(model)
     assert model.head.weight is model.embed.weight
-    assert {name: t.dtype for name, t in model.state_dict().items()} == {
-        "embed.weight": FP16,
-        "head.weight": FP16,
-        "table": FP16,
-        "index": torch.int64,
-        "frozen.weight": FP16,
-        "frozen.bias": FP16,
-        "plain.running_mean": FP16,
-        "plain.running_var": FP16,
-        "plain.num_batches_tracked": torch.int64,
-    }
+    whole = ("index", "plain.num_batches_tracked")
+    assert all(t.dtype == (torch.int64 if n in whole else FP16) for n, t in model.state_dict().items())
 
 
 def test_nested_inputs_are_cast_in() -> None:

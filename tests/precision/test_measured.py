@@ -15,6 +15,7 @@ from easymp.distributed import Ranks, World, read_ranks
 from easymp.precision import Measured, measured
 
 from ..conftest import Ranks as Processes
+from ..strategies.models import Of
 
 CPU = torch.device("cpu")
 ALONE = World(Ranks(), CPU)
@@ -99,34 +100,17 @@ def test_the_step_leaves_no_trace(outcome: Any) -> None:
     torch.testing.assert_close(probed, plain, rtol=0, atol=0)
 
 
-class NoHalf(nn.Module):
-    """Runs in fp32 only, as much code that meets NumPy does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        return y * float(y.detach().numpy().sum())
-
-
 def test_a_model_that_does_not_run_in_bf16_runs_in_fp32() -> None:
-    model = NoHalf()
+    def call(m: nn.Module, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        return y * float(y.detach().numpy().sum())  # in fp32 only, as much code that meets NumPy
+
+    model = Of(call, layer=nn.Linear(3, 3))
     policy, called, said = undecided(model)
     called(torch.ones(2, 3)).sum().backward()
     assert policy.name == "fp32"
     assert said[0].reason.startswith("this model does not run in bf16 (TypeError: ")
     assert model.layer.weight.grad is not None
-
-
-def test_real_measurement_has_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "PATIENCE", 0.0)
-    policy, called, _ = undecided(net())
-    called(torch.randn(4, 4))
-    assert policy.choice is not None
-    assert policy.choice.value in ("fp32", "bf16")
-    assert "one pair" in policy.choice.reason
 
 
 @pytest.mark.parametrize(

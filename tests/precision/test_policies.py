@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from easymp import Accelerator, AutocastKwargs, BatchError
 
+from ..strategies.models import Of
+
 HALF = [("bf16", torch.bfloat16), ("fp16", torch.float16)]
 Pair = namedtuple("Pair", "logits extra")
 
@@ -23,16 +25,9 @@ class Record:
     logits: torch.Tensor
 
 
-class Tiny(nn.Module):
+def tiny(shape: Any = lambda y: y) -> nn.Module:
     """Returns what `shape` makes of a linear layer's output."""
-
-    def __init__(self, shape: Any = lambda y: y) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.shape = shape
-
-    def forward(self, x: Tensor) -> Any:
-        return self.shape(self.layer(x))
+    return Of(lambda m, x: shape(m.layer(x)), layer=nn.Linear(4, 3))
 
 
 def prepared(model: nn.Module, precision: str, **options: Any) -> nn.Module:
@@ -41,12 +36,12 @@ def prepared(model: nn.Module, precision: str, **options: Any) -> nn.Module:
 
 
 def outputs(precision: str, shape: Any = lambda y: y, **options: Any) -> Any:
-    return prepared(Tiny(shape), precision, **options)(torch.randn(2, 4))
+    return prepared(tiny(shape), precision, **options)(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize(("precision", "compute"), HALF)
 def test_products_run_in_half_and_come_out_in_fp32(precision: str, compute: torch.dtype) -> None:
-    model = Tiny()
+    model = tiny()
     seen: list[torch.dtype] = []
     model.layer.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
     y = prepared(model, precision)(torch.randn(2, 4))

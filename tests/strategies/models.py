@@ -13,6 +13,19 @@ from easymp import Accelerator
 STEPS, BATCH, WIDTH, WORDS, LENGTH = 20, 24, 16, 19, 6
 
 
+class Of(nn.Module):
+    """A model of `parts`, whose forward is ``call(self, *inputs)``."""
+
+    def __init__(self, call: Any, **parts: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self, *args, **kwargs)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -118,9 +131,8 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
     """`STEPS` updates, in which the ranks share each micro-batch: losses, gradient norms and skipped steps, parameters, buffers."""
     model = make(kind)
     given: Any = list(model.parameters())
-    optimizer: Any = (
-        torch.optim.AdamW(given, lr=0.01) if adam else torch.optim.SGD(given, lr=0.05, momentum=0.9)
-    )
+    sgd = torch.optim.SGD(given, lr=0.05, momentum=0.9)
+    optimizer: Any = torch.optim.AdamW(given, lr=0.01) if adam else sgd
     schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, STEPS)
     model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
     spread = acc._prepared.strategy
@@ -129,10 +141,8 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
     for _ in range(STEPS):
         total = torch.zeros(())
         for _ in range(acc.gradient_accumulation_steps):
-            x, y = (
-                torch.randn(BATCH, 12, generator=generator),
-                torch.randint(0, 5, (BATCH,), generator=generator),
-            )
+            x = torch.randn(BATCH, 12, generator=generator)
+            y = torch.randint(0, 5, (BATCH,), generator=generator)
             x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
             with acc.accumulate(model):
                 total += train_step(acc, model, nn.functional.cross_entropy, x, y)
@@ -143,20 +153,14 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
         losses.append(float(acc.reduce(total, "mean")))
         norms.append(float(norm))
         skipped.append(acc.optimizer_step_was_skipped)
-    shards = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
-    states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
-    kinds = sorted({type(p).__name__ for p in model.parameters()})
     return {
         "losses": losses,
         "norms": norms,
         "skipped": skipped,
         "parameters": {name: whole(p) for name, p in model.named_parameters()},
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
-        "shards": shards,
-        "states": sum((t.to_local() if hasattr(t, "to_local") else t).numel() for t in states),
-        "kinds": kinds,
+        "kinds": sorted({type(p).__name__ for p in model.parameters()}),
         "lr": schedule.get_last_lr()[0],
-        "precision": acc.mixed_precision,
     }
 
 
@@ -167,12 +171,11 @@ def trained(
     clip: float | None,
     precision: str = "no",
     options: Any = None,
-    adam: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
     """`train` under a strategy."""
     with under(strategy, options, steps, precision, **more) as acc:
-        return train(acc, kind, clip, adam)
+        return train(acc, kind, clip)
 
 
 def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:

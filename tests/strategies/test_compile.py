@@ -63,38 +63,14 @@ def test_one_graph_for_the_model_and_one_for_all_blocks() -> None:
         assert trained("single", "tied", EAGER["blocks"], precision=precision)["graphs"] <= 2
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))  # a megabyte each
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-def split() -> int:
-    GRAPHS.clear()
-    torch._dynamo.reset()
-    with under("ddp", {"bucket_cap_mb": 1}, compile=CompileOptions(backend=counting)) as acc:
-        model = acc.prepare(Wide())
-        acc.backward(model(torch.ones(4, 512)).square().mean())
-        return len(GRAPHS)
-
-
-def test_ddps_buckets_split_the_graph(ranks) -> None:
-    assert ranks(split)[0] > 1
-
-
 def test_the_model_stays_the_users() -> None:
     model = make("tied")
     names = [list(model.state_dict()), [n for n, _ in model.named_modules()]]
     for what in ("model", "blocks"):
         with Accelerator(mixed_precision="no", compile=EAGER[what]) as acc:
             view = acc.prepare(model)
-            assert (
-                isinstance(view, Tied)
-                and [list(view.state_dict()), [n for n, _ in view.named_modules()]] == names
-            )
+            assert isinstance(view, Tied)
+            assert [list(view.state_dict()), [n for n, _ in view.named_modules()]] == names
             view(torch.ones(2, 12))
         assert all(m._compiled_call_impl is None for m in model.modules())
         assert all(type(b) is Block for b in model.blocks)
@@ -107,22 +83,22 @@ def test_a_model_that_the_user_compiled() -> None:
         model = acc.prepare(torch.compile(make("tied"), backend=counting))
         acc.backward(model(torch.ones(2, 12)).sum())
         assert GRAPHS
-    for build in (lambda: torch.compile(make("tied"), backend="eager"), compiled_inside):
-        with Accelerator(mixed_precision="no", compile=True) as acc:
-            with pytest.raises(PrepareError, match="is compiled already, and compile= asks for it again"):
-                acc.prepare(build())
+    again = "is compiled already, and compile= asks for it again"
+    whole = torch.compile(make("tied"), backend="eager")
+    for what, model, words in (
+        ("model", whole, again),
+        ("model", compiled_inside(), again),
+        ("blocks", make("mlp"), "compile='blocks' means the repeated blocks of a model,"),
+    ):
+        with Accelerator(mixed_precision="no", compile=what) as acc:
+            with pytest.raises(PrepareError, match=words):
+                acc.prepare(model)
 
 
 def compiled_inside() -> nn.Module:
     model = make("tied")
     model.blocks[0].compile(backend="eager")
     return model
-
-
-def test_no_repeated_blocks() -> None:
-    with Accelerator(mixed_precision="no", compile="blocks") as acc:
-        with pytest.raises(PrepareError, match="compile='blocks' means the repeated blocks of a model,"):
-            acc.prepare(make("mlp"))
 
 
 @pytest.mark.parametrize(
@@ -162,41 +138,6 @@ def test_behind_the_hooks_of_fsdp_nothing_of_it_would_be(ranks) -> None:
     for failure in ranks.fails(graphs_of_a_chain, "fsdp"):
         assert failure.type == "PrepareError"
         assert "torch.compile passes over behind the hooks" in failure.message
-
-
-def updates(strategy: str, compiled: CompileOptions | None) -> tuple[list[int], dict[str, int], list[float]]:
-    """Of five updates: graphs compiled so far, after each; the breaks that Dynamo counted; the losses."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    GRAPHS.clear()
-    with under(strategy, None, 2, "bf16", compile=compiled, activation_checkpointing=True) as acc:
-        model = make("tied")
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        counts, losses = [], []
-        for turn in range(5):
-            for micro in range(2):
-                x = torch.randn(4, 12, generator=torch.Generator().manual_seed(2 * turn + micro))
-                with acc.accumulate(model):
-                    loss = model(x).square().mean()
-                    acc.backward(loss)
-                    acc.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            counts.append(len(GRAPHS))
-            losses.append(loss.item())
-        return counts, dict(counters["graph_break"]), losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_blocks_are_compiled_once_and_whole(ranks, strategy: str) -> None:
-    [(_, _, eager), _] = ranks(updates, strategy, None)
-    for counts, breaks, losses in ranks(updates, strategy, EAGER["blocks"]):
-        assert not breaks
-        assert counts[1] == counts[-1] > 0, counts
-        assert losses == pytest.approx(eager, rel=0.01)
 
 
 def test_the_mode_reaches_the_backend() -> None:

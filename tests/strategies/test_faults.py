@@ -96,7 +96,10 @@ def check_killed(ranks: Any, label: str, where: str, victim: int) -> None:
             ), failure
 
 
-@pytest.mark.parametrize("label", SEVERAL)
+FOUR = [pytest.param(label, marks=pytest.mark.slow) for label in SEVERAL if WAYS[label].sizes[0] > 2]
+
+
+@pytest.mark.parametrize("label", [*(label for label in SEVERAL if WAYS[label].sizes[0] < 4), *FOUR])
 def test_a_rank_that_is_killed_in_backward_is_named(ranks: Any, label: str) -> None:
     check_killed(ranks, label, "backward", -1)
 

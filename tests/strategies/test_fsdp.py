@@ -21,20 +21,22 @@ from easymp import (
 )
 from easymp.strategies.blocks import find_blocks
 
-from .models import Tied, agree, make, mean_square, message, part, trained, under, whole
+from .models import Of, Tied, agree, make, mean_square, message, part, trained, under, whole
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
+
+
+BY_CLASS = {"wrap": ["Linear", "LayerNorm"], "reduce_every_micro_batch": True}
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        FSDPOptions(reshard_after_forward=False),
         {"wrap": 500, "cpu_offload": True},
-        pytest.param(
-            {"wrap": ["Linear", "LayerNorm"], "reduce_every_micro_batch": True}, marks=pytest.mark.slow
+        pytest.param(BY_CLASS, marks=pytest.mark.slow),
+        FSDPOptions(
+            wrap=("Block", "Sequential"), reshard_after_forward=False, reduce_every_micro_batch=False
         ),
-        {"wrap": ("Block", "Sequential"), "reshard_after_forward": False, "reduce_every_micro_batch": False},
     ],
 )
 def test_options_change_no_number(ranks, options: Any) -> None:
@@ -45,7 +47,9 @@ def test_options_change_no_number(ranks, options: Any) -> None:
 
 
 def by_hand(strategy: str, how: str, options: Any = None) -> list[torch.Tensor]:
-    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options) as acc:
+    plugin = GradientAccumulationPlugin(3, sync_each_batch=True) if how == "each" else None
+    how_ = {"strategy": strategy, "strategy_options": options, "gradient_accumulation_plugin": plugin}
+    with Accelerator(mixed_precision="no", **how_) as acc:
         model = acc.prepare(make("tied"))
         x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
         if how == "no_sync":
@@ -55,6 +59,10 @@ def by_hand(strategy: str, how: str, options: Any = None) -> list[torch.Tensor]:
                     acc.backward(model(x).square().mean())
                 acc.backward(model(x).square().mean())
             acc.backward(model(x).square().mean())
+        elif how == "each":  # what is averaged stays averaged
+            for _ in range(3):
+                with acc.accumulate(model):
+                    acc.backward(model(x).square().mean())
         else:
             with acc.no_sync(model):
                 acc.backward(model(x).square().mean())
@@ -65,11 +73,11 @@ def by_hand(strategy: str, how: str, options: Any = None) -> list[torch.Tensor]:
         return [whole(p.grad) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("how", ["no_sync", "trigger"])
+@pytest.mark.parametrize("how", ["no_sync", "trigger", "each"])
 def test_accumulation_by_hand(ranks, how: str) -> None:
     one = by_hand("single", how)
     assert any(g.abs().max() == 0.01 for g in one)
-    for got in ranks(by_hand, "fsdp", how):
+    for got in ranks(by_hand, "fsdp", how, {"ignore": "blocks.0"} if how == "each" else None):
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
 
 
@@ -95,23 +103,26 @@ def test_memory_decides_when_gradients_are_reduced(ranks) -> None:
         assert reduced and reason == f"{many}; gradients are reduced to shards at each"
 
 
-def norms() -> list[float]:
-    with Accelerator(mixed_precision="no") as acc:
-        model = acc.prepare(make("mlp"))
-        x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
-        acc.backward(model(x).square().mean())
-        found = [float(acc.clip_grad_norm_(model.parameters(), 0.5, kind)) for kind in (1.0, 2.0, torch.inf)]
-        plain = nn.Parameter(torch.zeros(3))
-        plain.grad = torch.full((3,), 2.0)
-        found.append(float(acc.clip_grad_norm_([*model.parameters(), plain], 0.1)))
-        return [*found, *plain.grad.tolist()]
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(400, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.norm(self.embed(x)), self.embed.weight)
 
 
-def test_norms_of_every_kind_and_of_mixed_layouts(ranks) -> None:
-    one = norms()
-    # some hold no element of a bias of 5
-    for got in ranks(norms, processes=4, env={"EASYMP_STRATEGY": "fsdp"}):
-        assert got == pytest.approx(one, rel=1e-5)
+def read_weight(strategy: str) -> list[torch.Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
+        torch.manual_seed(0)
+        model = acc.prepare(Reads())
+        acc.backward(model(torch.arange(12).view(2, 6)).square().mean())
+        return [whole(p.grad) for p in model.parameters()]
+
+
+def test_a_layer_whose_weight_is_read_stays_with_the_model(ranks) -> None:
+    for a, b in zip(ranks(read_weight, "fsdp")[0], read_weight("single")):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 # -- half precision ----------------------------------------------------------------------------------------------------
@@ -122,11 +133,9 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(400, 64)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)
-        )
-        self.norm = nn.LayerNorm(64)
+        self.embed, self.norm = nn.Embedding(400, 64), nn.LayerNorm(64)
+        blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(64, 400, bias=False)
         self.register_buffer("place", torch.randn(6, 64, generator=torch.Generator().manual_seed(1)))
         self.seen: set[torch.dtype] = set()
@@ -163,7 +172,7 @@ def traffic(call: Any, model: nn.Module) -> tuple[int, int, int]:
     return forward, alive, gathered[0] - forward
 
 
-def beside_plain(strategy: str, options: Any, precision: str) -> dict[str, Any]:
+def beside_plain(strategy: str, options: Any, precision: str) -> tuple[Any, ...]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with Accelerator(strategy=strategy, strategy_options=options, mixed_precision=precision) as acc:
@@ -178,34 +187,23 @@ def beside_plain(strategy: str, options: Any, precision: str) -> dict[str, Any]:
         plain.place = plain.place.to(dtype)
         ours = acc.prepare(ours)
         parameter: Any = ours.head.weight
-        found = {"plain": traffic(plain, plain), "ours": traffic(ours, ours)}
-        return {
-            **found,
-            "stored": {p.dtype for p in ours.parameters()} | {p.grad.dtype for p in ours.parameters()},
-            "buffer": ours.seen,
-            "output": ours(torch.arange(12).view(2, 6)).dtype,
-            "shard": parameter.to_local().numel(),
-        }
+        found = traffic(plain, plain), traffic(ours, ours)
+        dtypes = ours.seen | {ours(torch.arange(12).view(2, 6)).dtype}
+        dtypes |= {p.dtype for p in ours.parameters()} | {p.grad.dtype for p in ours.parameters()}
+        return *found, dtypes, parameter.to_local().numel()
 
 
-class Gains(nn.Module):
+def gains() -> nn.Module:
     """Vectors of norms, and one of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.batch, self.linear = nn.LayerNorm(32), nn.BatchNorm1d(32), nn.Linear(32, 32)
-        self.gain = nn.Parameter(torch.ones(32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.gain * self.batch(self.linear(self.norm(x)))
+    parts = {"norm": nn.LayerNorm(32), "batch": nn.BatchNorm1d(32), "linear": nn.Linear(32, 32)}
+    call = lambda m, x: x + m.gain * m.batch(m.linear(m.norm(x)))  # noqa: E731
+    return Of(call, gain=nn.Parameter(torch.ones(32)), **parts)
 
 
 def recomputed(strategy: str, which: Any) -> tuple[float, float]:
-    with Accelerator(
-        strategy=strategy, mixed_precision="bf16", activation_checkpointing=which, cpu=True
-    ) as acc:
+    with under(strategy, precision="bf16", activation_checkpointing=which, cpu=True) as acc:
         torch.manual_seed(0)
-        model = acc.prepare(nn.Sequential(*(Gains() for _ in range(3))))
+        model = acc.prepare(nn.Sequential(*(gains() for _ in range(3))))
         out = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(1)))
         acc.backward(out.square().mean())
         return float(out.detach().sum()), float(whole(model[0].gain.grad).sum())
@@ -225,41 +223,13 @@ def test_it_gathers_and_keeps_what_plain_fully_shard_does(
 ) -> None:
     model = Words()
     size = sum(p.numel() for p in model.parameters()) * (4 if precision == "no" else 2)
-    for got in ranks(beside_plain, strategy, options, precision, processes=processes):
-        assert got["ours"] == pytest.approx(got["plain"], rel=0.01)
-        assert got["ours"][:2] == pytest.approx((size, 0), rel=0.01)
-        assert got["stored"] == got["buffer"] == {got["output"]} == {torch.float32}
-        assert got["shard"] == model.head.weight.numel() // 2
+    for plain, ours, dtypes, shard in ranks(beside_plain, strategy, options, precision, processes=processes):
+        assert ours == pytest.approx(plain, rel=0.01)
+        assert ours[:2] == pytest.approx((size, 0), rel=0.01)
+        assert dtypes == {torch.float32} and shard == model.head.weight.numel() // 2
 
 
 # -- what is wrapped ---------------------------------------------------------------------------------------------------
-
-
-class Reads(Words):
-    """Its head is the embedding, whose weight is read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.linear(self.norm(x), self.embed.weight)
-
-
-def read_weight(strategy: str) -> list[torch.Tensor]:
-    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
-        torch.manual_seed(0)
-        model = acc.prepare(Reads())
-        acc.backward(model(torch.arange(12).view(2, 6)).square().mean())
-        return [whole(p.grad) for p in model.parameters()]
-
-
-def test_a_layer_whose_weight_is_read_stays_with_the_model(ranks) -> None:
-    for a, b in zip(ranks(read_weight, "fsdp")[0], read_weight("single")):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> None:
@@ -287,27 +257,16 @@ def test_a_class_that_no_module_has() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"reshard": True}, "strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'"),
-        (
-            DistributedDataParallelKwargs(),
-            "takes FSDPOptions, or a dict of its fields, not a DistributedDataParallelKwargs",
-        ),
-    ],
-)
-def test_wrong_options(ranks, options: Any, words: str) -> None:
-    for said in ranks(refused_options, options):
-        assert re.search(words, said), said
-
-
-def refused_options(options: Any) -> str:
-    return message(SettingError, Accelerator, strategy="fsdp", strategy_options=options)
-
-
 def refusals() -> dict[str, str]:
-    said = {}
+    said = {
+        "option": message(SettingError, under, "fsdp", {"reshard": True}),
+        "options": message(SettingError, under, "fsdp", DistributedDataParallelKwargs()),
+    }
+    for name, ignore in (("nothing", "blocs"), ("everything", "*"), ("lists", "blocks")):
+        with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"ignore": ignore}) as acc:
+            model = make("tied")
+            lists = torch.optim.AdamW(model.parameters(), foreach=True)
+            said[name] = message(PrepareError, acc.prepare, model, lists)
     with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
         model = make("mlp")
         late = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -317,13 +276,8 @@ def refusals() -> dict[str, str]:
         scalar, last = nn.Linear(2, 2), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
         scalar.gain = nn.Parameter(torch.ones(()))
         mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-        for name, objects in {
-            "stepped": (model, stepped),
-            "scalar": (scalar,),
-            "channels": (last,),
-            "list": (nn.ModuleList([nn.Linear(1, 1)]),),
-            "mixed": (mixed,),
-        }.items():
+        cases = {"stepped": (model, stepped), "scalar": (scalar,), "channels": (last,), "mixed": (mixed,)}
+        for name, objects in {**cases, "list": (nn.ModuleList([nn.Linear(1, 1)]),)}.items():
             said[name] = message(PrepareError, acc.prepare, *objects)
         prepared = acc.prepare(model)
         said["late"] = message(PrepareError, acc.prepare, late)
@@ -335,15 +289,25 @@ def refusals() -> dict[str, str]:
 
 
 def test_refusals_have_sentences(ranks) -> None:
+    words = {
+        "option": "strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'",
+        "options": "takes FSDPOptions, or a dict of its fields, not a DistributedDataParallelKwargs",
+        "nothing": "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'",
+        "everything": "leaves no parameter to shard",
+        "lists": "AdamW has foreach=True for sharded and ignored parameters together (param group 0)",
+        "stepped": "AdamW has state for parameter '0.weight'",
+        "scalar": "parameter 'gain' is 0-dim",
+        "channels": "parameter 'weight' is not contiguous",
+        "list": "a ModuleList cannot be called",
+        "mixed": "'0.weight' is torch.float32, '1.weight' is torch.float64",
+        "late": "that belongs to no prepared model",
+        "closed": "shards of a run that has let go of it",
+        "again": "parameter '0.weight' is sharded already",
+    }
     for said in ranks(refusals):
-        assert "AdamW has state for parameter '0.weight'" in said["stepped"]
-        assert "parameter 'gain' is 0-dim" in said["scalar"]
-        assert "parameter 'weight' is not contiguous" in said["channels"]
-        assert "a ModuleList cannot be called" in said["list"]
-        assert "'0.weight' is torch.float32, '1.weight' is torch.float64" in said["mixed"]
-        assert "that belongs to no prepared model" in said["late"]
-        assert "shards of a run that has let go of it" in said["closed"]
-        assert "parameter '0.weight' is sharded already" in said["again"]
+        assert said.keys() == words.keys()
+        for name, expected in words.items():
+            assert expected in said[name]
 
 
 # -- what stays whole --------------------------------------------------------------------------------------------------
@@ -362,28 +326,9 @@ def test_ignored_parameters_stay_whole_and_train(ranks, ignore: Any, steps: int,
         assert torch.equal(values, results[1]["parameters"][name]), name
 
 
-def each_micro_step(strategy: str) -> list[torch.Tensor]:
-    plugin = GradientAccumulationPlugin(3, sync_each_batch=True)
-    options = {"ignore": "blocks.0"} if strategy == "fsdp" else None
-    how = {"strategy": strategy, "strategy_options": options, "gradient_accumulation_plugin": plugin}
-    with Accelerator(mixed_precision="no", **how) as acc:
-        model = acc.prepare(make("tied"))
-        x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
-        for _ in range(3):
-            with acc.accumulate(model):
-                acc.backward(model(x).square().mean())
-        return [whole(p.grad) for p in model.parameters()]
-
-
-def test_what_is_averaged_stays_averaged(ranks) -> None:
-    for a, b in zip(ranks(each_micro_step, "fsdp")[1], each_micro_step("single")):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
 def thaw() -> tuple[torch.Tensor, int]:
     with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"ignore": "1"}) as acc:
-        model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4).requires_grad_(False))
-        model = acc.prepare(model)
+        model = acc.prepare(nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4).requires_grad_(False)))
         assert not model[1].weight.requires_grad
         model[1].requires_grad_(True)
         acc.backward(model(torch.full((2, 12), 1.0 + acc.process_index)).sum())
@@ -395,25 +340,6 @@ def test_ignored_parameters_may_thaw_and_are_let_go(ranks) -> None:
     for grad, hooks in ranks(thaw):
         assert grad.tolist() == [2.0] * 4
         assert hooks == 0
-
-
-def ignored_wrongly() -> list[str]:
-    said = []
-    for ignore in (("blocs",), ("*",)):
-        with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"ignore": ignore}) as acc:
-            said.append(message(PrepareError, acc.prepare, make("tied")))
-    with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"ignore": "blocks"}) as acc:
-        model = make("tied")
-        mixed = torch.optim.AdamW(model.parameters(), foreach=True)
-        said.append(message(PrepareError, acc.prepare, model, mixed))
-    return said
-
-
-def test_wrong_names_are_refused(ranks) -> None:
-    for nothing, everything, mixed in ranks(ignored_wrongly):
-        assert "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'" in nothing
-        assert "leaves no parameter to shard" in everything
-        assert "AdamW has foreach=True for sharded and ignored parameters together (param group 0)" in mixed
 
 
 def cleared(strategy: str, options: dict[str, Any], precision: str) -> torch.Tensor:

@@ -61,28 +61,6 @@ def test_refusals(ranks, options: Any, local: int, words: str) -> None:
         assert re.search(words, said), said
 
 
-def after_another_run(groups: int) -> list[float]:
-    """Sums of whole parameters after a step, of two runs, before the first of which `groups` other groups were made."""
-    found = []
-    for extra in (groups, 0):
-        with under("hsdp", {"shard_size": 2}, timeout=30) as acc:
-            for _ in range(extra):
-                acc._run.world.group(range(acc.num_processes))
-            torch.manual_seed(0)
-            model = make("mlp")
-            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-            acc.backward(model(torch.ones(2, 12)).sum())
-            optimizer.step()
-            found.append(float(sum(whole(p).sum() for p in model.parameters())))
-    return found
-
-
-def test_a_run_after_another_does_not_use_its_groups(ranks) -> None:
-    """torch keeps layouts of tensors in caches, with the mesh that they were made for, and takes equal meshes for the same."""
-    for one, other in ranks(after_another_run, 3, processes=4):
-        assert one == other
-
-
 class Now(nn.Module):
     """Uses another block in each micro-batch, one in all of them, and one in none."""
 

@@ -22,14 +22,14 @@ def same(acc: Accelerator, tensors: Any) -> bool:
 
 
 def spreads(every: int, precision: str, fused: bool | None = None) -> list[list[bool]]:
-    """After each of 7 updates, and after a meeting: whether parameters, and buffers, are the same on all ranks."""
-    found = []
-    with Accelerator(
-        mixed_precision=precision, strategy="local_sgd", strategy_options={"every": every}, fused=fused
-    ) as acc:
-        model = nn.Sequential(make("mlp"), nn.BatchNorm1d(5))
+    """At the start, after each of 7 updates, and after a meeting: whether parameters, and buffers, are the same on all ranks."""
+    with under("local_sgd", {"every": every}, precision=precision, fused=fused) as acc:
+        torch.manual_seed(acc.process_index)
+        model = nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(5))
+        model[1].running_mean.fill_(acc.process_index)
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         generator = torch.Generator().manual_seed(acc.process_index)
+        found = [[same(acc, model.parameters()), same(acc, [model[1].running_mean])]]
         for step in range(8):
             if step == 7:
                 acc.wait_for_everyone()
@@ -44,7 +44,7 @@ def spreads(every: int, precision: str, fused: bool | None = None) -> list[list[
 @pytest.mark.parametrize(("precision", "fused"), [("no", None), ("fp16", True)])
 def test_models_are_averaged_after_every_third_update(ranks, precision: str, fused: bool | None) -> None:
     for found in ranks(spreads, 3, precision, fused):
-        assert found == [[(i % 3 == 2) or i == 7] * 2 for i in range(8)]
+        assert found == [[(i % 3 == 0) or i == 8] * 2 for i in range(9)]
 
 
 def two_rates() -> tuple[list[bool], list[bool]]:
@@ -76,13 +76,10 @@ def passes(leave: bool) -> tuple[bool, str]:
     data = TensorDataset(torch.randn(40, 12, generator=torch.Generator().manual_seed(1)))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with Accelerator(
-            mixed_precision="bf16", strategy="local_sgd", strategy_options={"every": 100}
-        ) as acc:
+        with under("local_sgd", {"every": 100}, precision="bf16") as acc:
             model = make("mlp")
-            model, optimizer, loader = acc.prepare(
-                model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
-            )
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer, loader = acc.prepare(model, optimizer, DataLoader(data, batch_size=4))
             for i, (x,) in enumerate(loader):
                 acc.backward(model(x).square().mean())
                 optimizer.step()
@@ -94,11 +91,8 @@ def passes(leave: bool) -> tuple[bool, str]:
     return alike, " ".join(str(w.message) for w in seen if w.category is EasympWarning)
 
 
-def test_a_pass_ends_with_an_averaging(ranks) -> None:
+def test_a_pass_ends_with_an_averaging_and_a_run_that_ends_before_says_so(ranks) -> None:
     assert ranks(passes, False) == [(True, "")] * 2
-
-
-def test_a_run_that_ends_between_two_averagings_says_so(ranks) -> None:
     for alike, words in ranks(passes, True):
         assert not alike
         assert "they were trained for 3 updates since they were last averaged" in words
@@ -106,12 +100,11 @@ def test_a_run_that_ends_between_two_averagings_says_so(ranks) -> None:
 
 def overflow(fused: bool | None) -> list[bool]:
     """Of four steps, the second overflows on rank 1; averaged after every second update."""
-    with Accelerator(mixed_precision="fp16", strategy="local_sgd", strategy_options={"every": 2}) as acc:
+    with under("local_sgd", {"every": 2}, precision="fp16") as acc:
         model = make("mlp")
         mine = acc.is_main_process if fused is None else fused
-        model, optimizer = acc.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=mine, foreach=False)
-        )
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, fused=mine, foreach=False)
+        model, optimizer = acc.prepare(model, optimizer)
         found = []
         for step in range(5):
             loss = model(torch.full((2, 12), 1.0 + acc.process_index)).square().mean() / 100
@@ -128,22 +121,6 @@ def test_skipped_steps_do_not_count_on_any_rank(ranks, fused: bool | None) -> No
     """Also where one rank's optimizer is fused, and so steps without an effect, and another's is not."""
     for found in ranks(overflow, fused):
         assert found == [False, False, True, False, False, True, False, False, False, True]
-
-
-def starts() -> tuple[list[float], list[float]]:
-    with Accelerator(mixed_precision="no", strategy="local_sgd") as acc:
-        torch.manual_seed(acc.process_index)
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        model[1].running_mean.fill_(acc.process_index + 1.0)
-        model.register_buffer("low", torch.full((2,), 1.0 + acc.process_index, dtype=torch.bfloat16))
-        model = acc.prepare(model)
-        return model[0].weight.flatten().tolist(), [float(model[1].running_mean[0]), float(model.low[0])]
-
-
-def test_all_start_from_rank_0s_values(ranks) -> None:
-    zero, one = ranks(starts)
-    assert zero == one
-    assert zero[1] == [1.0, 1.0]
 
 
 def block(
@@ -192,11 +169,7 @@ def test_averaged_after_each_step_the_block_is_ddp(ranks) -> None:
 
 
 def test_where_the_block_has_no_place(ranks) -> None:
-    assert ranks.fails(refused_block, "local_sgd")[0].type == "RefusedError"
-    assert "strategy='ddp'" in ranks.fails(refused_block, "fsdp")[0].message
+    assert ranks.fails(block, 2, True, 1, "local_sgd")[0].type == "RefusedError"
+    assert "strategy='ddp'" in ranks.fails(block, 2, True, 1, "fsdp")[0].message
     with pytest.raises(SettingError, match="local_sgd_steps=0 is not a whole number"):
         block(0, True, 1)
-
-
-def refused_block(strategy: str) -> None:
-    block(2, True, 1, strategy)

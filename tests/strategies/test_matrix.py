@@ -21,16 +21,14 @@ from .ways import WAYS, Way
 
 # Numbers of processes that a strategy is not for: the words of its refusal.
 ELSEWHERE = {
-    (name, 1 if kind.several else 2): rf"'{name}' {kind.several}.*there is one; start several"
-    if kind.several
-    else rf"'{name}' is for one process, and 2 were started.*use strategy='ddp' or 'auto'"
-    for name, kind in STRATEGIES.items()
-} | {
-    (
-        "hsdp",
-        2,
-    ): r"'hsdp' .* all 2 ranks are on one: pass strategy_options=HSDPOptions\(shard_size=\.\.\.\), or use strategy='fsdp'"
+    ("hsdp", 2): r"all 2 ranks are on one: pass strategy_options=HSDPOptions\(shard_size=\.\.\.\), or use"
 }
+for _name, _kind in STRATEGIES.items():
+    ELSEWHERE[_name, 1 if _kind.several else 2] = (
+        rf"'{_name}' {_kind.several}.*there is one; start several"
+        if _kind.several
+        else rf"'{_name}' is for one process, and 2 were started.*use strategy='ddp' or 'auto'"
+    )
 
 EXACT = ("fp32", "O0")
 # Precisions in which a row's losses may differ from one process's by so much, relatively, and its norms by four times that.
@@ -41,20 +39,15 @@ NOT_HERE = {
     "fp8": "fp8 needs the fp8 Tensor Cores of an NVIDIA GPU .*, and training runs on the CPU; use bf16, fp32 or auto",
 }
 # Pairs that are refused: pattern.
-REFUSED: dict[tuple[str, str], str] = {
-    (
-        strategy,
-        precision,
-    ): f"{precision} steps fp32 masters of its parameters, for which {strategy} has no place; use bf16, or fp16"
-    for strategy in ("pipeline", "local_sgd")
-    for precision in ("O2", "fp16-true")
-} | {
-    (
-        strategy,
-        "bf16-true",
-    ): f"would lose small updates of .*strategy '{strategy}' has no place for fp32 masters. Use easymp.optim.AdamW"
-    for strategy in ("pipeline", "local_sgd")
-}
+REFUSED: dict[tuple[str, str], str] = {}
+for _name in ("pipeline", "local_sgd"):
+    for _precision in ("O2", "fp16-true"):
+        REFUSED[_name, _precision] = (
+            f"{_precision} steps fp32 masters .* for which {_name} has no place; use bf16, or fp16"
+        )
+    REFUSED[_name, "bf16-true"] = (
+        rf"would lose small updates .*'{_name}' has no place .* Use easymp.optim.AdamW"
+    )
 
 
 # Small enough that no step overflows: whether one does depends on how many samples a rank's gradient is of.
@@ -135,10 +128,12 @@ def check(ranks: Any, label: str, size: int, precision: str, rows: Sequence[Row]
     assert not wrong, "\n".join(wrong)
 
 
-SECOND = [pytest.param(label, marks=pytest.mark.slow) for label in WAYS if " " in label]
+SLOW = [label for label, way in WAYS.items() if " " in label or way.sizes[0] > 2]
 
 
-@pytest.mark.parametrize("label", [*(label for label in WAYS if " " not in label), *SECOND])
+@pytest.mark.parametrize(
+    "label", [pytest.param(label, marks=[pytest.mark.slow] * (label in SLOW)) for label in WAYS]
+)
 def test_cross_section(ranks: Any, label: str) -> None:
     """Two models in fp32 and a third in half precision; over the ways, everything comes up."""
     number, size = list(WAYS).index(label), WAYS[label].sizes[0]
@@ -154,12 +149,8 @@ ALL = [(label, size) for label, way in WAYS.items() for size in way.sizes]
 @pytest.mark.parametrize(("label", "size"), ALL)
 def test_fp32_is_that_of_one_process(ranks: Any, label: str, size: int) -> None:
     """All rows on two processes; on four, which two cores are slow at, those in which any two values meet."""
-    rows = (
-        ROWS
-        if size < 4
-        else [row for row in ROWS if ((row.steps > 1) == bool(row.clip)) == (row.kind in ("mlp", "tied"))]
-    )
-    check(ranks, label, size, "fp32", rows)
+    some = [row for row in ROWS if ((row.steps > 1) == bool(row.clip)) == (row.kind in ("mlp", "tied"))]
+    check(ranks, label, size, "fp32", ROWS if size < 4 else some)
 
 
 @pytest.mark.slow
@@ -169,12 +160,8 @@ def test_fp32_is_that_of_one_process(ranks: Any, label: str, size: int) -> None:
 def test_half_precision_agrees(ranks: Any, label: str, size: int, precision: str) -> None:
     """One model takes single steps and one takes windows, clipped; in the other precision the other two, and the next way changes them."""
     kinds = [("mlp", "conv"), ("tied", "idle")][(ALL.index((label, size)) + (precision == "bf16")) % 2]
-    rows = [
-        row
-        for row in ROWS
-        if row.kind in kinds and (row.steps > 1) == bool(row.clip) == (row.kind == kinds[1])
-    ]
-    check(ranks, label, size, precision, rows)
+    rows = [row for row in ROWS if row.kind in kinds and (row.steps > 1) == bool(row.clip)]
+    check(ranks, label, size, precision, [row for row in rows if bool(row.clip) == (row.kind == kinds[1])])
 
 
 @pytest.mark.slow
@@ -182,9 +169,8 @@ def test_half_precision_agrees(ranks: Any, label: str, size: int, precision: str
 @pytest.mark.parametrize(("label", "size"), ALL)
 def test_the_other_precisions_agree(ranks: Any, label: str, size: int) -> None:
     """Two models a precision, and the next precision and the next way have the other two; every accumulation and clip comes up."""
-    for number, precision in enumerate(
-        sorted({*EXACT, *HALF} - {"fp32", "bf16", "fp16"}), ALL.index((label, size))
-    ):
+    others = sorted({*EXACT, *HALF} - {"fp32", "bf16", "fp16"})
+    for number, precision in enumerate(others, ALL.index((label, size))):
         check(ranks, label, size, precision, ROWS[::5][number % 2 :: 2])
 
 

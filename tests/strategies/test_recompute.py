@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from easymp import Accelerator, BatchError, PrepareError, SettingError, StepError
 from easymp.strategies.transforms import Recompute, find_recomputed, recompute
 
-from .models import Block, Tied, agree, make, trained
+from .models import Block, Of, Tied, agree, make, trained
 
 
 def saving(
     strategy: str, kind: str, which: Any, options: Any = None, precision: str = "no"
 ) -> dict[str, Any]:
     return trained(strategy, kind, 2, 0.1, precision, options, activation_checkpointing=which)
+
+
+THINK = {"blocks.*.think.0": "colwise", "blocks.*.think.2": "rowwise"}
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
@@ -42,13 +45,7 @@ def test_alone(kind: str, which: Any) -> None:
         ("ddp", None, 2, "200KB"),
         ("fsdp", {"reshard_after_forward": False}, 2, "attention"),
         ("fsdp", {"wrap": ("LayerNorm", "Linear")}, 2, True),  # shards inside of what is computed again
-        pytest.param(
-            "tensor_parallel",
-            {"plan": {"blocks.*.think.0": "colwise", "blocks.*.think.2": "rowwise"}},
-            2,
-            "attention",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("tensor_parallel", {"plan": THINK}, 2, "attention", marks=pytest.mark.slow),
         pytest.param("hsdp", {"shard_size": 2}, 4, "60KB", marks=pytest.mark.slow),
         pytest.param("zero1", None, 2, "attention", marks=pytest.mark.slow),
         pytest.param("pipeline", None, 2, "attention", marks=pytest.mark.slow),
@@ -66,34 +63,23 @@ def test_autocast_is_replayed(precision: str, which: Any) -> None:
     assert ours["losses"] == plain["losses"] and ours["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
-class Drop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor, *, debug: Tensor) -> Tensor:
-        x = torch.tanh(self.layer(x))[:, None, None]
-        x = nn.functional.scaled_dot_product_attention(
-            x, x, x, dropout_p=0.1
-        )  # draws before the other dropout
-        return self.drop(x.view(-1, 8)) + debug
+def drop(m: nn.Module, x: Tensor, *, debug: Tensor) -> Tensor:
+    x = torch.tanh(m.layer(x))[:, None, None]
+    x = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)  # draws before the other dropout
+    return m.drop(x.view(-1, 8)) + debug
 
 
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Drop() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, debug=x)  # a name that torch's checkpoint has, too
-        return x
+def drops(m: nn.Module, x: Tensor) -> Tensor:
+    for block in m.blocks:
+        x = block(x, debug=x)  # a name that torch's checkpoint has, too
+    return x
 
 
 def dropped(which: Any) -> list[Tensor]:
     torch.manual_seed(0)
     with Accelerator(mixed_precision="no", activation_checkpointing=which) as acc:
-        model = acc.prepare(Drops())
+        blocks = (Of(drop, layer=nn.Linear(8, 8), drop=nn.Dropout(0.5)) for _ in range(4))
+        model = acc.prepare(Of(drops, blocks=nn.ModuleList(blocks)))
         torch.manual_seed(1)
         x = torch.ones(3, 8, requires_grad=True)
         acc.backward(model(x).square().mean())
@@ -157,24 +143,14 @@ class Branching(Tied):
         return super().forward(x if x.sum() > 0 else -x)
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
 def test_models_that_cannot_be_counted_or_kept_are_told_what_to_use() -> None:
     with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing="1GiB") as acc:
         model = acc.prepare(Branching())
         with pytest.raises(BatchError, match="so activation_checkpointing cannot count blocks for"):
             model(torch.ones(2, 12))
     with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing="attention") as acc:
-        model = acc.prepare(InPlace())
+        blocks = (nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2))
+        model = acc.prepare(nn.Sequential(*blocks))
         with pytest.raises(StepError, match="a block has changed one in place"):
             acc.backward(model(torch.ones(2, 4)).sum())
 
@@ -197,32 +173,24 @@ def test_what_is_meant(which: Any, names: list[str]) -> None:
     assert [by_id[id(m)] for m in find_recomputed([model], Recompute(which))] == names
 
 
-@pytest.mark.parametrize(
-    ("which", "build", "words"),
-    [
-        (("Blok",), Tied, "'Blok' is the name or class of no module inside this Tied, did you mean 'Block'"),
-        (True, lambda: make("mlp"), "the repeated blocks of a model, and this Sequential has none"),
-    ],
-)
-def test_what_means_nothing(which: Any, build: Any, words: str) -> None:
-    with (
-        Accelerator(mixed_precision="no", activation_checkpointing=which) as acc,
-        pytest.raises(PrepareError, match=words),
+def test_what_means_nothing_is_refused() -> None:
+    own = Tied()
+    own.blocks[0].forward = lambda x: x
+    for which, model, words in (
+        (
+            ("Blok",),
+            Tied(),
+            "'Blok' is the name or class of no module inside this Tied, did you mean 'Block'",
+        ),
+        (True, make("mlp"), "the repeated blocks of a model, and this Sequential has none"),
+        (True, own, "a Block has a forward of its own"),
     ):
-        acc.prepare(build())
-
-
-def test_a_forward_of_its_own() -> None:
-    model = Tied()
-    model.blocks[0].forward = lambda x: x
-    with pytest.raises(PrepareError, match="a Block has a forward of its own"):
-        find_recomputed([model], Recompute())
-
-
-@pytest.mark.parametrize("wrong", [1, ()])
-def test_neither_true_nor_a_pattern(wrong: Any) -> None:
-    with pytest.raises(SettingError, match="is neither"):
-        Accelerator(activation_checkpointing=wrong)
+        with Accelerator(mixed_precision="no", activation_checkpointing=which) as acc:
+            with pytest.raises(PrepareError, match=words):
+                acc.prepare(model)
+    for wrong in (1, ()):
+        with pytest.raises(SettingError, match="is neither"):
+            Accelerator(activation_checkpointing=wrong)
 
 
 # -- whose model it is -------------------------------------------------------------------------------------------------

@@ -95,10 +95,7 @@ ENTERED = {"words": "replicate", "places": "replicate", "enter": "sequence_split
 
 
 class Own(Language):
-    _tp_plan: ClassVar[Any] = {
-        **HUGGING,
-        "layers.*.experts": "grouped_gemm",
-    }  # a word for a part that this one has not
+    _tp_plan: ClassVar[Any] = {**HUGGING, "layers.*.experts": "grouped_gemm"}  # of a part that this one lacks
 
 
 def language(
@@ -127,10 +124,7 @@ def language(
                 optimizer.step()
                 optimizer.zero_grad()
         tied = model.head.weight is model.words.weight
-        here = {
-            n: (p.to_local() if hasattr(p, "to_local") else p).detach().clone()
-            for n, p in model.named_parameters()
-        }
+        here = {n: getattr(p, "_local_tensor", p).detach().clone() for n, p in model.named_parameters()}
         full = {n: whole(p) for n, p in model.named_parameters()}
         return {"losses": losses, "norms": norms, "here": here, "full": full, "tied": tied}
 
@@ -141,9 +135,8 @@ def alike(got: dict[str, Any], one: dict[str, Any]) -> None:
     assert got["tied"] == one["tied"]
     assert got["full"].keys() == one["full"].keys()
     for name, values in one["full"].items():
-        assert name.endswith("k.bias") or torch.allclose(got["full"][name], values, rtol=1e-3, atol=1e-4), (
-            name
-        )
+        close = torch.allclose(got["full"][name], values, rtol=1e-3, atol=1e-4)
+        assert name.endswith("k.bias") or close, name
 
 
 PLANS: dict[str, tuple[Options, Options, type[Language]]] = {
@@ -174,7 +167,8 @@ def test_plans_change_no_number(ranks, plan: str) -> None:
             assert torch.equal(first["here"][name], second["here"][name]), name
 
 
-@pytest.mark.parametrize("plan", ["by hand", pytest.param("pieces", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["by hand", "pieces"])
 def test_plans_with_fsdp_in_one_mesh(ranks, plan: str) -> None:
     options, how, _ = PLANS[plan]
     one = language("single", None, how, 3)
@@ -226,18 +220,6 @@ def test_attention_that_is_not_called_is_left_whole() -> None:
         read_plan(nn.Sequential(nn.Conv1d(3, 3, 3)), None, 2, False)
 
 
-def uneven_sequence() -> str:
-    options = {"plan": {**INNER, **PIECES, **PLAN}, "sequence_parallel": True}
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options=options) as acc:
-        model = acc.prepare(Language())
-        return message(BatchError, model, torch.zeros(2, 7, dtype=torch.long))
-
-
-def test_a_sequence_that_does_not_divide(ranks) -> None:
-    for said in ranks(uneven_sequence):
-        assert "into 2 pieces of one length, and 'words' has (2, 7, 16)" in said
-
-
 class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -247,20 +229,23 @@ class Reader(nn.Module):
         return nn.functional.linear(self.first(x), self.second.weight)
 
 
-def reader(plan: Any) -> str:
-    with under("tensor_parallel", {"plan": plan}) as acc:
-        model = acc.prepare(Reader())
-        if plan is not None:
-            return str(model(torch.ones(2, 4)).shape)
-        return message(StepError, model, torch.ones(2, 4))
+def wrong_calls() -> list[Any]:
+    options = {"plan": {**INNER, **PIECES, **PLAN}, "sequence_parallel": True}
+    with under("tensor_parallel", options) as acc:
+        found: list[Any] = [message(BatchError, acc.prepare(Language()), torch.zeros(2, 7, dtype=torch.long))]
+    with under("tensor_parallel") as acc:
+        found.append(message(StepError, acc.prepare(Reader()), torch.ones(2, 4)))
+    with under("tensor_parallel", {"plan": {"second": "replicate", "*": "colwise_rep"}}) as acc:
+        return [*found, acc.prepare(Reader())(torch.ones(2, 4)).shape]
 
 
-def test_a_weight_that_is_read_and_not_called(ranks) -> None:
-    assert all("outside of the layer that holds it" in said for said in ranks(reader, None))
-    assert all("[2, 4]" in said for said in ranks(reader, {"second": "replicate", "*": "colwise_rep"}))
+def test_a_sequence_that_does_not_divide_and_a_weight_that_is_read_and_not_called(ranks) -> None:
+    for uneven, read, shape in ranks(wrong_calls):
+        assert "into 2 pieces of one length, and 'words' has (2, 7, 16)" in uneven
+        assert "outside of the layer that holds it" in read and shape == (2, 4)
 
 
-def forgotten(plan: Any, processes: int) -> str:
+def forgotten(plan: Any) -> str:
     options = {"plan": plan, "size": 2}
     with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options=options) as acc:
         model: Any = Language()
@@ -273,7 +258,7 @@ def forgotten(plan: Any, processes: int) -> str:
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_layer_on_parts_that_the_plan_forgets_is_named(ranks, processes: int) -> None:
     plan = {name: how for name, how in PLAN.items() if "norm" not in name}
-    for said in ranks(forgotten, plan, processes, processes=processes):
+    for said in ranks(forgotten, plan, processes=processes):
         assert re.search(r"different gradients for 'layers\.[01]\.attend\.q_norm\.(weight|bias)'", said)
 
 
@@ -340,10 +325,8 @@ def held(kind: str, size: int) -> tuple[int, int, int]:
         model = acc.prepare(make(kind))
         parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
-        one = make(kind)
-        layout = TensorParallel.layout(
-            one, TensorParallelOptions(size=size), acc.num_processes, acc.num_processes
-        )
+        one, count = make(kind), acc.num_processes
+        layout = TensorParallel.layout(one, TensorParallelOptions(size=size), count, count)
         predicted = sum(layout.weights(name, p) for name, p in one.named_parameters())
         return sum(p.numel() for p in parts), sum(memory.values()), predicted
 
@@ -351,11 +334,8 @@ def held(kind: str, size: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("processes", "size"), [(2, 2), (4, 2)])
 def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, size: int) -> None:
     results = ranks(held, "tied", size, processes=processes)
-    assert (
-        max(elements for elements, _, _ in results)
-        <= results[0][2]
-        <= 1.02 * max(elements for elements, _, _ in results)
-    )
+    most = max(elements for elements, _, _ in results)
+    assert most <= results[0][2] <= 1.02 * most
     for elements, in_memory, predicted in results:
         assert in_memory <= 4 * 1.1 * predicted
         assert elements < 0.85 * sum(p.numel() for p in make("tied").parameters()) * 2 / processes
@@ -365,13 +345,17 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
 
 
 def refusals() -> dict[str, str]:
-    said = {}
-    said["size"] = message(SettingError, under, "tensor_parallel", {"size": 3})
-    overlapped = {"sequence_parallel": True, "async_tensor_parallel": True}
-    said["overlap"] = message(RefusedError, under, "tensor_parallel", overlapped)
-    said["groups"] = message(RefusedError, under, "tensor_parallel", {"fsdp": {"symmetric_memory": True}})
-    said["symmetric"] = message(RefusedError, under, "fsdp", {"symmetric_memory": True})
-    said["alone"] = message(SettingError, TensorParallelOptions, async_tensor_parallel=True)
+    overlapped, symmetric = (
+        {"sequence_parallel": True, "async_tensor_parallel": True},
+        {"symmetric_memory": True},
+    )
+    said = {
+        "size": message(SettingError, under, "tensor_parallel", {"size": 3}),
+        "overlap": message(RefusedError, under, "tensor_parallel", overlapped),
+        "groups": message(RefusedError, under, "tensor_parallel", {"fsdp": symmetric}),
+        "symmetric": message(RefusedError, under, "fsdp", symmetric),
+        "alone": message(SettingError, TensorParallelOptions, async_tensor_parallel=True),
+    }
     with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
         prepared = acc.prepare(make("mlp"))
     said["closed"] = message(StepError, prepared, torch.ones(1, 12))
@@ -381,13 +365,14 @@ def refusals() -> dict[str, str]:
 
 
 def test_refusals_have_sentences(ranks) -> None:
+    words = {
+        "size": r"size=3 does not divide 2 processes .*: use one of \[2\]",
+        "overlap": "async_tensor_parallel=True works between CUDA devices, and this run is on cpu",
+        "groups": "symmetric_memory=True works between CUDA devices",
+        "symmetric": "symmetric_memory=True works between CUDA devices",
+        "alone": "pass sequence_parallel=True, too",
+        "closed": "shards of a run that has let go of it",
+        "again": "parameter '0.weight' is sharded already",
+    }
     for said in ranks(refusals):
-        assert re.search(r"size=3 does not divide 2 processes .*: use one of \[2\]", said["size"])
-        assert (
-            "async_tensor_parallel=True works between CUDA devices, and this run is on cpu" in said["overlap"]
-        )
-        assert "symmetric_memory=True works between CUDA devices" in said["groups"]
-        assert "symmetric_memory=True works between CUDA devices" in said["symmetric"]
-        assert "pass sequence_parallel=True, too" in said["alone"]
-        assert "one rank alone cannot call it" in said["closed"]
-        assert "parameter '0.weight' is sharded already" in said["again"]
+        assert all(re.search(pattern, said[name]) for name, pattern in words.items()), said

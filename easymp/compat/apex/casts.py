@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from ...errors import RefusedError, SettingError
 from ...options import AutocastKwargs
-from ...precision.cast_lists import Cast, ListedCasts, as_listed, cast_table
-from ...precision.levels import O1
+from ...precision.levels import O1, Cast, ListedCasts, as_listed, cast_table
 
 __all__ = [
     *("disable_casts", "float_function", "half_function", "init", "promote_function"),
