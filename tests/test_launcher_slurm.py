@@ -11,7 +11,7 @@ import pytest
 
 from easymp import SettingError
 from easymp.cli import main
-from easymp.launcher.slurm import find_nodes
+from easymp.launcher.rendezvous import find_nodes
 
 from .test_slurm import BATCH, STEP, TASK
 from .test_slurm import slurm as slurm
@@ -120,7 +120,7 @@ def test_what_cannot_stand_in_the_batch_script_is_refused(tmp_path, monkeypatch,
     Path(script).write_text("")
     asked = ["launch", "--processes", "2", "--slurm"]
     assert main([*asked, "print", script]) == 1
-    assert r"name 'a\ntouch pwned\n' has a character that cannot stand in" in capsys.readouterr().err
+    assert r"name 'a\ntouch pwned\n' cannot be the job's name in a batch script" in capsys.readouterr().err
     assert main([*asked, "print --job-name=x", script]) == 0  # only srun's command has it then, quoted
     assert [line for line in lines(capsys.readouterr().out) if "touch" in line] == []
     Path("train.py").write_text("")

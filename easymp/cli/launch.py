@@ -25,6 +25,13 @@ takes any setting, and wins over the script's own.
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,15 +39,41 @@ from .. import settings
 from ..base import env
 from ..base.lazy import modules_at_first_use
 from ..errors import SettingError
-from ..launcher import launch_script, slurm
+from ..launcher import launch_script
 from ..launcher.entrypoints import check_script
+from ..launcher.rendezvous import find_nodes, read_nodes
+from ..launcher.worker import RESTART
 from ..settings import VARIABLE
 
 if TYPE_CHECKING:
-    from . import accelerate_flags
-else:
-    modules_at_first_use(globals(), "accelerate_flags")
+    from .config import importers
+else:  # it imports torch
+    modules_at_first_use(globals(), importers="config.importers")
 
+CPUS = 4  # of a process with a GPU and its loaders
+SHORT = {"-J": "--job-name", "-N": "--nodes", "-c": "--cpus-per-task", "-o": "--output", "-G": "--gpus"}
+# Options with the same meaning: ours is left out where one of these is given.
+SAME = {
+    "--gpus-per-node": ("--gpus", "--gres", "--gpus-per-task", "--gpus-per-socket"),
+    "--cpus-per-task": ("--cpus-per-gpu",),
+    "--requeue": ("--no-requeue",),
+}
+
+TEMPLATE = """\
+#!/bin/bash
+{options}
+
+# One task a node: it starts the node's processes, and all of them meet on the first node.
+srun ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {command}
+code=$?
+{again}exit "$code"
+"""
+AGAIN = f"""\
+# A run that calls resume() was warned and has saved itself: back into the queue, from where it goes on.
+if [ "$code" -eq {RESTART} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
 RESTARTS = 3  # where nodes may come and go: a node that leaves ends the ranks of the others
 
 
@@ -74,7 +107,7 @@ def reworded(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
     if words[:2] != ["--as", "accelerate"]:
         return words
     own = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}
-    return [*words[:2], *accelerate_flags.translate(words[2:], own)]
+    return [*words[:2], *importers.translate(words[2:], own)]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         settings.resolve()  # an error in it is said once, and not by each worker
         if args.slurm is not None:
             return _slurm(args, wanted)
-        rendezvous, variables = slurm.find_nodes(
+        rendezvous, variables = find_nodes(
             wanted.nodes, args.node_rank, wanted.main_address, wanted.main_port, wanted.wait
         )
         usual = RESTARTS if rendezvous.elastic else 0
@@ -103,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
-    asked = slurm.asked(args.slurm)
+    """Print the batch script for a job, or hand it in."""
+    action, options = read_slurm(args.slurm)
     if not args.module:  # the job may find modules that this machine does not have
         check_script(args.script, module=False)
     if args.node_rank is not None:
@@ -116,16 +150,100 @@ def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
     words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
     words += [word for pair in args.set for word in ("--set", pair)]
     words += ["--no-numa"] * (args.numa is False) + ["-m"] * args.module
-    text = slurm.batch_script(
-        args.script.rpartition(".")[2] if args.module else Path(args.script).stem,
-        [*words, args.script, *args.arguments],
-        asked.options,
-        processes=wanted.processes,
-        nodes=wanted.nodes,
-        gpus=not settings.resolve().cpu,
-        grace=wanted.grace,
-    )
-    if asked.action == "submit":
-        return slurm.submit(text)
-    print(text, end="")
-    return 0
+    name = args.script.rpartition(".")[2] if args.module else Path(args.script).stem
+    text = batch_script(name, [*words, args.script, *args.arguments], options, wanted)
+    if action == "print":
+        print(text, end="")
+        return 0
+    if (program := shutil.which("sbatch")) is None:
+        raise SettingError(
+            "sbatch is not on PATH: run this on the cluster's login node, or keep the script with --slurm print"
+        )
+    return subprocess.run(
+        [program], input=text, text=True, check=False
+    ).returncode  # its own words are the answer
+
+
+# -- the batch script of Slurm: one task a node, which starts the node's processes
+
+
+def read_slurm(text: str) -> tuple[str, list[str]]:
+    """Action and options of ``"submit --partition=gpu --time 2:00:00"``; without a word before the options it is "print"."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise SettingError(f"--slurm {text!r}: {error}; write it as in a shell") from None
+    action = words.pop(0) if words and not words[0].startswith("-") else "print"
+    if action not in ("print", "submit") or "\n" in text:
+        raise SettingError(
+            f"--slurm {text!r}: it takes print or submit, and then options of sbatch, in one line, as in 'submit --time=2:00:00'"
+        )
+    options: list[str] = []
+    for word in words:
+        if word.startswith("-"):
+            options.append(_quoted(word))
+        elif options:
+            options[-1] += " " + _quoted(word)
+        else:
+            raise SettingError(
+                f"--slurm {text!r}: {word!r} is not an option of sbatch: those start with a dash"
+            )
+    return action, options
+
+
+def batch_script(
+    name: str, command: Sequence[str], options: Sequence[str], wanted: settings.Launching
+) -> str:
+    """The text of a batch script that runs `easymp launch` with the arguments `command` on each node.
+
+    SIGUSR1 comes half a minute before the `grace` that a run has to save itself, and before preemption where Slurm is set so. A run
+    that has called ``resume`` ends with exit code 75, and the script puts the job back into the queue. `options` of sbatch replace ours.
+    """
+    processes, nodes, gpus = wanted.processes, wanted.nodes, not settings.resolve().cpu
+    if processes is None:
+        raise SettingError(
+            "--slurm asks for nodes that may be unlike this machine: say how many processes each is to run with "
+            "--processes N (each gets a GPU; with EASYMP_CPU=1 none)"
+        )
+    given = {_name(option) for option in options}
+    if not name.isprintable() and "--job-name" not in given:
+        raise SettingError(
+            f"the script's name {name!r} cannot be the job's name in a batch script: "
+            "name the job with --slurm 'print --job-name=NAME', or rename the script"
+        )
+    read_nodes(nodes or "1")
+    if nodes is not None and "--nodes" in given:
+        raise SettingError(
+            f"nodes are given twice, as --nodes {nodes} and among Slurm's options: leave one of them out"
+        )
+    ours = {
+        "--job-name": _quoted(name),
+        "--nodes": (nodes or "1").replace(":", "-"),
+        "--ntasks-per-node": "1",
+        "--cpus-per-task": str(processes * CPUS if gpus else processes),
+        "--gpus-per-node": str(processes) if gpus else None,
+        "--output": "%x-%j.out",
+        "--open-mode": "append",  # goes on in the same file, too
+        "--signal": f"USR1@{ceil(wanted.grace) + 30}",
+        "--requeue": "",
+    }
+    kept = {
+        key: value
+        for key, value in ours.items()
+        if value is not None and not given & {key, *SAME.get(key, ())}
+    }
+    lines = [*(f"{key}={value}" if value else key for key, value in kept.items()), *options]
+    words = shlex.join([sys.executable, "-m", "easymp", "launch", *command])
+    again = "" if "--no-requeue" in given else AGAIN
+    return TEMPLATE.format(options="\n".join(f"#SBATCH {line}" for line in lines), command=words, again=again)
+
+
+def _name(option: str) -> str:
+    """The long name of a line's option: of ``-N2``, ``-N 2``, ``--nodes=2`` and ``--nodes 2`` it is ``--nodes``."""
+    option = option.lstrip('"')
+    return re.split("[= ]", option)[0] if option.startswith("--") else SHORT.get(option[:2], option[:2])
+
+
+def _quoted(word: str) -> str:
+    """As sbatch reads its lines: outside of quotes a blank ends a word, and # begins a comment."""
+    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"' if re.search(r"""[\s#\\'"]""", word) else word

@@ -26,8 +26,8 @@ from ..base.lazy import modules_at_first_use
 from ..errors import EasympWarning, RefusedError, SettingError, WorldError
 from ..logging import get_logger
 from ..registry import PrecisionName
-from . import slurm, worker
-from .rendezvous import WAIT, RendezvousConfig, read_address
+from . import worker
+from .rendezvous import WAIT, RendezvousConfig, find_nodes, read_address
 from .worker import RESTART, signal_name
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def launch(processes: int | None = None) -> None:
     name = sys.argv[0] if os.path.isfile(sys.argv[0]) else path
     if spec is not None:
         name = spec.name.removesuffix(".__main__")
-    config, variables = (None, {}) if found is None else slurm.find_nodes(None, None, None, None, WAIT)
+    config, variables = (None, {}) if found is None else find_nodes(None, None, None, None, WAIT)
     sys.exit(
         launch_script(
             name, sys.argv[1:], processes, module=spec is not None, rendezvous=config, variables=variables

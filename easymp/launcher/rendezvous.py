@@ -20,6 +20,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ..base import env, ranks
 from ..base.ranks import LOOPBACK, PORT
 from ..errors import SettingError, WorldError
 from ..logging import get_logger
@@ -147,6 +148,36 @@ def read_address(text: str) -> tuple[str, int | None]:
     if port is not None and not 0 < port < 65536:
         raise SettingError(f"main_address={text!r} has no possible port: use one from 1 to 65535")
     return match[1] or match[2], port
+
+
+def find_nodes(
+    nodes: str | None, node_rank: int | None, main_address: str | None, main_port: int | None, wait: float
+) -> tuple[RendezvousConfig, dict[str, str | None]]:
+    """Where this launcher meets the others, as `read_config`, and variables for its workers; announced values fill the gaps.
+
+    Each announced task (of srun, mpirun, a pod of Kubeflow) is a launcher, and counts as a node.
+    """
+    least, most = read_nodes(nodes or "1")
+    found, why = ranks.read_node()
+    if why == ranks.BATCH and nodes is None and (count := env.integer("SLURM_JOB_NUM_NODES", 1)) > 1:
+        raise SettingError(
+            f"Slurm's job has {count} nodes, and its batch script runs on the first one only: write srun before the command, which "
+            "starts it on all (`easymp launch --slurm print` shows how), or pass --nodes 1 to use this one"
+        )
+    if found is None or (found.size == 1 and found.most is None):
+        return read_config(nodes, node_rank, main_address, main_port, wait), {}
+    if nodes and not least <= found.size <= most:
+        raise SettingError(
+            f"nodes={nodes!r} and {ranks.said(found.by.size)} contradict each other: leave --nodes out, and start a launcher on each "
+            f"node, or unset {found.by.size} for a run of this machine alone"
+        )
+    there = str(found.size) if found.most is None else f"{found.size}:{found.most}"
+    rank = found.rank if node_rank is None else node_rank
+    met = read_config(nodes or there, rank, main_address or found.address, main_port or found.port, wait)
+    if (found.local_size or 1) == 1:
+        return met, {}
+    # The worker's entry counts local ranks over all launchers of this machine: each of them numbers its own workers from 0.
+    return met, {"EASYMP_LAUNCHER": f"{found.local_rank} of {found.local_size}"}
 
 
 # -- addresses and ports -----------------------------------------------------------------------------------------------

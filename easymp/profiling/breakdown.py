@@ -11,29 +11,30 @@ to the phase of the host.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ..base.units import columns, size
-from .events import (
-    BACKWARD,
-    COMMUNICATION,
-    DATA,
-    FORWARD,
-    LOSS,
-    OPTIMIZER,
-    OTHER,
-    PHASES,
-    Interval,
-    Mark,
-    Recording,
-    common,
-    length,
-    union,
-    without,
-)
 
+PREFIX = "easymp: "  # of marks in a trace
+DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER = "data wait", "forward", "loss", "backward", "optimizer"
+COMMUNICATION, NO_GRAD, OTHER = "communication", "forward, no grad", "other"
+PHASES = (DATA, FORWARD, LOSS, BACKWARD, COMMUNICATION, OPTIMIZER, NO_GRAD, OTHER)  # in the order of a table
+
+STEP = "ProfilerStep#"
+MEMORY = "[memory]"
+ANNOTATION, BACKWARD_NODE = 7, 1  # torch's RecordScope.USER_SCOPE and BACKWARD_FUNCTION
+# Annotations that are work: torch.compile's regions, whose loops torch does not record as operations.
+COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
+ENGINE = "autograd::engine::evaluate_function"
+# Operations that launch collectives or wait for them, and the backends' names of running collectives.
+COLLECTIVE = re.compile(r"^(c10d::|_c10d_functional|record_param_comms|(gloo|nccl|mpi|ucc|xccl):)")
+UNDER_WAY = re.compile(r"^(gloo|mpi|ucc):")
+COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|oneccl|xccl", re.IGNORECASE)
+COPY = re.compile(r"^mem(cpy|set)", re.IGNORECASE)
 PAUSE = 100_000  # ns between two operations that are the host's own way from one to the next, and not waiting
 ROWS = 8  # ranks with a line of their own
 
@@ -41,6 +42,39 @@ ROWS = 8  # ranks with a line of their own
 WAITS, COMMUNICATES, IDLES, STEPS, SCRIPT = 0.1, 0.15, 0.25, 0.25, 0.25
 APART = 0.1  # of a step, by which ranks differ
 UNLIKE = 2  # times the shortest step
+
+Interval = tuple[int, int]
+
+
+class Mark(NamedTuple):
+    """An interval (ns) of the main thread in `phase`."""
+
+    begin: int
+    end: int
+    phase: str
+
+
+class Kernel(NamedTuple):
+    """An interval (ns) of the device."""
+
+    begin: int
+    end: int
+    launched: int | None  # when the host called its operation; None: not in the recording
+    kind: str  # "work", "copy" or "collective"
+
+
+class Recording(NamedTuple):
+    """One cycle; times in ns."""
+
+    begin: int  # of the complete steps; of all events, if no step was complete
+    end: int
+    steps: list[int]  # the duration of each step
+    marks: list[Mark]  # of the main thread
+    flights: list[Interval]  # collectives of the host that are under way
+    working: list[Interval]  # operations without collectives, on the threads that compute
+    kernels: list[Kernel]  # of the busiest device, by time; none: the host computes
+    device: int  # its index; -1: the host
+    allocations: list[tuple[int, int]]  # time, and bytes (negative: freed) there
 
 
 @dataclass
@@ -74,11 +108,6 @@ class Breakdown:
         """The average of `ns` of all steps."""
         return ns / max(1, len(self.steps))
 
-    @property
-    def step(self) -> float:
-        """ns a step."""
-        return self.a_step(self.total)
-
     def each(self, phase: str) -> float:
         """ns of a phase a step."""
         return self.a_step(self.time.get(phase, 0))
@@ -89,8 +118,8 @@ class Breakdown:
 
     @property
     def own(self) -> float:
-        """Time per step, in ns, in which this rank did not wait for a collective."""
-        return self.step - self.each(COMMUNICATION)
+        """ns a step in which this rank did not wait for a collective."""
+        return self.a_step(self.total) - self.each(COMMUNICATION)
 
     def add(self, recording: Recording, base: int = 0) -> None:
         """Add another cycle that began with `base` bytes allocated."""
@@ -228,6 +257,128 @@ def peaks(parts: Sequence[Mark], allocations: Sequence[tuple[int, int]], base: i
     return most
 
 
+# -- intervals: sorted lists of (begin, end) that do not touch ---------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval], gap: int = 0) -> list[Interval]:
+    """Sort and merge intervals; those at most `gap` apart become one."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if end <= begin:
+            continue
+        if merged and begin <= merged[-1][1] + gap:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The parts of `a` that are not in `b`."""
+    left: list[Interval] = []
+    j = 0
+    for begin, end in a:
+        while j < len(b) and b[j][1] <= begin:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < end:
+            if b[k][0] > begin:
+                left.append((begin, b[k][0]))
+            begin = max(begin, b[k][1])
+            k += 1
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The parts that are in both."""
+    return without(a, without(a, b))
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    return sum(end - begin for begin, end in intervals)
+
+
+# -- kineto's events ---------------------------------------------------------------------------------------------------
+
+
+def read(events: Iterable[Any], steps: Collection[str]) -> Recording:
+    """A recording from kineto's events; `steps` are names of the complete steps, such as ``"ProfilerStep#2"``."""
+    everything = [e for e in events if e.end_ns() >= e.start_ns()]
+    rest = [e for e in everything if e.name() != MEMORY]
+    here = [e for e in rest if e.device_type().name == "CPU"]
+    annotated = {e.name() for e in here if e.scope() == ANNOTATION}  # the device's rows repeat them
+    there = [e for e in rest if e.device_type().name != "CPU" and e.name() not in annotated]
+    kernels, device = _kernels(there, here)
+    complete = sorted((e for e in here if e.name() in steps), key=lambda e: e.start_ns())
+    spans = complete or everything
+    begin = min((e.start_ns() for e in spans), default=0)
+    end = max((e.end_ns() for e in spans), default=0)
+    if kernels and complete:  # the last step's kernels may run longer than the host's part of it
+        end = max([end, *(k.end for k in kernels if k.launched is not None and begin <= k.launched < end)])
+    computing = {e.start_thread_id() for e in here if e.name().startswith((STEP, PREFIX, ENGINE))}
+    return Recording(
+        begin,
+        end,
+        [e.duration_ns() for e in complete] or [end - begin],
+        [
+            Mark(e.start_ns(), e.end_ns(), e.name()[len(PREFIX) :])
+            for e in here
+            if e.name().startswith(PREFIX)
+        ],
+        union((e.start_ns(), e.end_ns()) for e in here if UNDER_WAY.match(e.name())),
+        union(_work([e for e in here if e.start_thread_id() in computing and not e.is_async()])),
+        kernels,
+        device,
+        sorted((e.start_ns(), e.nbytes()) for e in everything if e.name() == MEMORY and _is_on(e, device)),
+    )
+
+
+def _is_on(event: Any, device: int) -> bool:
+    on_host = event.device_type().name == "CPU"
+    return on_host if device < 0 else not on_host and event.device_index() == device
+
+
+def _work(events: list[Any]) -> Iterable[Interval]:
+    """Operations that compute.
+
+    Annotations, nodes of backward and operations around a collective do not count; the operations inside them do.
+    """
+    around = set()
+    stacks: dict[int, list[int]] = {}
+    events.sort(key=lambda e: (e.start_ns(), -e.end_ns()))
+    for i, event in enumerate(events):
+        stack = stacks.setdefault(event.start_thread_id(), [])
+        while stack and events[stack[-1]].end_ns() <= event.start_ns():
+            stack.pop()
+        if COLLECTIVE.match(event.name()):
+            around.update((i, *stack))
+        stack.append(i)
+    for i, event in enumerate(events):
+        annotated = event.scope() in (ANNOTATION, BACKWARD_NODE) and not event.name().startswith(COMPILED)
+        if i not in around and not annotated and not event.name().startswith(ENGINE):
+            yield event.start_ns(), event.end_ns()
+
+
+def _kernels(there: list[Any], here: list[Any]) -> tuple[list[Kernel], int]:
+    """The kernels of the busiest device in order of time, and its index."""
+    busy: dict[int, int] = {}
+    for event in there:
+        busy[event.device_index()] = busy.get(event.device_index(), 0) + event.duration_ns()
+    if not busy:
+        return [], -1
+    device = max(busy, key=busy.__getitem__)
+    launches = {e.correlation_id(): e.start_ns() for e in here if e.linked_correlation_id() == 0}
+    found = []
+    for event in there:
+        if event.device_index() == device and event.duration_ns() > 0:
+            name, launched = event.name(), launches.get(event.linked_correlation_id())
+            kind = "collective" if COLLECTIVE_KERNEL.search(name) else "copy" if COPY.match(name) else "work"
+            found.append(Kernel(event.start_ns(), event.end_ns(), launched, kind))
+    return sorted(found, key=lambda k: k.begin), device
+
+
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +393,7 @@ def table(own: Breakdown) -> str:
             rows.append([phase, _ms(own.each(phase)), percent(own.share(phase)), idle])
             rows[-1].append("" if peak is None else size(peak))
     idle, peak = _ms(own.a_step(sum(own.idle.values()))), size(max(own.peak.values(), default=0))
-    rows.append(["a step", _ms(own.step), "100 %", idle, peak])
+    rows.append(["a step", _ms(own.a_step(own.total)), "100 %", idle, peak])
     return "\n".join(columns([[cell for cell, there in zip(row, shown) if there] for row in rows]))
 
 
@@ -254,7 +405,7 @@ def of_ranks(ranks: Sequence[Breakdown]) -> str:
         by_work = sorted(ranks, key=lambda r: -r.own)
         shown = sorted([*by_work[: ROWS - 1], by_work[-1]], key=lambda r: r.rank)
     for r in shown:
-        rows.append([str(r.rank), *map(_ms, (r.step, r.own, r.each(COMMUNICATION), r.each(DATA)))])
+        rows.append([str(r.rank), *map(_ms, (r.a_step(r.total), r.own, r.each(COMMUNICATION), r.each(DATA)))])
     if len(shown) < len(ranks):
         rows.append([f"and {len(ranks) - len(shown)} more", "", "", "", ""])
     return "\n".join(columns(rows))
@@ -275,7 +426,8 @@ def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | No
         said.append(f"The loader makes the step wait {ms(own.each(DATA))}: {cure}.")
     if own.share(COMMUNICATION) >= COMMUNICATES:
         behind = own.a_step(own.hidden)
-        more = f"; {ms(behind)} more of it pass behind computation" if behind >= 0.01 * own.step else ""
+        much = own.hidden >= 0.01 * own.total
+        more = f"; {ms(behind)} more of it pass behind computation" * much
         said.append(
             f"Communication, with waiting for other ranks, holds the step up for {ms(own.each(COMMUNICATION))}{more}: with larger "
             "batches a rank, or accumulation, fewer steps pay for it."
@@ -300,11 +452,11 @@ def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | No
 
 
 def straggler(ranks: Sequence[Breakdown]) -> list[str]:
-    """A sentence that names the rank for which the others wait; None if there is none."""
+    """A sentence that names the rank for which the others wait, if there is one."""
     if len(ranks) < 2:
         return []
     slow, fast = max(ranks, key=lambda r: r.own), min(ranks, key=lambda r: r.own)
-    if slow.own - fast.own < APART * slow.step:
+    if slow.own - fast.own < APART * slow.a_step(slow.total):
         return []
     why = " (its loader)" if slow.each(DATA) - fast.each(DATA) > (slow.own - fast.own) / 2 else ""
     work = f"{ms(slow.own)} of its own work a step, rank {fast.rank} only {ms(fast.own)}"

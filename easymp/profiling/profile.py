@@ -10,14 +10,15 @@ import shutil
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerAction, ProfilerActivity
+from torch import Tensor, nn
+from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 
 from ..base import env
 from ..base.dtensor import local
@@ -27,8 +28,7 @@ from ..errors import RefusedError, SettingError, StepError
 from ..logging import get_logger
 from ..options import ProfileKwargs, activity_word
 from . import breakdown
-from .breakdown import Breakdown
-from .events import STEP, Marks, Waits, marked, read
+from .breakdown import BACKWARD, COMMUNICATION, DATA, FORWARD, NO_GRAD, OPTIMIZER, PREFIX, STEP, Breakdown
 
 logger = get_logger(__name__)
 
@@ -38,7 +38,11 @@ TRIAL = 0
 WARMUP, FIRST, LAST = 1, 2, 4
 QUIET = "99"  # kineto's level of messages; by default it writes two lines a recording
 AS_TORCH = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+NAME_ONE = "name a folder with ProfileKwargs(output_trace_dir=...)"
 PATIENCE = 10.0  # seconds that the first rank waits for the results of the others
+
+Target = tuple[Any, str, str]  # an object, its method, and the phase of that method
+CALL = "_compiled_call_impl"  # the attribute of a module that its call runs, where it is set
 
 
 class Profile(torch.profiler.profile):
@@ -62,9 +66,12 @@ class Profile(torch.profiler.profile):
         self._world, self._window, self._prepared, self._free = run.world, run.window, prepared, how is None
         how = how or ProfileKwargs(profile_memory=True)
         self._output, self._project = how.output_trace_dir, accelerator.project_dir
+        schedule: Any = _three_steps if self._free else None
+        if how.schedule_option is not None:
+            schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **how.schedule_option})
         super().__init__(
             activities=_activities(how),
-            schedule=_three_steps if self._free else _schedule(how.schedule_option),
+            schedule=schedule,
             **{name: getattr(how, name) for name in AS_TORCH},
         )
         self.record_steps = True  # without a schedule, too
@@ -85,7 +92,7 @@ class Profile(torch.profiler.profile):
         self.breakdown = Breakdown(run.world.rank, str(run.world.device))
         self.ranks: list[Breakdown] = []
 
-    # -- the block ----------------------------------------------------------------------------------------------------
+    # -- the block
 
     def start(self) -> None:
         """Begin, as ``with`` does.
@@ -188,7 +195,7 @@ class Profile(torch.profiler.profile):
         self._taken, self._trial = (self.profiler, self._written), None
         assert self.profiler is not None
         recorded: Any = self.profiler.kineto_results
-        recording = read(recorded.events(), frozenset(self._complete))
+        recording = breakdown.read(recorded.events(), frozenset(self._complete))
         if recording.kernels:
             self.breakdown.device = f"{self.use_device}:{recording.device}"
             self._absolute = self.use_device == "cuda"
@@ -243,10 +250,6 @@ def _three_steps(step: int) -> ProfilerAction:
     return ProfilerAction.RECORD if FIRST <= step < LAST else ProfilerAction.NONE
 
 
-def _schedule(given: Mapping[str, int] | None) -> Callable[[int], ProfilerAction] | None:
-    return None if given is None else torch.profiler.schedule(**{"wait": 0, "warmup": 0, **given})  # type: ignore[arg-type]
-
-
 def _last_step(given: Mapping[str, int] | None) -> float:
     """The last step that is recorded."""
     if given is None or not given.get("repeat", 0):
@@ -275,19 +278,16 @@ def _activities(how: ProfileKwargs) -> list[ProfilerActivity] | None:
 
 
 def trace_folder(given: str | os.PathLike[str] | None, project: str | None) -> Path:
-    """Make the folder for traces; SettingError if it is a URL, or cannot be written to."""
+    """Make the folder for traces."""
     if given is None and project is not None and "://" in project:
-        raise SettingError(
-            f"traces are local files, and project_dir={project!r} is a URL: name a folder with ProfileKwargs(output_trace_dir=...)"
-        )
+        raise SettingError(f"traces are local files, and project_dir={project!r} is a URL: {NAME_ONE}")
     folder = Path(given) if given is not None else Path(project or os.curdir, "profile")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise SettingError(
-            f"traces cannot be written to {folder}: {error.strerror or error}. Name another folder with ProfileKwargs(output_trace_dir=...)"
-        ) from error
+        why = error.strerror or error
+        raise SettingError(f"traces cannot be written to {folder}: {why}; {NAME_ONE}") from error
     return folder
 
 
@@ -305,14 +305,113 @@ def write_trace(folder: Path, rank: int, export: Callable[[str], object]) -> Pat
     return path
 
 
+# -- marks -------------------------------------------------------------------------------------------------------------
+
+
+def marked(accelerator: Any, prepared: Any, world: Any) -> Iterator[Target]:
+    """The methods that a step of `accelerator` calls, on the objects `prepared` so far."""
+    for model in prepared.models:
+        yield model.module, CALL, FORWARD
+        if prepared.strategy.late_loss:  # stages run their forwards inside backward
+            yield model.module.module, CALL, FORWARD
+    yield accelerator, "backward", BACKWARD
+    for name in ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients"):
+        yield accelerator, name, OPTIMIZER
+    for optimizer in prepared.optimizers:
+        yield optimizer, "step", OPTIMIZER
+        yield optimizer, "zero_grad", OPTIMIZER
+    for scheduler in prepared.schedulers:
+        yield scheduler, "step", OPTIMIZER
+    yield world, "barrier", COMMUNICATION
+
+
+class Marks:
+    """Marks the phases of a step between `open` and `close`; a further `open` takes in targets that were added since.
+
+    Instances get functions in place of the methods that a step calls, which mark the phase (``easymp: backward``) and call the method;
+    a run without a profile has none of them. A model is marked around all hooks, where torch.compile puts its compiled call.
+    """
+
+    def __init__(self, targets: Callable[[], Iterator[Target]]) -> None:
+        self._targets = targets
+        self._shadows: dict[tuple[int, str], Shadow] = {}
+
+    def open(self) -> None:
+        for thing, name, phase in self._targets():
+            if (id(thing), name) not in self._shadows:
+                self._shadows[id(thing), name] = Shadow(thing, name, phase)
+
+    def close(self) -> None:
+        while self._shadows:
+            self._shadows.popitem()[1].lift()
+
+
+class Shadow:
+    """One method of one instance, marked until `lift`."""
+
+    def __init__(self, thing: Any, name: str, phase: str) -> None:
+        self._attributes, self._name = thing.__dict__, name
+        self._before = self._attributes.get(name)
+        method = (self._before or thing._call_impl) if isinstance(thing, nn.Module) else getattr(thing, name)
+        self._lifted = False
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._lifted:  # the script has wrapped this function in the meantime and keeps it
+                return method(*args, **kwargs)
+            there = NO_GRAD if phase == FORWARD and not torch.is_grad_enabled() else phase
+            with record_function(PREFIX + there):
+                return method(*args, **kwargs)
+
+        self._call = self._attributes[name] = call
+
+    def lift(self) -> None:
+        self._lifted = True
+        if self._attributes.get(self._name) is not self._call:
+            return
+        if self._before is None:
+            del self._attributes[self._name]
+        else:
+            self._attributes[self._name] = self._before
+
+
+class Waits:
+    """Marks the time inside a loader's ``next``, as the window reports it, and calls `begin_step` at the beginning of a step.
+
+    A step begins when the outermost loader is asked for the batch after one that it gave, unless that batch's accumulation window is
+    still open.
+    """
+
+    def __init__(self, window: Any, begin_step: Callable[[], None]) -> None:
+        self._window, self._begin_step = window, begin_step
+        self._open: list[tuple[Any, record_function]] = []
+        self._given = False
+
+    def asks(self, loader: Any) -> None:
+        if self._given and self._window.outermost is loader and self._window.sync:
+            self._given = False
+            self._begin_step()
+            if self._window.timing is not self:
+                return  # that was the last step to be recorded
+        mark = record_function(PREFIX + DATA)
+        mark.__enter__()
+        self._open.append((loader, mark))
+
+    def has(self, loader: Any) -> None:
+        self._given |= self._window.outermost is loader
+        self.over(loader)
+
+    def over(self, loader: Any) -> None:
+        while any(asking is loader for asking, _ in self._open):
+            self._open.pop()[1].__exit__(None, None, None)
+
+
 # -- other ranks, and memory -------------------------------------------------------------------------------------------
 
 
 class Exchange:
-    """Ranks that profile the same steps exchange their results through the store; without a collective, since any may profile alone.
+    """Results of ranks that profile the same steps, through the store: no collective, since any rank may profile alone.
 
-    Each rank writes its start and later its result to the store; the first rank that started waits a limited time for the others.
-    The n-th profile of one rank corresponds to the n-th of the others.
+    The first rank that started waits a limited time for the others. The n-th profile of one rank belongs to the n-th of the others.
     """
 
     def __init__(self, world: World) -> None:
@@ -328,29 +427,24 @@ class Exchange:
 
     def end(self, own: Breakdown) -> list[Breakdown]:
         """The results of all ranks in order on the first of them; on the others, their own."""
-        if self._store is None:
-            return [own]
         store, self._store = self._store, None
-        try:
-            return self._shared(store, own)
-        except RuntimeError:  # the world was left inside the block, or rank 0 and its store are gone
+        if store is None:
             return [own]
-
-    def _shared(self, store: Any, own: Breakdown) -> list[Breakdown]:
-        done = f"{self._key}/done"
-        store.set(f"{done}/{own.rank}", json.dumps(asdict(own)))
-        begun = [r for r in range(self._world.size) if store.check([f"{self._key}/begun/{r}"])]
-        if begun[0] != own.rank:
-            return [own]
-        deadline = time.monotonic() + min(PATIENCE, self._world.timeout)
-        while late := [r for r in begun if not store.check([f"{done}/{r}"])]:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.02)
-        self.late = late
-        return [Breakdown(**json.loads(store.get(f"{done}/{r}"))) for r in begun if r not in late]
+        done, deadline = f"{self._key}/done", time.monotonic() + min(PATIENCE, self._world.timeout)
+        with suppress(RuntimeError):  # the world was left inside the block, or rank 0 and its store are gone
+            store.set(f"{done}/{own.rank}", json.dumps(asdict(own)))
+            begun = [r for r in range(self._world.size) if store.check([f"{self._key}/begun/{r}"])]
+            if begun[0] == own.rank:
+                while late := [r for r in begun if not store.check([f"{done}/{r}"])]:
+                    if time.monotonic() >= deadline:
+                        break
+                    time.sleep(0.02)
+                self.late = late
+                return [Breakdown(**json.loads(store.get(f"{done}/{r}"))) for r in begun if r not in late]
+        return [own]
 
 
+@torch.no_grad()
 def footprint(prepared: Any) -> dict[str, int]:
     """Bytes on this rank of weights (with buffers), fp32 masters, gradients and optimizer states; those of 0 are left out."""
     models = [route.original for route in prepared.models]
@@ -364,12 +458,11 @@ def footprint(prepared: Any) -> dict[str, int]:
         "gradients": [p.grad for model in models for p in model.parameters() if p.grad is not None],
         "optimizer": [value for state in states for value in state.values() if isinstance(value, Tensor)],
     }
-    return {name: total for name, held in tensors.items() if (total := _bytes(held))}
-
-
-@torch.no_grad()
-def _bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the tensors' storages on this rank, each counted once."""
-    here = [part for tensor in tensors if not (part := local(tensor)).is_meta]
-    storages = [part.untyped_storage() for part in here if part.layout is torch.strided]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    found = {}
+    for name, held in tensors.items():
+        here = [part for tensor in held if not (part := local(tensor)).is_meta]
+        storages = [part.untyped_storage() for part in here if part.layout is torch.strided]
+        found[name] = sum(
+            {storage.data_ptr(): storage.nbytes() for storage in storages}.values()
+        )  # each once
+    return {name: total for name, total in found.items() if total}

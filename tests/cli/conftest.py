@@ -10,7 +10,7 @@ import pytest
 
 import easymp.hardware
 from easymp.base import env
-from easymp.cli import curves, main
+from easymp.cli import main, plot
 
 from ..checkpoint.samples import root as root
 from ..checkpoint.samples import samples as samples
@@ -80,4 +80,4 @@ def talk(config: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Callabl
 def fonts() -> None:
     """matplotlib leaves font files open, which no single test is to blame for."""
     for form in ("svg", "png"):
-        curves.draw([("x", lambda axes: None)], 1, form)
+        plot.draw([("x", lambda axes: None)], 1, form)

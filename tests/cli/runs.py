@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from easymp.cli.compare.runs import FAILURE, FINISHED, End, Point, Record, Task
-from easymp.cli.compare.summary import Run
+from easymp.cli.compare.runs import FAILURE, FINISHED, End, Point, Record, Run, Task
 from easymp.cli.compare.verdict import conclude
 
 MACHINE: dict[str, Any] = {

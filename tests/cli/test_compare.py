@@ -21,7 +21,6 @@ import pytest
 
 from easymp import resolve
 from easymp.cli import compare, main
-from easymp.cli.compare import report
 from easymp.cli.compare import runs as processes
 from easymp.cli.compare.runs import FAILURE, FINISHED, INTERRUPTED, LATE, End, Task, Variant, variants
 
@@ -58,7 +57,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     record = run(FP32, 10, values={"loss": [2, 1]}).record
     monkeypatch.setattr(compare, "run_once", fake)
     monkeypatch.setattr(compare, "read", lambda folder: None if "bf16" in folder.name else record)
-    monkeypatch.setattr(report, "NEEDED", ("no_such_package",))
+    monkeypatch.setattr(compare, "NEEDED", ("no_such_package",))
     return calls
 
 
@@ -226,7 +225,7 @@ def test_a_page_of_hostile_names_needs_nothing_else(fonts: None, tmp_path: Path)
     ]
     failed = run(Variant("O1"), None, why=EVIL)
     found = comparison(*several, failed, metrics=("loss", EVIL), script=f"/x/{EVIL}.py", folder=tmp_path)
-    written, trouble = report.write(found)
+    written, trouble = compare.write(found)
     assert trouble == ""
     assert [path.name for path in written] == ["compare.json", "compare.html", "compare.png"]
     assert written[2].read_bytes().startswith(b"\x89PNG")
@@ -248,11 +247,11 @@ def test_a_page_of_hostile_names_needs_nothing_else(fonts: None, tmp_path: Path)
 def test_json_has_no_nan_and_failed_runs_no_plots(fonts: None, tmp_path: Path) -> None:
     values = {"loss": [1.0, float("nan"), 0.5]}
     found = comparison(run(FP32, 2, values=values), run(BF16, 1, values=values), folder=tmp_path)
-    told = json.loads(report.write(found)[0][0].read_text())
+    told = json.loads(compare.write(found)[0][0].read_text())
     assert [plan["seconds"]["median"] for plan in told["plans"]] == [2, 1]
     assert told["plans"][0]["runs"][0]["record"]["curves"]["loss"][1][2] is None
     assert told["verdict"]["sentence"] == found.verdict.sentence
-    written, _ = report.write(comparison(run(FP32, None, why="no"), folder=tmp_path))
+    written, _ = compare.write(comparison(run(FP32, None, why="no"), folder=tmp_path))
     assert [path.name for path in written] == ["compare.json", "compare.html"]
     assert "<figure" not in written[1].read_text()
 

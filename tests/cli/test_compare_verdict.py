@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from easymp.cli.compare.runs import Variant
-from easymp.cli.compare.summary import Run, choose, metric
+from easymp.cli.compare.runs import Run, Variant, choose, metric
 from easymp.cli.compare.verdict import Comparison, interval
-from easymp.cli.curves import running_mean
+from easymp.cli.plot import running_mean
 
 from .runs import comparison, run
 
@@ -69,16 +68,8 @@ SLOW, FAST = [10, 10.2, 9.9], [6.2, 6.1, 6.3]
     ("one", "two", "words"),
     [
         # three runs that do not overlap are evidence, fewer a hint, less than a tenth nothing
-        (
-            runs(A, SLOW, 0.989),
-            runs(B, FAST, 0.987),
-            "Use bf16: fastest of 2 (1.61 × fp32, 3 runs each).",
-        ),
-        (
-            runs(A, FAST, 0.989),
-            runs(B, SLOW, 0.987),
-            "Use fp32: fastest of 2 (1.61 × bf16, 3 runs each).",
-        ),
+        (runs(A, SLOW, 0.989), runs(B, FAST, 0.987), "Use bf16: fastest of 2 (1.61 × fp32, 3 runs each)."),
+        (runs(A, FAST, 0.989), runs(B, SLOW, 0.987), "Use fp32: fastest of 2 (1.61 × bf16, 3 runs each)."),
         (
             runs(A, [10], 0.989),
             runs(B, [5], 0.987),

@@ -120,7 +120,7 @@ def test_runs_without_rows_or_finite_numbers(tmp_path: Path, monkeypatch: Any, c
 def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
     runs: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setattr("easymp.cli.curves.find_spec", lambda name: None)
+    monkeypatch.setattr("easymp.cli.plot.find_spec", lambda name: None)
     assert main(["plot", str(runs)]) == 1
     printed = capsys.readouterr()
     assert "fast" in printed.out

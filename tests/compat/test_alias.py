@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from easymp.cli import main
-from easymp.cli.accelerate_flags import translate
+from easymp.cli.config.importers import translate
 
 EASYMP = [sys.executable, "-m", "easymp"]
 NAMES = """

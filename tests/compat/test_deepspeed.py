@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from easymp import CheckpointError, RefusedError, SettingError, StepError
-from easymp.cli.config.deepspeed import DEEPSPEED
+from easymp.cli.config.importers import DEEPSPEED
 from easymp.cli.config.rules import Document, Importer
 from easymp.compat import deepspeed, explain
 from easymp.compat.deepspeed import utils

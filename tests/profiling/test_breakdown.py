@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easymp.profiling.breakdown import Breakdown, timeline
-from easymp.profiling.events import Interval, Mark, common, length, read, union, without
+from easymp.profiling.breakdown import (
+    Breakdown,
+    Interval,
+    Mark,
+    common,
+    length,
+    read,
+    timeline,
+    union,
+    without,
+)
 
 from .events import BACKWARD, Event, gloo, kernel, mark, memory, step
 

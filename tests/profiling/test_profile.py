@@ -83,8 +83,7 @@ def test_three_steps_after_two_without_a_word(script: Script) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "steps", "recorded"),
-    [(0, 1, 0), (1, 1, 0), (2, 1, 1), (4, 1, 1), (5, 2, 2), (6, 3, 3)],
+    ("batches", "steps", "recorded"), [(0, 1, 0), (1, 1, 0), (2, 1, 1), (4, 1, 1), (5, 2, 2), (6, 3, 3)]
 )
 def test_short_runs_keep_what_there_was(script: Script, batches: int, steps: int, recorded: int) -> None:
     """A step is complete when the next batch is asked for: a loop that breaks off leaves its last one open."""

@@ -20,8 +20,7 @@ from operator import truediv
 from pathlib import Path
 from typing import Any
 
-from .runs import INTERRUPTED, Task
-from .summary import Metric, Run, Summary, choose, middle, summarize
+from .runs import INTERRUPTED, Metric, Run, Summary, Task, choose, middle, summarize
 
 ENOUGH = 3  # runs of both plans, from which on there is an interval
 CHANCE = 20  # the rank test allows an error in 1 of 20 cases on each side

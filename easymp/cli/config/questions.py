@@ -22,7 +22,6 @@ from ...protocols import Facts, Source
 from ...registry import PRECISIONS, STRATEGIES
 from ...settings import NAMES, Settings, checked
 from .rules import KNOWN
-from .timing import Measurement
 
 AUTO = "auto"
 UNSET = {"processes": AUTO, "nodes": AUTO, "project_dir": "."}  # answers that leave a setting out of the file
@@ -53,7 +52,7 @@ class Draft:
     machine: Machine
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)  # of the values, in words
-    measured: Measurement | None = None
+    measured: str = ""  # how fast the precisions are here, where they were timed
     assumed: int = 0  # processes on each node, where the settings are for another machine
 
     def settle(self, name: str, value: Any, origin: str = "asked for") -> Draft:
@@ -192,7 +191,7 @@ def _auto(draft: Draft, name: str, decision: str) -> str:
 
 
 def _precision_here(draft: Draft) -> str:
-    measured = f"; timed here: {draft.measured.reason}" if draft.measured else ""
+    measured = f"; timed here: {draft.measured}" if draft.measured else ""
     return _auto(draft, "mixed_precision", "precision") + measured
 
 

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import statistics
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
 from ... import settings
 from ...base import env
+from ...base.rng import switch
 from ...errors import RefusedError, SettingError
 from ...hardware.gpus import describe
 from ...options import DataLoaderConfiguration, GradScalerKwargs
+from ...precision import PRECISIONS
+from ...protocols import Facts
 from ...registry import STRATEGIES
 from ...settings import NAMES, TABLES, as_record, as_table, read_pairs, written
 from ...strategies.transforms import CompileOptions
 from ..env import facts
 from ..terminal import BOLD, GREEN, RED, library, paint, plain, table, wrap
 from . import file
-from .accelerate import import_file
+from .importers import import_file
 from .questions import AUTO, QUESTIONS, Draft, Machine, Question, look
 from .rules import KNOWN, Importer
-from .timing import measure
 
 BACK = "back"
 COLOURS = {"+": GREEN, "-": RED}  # by a line's first character
@@ -36,6 +44,13 @@ RECORDS = {
     "dataloader_config": DataLoaderConfiguration,
     "compile": CompileOptions,
 }
+
+BASE, *OTHERS = ("fp32", "tf32", "bf16", "fp16")
+WIDTH = {"cpu": 256}  # of the layer, by device; else 1024
+SLOW = 4.0  # times as long as fp32: one round is enough
+EQUAL = 1.05  # smaller factors count as equal
+NOISE = 1.5  # quartiles further apart than this factor: other work on the machine decides
+HEAD = 64  # width of a head of attention
 
 
 class Preset(NamedTuple):
@@ -251,17 +266,78 @@ def _type(question: Question, draft: Draft, default: Any) -> Any:
     return BACK if text.lower() == BACK else question.read(text) if text else default
 
 
-def timed(draft: Draft) -> Draft:
-    """`draft` with its precisions timed; as it was where torch cannot use the device."""
+# -- timing
+
+
+def timed(draft: Draft, seconds: float = 10.0) -> Draft:
+    """`draft` with its precisions timed: a transformer layer runs forward and backward in each of them.
+
+    They run in turn, so that other work on the machine meets all alike, and the median over the rounds counts. The draft stays as it
+    was where torch cannot use the device.
+    """
     say("Timing a transformer layer in each precision, for about ten seconds.")
+    hardware, begun = draft.machine.hardware, time.monotonic()
+    device = torch.device("cpu" if draft.get("cpu") else hardware.kind)
+    refusals = {name: PRECISIONS[name].refuse(Facts(hardware, device.type, 1)) for name in OTHERS}
+    left_out = {name: refusal.reason for name, refusal in refusals.items() if refusal}
+    found: dict[str, list[float]] = {}
     try:
-        measured = measure(draft.machine.hardware, cpu=draft.get("cpu"))
+        layer, inputs = _layer(device)
+        step(BASE, layer, inputs)  # a first call allocates and compiles
     except RuntimeError as error:
         say(f"They could not be timed: {error}")
         return draft
-    for words in measured.sentences:
+    for name in (name for name in OTHERS if name not in left_out):
+        try:
+            step(name, layer, inputs)
+            found[name] = [step(BASE, layer, inputs) / step(name, layer, inputs)]
+        except RuntimeError as error:
+            left_out[name] = f"it does not run ({(str(error).splitlines() or [''])[0]})"
+    going = [name for name, ratios in found.items() if ratios[0] * SLOW > 1]
+    while going and time.monotonic() - begun < seconds:
+        base = step(BASE, layer, inputs)
+        for name in going:
+            found[name].append(base / step(name, layer, inputs))
+    measured = [_ratio(name, ratios) for name, ratios in found.items()]
+    for words in (*measured, *(f"{name} was left out: {why}" for name, why in left_out.items())):
         say(f"  {words}")
-    return replace(draft, measured=measured)
+    ran = "forward and backward of a transformer layer"
+    say(f"  measured on {device} in {time.monotonic() - begun:.0f} s: {ran}")
+    return replace(draft, measured="; ".join(measured) or "no other precision is possible here")
+
+
+def _layer(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    width = WIDTH.get(device.type, 1024)
+    with torch.random.fork_rng(devices=[]):
+        layer = nn.TransformerEncoderLayer(width, width // HEAD, 4 * width, dropout=0.0, batch_first=True)
+        return layer.to(device), torch.randn(1, 2 * width, width).to(device)
+
+
+def step(name: str, layer: nn.Module, inputs: torch.Tensor) -> float:
+    """Seconds of forward and backward in a precision."""
+    policy, on_cpu = PRECISIONS[name], inputs.device.type == "cpu"
+    wait = (lambda: None) if on_cpu else torch.accelerator.synchronize
+    with ExitStack() as stack:
+        switch(policy.tf32 and not on_cpu, False, stack.callback)
+        wait()
+        begin = time.perf_counter()
+        output = policy().forward(layer, inputs.device)(inputs)
+        torch.autograd.grad(output.float().sum(), list(layer.parameters()))
+        wait()
+        return time.perf_counter() - begin
+
+
+def _ratio(name: str, ratios: list[float]) -> str:
+    """How fast a precision is, for a plan or a comment in a file."""
+    low, times, high = statistics.quantiles(ratios if ratios[1:] else ratios * 2, n=4, method="inclusive")
+    between = f"on this machine (middle half of the rounds: {low:.2f} to {high:.2f})"
+    if high > low * NOISE:
+        return f"{name} beside {BASE} could not be measured: the machine is too busy, or too slow"
+    if 1 / EQUAL <= times <= EQUAL:
+        return f"{name} is as fast as {BASE} {between}"
+    if times > 1:
+        return f"{name} is {times:.2g} times as fast as {BASE} {between}"
+    return f"{name} takes {1 / times:.2g} times as long as {BASE} {between}"
 
 
 # -- the plan and the file

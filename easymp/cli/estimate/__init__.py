@@ -33,10 +33,9 @@ from ..terminal import GREEN, RED, paint, print_json, table, wrap
 
 if TYPE_CHECKING:
     from ...hardware import gpus
-    from . import models
     from . import rows as estimate_rows
 else:  # they import torch
-    modules_at_first_use(globals(), "models", estimate_rows="rows", gpus="..hardware.gpus")
+    modules_at_first_use(globals(), estimate_rows="rows", gpus="..hardware.gpus")
 
 COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -81,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
     memory = read_bytes(args.memory, "--memory ") if args.memory else None
     options = read_json(args.options, "--options") if args.options else None
     kind = kind_of(args.model)  # a wrong word is refused before torch is imported
-    sized = models.read_model(args.model, kind, args.dtype)
+    sized = estimate_rows.read_model(args.model, kind, args.dtype)
     how = {
         "optimizer": _optimizer(args.optimizer),
-        "sample": models.read_sample(args.input) or None,
+        "sample": estimate_rows.read_sample(args.input) or None,
         "options": options,
         "activation_checkpointing": args.activation_checkpointing or False,
         "activation_offload": args.activation_offload,
@@ -161,7 +160,7 @@ def _table(found: estimate_rows.Estimates) -> str:
     return f"{table(rows, right={0, *range(3, len(rows[0]))})}\n\n{wrap(legend)}"
 
 
-def _record(sized: models.Sized, found: estimate_rows.Estimates) -> dict[str, Any]:
+def _record(sized: estimate_rows.Sized, found: estimate_rows.Estimates) -> dict[str, Any]:
     def named(row: estimate_rows.Row | None) -> dict[str, Any] | None:
         keys = {"strategy": "strategy", "processes": "world", "precision": "precision"}
         return row and {key: getattr(row.need, name) for key, name in keys.items()}

@@ -1,14 +1,26 @@
-"""One estimate a row: numbers of processes by strategies by precisions, the rows that fit, and the advice."""
+"""The model that a user names, and one estimate a row: numbers of processes by strategies by precisions, with the advice.
+
+For weights and for a number of parameters, modules on the meta device stand in: they have the parameters and the blocks that
+strategies look for, and no forward.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
 from ...base.units import size
+from ...checkpoint.source import open_source
 from ...distributed import Ranks
-from ...errors import EasympError, RefusedError, SettingError
+from ...errors import EasympError, RefusedError, SettingError, nearest
 from ...hardware import Hardware
 from ...plan import incompatible, make_plan
 from ...protocols import Facts
@@ -17,11 +29,210 @@ from ...settings import Settings
 from ...strategies.transforms import read_which
 from ...training.memory import NO_SAMPLE, SPARE, Memory, estimate, fits
 from ...training.memory import STATES as STATES
-from .models import Sized
 
 WITH_INPUT = "activations are not counted: pass the shape of a batch (--input)"
 WITHOUT = "activations are not counted: they need a forward, so module:callable and a batch's shape (--input)"
 SIMPLEST = ("single", "ddp", "zero1", "fsdp")  # the first that fits is suggested
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WORDS = 32_000  # rows of the embedding, as many as Llama 2 has
+RATIO = 128  # width over layers, as in GPT-3 and Llama (GPT-3's table 2.1: 12288 / 96)
+SMALLEST = 1_000_000  # parameters; below, blocks would be too small to mean anything
+EMBEDDINGS = ("emb", "wte", "wpe", "shared")  # in names of modules that hold a table
+BUFFERS = ("running_mean", "running_var", "inv_freq", "position_ids", "masked_bias", "num_batches_tracked")
+
+
+# -- models
+
+
+class Sized(NamedTuple):
+    """A model to estimate."""
+
+    name: str  # as it was given
+    model: (
+        nn.Module | int
+    )  # on the meta device if possible; or a number of parameters too small for a stand-in
+    parameters: int
+    runs: bool  # whether its forward can be followed, for activations
+    notes: tuple[str, ...] = ()  # assumptions
+
+
+def read_model(text: str, kind: int | str, dtype: str | None = None) -> Sized:
+    """The model that `text` names.
+
+    Args:
+        kind: a number of parameters, "weights" (a place of safetensors), or "callable".
+        dtype: a key of `DTYPES`, or "own": as in the file, or as the callable makes them. None: "own" for a callable, else
+            fp32, which mixed precision trains.
+
+    Raises:
+        SettingError, CheckpointError: there is no such callable, it gives no model, or a file cannot be read.
+    """
+    if dtype not in (None, "own", *DTYPES):
+        raise SettingError(f"dtype={dtype!r} is not one of own, {', '.join(DTYPES)}")
+    if kind == "weights":
+        return _from_file(text, dtype or "fp32")
+    if isinstance(kind, str):
+        return _from_callable(text, DTYPES.get(dtype or "own"))
+    if kind < SMALLEST:
+        return Sized(text, kind, kind, False)
+    model, note = _transformer(kind)
+    return Sized(text, model.to(DTYPES.get(dtype or "fp32")), kind, False, (f"{text}: {note}",))
+
+
+def read_sample(texts: list[str]) -> tuple[Tensor, ...]:
+    """Inputs on the meta device, of ``"8x3x224x224"``, or with a dtype ``"8x1024:int64"``."""
+    made = []
+    for text in texts:
+        shape, _, word = text.partition(":")
+        dtype = getattr(torch, word or "float32", None)
+        if not re.fullmatch(r"[0-9]+(x[0-9]+)*", shape) or not isinstance(dtype, torch.dtype):
+            raise SettingError(
+                f"{text!r} is not an input: pass its shape, such as 8x3x224x224, and a dtype if it is not float32: 8x1024:int64"
+            )
+        made.append(torch.empty([int(n) for n in shape.split("x")], dtype=dtype, device="meta"))
+    return tuple(made)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# -- callables
+
+
+def _from_callable(text: str, dtype: torch.dtype | None) -> Sized:
+    home, attribute = text.split(":")
+    sys.path.insert(0, here := os.getcwd())  # as for `python -m`
+    try:
+        found: Any = importlib.import_module(home)
+    except Exception as error:
+        raise SettingError(f"{home} cannot be imported ({type(error).__name__}: {error})") from error
+    finally:
+        sys.path.remove(here)
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise SettingError(f"{home} has no {attribute!r}{nearest(name, dir(found))}")
+        found = getattr(found, name)
+    notes: list[str] = []
+    model = found if isinstance(found, nn.Module) else _built(text, found, notes)
+    if not isinstance(model, nn.Module):
+        raise SettingError(
+            f"{text} gives a {type(model).__name__}, not a model: write a function that returns the torch.nn.Module"
+        )
+    return Sized(text, model.to(dtype) if dtype else model, _count(model), True, tuple(notes))
+
+
+def _built(text: str, make: Any, notes: list[str]) -> Any:
+    """The result of `make`, on the meta device if possible, and a note otherwise."""
+    if not callable(make):
+        raise SettingError(f"{text} is a {type(make).__name__}, neither a model nor a callable")
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception as error:  # some look at values while they are built
+        why = type(error).__name__
+    try:
+        made = make()
+    except Exception as error:
+        raise SettingError(
+            f"{text}() failed with {type(error).__name__}: {error}. It is called without arguments: write a function "
+            "that takes none and returns the model"
+        ) from error
+    notes.append(f"{text} was built in the host's memory: on the meta device it failed ({why})")
+    return made
+
+
+# -- stand-ins
+
+
+class Part(nn.Module):
+    """Parameters or parts, with a forward that is never called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def _block(width: int) -> nn.Module:
+    """A transformer block: 12 width² + 4 width parameters."""
+    block = Part()
+    for name in ("query", "key", "value", "out"):
+        block.add_module(name, nn.Linear(width, width, bias=False))
+    block.up, block.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+    block.before, block.after = nn.LayerNorm(width), nn.LayerNorm(width)
+    return block
+
+
+def _transformer(parameters: int) -> tuple[nn.Module, str]:
+    """A transformer of exactly this many parameters, and a description."""
+    width = max(64, round((parameters * RATIO / 12) ** (1 / 3) / 64) * 64)
+    while width > 64 and 12 * width**2 + 4 * width > parameters // 3:  # two blocks at least, and a table
+        width -= 64
+    block = 12 * width**2 + 4 * width
+    layers = max(2, round((parameters - min(WORDS * width, parameters // 3)) / block))
+    rows, rest = divmod(parameters - min(layers, parameters // block) * block, width)
+    model = Part()
+    with torch.device("meta"):
+        model.blocks = nn.ModuleList(_block(width) for _ in range(min(layers, parameters // block)))
+        model.embedding = nn.Embedding(rows, width)
+        model.rest = nn.Parameter(torch.empty(rest))
+    shape = f"{len(model.blocks)} equal blocks, {width} wide, with a table of {rows:,} rows"
+    return model, f"a stand-in: a transformer of {shape}"
+
+
+def _from_file(place: str, dtype: str) -> Sized:
+    if place.endswith((".bin", ".pt", ".pth", ".ckpt")):
+        raise SettingError(
+            f"{place} holds Python objects, which can run code when they are read: convert it to safetensors"
+        )
+    stored = {name: (one.dtype, tuple(one.shape)) for name, one in open_source(place).tensors.items()}
+    model = _from_tensors(stored, DTYPES.get(dtype))
+    held = {str(kind).removeprefix("torch.") for kind, _ in stored.values() if kind.is_floating_point}
+    notes = [f"{place}: {len(stored)} tensors by their headers; parts are told by their names"]
+    if dtype != "own" and held != {str(DTYPES[dtype]).removeprefix("torch.")}:
+        kept = f"counted as trained in {dtype} (--dtype own: as in the file)"
+        notes.append(f"the file holds {', '.join(sorted(held))}; {kept}")
+    return Sized(place, model, _count(model), False, tuple(notes))
+
+
+def _from_tensors(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], dtype: torch.dtype | None
+) -> nn.Module:
+    """Modules by the names of `tensors` (dtype and shape by name): parts in parts, numbered ones as blocks of a list."""
+    tree: dict[str, Any] = {}
+    for name, (stored, shape) in tensors.items():
+        *path, leaf = name.split(".")
+        inside = tree
+        for part in path:
+            inside = inside.setdefault(part, {})
+        floating = stored.is_floating_point
+        meta = torch.empty(shape, dtype=dtype if dtype and floating else stored, device="meta")
+        inside[leaf] = nn.Parameter(meta) if floating and leaf not in BUFFERS else meta
+    return _module("", tree)
+
+
+def _module(name: str, tree: Mapping[str, Any]) -> nn.Module:
+    """A list, a layer that strategies know, or a part; `tree` has tensors and further trees by name."""
+    weight = tree.get("weight")
+    made: nn.Module = Part()
+    if all(isinstance(inner, dict) and key.isdigit() for key, inner in tree.items()):
+        made = nn.ModuleDict()
+    elif isinstance(weight, nn.Parameter) and weight.ndim == 2:
+        with torch.device("meta"):
+            table = any(word in name.lower() for word in EMBEDDINGS)
+            made = nn.Embedding(0, 1) if table else nn.Linear(*reversed(weight.shape), bias=False)
+    for key, inner in tree.items():  # under any name, even that of a module's attribute
+        if isinstance(inner, dict):
+            made._modules[key] = _module(key, inner)
+        elif isinstance(inner, nn.Parameter):
+            made._parameters[key] = inner
+        else:
+            made._buffers[key] = inner
+    return made
+
+
+# -- rows
 
 
 class Row(NamedTuple):

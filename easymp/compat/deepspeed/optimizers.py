@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ... import optim
-from ...cli.config.deepspeed import ADAMS
-from ...cli.config.deepspeed import OURS as NAMES
+from ...cli.config.importers import ADAMS
+from ...cli.config.importers import OURS as NAMES
 from ...errors import RefusedError, SettingError, nearest
 from .config import layer
 
