@@ -30,9 +30,6 @@ def joined(**options):
         world.close()
 
 
-# -- a world of one ----------------------------------------------------------------------------------------------------
-
-
 def test_alone_every_collective_is_the_identity():
     world = World(Ranks(), CPU)
     tensor = torch.arange(3.0)
@@ -54,9 +51,6 @@ def test_alone_every_collective_is_the_identity():
     assert not world.any(False)
     world.close()
     world.close()
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 def collectives():
@@ -103,9 +97,6 @@ def test_collectives_of_every_dtype_of_uneven_tensors_and_of_objects(ranks):
     ranks(collectives)
 
 
-# -- accelerators, as far as it shows without one ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", [torch.device("cuda", 1), torch.device("xpu", 3)])
 def test_a_ranks_device_becomes_its_current_one(device, monkeypatch):
     chosen = []
@@ -136,9 +127,6 @@ def test_a_group_has_a_backend_for_the_host_and_is_bound_where_it_can_be_split(
     world.device = device
     world._connect(dist.HashStore())
     assert (asked["backend"], asked["device_id"]) == (backend, bound)
-
-
-# -- joining and leaving -----------------------------------------------------------------------------------------------
 
 
 def adopt():
@@ -247,9 +235,6 @@ def alone(ranks=None):
 def test_a_rank_that_never_comes_and_an_address_that_is_missing_are_named(ranks, env, ranks_, words):
     (failure,) = ranks.fails(alone, ranks_, processes=1, env=env)
     assert failure.type == "WorldError" and re.search(words, failure.message), failure.message
-
-
-# -- when a rank is elsewhere ------------------------------------------------------------------------------------------
 
 
 def late_here(path):

@@ -96,9 +96,7 @@ def compare(
         (4, [3, 2], {"track_running_stats": False}, ("weight", "bias")),
     ],
 )
-def test_it_is_batch_norm_of_all_ranks_samples(
-    ranks: Any, dims: int, counts: list[int], options: dict[str, Any], frozen: tuple[str, ...]
-) -> None:
+def test_it_is_batch_norm_of_all_ranks_samples(ranks, dims, counts, options, frozen):
     model = norm(dims, **options)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)

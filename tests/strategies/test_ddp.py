@@ -12,8 +12,6 @@ from easymp import Accelerator, RefusedError, StepError
 
 from .models import Of, make, message, trained
 
-# -- casting hooks -----------------------------------------------------------------------------------------------------
-
 
 def gradients(
     options: Any, dtype: torch.dtype = torch.float32, steps: int = 1
@@ -48,9 +46,7 @@ JOURNEYS = [
 
 
 @pytest.mark.parametrize(("hook", "factor", "dtype", "size"), JOURNEYS)
-def test_what_arrives_is_the_average_in_the_type_of_the_journey(
-    ranks, hook: str, factor: float | None, dtype, size: int
-) -> None:
+def test_what_arrives_is_the_average_in_the_type_of_the_journey(ranks, hook, factor, dtype, size):
     for view in [True, False] if size == 2 else [True]:
         options = {"comm_hook": hook, "gradient_predivide_factor": factor, "gradient_as_bucket_view": view}
         options["bucket_cap_mb"] = 0.002
@@ -85,9 +81,6 @@ def test_sparse_gradients_travel_as_they_are_or_not_at_all(ranks) -> None:
     for failure in ranks.fails(sparse, {"comm_hook": "fp16"}):
         assert failure.type == "PrepareError"
         assert "'0' has sparse gradients" in failure.message
-
-
-# -- PowerSGD ----------------------------------------------------------------------------------------------------------
 
 
 def thin(options: Any, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -185,9 +178,6 @@ def test_a_loss_scale_and_a_memory_do_not_go_together(ranks) -> None:
     assert all(torch.isfinite(p).all() for p in got["parameters"].values())
 
 
-# -- what torch says of parameters that it waits for -------------------------------------------------------------------
-
-
 def unused(options: Any, kind: str) -> str:
     with Accelerator(mixed_precision="bf16", strategy_options=options) as acc:
         model = acc.prepare(make("idle") if kind == "idle" else of_two())
@@ -209,9 +199,6 @@ def test_unused_parameters_have_names(ranks) -> None:
     for words in ranks(unused, {"static_graph": True}, "late"):
         assert "'later.weight', 'later.bias'" in words
         assert "With static_graph=True each step must use the same parameters" in words
-
-
-# -- uneven inputs, and the end ----------------------------------------------------------------------------------------
 
 
 def uneven(options: Any) -> str:

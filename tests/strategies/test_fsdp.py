@@ -23,9 +23,6 @@ from easymp.strategies.blocks import find_blocks
 
 from .models import Of, Tied, agree, make, mean_square, message, part, trained, under, whole
 
-# -- the numbers -------------------------------------------------------------------------------------------------------
-
-
 BY_CLASS = {"wrap": ["Linear", "LayerNorm"], "reduce_every_micro_batch": True}
 
 
@@ -41,9 +38,6 @@ BY_CLASS = {"wrap": ["Linear", "LayerNorm"], "reduce_every_micro_batch": True}
 )
 def test_options_change_no_number(ranks, options: Any) -> None:
     agree(ranks(trained, "fsdp", "tied", 3, 0.1, "no", options)[0], trained("single", "tied", 3, 0.1))
-
-
-# -- the step ----------------------------------------------------------------------------------------------------------
 
 
 def by_hand(strategy: str, how: str, options: Any = None) -> list[torch.Tensor]:
@@ -123,9 +117,6 @@ def read_weight(strategy: str) -> list[torch.Tensor]:
 def test_a_layer_whose_weight_is_read_stays_with_the_model(ranks) -> None:
     for a, b in zip(ranks(read_weight, "fsdp")[0], read_weight("single")):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-# -- half precision ----------------------------------------------------------------------------------------------------
 
 
 class Words(nn.Module):
@@ -218,18 +209,13 @@ def test_what_is_computed_again_sees_the_same_weights(ranks, which: Any) -> None
     ("strategy", "options", "processes", "precision"),
     [("fsdp", None, 2, "bf16"), ("fsdp", None, 2, "no"), ("hsdp", {"shard_size": 2}, 4, "bf16")],
 )
-def test_it_gathers_and_keeps_what_plain_fully_shard_does(
-    ranks, strategy: str, options: Any, processes: int, precision: str
-) -> None:
+def test_it_gathers_and_keeps_what_plain_fully_shard_does(ranks, strategy, options, processes, precision):
     model = Words()
     size = sum(p.numel() for p in model.parameters()) * (4 if precision == "no" else 2)
     for plain, ours, dtypes, shard in ranks(beside_plain, strategy, options, precision, processes=processes):
         assert ours == pytest.approx(plain, rel=0.01)
         assert ours[:2] == pytest.approx((size, 0), rel=0.01)
         assert dtypes == {torch.float32} and shard == model.head.weight.numel() // 2
-
-
-# -- what is wrapped ---------------------------------------------------------------------------------------------------
 
 
 def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> None:
@@ -252,9 +238,6 @@ def test_parts_of_another_dtype_are_on_their_own() -> None:
 def test_a_class_that_no_module_has() -> None:
     with pytest.raises(PrepareError, match=r"no module in this Tied is a 'Blok', did you mean 'Block'\?"):
         find_blocks(Tied(), ("Blok",))
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def refusals() -> dict[str, str]:
@@ -308,9 +291,6 @@ def test_refusals_have_sentences(ranks) -> None:
         assert said.keys() == words.keys()
         for name, expected in words.items():
             assert expected in said[name]
-
-
-# -- what stays whole --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

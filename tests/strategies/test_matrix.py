@@ -182,9 +182,7 @@ def words(strategy: str, precision: str) -> str:
 
 
 @pytest.mark.parametrize(("strategy", "size"), ELSEWHERE)
-def test_a_strategy_that_is_not_for_this_number_of_processes_says_so(
-    ranks: Any, strategy: str, size: int
-) -> None:
+def test_a_strategy_that_is_not_for_this_number_of_processes_says_so(ranks, strategy, size):
     for said in [words(strategy, "fp32")] if size == 1 else ranks(words, strategy, "fp32", processes=size):
         assert re.search(ELSEWHERE[strategy, size], said), said
 

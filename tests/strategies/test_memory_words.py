@@ -17,8 +17,6 @@ from easymp.strategies.transforms import Offload
 
 from .models import make, message, under, whole
 
-# -- optimizer_in_backward ---------------------------------------------------------------------------------------------
-
 
 def fit(acc: Any, kind: str, optimizer: Any = torch.optim.AdamW, folder: str = "", **more: Any) -> Any:
     """Four updates, and the gradients' bytes at most; with a `folder`, left after two and resumed."""
@@ -220,16 +218,11 @@ def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
         (easymp.optim.AdamW, "bf16-true", "stochastic rounding"),
     ],
 )
-def test_optimizers_that_need_all_gradients_are_refused(
-    make_optimizer: Any, precision: Any, words: str
-) -> None:
+def test_optimizers_that_need_all_gradients_are_refused(make_optimizer, precision, words):
     with Accelerator(cpu=True, mixed_precision=precision, optimizer_in_backward=True) as acc:
         model = make("mlp")
         with pytest.raises(PrepareError, match=words):
             acc.prepare(model, make_optimizer(model.parameters()))
-
-
-# -- activation_offload ------------------------------------------------------------------------------------------------
 
 
 class Counted(Offload):
@@ -276,9 +269,6 @@ def test_offloaded_activations_give_the_same_gradients(kind: str, which: Any) ->
         assert kind == "conv" or all(t.shape not in own for t in counted.went)
         for _ in range(2):  # an object serves all forwards
             assert all(torch.equal(a, b) for a, b in zip(gradients(model, x, counted), plain, strict=True))
-
-
-# -- Python's garbage collection ---------------------------------------------------------------------------------------
 
 
 def test_garbage_collection_is_frozen_after_the_first_update_and_put_back() -> None:

@@ -41,8 +41,6 @@ def agree(ours: list[dict[str, Any]], one: dict[str, Any]) -> None:
     assert seen == set(one["parameters"])
 
 
-# -- the numbers -------------------------------------------------------------------------------------------------------
-
 ROWS = [  # gpipe and 1f1b are in the matrix, too
     pytest.param("tied", {"schedule": "1f1b"}, 3, 0.1, 4, marks=pytest.mark.slow),
     ("tied", {"schedule": "interleaved_1f1b"}, 3, 0.1, 2),
@@ -105,9 +103,6 @@ def test_batch_norm_sees_a_microbatch_at_a_time_and_once(ranks, schedule: str) -
         found |= buffers
     assert found.keys() == one.keys()
     assert all(torch.allclose(values, one[name], rtol=1e-4, atol=1e-5) for name, values in found.items())
-
-
-# -- the loop ----------------------------------------------------------------------------------------------------------
 
 
 class Tower(nn.Module):
@@ -274,16 +269,11 @@ def runs_and_fails(schedule: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_forward_runs_twice_and_a_loss_that_fails_ends_the_batch_on_all_ranks(
-    ranks, schedule: str
-) -> None:
+def test_no_forward_runs_twice_and_a_loss_that_fails_ends_the_batch_on_all_ranks(ranks, schedule):
     (first, other), (second, last) = ranks(runs_and_fails, schedule)
     assert first + second == 4 * 4  # blocks, micro-batches
     assert last == "ValueError: no loss today"
     assert other.startswith("WorldError: ") and "failed on another rank" in other
-
-
-# -- the step ----------------------------------------------------------------------------------------------------------
 
 
 def held() -> tuple[list[str], dict[str, Any]]:
@@ -365,9 +355,6 @@ def test_what_is_compiled_are_the_parts_of_a_stage(ranks) -> None:
     assert first == ["embed", "blocks.0", "head"]  # the head's weight is the embedding's
     assert second == ["embed", "blocks.1", "blocks.2", "head"]
     assert "the model is compiled, as one function" in said
-
-
-# -- where a model is cut ----------------------------------------------------------------------------------------------
 
 
 def cut(model: nn.Module, x: Any, stages: int, splits: tuple[str, ...] | None = None) -> Any:

@@ -25,9 +25,6 @@ def saving(
 THINK = {"blocks.*.think.0": "colwise", "blocks.*.think.2": "rowwise"}
 
 
-# -- the numbers -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "which"),
     [("tied", "attention"), ("idle", True), ("conv", ("1", "2")), ("mlp", "Linear"), ("tied", "100KB")],
@@ -91,9 +88,6 @@ def test_dropout_is_replayed_and_keywords_arrive() -> None:
         assert all(torch.equal(a, b) for a, b in zip(dropped(which), dropped(False), strict=True))
 
 
-# -- the memory --------------------------------------------------------------------------------------------------------
-
-
 def kept(which: Any) -> int:
     """Bytes that forward keeps for backward, parameters not counted."""
     with Accelerator(mixed_precision="no", activation_checkpointing=which) as acc:
@@ -155,9 +149,6 @@ def test_models_that_cannot_be_counted_or_kept_are_told_what_to_use() -> None:
             acc.backward(model(torch.ones(2, 4)).sum())
 
 
-# -- what is chosen ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("which", "names"),
     [
@@ -191,9 +182,6 @@ def test_what_means_nothing_is_refused() -> None:
     for wrong in (1, ()):
         with pytest.raises(SettingError, match="is neither"):
             Accelerator(activation_checkpointing=wrong)
-
-
-# -- whose model it is -------------------------------------------------------------------------------------------------
 
 
 def test_the_model_stays_the_users() -> None:

@@ -159,9 +159,7 @@ def test_under_each_strategy_options_that_drift_apart_are_an_error(ranks, strate
         ("local_sgd", {"every": 2}, 2, unprepared, "after update 4 of SGD rank 1 and rank 0 differ"),
     ],
 )
-def test_copies_are_compared_where_a_strategy_has_some(
-    ranks, name: str, options: Any, processes: int, how: Callable[..., Any], said: str
-) -> None:
+def test_copies_are_compared_where_a_strategy_has_some(ranks, name, options, processes, how, said):
     found = ranks(drifting, how, name, options, 2, processes=processes)
     assert found == [found[0]] * processes
     assert said in str(found[0][1])

@@ -27,9 +27,6 @@ from .models import Tied, make, message, under, whole
 Options = dict[str, Any]
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
 class Attention(nn.Module):
     """Heads of 4 features, whose number it learns from its projections: what "colwise" needs."""
 
@@ -262,9 +259,6 @@ def test_a_layer_on_parts_that_the_plan_forgets_is_named(ranks, processes: int) 
         assert re.search(r"different gradients for 'layers\.[01]\.attend\.q_norm\.(weight|bias)'", said)
 
 
-# -- the step ----------------------------------------------------------------------------------------------------------
-
-
 def muon(strategy: str) -> list[Tensor]:
     with Accelerator(mixed_precision="no", strategy=strategy) as acc:
         torch.manual_seed(0)
@@ -288,9 +282,6 @@ def test_muon_takes_whole_matrices(ranks) -> None:
     assert (one[0] - start[0]).abs().max() > 0.02
     for a, b in zip(there, one):
         assert torch.allclose(a, b, atol=4e-3)  # it computes in bf16
-
-
-# -- the data ----------------------------------------------------------------------------------------------------------
 
 
 def data(size: int) -> dict[str, Any]:
@@ -339,9 +330,6 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
     for elements, in_memory, predicted in results:
         assert in_memory <= 4 * 1.1 * predicted
         assert elements < 0.85 * sum(p.numel() for p in make("tied").parameters()) * 2 / processes
-
-
-# -- refusals, beginning and end ---------------------------------------------------------------------------------------
 
 
 def refusals() -> dict[str, str]:

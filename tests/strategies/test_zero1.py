@@ -75,9 +75,6 @@ ANY = [name for name in OPTIMIZERS if ADDS or name not in WHOLE]
 SOME = [name for name in ("adamw", "a subclass of adamw", "normalised") if name in ANY]
 
 
-# -- the numbers -------------------------------------------------------------------------------------------------------
-
-
 def optimized(strategy: str, which: str, kind: str = "tied", steps: int = STEPS) -> dict[str, Any]:
     with Accelerator(mixed_precision="no", strategy=strategy) as acc, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -124,9 +121,6 @@ def test_shards_without_a_row_and_a_parameter_without_dimensions(ranks, which: s
         assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
         for a, b in zip(got["parameters"], one["parameters"]):
             assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
-
-
-# -- gradients in shards -----------------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
@@ -185,9 +179,6 @@ def test_ranks_need_not_use_the_same_layers_nor_one_backward(ranks) -> None:
     one, other = ranks(cut_gradients, {"shard_gradients": True}, 2, "no", 2)
     assert one["norms"] == other["norms"]
     assert all(torch.equal(p, q) for p, q in zip(one["parameters"], other["parameters"]))
-
-
-# -- the step ----------------------------------------------------------------------------------------------------------
 
 
 def hooks() -> tuple[str, list[float]]:
@@ -283,9 +274,6 @@ def test_two_models_two_optimizers_and_groups_that_come_later(ranks) -> None:
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, one))
 
 
-# -- states that come and go -------------------------------------------------------------------------------------------
-
-
 def steps_of(acc: Accelerator, model: nn.Module, optimizer: Any, first: int, last: int) -> None:
     for i in range(first, last):
         x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(i)))
@@ -337,9 +325,6 @@ def test_state_moves_between_plain_and_sharded(ranks, which: str) -> None:
     loads += ranks(handed_on, "zero1", which, "had state")
     for _, values in loads:
         assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(values, end))
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def refusals() -> dict[str, str]:
