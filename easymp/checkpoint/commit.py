@@ -14,9 +14,9 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..logging import get_logger
-from .folders import checkpoint_of, inside, is_committed, next_save, saves_of, temporary, writing
+from .folders import TEMPORARY, checkpoint_of, inside, is_committed, next_save, saves_of, temporary, writing
 from .lineage import Saved, drop, refuse_foreign, set_aside, take_away
-from .lock import TEMPORARY, abandoned, claim, lock_of
+from .lock import abandoned, claim, lock_of
 from .storage import Storage
 
 logger = get_logger(__name__)

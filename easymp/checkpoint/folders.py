@@ -24,15 +24,14 @@ from typing import NamedTuple
 from ..errors import CheckpointError
 from .codec import LONGEST
 from .header import Slot
-from .header import decode as decode_header
-from .header import length as header_length
-from .lock import TEMPORARY
+from .header import decode_header, header_length
 from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Manifest, decode, seal
 from .storage import Part, SourceFile, Storage, Tick, no_tick, shown
 from .storage_local import LocalStorage
 from .storage_remote import RemoteStorage
 
 LATEST = "latest"
+TEMPORARY = ".tmp-"
 FIRST = 2**16  # bytes of a file that are read at once: its header, mostly
 SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and a line feed
 _STEP = re.compile(

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from .codec import dumps, loads
 
 PAGE = 4096
-LONGEST = 100_000_000  # bytes of a header that the safetensors library still reads
+LONGEST_HEADER = 100_000_000  # bytes of a header that the safetensors library still reads
 MOST = 2**63 - 1  # bytes in a file or a tensor
 DIMENSIONS = 64  # torch's limit
 FLOAT4 = torch.float4_e2m1fn_x2  # two values a byte: the format counts values, torch counts bytes
@@ -60,7 +60,7 @@ def nbytes(dtype: torch.dtype, shape: object) -> int | None:
     return prod(shape) * dtype.itemsize
 
 
-def encode(
+def encode_header(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, list[Slot]]:
     """The bytes before the first tensor, and the slot of each of `tensors`, in their order."""
@@ -88,31 +88,31 @@ def encode(
         at += size
     text = dumps(table)
     text += b" " * (-(len(text) + 8) % PAGE)
-    if len(text) > LONGEST:
+    if len(text) > LONGEST_HEADER:
         raise CheckpointError(
-            f"{len(places)} names take {len(text)} bytes, and a header {LONGEST} at most: use several files"
+            f"{len(places)} names take {len(text)} bytes, and a header {LONGEST_HEADER} at most: use several files"
         )
     base = len(text) + 8
     return len(text).to_bytes(8, "little") + text, [Slot(d, s, base + b, base + e) for d, s, b, e in places]
 
 
-def length(text: bytes, size: int, what: str) -> int:
+def header_length(text: bytes, size: int, what: str) -> int:
     """Bytes before the data of a file of `size` bytes, from its first 8."""
     count = int.from_bytes(text[:8], "little")
-    if len(text) < 8 or count > LONGEST or 8 + count > size:
+    if len(text) < 8 or count > LONGEST_HEADER or 8 + count > size:
         raise CheckpointError(
             f"{what}: not a safetensors file: {size} bytes, and the first 8 ({text[:8].hex()}) are not the length of a header"
         )
     return 8 + count
 
 
-def decode(text: bytes, size: int, what: str) -> tuple[dict[str, Slot], dict[str, str]]:
+def decode_header(text: bytes, size: int, what: str) -> tuple[dict[str, Slot], dict[str, str]]:
     """The tensors of a file of `size` bytes that begins with `text` (at least its header), and its metadata.
 
     Raises:
         CheckpointError: `text` is not the header of such a file; `what` names it.
     """
-    base = length(text, size, what)
+    base = header_length(text, size, what)
     if len(text) < base:
         raise CheckpointError(
             f"{what}: {len(text)} bytes of a header of {base} could be read: cut short; load another file"

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import CheckpointError, RefusedError
 from .codec import dumps, loads, pack, unpack
 from .folders import file_in, found_at, inside, read_header
-from .header import encode, nbytes
+from .header import encode_header, nbytes
 from .layout import Shape, on_host, whole
 from .manifest import COMMIT, INDEX, MANIFEST, Piece, Stored
 from .read_plan import Want, plan, stream
@@ -105,7 +105,7 @@ def write_model(
     for name, shard in zip(names, shards):
         mine = [item.name for item in shard]
         noted = {other: of for other, of in aliases.items() if of in mine}
-        header, slots = encode(shard, {"format": "pt", **noted})
+        header, slots = encode_header(shard, {"format": "pt", **noted})
         path = inside(folder, f".{name}.tmp" if storage.renames else name)
         storage.put(path, _parts(header, mine, bring), slots[-1].end if slots else len(header), tick)
     if storage.renames:
@@ -174,7 +174,7 @@ def save_tree(tree: Any, f: str | os.PathLike[str]) -> None:
             raise CheckpointError(
                 f"{name} is spread over the ranks: save what get_state_dict(model) returns, or its full_tensor()"
             )
-    header, slots = encode([(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], metadata)
+    header, slots = encode_header([(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], metadata)
     held = [name for name, t in tensors.items() if t.numel()]
     parts = _parts(header, held, lambda name: on_host(tensors[name], name))
     _replace(place, parts, slots[-1].end if slots else len(header))

@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import storage_local
+from .folders import TEMPORARY
 from .storage import Storage
 from .storage_local import make_above
 
@@ -29,7 +30,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-TEMPORARY = ".tmp-"
 LARGEST = 2**16  # bytes of words about an owner
 BEAT = 3.0  # seconds between two writes of a heartbeat
 PATIENCE = 4 * BEAT  # seconds without a change after which its owner counts as dead

@@ -19,7 +19,7 @@ from ..distributed import World
 from ..errors import CheckpointError, EasympError, WorldError
 from ..logging import get_logger
 from .codec import pack
-from .header import PAGE, encode
+from .header import PAGE, encode_header
 from .layout import Box, Shape, fault, places_of, whole
 from .manifest import Piece, Stored
 from .storage import Part, aligned, as_bytes, copy, is_plain, spread
@@ -224,7 +224,7 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
             inside = sorted(contents[word, rank], key=lambda at: -kinds[at[0]][0].itemsize)
             name = f"{word}-{number:05d}-of-{len(ranks):05d}.safetensors"
             entries = [(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside]
-            header, slots = encode(entries, {"format": "pt"})
+            header, slots = encode_header(entries, {"format": "pt"})
             for (n, box), slot in zip(inside, slots):
                 pieces[n].append(Piece(box, name, slot.begin))
             files.append(FilePlan(name, rank, header, tuple(inside), slots[-1].end))

@@ -45,14 +45,14 @@ def read_header(content: bytes) -> bool:
     for text, data in zip(texts, (0, int.from_bytes(content[:2], "little"))):
         size = len(text) + data
         try:
-            slots, _ = header.decode(text, size, "x")
+            slots, _ = header.decode_header(text, size, "x")
         except CheckpointError:
             continue
         assert sum(s.end - s.begin for s in slots.values()) == size - 8 - int.from_bytes(text[:8], "little")
         safetensors.deserialize(text + bytes(data))  # nothing is taken that the library would refuse
         ordered = sorted(slots.items(), key=lambda item: item[1][2:])
-        head, places = header.encode([(name, slot.dtype, slot.shape) for name, slot in ordered])
-        assert header.decode(head, max([len(head), *(p.end for p in places)]), "x")[0] == dict(
+        head, places = header.encode_header([(name, slot.dtype, slot.shape) for name, slot in ordered])
+        assert header.decode_header(head, max([len(head), *(p.end for p in places)]), "x")[0] == dict(
             zip(dict(ordered), places)
         )
         read += 1
@@ -99,7 +99,7 @@ READERS: dict[str, Callable[[bytes], bool]] = {
 def seeds(target: str) -> list[bytes]:
     """Real ones, as we write them."""
     kinds = [torch.float32, torch.int8, torch.complex128, torch.float4_e2m1fn_x2]
-    head, slots = header.encode([(f"w{i}", dtype, (2, 3)) for i, dtype in enumerate(kinds)], {"format": "pt"})
+    head, slots = header.encode_header([(f"w{i}", dtype, (2, 3)) for i, dtype in enumerate(kinds)], {"format": "pt"})
     state = {
         "kinds": [
             (1, 2.5),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from easymp import CheckpointError
 from easymp.checkpoint import header
-from easymp.checkpoint.header import NAMES, PAGE, PARTS, Slot, decode, encode, filed, nbytes
+from easymp.checkpoint.header import NAMES, PAGE, PARTS, Slot, decode_header, encode_header, filed, nbytes
 
 # The library writes these, and its torch loader lacks their names (0.8); its `safe_open` reads them.
 NOT_BY_LOAD_FILE = {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
@@ -34,7 +34,7 @@ def some(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> list[Slot]:
-    text, slots = encode([(name, t.dtype, t.shape) for name, t in tensors.items()], metadata)
+    text, slots = encode_header([(name, t.dtype, t.shape) for name, t in tensors.items()], metadata)
     path.write_bytes(text + b"".join(map(content, tensors.values())))
     return slots
 
@@ -54,7 +54,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> 
                 if found is not None:
                     assert (found.dtype, tuple(found.shape)) == filed(tensor.dtype, tensor.shape)
                     assert content(found) == content(torch.view_as_real(tensor) if dtype in PARTS else tensor)
-    read, metadata = decode(path.read_bytes(), path.stat().st_size, "a")
+    read, metadata = decode_header(path.read_bytes(), path.stat().st_size, "a")
     assert metadata == {"format": "pt"}
     assert read == {name: Slot(*filed(s.dtype, s.shape), s.begin, s.end) for name, s in zip(tensors, slots)}
 
@@ -68,7 +68,7 @@ def test_we_read_what_the_library_writes(tmp_path: Path, dtype: torch.dtype) -> 
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file(tensors, path, {"any": "word"})
     text = path.read_bytes()
-    read, _ = decode(text, len(text), "a")
+    read, _ = decode_header(text, len(text), "a")
     assert set(read) == set(tensors)
     for name, (found, shape, begin, end) in read.items():
         assert (found, shape) == (tensors[name].dtype, tuple(tensors[name].shape))
@@ -110,12 +110,12 @@ HOSTILE = {
 def test_what_is_no_such_file_is_refused(name: str) -> None:
     text, words = HOSTILE[name]
     with pytest.raises(CheckpointError, match=f"^some/file: .*{words}"):
-        decode(text, len(text), "some/file")
+        decode_header(text, len(text), "some/file")
 
 
 def test_a_header_bomb_is_refused_unread() -> None:
-    count = header.LONGEST + 1
+    count = header.LONGEST_HEADER + 1
     with pytest.raises(CheckpointError, match="not the length of a header"):
-        decode(count.to_bytes(8, "little"), 2**50, "x")
+        decode_header(count.to_bytes(8, "little"), 2**50, "x")
     with pytest.raises(CheckpointError, match="cut short"):
-        decode((5000).to_bytes(8, "little") + b"{", 2**50, "x")
+        decode_header((5000).to_bytes(8, "little") + b"{", 2**50, "x")
