@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from .accelerate_import import AccelerateStates as AccelerateStates
-    from .accelerate_import import read_accelerate as read_accelerate
+    from .accelerate import AccelerateStates as AccelerateStates
+    from .accelerate import read_accelerate as read_accelerate
     from .catalog import Contents as Contents
     from .catalog import Damage as Damage
     from .catalog import Difference as Difference
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from .catalog import verify as verify
     from .conversion import convert as convert
     from .conversion import merge as merge
-    from .progress import Progress as Progress
+    from .storage import Progress as Progress
 
 _HOMES = {
-    "accelerate_import": ("AccelerateStates", "read_accelerate"),
+    "accelerate": ("AccelerateStates", "read_accelerate"),
     "catalog": (
         *("Contents", "Damage", "Difference", "Entry", "Pruned"),
         *("diff", "inspect", "list_checkpoints", "prune", "verify"),
     ),
     "conversion": ("convert", "merge"),
-    "progress": ("Progress",),
+    "storage": ("Progress",),
 }
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

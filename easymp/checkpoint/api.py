@@ -27,40 +27,15 @@ if TYPE_CHECKING:
     from ..trackers.logbook import Logbook
     from ..training.prepare import Preparation
     from ..training.state import Run
-    from . import (
-        accelerate_import,
-        folders,
-        hooks,
-        huggingface,
-        lineage,
-        load,
-        lock,
-        main_only,
-        progress,
-        run_state,
-        save,
-        snapshot,
-        weights,
-    )
+    from . import accelerate, commit, folders, hooks, huggingface, load, run_state, save, snapshot, storage
     from .load import Loaded
     from .save import Saves
     from .snapshot import Kept
 
 modules_at_first_use(
     globals(),
-    *(
-        "accelerate_import",
-        "main_only",
-        "folders",
-        "hooks",
-        "huggingface",
-        "lineage",
-        "load",
-        "lock",
-        "progress",
-        "run_state",
-    ),
-    *("save", "snapshot", "weights"),
+    *("accelerate", "commit", "folders", "hooks", "huggingface"),
+    *("load", "run_state", "save", "snapshot", "storage"),
 )
 
 logger = get_logger(__name__)
@@ -81,7 +56,7 @@ class Checkpoints:
     close: Callable[[], None]
     _saves: Saves | None = None  # from the first save or load on
     _save_on_signal: bool | None = None
-    _save_calls: main_only.SaveCalls  # where the main process may save alone
+    _save_calls: save.SaveCalls  # where the main process may save alone
     _claimed = False  # whether this run holds the lock of its project's checkpoints
     _last: tuple[str, str] | None = (
         None  # folder and name of the checkpoint that this run saved or loaded last
@@ -146,7 +121,7 @@ class Checkpoints:
         def claim() -> bool:
             root, name = folders.parted(self._root)
             try:
-                release = lock.hold(folders.open_storage(root), name)
+                release = commit.hold(folders.open_storage(root), name)
             except OSError as error:
                 if not reading or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
@@ -315,9 +290,9 @@ class Checkpoints:
             )
         self._check_settled()
         self._logbook.settle()
-        return self._save_state(path, False, main_only.one_rank(world), calls.with_helpers if split else None)
+        return self._save_state(path, False, save.one_rank(world), calls.with_helpers if split else None)
 
-    def _help(self, there: main_only.StoreWorld) -> None:
+    def _help(self, there: save.StoreWorld) -> None:
         """In a thread, while rank 0 saves alone: write this rank's part of split states."""
         with there:
             (root, name, step, models, names), *_ = there.gather_objects(None)
@@ -330,7 +305,7 @@ class Checkpoints:
         path: Path | None,
         async_: bool,
         world: World | None = None,
-        with_helpers: Callable[[], main_only.StoreWorld] | None = None,
+        with_helpers: Callable[[], save.StoreWorld] | None = None,
     ) -> str:
         project, saver = self._project, self._saver()
         self._settle_saves()  # one at a time, and hooks write for one, too
@@ -359,7 +334,7 @@ class Checkpoints:
             models, extra = hooks.before_save(world, self._save_hooks, views, target.storage, name)
         project.iteration += 1
         try:
-            with ExitStack() as open_, progress.of_ranks(world, "saving", "saved", place, async_) as tick:
+            with ExitStack() as open_, storage.of_ranks(world, "saving", "saved", place, async_) as tick:
                 if with_helpers is not None:
                     there = open_.enter_context(with_helpers())
                     there.gather_objects((root, name, step, list(models), tuple(extra.names)))
@@ -472,11 +447,11 @@ class Checkpoints:
         parts = [part for part in self._parts(models) if getattr(part, "name", "") not in unknown]
         modules = [model.original for model in prepared.models]
 
-        def opened() -> accelerate_import.Translated:
-            found = accelerate_import.Translated(
+        def opened() -> accelerate.Translated:
+            found = accelerate.Translated(
                 folder, modules, parts, prepared.seed, world.rank, strict, allow_pickle
             )
-            found.skipped += [accelerate_import.LOADERS] if prepared.loaders else []
+            found.skipped += [accelerate.LOADERS] if prepared.loaders else []
             return found
 
         loaded = load.put_in_place(world, folder, opened, parts)
@@ -498,9 +473,9 @@ class Checkpoints:
     def _newest(
         self, path: Path | None, passed: Collection[str] = ()
     ) -> tuple[str, str | None, list[str], bool]:
-        """The folder at `path` or the project's, and what `lineage.newest` finds in it."""
+        """The folder at `path` or the project's, and what `folders.newest` finds in it."""
         root = folders.inside(*folders.parted(self._root if path is None else path))
-        folder, said, damaged = lineage.newest(folders.open_storage(root), passed)
+        folder, said, damaged = folders.newest(folders.open_storage(root), passed)
         for words in said:
             logger.warning("left out: %s", words)
         return root, folder, said, damaged
@@ -520,7 +495,7 @@ class Checkpoints:
         models: Any = nullcontext(range(len(views)))
         if self._load_hooks:
             models = hooks.before_load(world, self._load_hooks, views, storage, name)
-        with models as left, progress.of_ranks(world, "loading", "loaded", place) as tick:
+        with models as left, storage.of_ranks(world, "loading", "loaded", place) as tick:
             parts = self._parts(left)
             if not data:
                 parts = [run_state.without_data(part) for part in parts]
@@ -584,14 +559,14 @@ class Checkpoints:
             try:
                 self._load(root, name, strict)
             except CheckpointError as error:
-                damage = snapshot.on_rank_0(world, partial(lineage.damage, folders.open_storage(root), name))
+                damage = snapshot.on_rank_0(world, partial(folders.damage, folders.open_storage(root), name))
                 if not damage:
                     raise
                 logger.warning("left out: %s (%s)", damage, error)
                 passed.append(name)
                 continue
             place = folders.inside(root, name)
-            logger.info("resumed from %s", folders.shown(place))
+            logger.info("resumed from %s", storage.shown(place))
             return place
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -634,10 +609,10 @@ class Checkpoints:
         place = self.save_state()
         self._settle_saves()
         by = f" by signal {number}" if number else ""
-        logger.warning("preempted%s: saved %s, and exiting with %d", by, folders.shown(place), RESTART)
+        logger.warning("preempted%s: saved %s, and exiting with %d", by, storage.shown(place), RESTART)
         self.close()
         end = SystemExit(RESTART)
-        end.add_note(folders.shown(place))  # for the launcher's last line
+        end.add_note(storage.shown(place))  # for the launcher's last line
         raise end
 
     # -- export -------------------------------------------------------------------------------------------------------
@@ -661,7 +636,7 @@ class Checkpoints:
             >>> list(acc.get_state_dict(acc.prepare(nn.Linear(2, 1))))
             ['weight', 'bias']
         """
-        return weights.get_state_dict(self._run.world, model, unwrap)
+        return huggingface.get_state_dict(self._run.world, model, unwrap)
 
     def save_model(
         self,
@@ -695,7 +670,7 @@ class Checkpoints:
             ['model.safetensors']
         """
         _refuse_code(safe_serialization, "save_model")
-        weights.save_model(self._run.world, model, os.fspath(save_directory), max_shard_size)
+        huggingface.save_model(self._run.world, model, os.fspath(save_directory), max_shard_size)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
         """Write an object to one file, on the main process. `easymp.load` reads it, and runs no code.

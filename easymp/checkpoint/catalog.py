@@ -17,27 +17,27 @@ from torch import Tensor
 
 from ..errors import CheckpointError, SettingError
 from .codec import TAG
+from .commit import claim, committed_saves, drop, lock_of, take_away
 from .folders import (
     Opened,
     checkpoint_of,
+    committed,
     current,
     inside,
     is_checkpoint,
     is_committed,
+    newest,
     open_checkpoint,
     open_manifest,
     open_storage,
     step_of,
+    survey,
     writing,
 )
-from .layout import slices, whole
-from .lineage import committed, committed_saves, drop, newest, survey, take_away
-from .lock import claim, lock_of
-from .manifest import BLOCK, MANIFEST, Manifest, Stored
-from .progress import expect
-from .read_plan import expected, faults, one_by_one, room
+from .load import expected, faults, one_by_one, room
+from .manifest import BLOCK, MANIFEST, Manifest, Stored, slices, whole
 from .snapshot import group
-from .storage import SourceFile, Storage, Tick, block_count, no_tick
+from .storage import SourceFile, Storage, Tick, block_count, expect, no_tick
 
 LONG = 60  # characters of a value that is shown
 TRACKING = "state/tracking"  # names and positions of logs, which differ between equal runs

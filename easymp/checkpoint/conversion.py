@@ -16,18 +16,16 @@ from torch import Tensor
 
 from ..errors import CheckpointError, SettingError, nearest
 from ..settings import read_bytes
-from .accelerate_import import read_state_dict
+from .accelerate import read_state_dict
 from .codec import loads
 from .commit import begin
 from .folders import Opened, copied, inside, open_checkpoint, open_storage, parted, write_manifest
 from .huggingface import Item, cut, write_model
-from .layout import whole
-from .manifest import INDEX, FileRecord
-from .progress import expect
-from .read_plan import one_by_one, room
+from .load import one_by_one, room
+from .manifest import INDEX, FileRecord, whole
 from .snapshot import Brought, divide, group, index_of
-from .source import open_source, without_wrappers
-from .storage import Part, Tick, as_bytes, no_tick
+from .storage import Part, Tick, as_bytes, expect, no_tick
+from .weights import open_source, without_wrappers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 OF_TORCH_SAVE = (".bin", ".pt", ".pth", ".ckpt")

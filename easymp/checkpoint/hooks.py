@@ -12,10 +12,18 @@ from typing import Any
 
 from ..distributed import World
 from ..errors import CheckpointError
-from .commit import check_name
-from .folders import Extra, Opened, blocks_in, copied, current, inside, open_manifest, temporary, writing
-from .lineage import take_away
-from .lock import claim, lock_of
+from .commit import check_name, claim, lock_of, take_away
+from .folders import (
+    Extra,
+    Opened,
+    blocks_in,
+    copied,
+    current,
+    inside,
+    open_manifest,
+    temporary,
+    writing,
+)
 from .manifest import check_extra
 from .snapshot import first, on_all, on_rank_0, trouble
 from .storage import SourceFile, Storage

@@ -19,9 +19,8 @@ from ..optim import PreparedOptimizer
 from ..optim.torch_step import IMPLEMENTATION
 from ..precision.policies import LOW
 from .codec import names
-from .layout import Box, Place, places_of
 from .load import FullName, Reading, Trial, check_like, is_known, names_apart, several
-from .manifest import Stored, canonical, check_number
+from .manifest import Box, Place, Stored, canonical, check_number, places_of
 from .snapshot import Snapshot
 
 Groups = list[dict[str, Any]]

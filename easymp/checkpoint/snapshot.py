@@ -18,10 +18,8 @@ from torch import Tensor
 from ..distributed import World
 from ..errors import CheckpointError, EasympError, WorldError
 from ..logging import get_logger
-from .codec import pack
-from .header import PAGE, encode_header
-from .layout import Box, Shape, fault, places_of, whole
-from .manifest import Piece, Stored
+from .codec import PAGE, encode_header, pack
+from .manifest import Box, Piece, Shape, Stored, fault, places_of, whole
 from .storage import Part, aligned, as_bytes, copy, is_plain, spread
 
 T = TypeVar("T")

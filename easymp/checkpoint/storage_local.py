@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
-from .header import PAGE  # a multiple of what file systems ask of O_DIRECT; one that asks more says EINVAL
+from .codec import PAGE
 from .manifest import BLOCK, COMMIT
 from .storage import (
     PATH,

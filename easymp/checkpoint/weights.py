@@ -1,4 +1,4 @@
-"""Weights from files into a live model, and whole weights out of one.
+"""Weights from files into a live model.
 
 `load_weights` changes nothing before names, shapes and dtypes are known to fit. Each rank reads only the bytes of its shards. Every rank
 decides by the same headers, so loading is not a collective: one rank may load alone, before `prepare` sends its values to the others.
@@ -7,42 +7,43 @@ decides by the same headers, so loading is not a collective: one rank may load a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..distributed import World, read_ranks
-from ..errors import CheckpointError, SettingError
+from ..base.dtensor import local
+from ..distributed import read_ranks
+from ..errors import CheckpointError, SettingError, nearest
 from ..logging import get_logger
-from ..settings import read_bytes
 from ..strategies.meta_init import left_to_others, swap_in
-from ..training.wrapper import unwrap as unwrapped
-from .folders import open_storage
-from .huggingface import Bring, Item, cut, write_model
-from .layout import Box, Shape, fault, on_host, places_of, whole
-from .manifest import canonical
-from .progress import Progress
-from .read_plan import Want, plan, stream
-from .save import Barrier
-from .snapshot import on_all
-from .source import (
-    SHOWN,
-    Live,
-    Skipped,
-    Source,
-    dtype_fault,
-    hint,
-    live_tensors,
-    match,
-    name_of,
-    open_source,
-    renamed_in,
+from .codec import PARTS, filed, loads
+from .folders import (
+    Opened,
+    current,
+    file_in,
+    found_at,
+    open_checkpoint,
+    open_storage,
+    read_header,
 )
+from .load import Want, plan, stream
+from .manifest import (
+    COMMIT,
+    INDEX,
+    INSIDE,
+    MANIFEST,
+    Piece,
+    Stored,
+    canonical,
+    places_of,
+    whole,
+)
+from .storage import Progress, SourceFile, Storage, shown
 
 logger = get_logger(__name__)
-EACH = 2**28  # bytes of tensors from one word of rank 0 to the next
 
 # -- into a model ------------------------------------------------------------------------------------------------------
 
@@ -206,167 +207,281 @@ def _allocate(
             swap_in(module, fresh)
 
 
-# -- out of a model ----------------------------------------------------------------------------------------------------
+# -- files of weights ---------------------------------------------------------------------------------------------------
 
 
-def get_state_dict(world: World, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-    """See `Accelerator.get_state_dict`."""
-    world.settle()
-    module = unwrapped(model, keep_torch_compile=not unwrap)
-    state = module.state_dict(keep_vars=True)
-    names = {name: canonical(name) if unwrap else name for name in state}
-    if not _is_sharded(module, state):
-        return {names[n]: v.detach() if isinstance(v, Tensor) else v for n, v in state.items()}
-    first, aliases = _distinct(state)
-    gathering = Gathering(world, first)
-    gathered = {name: gathering.bring(name) for name in first}
-    if world.rank:
-        return {}
-    gathered |= {name: gathered[of] for name, of in aliases.items()}
-    return {names[name]: gathered.get(name, value) for name, value in state.items()}
+SINGLE = "model.safetensors"
+LARGEST_INDEX = 2**28  # bytes
+SHOWN = 8  # names in a message
+WRAPPERS = (*INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
+OUTER = "module."  # DistributedDataParallel, DataParallel
 
 
-def save_model(world: World, model: nn.Module, place: str, max_shard_size: int | str) -> None:
-    """See `Accelerator.save_model`."""
-    most = read_bytes(max_shard_size, "max_shard_size=")
-    world.settle()
-    module = unwrapped(model, keep_torch_compile=False)
-    state = module.state_dict(keep_vars=True)
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{name!r} in the state_dict of this {type(module).__name__} is a {type(value).__name__}, and files of weights hold "
-                "tensors: save_state keeps it, or let get_extra_state return a tensor"
-            )
-    first, aliases = _distinct(state)
-    tensors = {canonical(name): tensor for name, tensor in first.items()}
-    others = {canonical(name): canonical(of) for name, of in aliases.items()}
-    shards = cut([Item(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], most)
+@dataclass(frozen=True)
+class Source:
+    """A description of stored weights.
 
-    def write(bring: Bring) -> str:
-        try:
-            with Progress(f"saving {place}", f"saved {place}") as tick:
-                tick.expect(sum(item.bytes for shard in shards for item in shard))
-                storage, name = open_storage(place), ""
-                if storage.renames:  # the folder is made below the one above it
-                    above, name = os.path.split(os.path.realpath(storage.place))
-                    storage = open_storage(above)
-                write_model(storage, name, shards, bring, others, tick)
-        except (OSError, CheckpointError) as error:
-            return f"{place}: the model was not saved ({error})"
-        return ""
-
-    if _is_sharded(module, state):
-        said = hand_over(world, Gathering(world, tensors), shards, write)
-    else:
-        said = "" if world.rank else write(lambda name: on_host(tensors[name], name))
-    if said:
-        raise CheckpointError(said)
-
-
-def _is_sharded(module: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether ranks hold different parts of the model; all ranks get the same answer."""
-    return left_to_others(module) or any(hasattr(t, "to_local") for t in state.values())
-
-
-def _distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the distinct tensors by their first names, and map further names to these."""
-    seen: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and seen.setdefault(id(value), name) != name:
-            aliases[name] = seen[id(value)]
-    return {name: state[name] for name in seen.values()}, aliases
-
-
-# -- whole tensors of a model that is spread over the ranks, one after the other on rank 0 -------------------------------
-
-
-class Spread(NamedTuple):
-    """A tensor, and the first rank that holds each of its boxes."""
-
-    dtype: torch.dtype
-    shape: Shape
-    holders: tuple[tuple[Box, int], ...]
-
-
-class Gathering:
-    """Gathers whole tensors on rank 0. All ranks make it together with the same names in the same order; `bring` is a collective."""
-
-    def __init__(self, world: World, tensors: Mapping[str, Tensor]) -> None:
-        self._world = world
-        self._parts: dict[str, dict[Box, Tensor]] = {}
-        kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-        def boxes() -> Any:
-            for name, place in zip(tensors, places_of(tensors.values())):
-                self._parts[name] = {} if place is None else dict(place.parts)
-            return kinds, {name: list(parts) for name, parts in self._parts.items()}
-
-        everyones = on_all(world, boxes)
-        if apart := [rank for rank, (theirs, _) in enumerate(everyones) if theirs != everyones[0][0]]:
-            raise CheckpointError(
-                f"rank {apart[0]} has other tensors than rank 0: pass the same model on all ranks"
-            )
-        self._tensors: dict[str, Spread] = {}
-        for name, (dtype, shape) in kinds.items():
-            holders: dict[Box, int] = {}
-            for rank, (_, held) in enumerate(everyones):
-                for box in held[name]:
-                    holders.setdefault(box, rank)
-            if wrong := fault(shape, list(holders)):
-                raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
-            self._tensors[name] = Spread(dtype, shape, tuple(holders.items()))
-
-    def bring(self, name: str) -> Tensor | None:
-        """The whole tensor on rank 0, contiguous on the CPU (the live tensor itself if it is that already); None on other ranks."""
-        spread, rank, parts = self._tensors[name], self._world.rank, self._parts[name]
-        if rank == 0 and spread.holders == ((whole(spread.shape), 0),):
-            return on_host(next(iter(parts.values())), name)
-        complete = torch.empty(spread.shape, dtype=spread.dtype) if rank == 0 else None
-        for box, holder in spread.holders:
-            if rank == holder and complete is None:
-                self._world.send(parts[box], 0)
-            elif complete is not None:
-                part = parts[box] if holder == 0 else self._world.receive(box.shape, spread.dtype, holder)
-                complete[tuple(slice(o, o + n) for o, n in zip(*box))] = part
-        return complete
-
-
-def hand_over(
-    world: World, gathering: Gathering, shards: Sequence[Sequence[Item]], write: Callable[[Bring], str]
-) -> str:
-    """Call `write` on rank 0 with a function that gathers the tensors of `shards` in order. All ranks call this, and get its result.
-
-    Rank 0 may write to disk for longer than a collective's timeout. So the other ranks wait for its message in the store before they send
-    each tensor. If `write` fails, the remaining tensors are still sent, and dropped.
+    Attributes:
+        place: the path or URL, as the user wrote it.
+        tensors: by their names in the files.
+        aliases: names of tensors that are other names of these.
+        files: by the names that the pieces of `tensors` use.
     """
-    turns: dict[str, str] = {}  # the first tensor of each file, and of each EACH bytes of it
-    for shard in shards:
-        held = EACH
-        for item in shard:
-            if held >= EACH:
-                turns[item.name], held = f"turn/{len(turns)}", 0
-            held += item.bytes
-    waiting = iter([item.name for shard in shards for item in shard])
-    with Barrier(world).start() as barrier:
 
-        def bring(name: str) -> Tensor | None:
-            if name in turns and world.rank == 0:
-                barrier.put(turns[name], b"")
-            elif name in turns:
-                barrier.take(turns[name])
-            return gathering.bring(name)
+    place: str
+    tensors: Mapping[str, Stored]
+    aliases: Mapping[str, str]
+    files: Mapping[str, SourceFile]
 
-        if world.rank == 0:
-            said = write(lambda name: bring(next(waiting)))
-        for name in waiting:
-            bring(name)
-        if world.rank:
-            said = barrier.take("end").decode()
-            barrier.put(f"done/{world.rank}", b"")
+
+def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
+    """Describe the weights at `place`: a ``.safetensors`` file, an ``.index.json``, a folder with either of them, or a checkpoint.
+
+    If a folder holds both, the single file is read, as by Hugging Face's libraries. `which`: see `load_weights`.
+    """
+    said = os.fspath(place)
+    try:
+        if said.endswith(".json"):
+            return _indexed(said, *found_at(said))
+        if said.endswith(".safetensors") or ("://" not in said and os.path.isfile(said)):
+            return _single(said, *found_at(said))
+        folder = open_storage(said)
+        there = set(folder.list())
+        beside, name = found_at(said)  # the newest save of a checkpoint may have a name of its own
+        if there & {MANIFEST, COMMIT} or (not there and current(beside, name) != name):
+            return _committed(said, which)
+        if SINGLE in there:
+            return _single(said, folder, SINGLE)
+        if INDEX in there:
+            return _indexed(said, folder, INDEX)
+    except OSError as error:
+        raise CheckpointError(f"{shown(said)}: cannot be read ({error})") from error
+    raise CheckpointError(f"{shown(said)}: {_what_else(there)}")
+
+
+def _what_else(there: set[str]) -> str:
+    steps = sorted(name for name in there if name.startswith("step-"))
+    if steps:
+        return f"a folder of checkpoints: pass that of one of them, such as {steps[-1]}"
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in there):
+        return (
+            "no safetensors, but files of torch.save, which can run code when they are read: convert them with safetensors.torch; folders "
+            "of Accelerate's save_state are read by easymp.checkpoint.read_accelerate"
+        )
+    single = [name for name in sorted(there) if name.endswith(".safetensors")]
+    if single:
+        return f"neither {SINGLE} nor {INDEX} is there: pass a file, such as {single[0]}"
+    found = f"it holds {', '.join(sorted(there)[:5])}" if there else "it is empty or missing"
+    return f"no weights: neither {SINGLE}, nor {INDEX}, nor a checkpoint ({MANIFEST}), {found}"
+
+
+def _single(place: str, folder: Storage, name: str) -> Source:
+    """Describe one safetensors file. Its metadata map further names of a tensor to the name in the file."""
+    file = file_in(folder, name)
+    slots, metadata = read_header(file)
+    tensors = {n: Stored(s.dtype, s.shape, (Piece(whole(s.shape), name, s.begin),)) for n, s in slots.items()}
+    tied = {n: of for n, of in metadata.items() if n != "format" and of in tensors and n not in tensors}
+    return Source(place, tensors, tied, {name: file})
+
+
+def _indexed(place: str, folder: Storage, name: str) -> Source:
+    index = file_in(folder, name)
+    where = f"{folder.place.rstrip('/')}/{name}"
+    said = loads(index.storage.get(index.name, LARGEST_INDEX), where)
+    table = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise CheckpointError(f"{where}: not an index of weights: it has no weight_map from names to files")
+    shards: dict[str, Source] = {}
+    for name, file in table.items():
+        if "/" in file or "\\" in file or file in ("", ".", ".."):
+            raise CheckpointError(
+                f"{where}: the weights shall be in {file!r}, which is not a file beside the index"
+            )
+        shard = shards.get(file) or shards.setdefault(file, _single(place, folder, file))
+        if name not in shard.tensors and name not in shard.aliases:
+            raise CheckpointError(
+                f"{where}: {file} has no tensor {name}, which shall be there: the folder is damaged"
+            )
+    tensors = {n: s.tensors[n] for file, s in shards.items() for n in s.tensors if table.get(n) == file}
+    aliases = {n: of for s in shards.values() for n, of in s.aliases.items()}
+    aliases = {n: of for n, of in aliases.items() if of in tensors and n not in tensors}
+    return Source(
+        place, tensors, aliases, {name: file for s in shards.values() for name, file in s.files.items()}
+    )
+
+
+def _committed(place: str, which: str) -> Source:
+    found = open_checkpoint(place)
+    tensors, aliases = weights_of(found, which)
+    used = {piece.file for stored in tensors.values() for piece in stored.pieces}
+    return Source(place, tensors, aliases, {name: file for name, file in found.files.items() if name in used})
+
+
+def weights_of(found: Opened, which: str) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors and aliases of one model in a checkpoint, by the names that the model gives them."""
+    prefix = f"{which}/"
+    tensors, aliases = found.manifest.tensors, found.manifest.aliases
+    known = dict.fromkeys(name.partition("/")[0] for name in tensors if name.startswith("model"))
+    if which not in known:
+        has = f"It has: {', '.join(known) or 'no model'}"
+        raise CheckpointError(
+            f"{found.place} has no weights of {which!r}{nearest(which, known) or '.'} {has}"
+        )
+    tied = {n: of.removeprefix(prefix) for n, of in aliases.items() if n.startswith(prefix)}
+    mine = {n.removeprefix(prefix): stored for n, stored in tensors.items() if n.startswith(prefix)}
+    return mine, {n.removeprefix(prefix): of for n, of in tied.items()}
+
+
+# -- match ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Names that `load_weights` skipped; only ``strict=False`` skips any.
+
+    Attributes:
+        missing: the model's names for which nothing was found; they keep what they had.
+        unexpected: the files' names that the model does not have.
+        misshapen: names with another shape, and both shapes; they keep their values.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    misshapen: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshapen)
+
+    def __str__(self) -> str:
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.misshapen}
+        more = {word: len(names) - SHOWN for word, names in kinds.items()}
+        return "; ".join(
+            f"{word}: {', '.join(names[:SHOWN])}" + (f" and {more[word]} more" if more[word] > 0 else "")
+            for word, names in kinds.items()
+            if names
+        )
+
+
+@dataclass(eq=False)
+class Live:
+    """A tensor of the model with all its names; `twins` are further tensors in the files that the model ties to it."""
+
+    tensor: Tensor
+    names: list[str] = field(default_factory=list)
+    stored: Stored | None = None
+    twins: dict[str, Stored] = field(default_factory=dict)
+
+
+def name_of(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("Prepared")
+
+
+def live_tensors(model: nn.Module) -> dict[str, Live]:
+    """The model's tensors by canonical name; names of one tensor share an entry."""
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    own = {id(t) for t in [*model.parameters(), *model.buffers()]}
+    by_memory: dict[Any, Live] = {}
+    live: dict[str, Live] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or id(value) not in own:
+            raise CheckpointError(
+                f"{name!r} in the state_dict of this {name_of(model)} is not a parameter or buffer (a {type(value).__name__}, which "
+                "get_extra_state or a hook makes): load it with load_state_dict, which goes through the module's own code"
+            )
+        if nn.parameter.is_lazy(value):
+            raise CheckpointError(
+                f"{name!r} of this {name_of(model)} has no shape yet: call the model once, then load"
+            )
+        one = by_memory.setdefault(memory(value), Live(value))
+        one.names.append(canonical(name))
+        live[canonical(name)] = one
+    return live
+
+
+def memory(tensor: Tensor) -> Any:
+    """A key of a tensor's memory, shape and strides."""
+    here = None if tensor.is_meta else local(tensor.detach())
+    if here is None or not here.numel() or here.layout != torch.strided:
+        return id(tensor)
+    return here.device, here.data_ptr(), here.dtype, tuple(here.shape), here.stride()
+
+
+def renamed_in(source: Source, live: Collection[str]) -> dict[str, str]:
+    """Rename the files' tensors to the model's names; names without a match stay."""
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in source.tensors:
+        plain = name if name in live else without_wrappers(name)
+        names[name] = plain = plain if plain in live else name
+        if plain in taken:
+            both = f"{taken[plain]!r} and {name!r}"
+            raise CheckpointError(f"{source.place} has both {both}, which are one name: take one of them out")
+        taken[plain] = name
+    changed = [name for name, plain in names.items() if name != plain]
+    if changed:
+        said = "%s: names of wrappers are left out: %r is %r"
+        logger.info(said, source.place, changed[0], names[changed[0]])
+    return names
+
+
+def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) -> Skipped:
+    """Set `stored` of each live tensor; returns what does not fit."""
+    found = {plain: source.tensors[name] for name, plain in renamed.items()}
+    for name, of in source.aliases.items():
+        found.setdefault(name if name in live else without_wrappers(name), source.tensors[of])
+    missing, misshapen = [], []
+    for one in {id(one): one for one in live.values()}.values():
+        there = [name for name in one.names if name in found]
+        if not there:
+            missing.append(one.names[0])
+            continue
+        stored = as_complex(found[there[0]], one.tensor)
+        if stored.shape != tuple(one.tensor.shape):
+            shapes = f"{list(stored.shape)} in the files, {list(one.tensor.shape)} in the model"
+            misshapen.append(f"{there[0]} ({shapes})")
         else:
-            barrier.put("end", said.encode())
-            barrier.gather("done", b"")
-            barrier.forget(turns.values())
-    return said
+            one.stored = stored
+            others = {name: found[name] for name in there[1:] if found[name] is not found[there[0]]}
+            one.twins = {name: as_complex(twin, one.tensor) for name, twin in others.items()}
+    unexpected = [name for name, plain in renamed.items() if plain not in live]
+    return Skipped(tuple(missing), tuple(unexpected), tuple(misshapen))
+
+
+def as_complex(stored: Stored, live: Tensor) -> Stored:
+    """View a stored pair of real and imaginary parts as complex numbers, if the model's tensor is complex."""
+    parts = filed(live.dtype, live.shape)
+    if live.dtype in PARTS and (stored.dtype, stored.shape) == parts:
+        (piece,) = stored.pieces
+        return Stored(live.dtype, tuple(live.shape), (Piece(whole(live.shape), piece.file, piece.begin),))
+    return stored
+
+
+def hint(skipped: Skipped) -> str:
+    for name in skipped.missing[:SHOWN]:
+        if near := nearest(name, skipped.unexpected[:1000]):
+            return f" (for {name!r}{near})"
+    return ""
+
+
+def dtype_fault(one: Live, wanted: torch.dtype | str | None) -> str | None:
+    assert one.stored is not None
+    live, there = one.tensor.dtype, one.stored.dtype
+    converts = there.is_floating_point and live.is_floating_point
+    if isinstance(wanted, torch.dtype) and converts:
+        if live == wanted or one.tensor.is_meta:
+            return None
+        return f"it is {live} in the model, and dtype={wanted} was asked for: convert the model first, or pass dtype='live'"
+    if live == there or (wanted == "live" and converts):
+        return None
+    remedy = "pass dtype='live' to convert the values, or " if converts else ""
+    return f"{there} in the files, and {live} in the model: {remedy}convert the model first"
+
+
+def without_wrappers(name: str) -> str:
+    """Strip the prefixes of wrappers from a name in a file."""
+    for word in WRAPPERS:
+        name = name.replace(word, "")
+    while name.startswith(OUTER):
+        name = name.removeprefix(OUTER)
+    return name

@@ -22,8 +22,8 @@ import safetensors
 import torch
 
 from easymp import CheckpointError
-from easymp.checkpoint import codec, header, layout, manifest
-from easymp.checkpoint.layout import Box, whole
+from easymp.checkpoint import codec, manifest
+from easymp.checkpoint.manifest import Box, whole
 
 LONGEST = 4096  # bytes of an input
 SECONDS, MEGABYTES = 10, 1500  # for one input; torch alone takes some 300 MB
@@ -45,14 +45,14 @@ def read_header(content: bytes) -> bool:
     for text, data in zip(texts, (0, int.from_bytes(content[:2], "little"))):
         size = len(text) + data
         try:
-            slots, _ = header.decode_header(text, size, "x")
+            slots, _ = codec.decode_header(text, size, "x")
         except CheckpointError:
             continue
         assert sum(s.end - s.begin for s in slots.values()) == size - 8 - int.from_bytes(text[:8], "little")
         safetensors.deserialize(text + bytes(data))  # nothing is taken that the library would refuse
         ordered = sorted(slots.items(), key=lambda item: item[1][2:])
-        head, places = header.encode_header([(name, slot.dtype, slot.shape) for name, slot in ordered])
-        assert header.decode_header(head, max([len(head), *(p.end for p in places)]), "x")[0] == dict(
+        head, places = codec.encode_header([(name, slot.dtype, slot.shape) for name, slot in ordered])
+        assert codec.decode_header(head, max([len(head), *(p.end for p in places)]), "x")[0] == dict(
             zip(dict(ordered), places)
         )
         read += 1
@@ -99,7 +99,9 @@ READERS: dict[str, Callable[[bytes], bool]] = {
 def seeds(target: str) -> list[bytes]:
     """Real ones, as we write them."""
     kinds = [torch.float32, torch.int8, torch.complex128, torch.float4_e2m1fn_x2]
-    head, slots = header.encode_header([(f"w{i}", dtype, (2, 3)) for i, dtype in enumerate(kinds)], {"format": "pt"})
+    head, slots = codec.encode_header(
+        [(f"w{i}", dtype, (2, 3)) for i, dtype in enumerate(kinds)], {"format": "pt"}
+    )
     state = {
         "kinds": [
             (1, 2.5),
@@ -201,7 +203,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 def functions() -> list[FunctionType]:
     """All of ours that read."""
     found = []
-    for module in (codec, header, layout, manifest):
+    for module in (codec, manifest):
         classes = [
             c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
         ]

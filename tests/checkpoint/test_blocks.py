@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from easymp.checkpoint import snapshot as of_contents
-from easymp.checkpoint.layout import whole
+from easymp.checkpoint.manifest import whole
 from easymp.checkpoint.snapshot import Brought, Image, contents, divide
 from easymp.checkpoint.storage import crc32, spread
 

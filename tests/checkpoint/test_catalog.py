@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from easymp import Accelerator, CheckpointError, checkpoint
-from easymp.checkpoint.lock import claim
+from easymp.checkpoint.commit import claim
 from easymp.checkpoint.storage_local import LocalStorage
 
 from .samples import flip, lineage_of, rewrite

@@ -13,13 +13,13 @@ import threading
 import pytest
 
 from easymp import CheckpointError
-from easymp.checkpoint import lock
-from easymp.checkpoint.lock import Heartbeat, claim, lock_of, words
+from easymp.checkpoint import commit
+from easymp.checkpoint.commit import Heartbeat, claim, lock_of, words
 from easymp.checkpoint.storage_local import LocalStorage
 
 HOLD = """
 import sys
-from easymp.checkpoint.lock import Heartbeat, claim, lock_of, words
+from easymp.checkpoint.commit import Heartbeat, claim, lock_of, words
 from easymp.checkpoint.storage_local import LocalStorage
 storage = LocalStorage(sys.argv[1])
 said = words(folder="mine")
@@ -49,8 +49,8 @@ def holder(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(lock, "PATIENCE", 30.0)  # who lives is seen to do so, however busy the machine
+    monkeypatch.setattr(commit, "BEAT", 0.05)
+    monkeypatch.setattr(commit, "PATIENCE", 30.0)  # who lives is seen to do so, however busy the machine
 
 
 def take(storage, kind):
@@ -96,9 +96,9 @@ def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(tmp_path
     storage = LocalStorage(tmp_path)
     dead = {**json.loads(words(folder="mine")), "started": "1"}  # this process's number, long ago
     storage.replace(lock_of("best"), json.dumps(dead).encode())
-    assert lock.abandoned(storage, lock_of("best")) == (lock.started(os.getpid()) != "")
+    assert commit.abandoned(storage, lock_of("best")) == (commit.started(os.getpid()) != "")
     storage.replace(lock_of("best"), json.dumps({**dead, "space": "another container"}).encode())
-    assert not lock.abandoned(storage, lock_of("best"))
+    assert not commit.abandoned(storage, lock_of("best"))
 
 
 def test_forked_children_do_not_keep_the_claim(tmp_path):

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from easymp import CheckpointError
-from easymp.checkpoint import folders, lineage, lock, storage_local
+from easymp.checkpoint import commit, folders, storage_local
 from easymp.checkpoint.folders import is_committed, open_manifest
 from easymp.checkpoint.storage import SourceFile
 from easymp.checkpoint.storage_local import LocalStorage
@@ -90,7 +90,7 @@ def file_system(kind: str) -> Iterator[dict[str, Any]]:
 
 def newest(root: Path) -> list[Any] | None:
     """The values in what counts as the latest checkpoint."""
-    folder, _, _ = lineage.newest(LocalStorage(root))
+    folder, _, _ = folders.newest(LocalStorage(root))
     return None if folder is None else loaded(root, folders.checkpoint_of(folder))
 
 
@@ -270,8 +270,8 @@ def _killed_then_power(base: Path, at: int) -> tuple[int, list[str]] | None:
             save(root, 2, step=1)
         return None
     except Killed:
-        for path in list(lock._mine):
-            del lock._mine[path]
+        for path in list(commit._mine):
+            del commit._mine[path]
     with seam(recorder.do):
         save(root, 3, step=1)
     return violations(disk, recorder.steps, base, seeds=(1, 2, 3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from easymp import CheckpointError
-from easymp.checkpoint import folders, lock
+from easymp.checkpoint import commit, folders
 from easymp.checkpoint.folders import open_storage
 
 
@@ -33,7 +33,7 @@ def test_names(name, step, checkpoint, save, writing):
 def test_a_name_leads_there_and_back():
     assert folders.step_of(folders.step_folder(7)) == 7
     assert folders.writing(folders.temporary("best")) == "best"
-    assert folders.writing(lock.lock_of("best")) == "best"
+    assert folders.writing(commit.lock_of("best")) == "best"
     assert folders.next_save([], "best") == "best"
     assert folders.aside(["a"], "a", "0") == "a.line-0"
     assert folders.aside(["a", "a.line-0.save-2"], "a", "0") == "a.line-0-2"

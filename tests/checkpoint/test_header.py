@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from easymp import CheckpointError
-from easymp.checkpoint import header
-from easymp.checkpoint.header import NAMES, PAGE, PARTS, Slot, decode_header, encode_header, filed, nbytes
+from easymp.checkpoint import codec
+from easymp.checkpoint.codec import NAMES, PAGE, PARTS, Slot, decode_header, encode_header, filed, nbytes
 
 # The library writes these, and its torch loader lacks their names (0.8); its `safe_open` reads them.
 NOT_BY_LOAD_FILE = {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
@@ -114,7 +114,7 @@ def test_what_is_no_such_file_is_refused(name: str) -> None:
 
 
 def test_a_header_bomb_is_refused_unread() -> None:
-    count = header.LONGEST_HEADER + 1
+    count = codec.LONGEST_HEADER + 1
     with pytest.raises(CheckpointError, match="not the length of a header"):
         decode_header(count.to_bytes(8, "little"), 2**50, "x")
     with pytest.raises(CheckpointError, match="cut short"):

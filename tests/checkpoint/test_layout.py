@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from easymp import Accelerator, CheckpointError
-from easymp.checkpoint.layout import Box, fault, overlap, places_of, runs, runs_held, whole
+from easymp.checkpoint.manifest import Box, fault, overlap, places_of, runs, runs_held, whole
 
 
 def place_of(tensor: Any) -> Any:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from easymp import CheckpointError
-from easymp.checkpoint.layout import Box, whole
-from easymp.checkpoint.manifest import BLOCK, FileRecord, Manifest, Piece, Stored, decode
+from easymp.checkpoint.manifest import BLOCK, Box, FileRecord, Manifest, Piece, Stored, decode, whole
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 GOOD = Manifest(

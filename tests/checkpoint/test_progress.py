@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from easymp import Accelerator
-from easymp.checkpoint import progress
-from easymp.checkpoint.progress import Progress, expect
+from easymp.checkpoint import storage
+from easymp.checkpoint.storage import Progress, expect
 
 MIB = 2**20
 
@@ -69,7 +69,7 @@ def test_a_file_has_a_line_every_ten_seconds() -> None:
 
 def told(folder: str, asynchronous: bool) -> list[str]:
     """What a rank says of a save and a load when both are long."""
-    progress.SILENT = 0.0
+    storage.SILENT = 0.0
     said = io.StringIO()
     try:
         with redirect_stderr(said):
@@ -81,7 +81,7 @@ def told(folder: str, asynchronous: bool) -> list[str]:
             acc.close()
         del model
     finally:
-        progress.SILENT = 2.0
+        storage.SILENT = 2.0
     return [line for line in said.getvalue().splitlines() if line.startswith(("sav", "load"))]
 
 

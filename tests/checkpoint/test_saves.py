@@ -12,7 +12,7 @@ import pytest
 
 from easymp import CheckpointError
 from easymp.checkpoint import folders, storage_local
-from easymp.checkpoint.lineage import committed
+from easymp.checkpoint.folders import committed
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.save import Saves, Target
 from easymp.checkpoint.storage_local import LocalStorage

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easymp.checkpoint import read_plan
-from easymp.checkpoint.layout import Box, whole
-from easymp.checkpoint.manifest import Piece, Stored
-from easymp.checkpoint.read_plan import Want, plan, stream
+from easymp.checkpoint import load
+from easymp.checkpoint.load import Want, plan, stream
+from easymp.checkpoint.manifest import Box, Piece, Stored, whole
 from easymp.checkpoint.storage import SourceFile
 from easymp.checkpoint.storage_local import LocalStorage
 
@@ -78,7 +77,7 @@ def test_every_element_arrives(tmp_path: Path, case: Any) -> None:
     stored = Stored(dtype, shape, tuple(pieces))
     wants = [Want(stored, box, part(target, box)) for box in boxes(wanted_cuts)]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(read_plan, "STAGE", room)
+        patched.setattr(load, "STAGE", room)
         stream(files, plan(wants))
     assert torch.equal(target, whole_tensor.to(into))
     if live is not None and shape:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from easymp import Accelerator, CheckpointError, SettingError, load_weights
-from easymp.checkpoint.layout import places_of
+from easymp.checkpoint.manifest import places_of
 from easymp.checkpoint.storage import SourceFile
 
 from ..strategies.models import BATCH, MODELS, Tied, make, mean_square, train_step, whole

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from easymp import CheckpointError
-from easymp.checkpoint.folders import NONE, Extra, open_manifest
+from easymp.checkpoint.folders import NONE, Extra, newest, open_manifest
 from easymp.checkpoint.hooks import HookFolder, folder_to_read
-from easymp.checkpoint.layout import Box
-from easymp.checkpoint.lineage import newest
 from easymp.checkpoint.load import Reading
 from easymp.checkpoint.load import load_checkpoint as load
+from easymp.checkpoint.manifest import Box
 from easymp.checkpoint.save import Saves, Target
 from easymp.checkpoint.snapshot import Brought, Snapshot
 from easymp.checkpoint.storage_local import LocalStorage

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from easymp.checkpoint import progress
+from easymp.checkpoint import storage
 from easymp.checkpoint.manifest import COMMIT
 from easymp.cli import main
 
@@ -23,7 +23,7 @@ OF_ONE, OF_TWO = "step-00000002", "step-00000003"
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing takes so long that progress is told, however busy the machine."""
-    monkeypatch.setattr(progress, "SILENT", math.inf)
+    monkeypatch.setattr(storage, "SILENT", math.inf)
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.units import size
-from ...checkpoint.source import open_source
+from ...checkpoint.weights import open_source
 from ...distributed import Ranks
 from ...errors import EasympError, RefusedError, SettingError, nearest
 from ...hardware import Hardware

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 
 from ... import accelerator
 from ...base.pytree import leaves
-from ...checkpoint import accelerate_export, folders
+from ...checkpoint import accelerate, folders
 from ...checkpoint.api import Path
 from ...checkpoint.load import Loaded
-from ...checkpoint.main_only import SaveCalls
+from ...checkpoint.save import SaveCalls
 from ...data import SkippedLoader
 from ...distributed import read_ranks
 from ...distributed.processes import DistributedType
@@ -238,7 +238,7 @@ class Accelerator(accelerator.Accelerator):
 
         With ``automatic_checkpoint_naming`` it is ``checkpoint_0``, ``checkpoint_1`` …, by `save_iteration`.
         """
-        binary = partial(accelerate_export.beside, main=self.is_main_process)
+        binary = partial(accelerate.beside, main=self.is_main_process)
         handle = None if safe_serialization else self.register_save_state_pre_hook(binary)
         try:
             if self.num_processes == 1 or self._save_calls.all_called():
@@ -288,14 +288,14 @@ class Accelerator(accelerator.Accelerator):
             return
         state = self.get_state_dict(model)
         if self.is_main_process:
-            accelerate_export.write_model(state, os.fspath(save_directory), max_shard_size)
+            accelerate.write_model(state, os.fspath(save_directory), max_shard_size)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """As `easymp.Accelerator.save`; False writes by torch.save what ``torch.load(weights_only=True)`` reads."""
         if safe_serialization:
             super().save(obj, f)
         elif self.is_main_process:
-            accelerate_export.write(obj, f)
+            accelerate.write(obj, f)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """As `easymp.Accelerator.register_for_checkpointing`."""

@@ -28,7 +28,7 @@ from torch import nn
 from ...base import env, pytree
 from ...base.pytree import concatenate, find_batch_size, recursively_apply, send_to_device
 from ...base.rng import set_seed
-from ...checkpoint import accelerate_export
+from ...checkpoint import accelerate
 from ...checkpoint.huggingface import load, save_tree
 from ...checkpoint.weights import load_weights
 from ...distributed.processes import DistributedType, PrecisionType
@@ -230,7 +230,7 @@ def load_checkpoint_in_model(
     if not found:
         load_weights(model, place, strict=strict, dtype=options.get("dtype"))
     for file in found:
-        model.load_state_dict(accelerate_export.read(file), strict and len(found) == 1)
+        model.load_state_dict(accelerate.read(file), strict and len(found) == 1)
 
 
 def find_executable_batch_size(
@@ -284,7 +284,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     if save_on_each_node:
         raise RefusedError("save(save_on_each_node=True): write to a place that all nodes reach")
     if PartialState().is_main_process:
-        (save_tree if safe_serialization else accelerate_export.write)(obj, f)
+        (save_tree if safe_serialization else accelerate.write)(obj, f)
 
 
 def convert_bytes(size: float) -> str:
@@ -429,7 +429,7 @@ for _name, _check in _imports.items():
 RNGType = StrEnum("RNGType", "TORCH CUDA MLU SDAA MUSA NPU XLA XPU HPU NEURON GENERATOR", module=__name__)
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_SHARDING_STRATEGY = list(plugins.SHARDING)
-globals().update(_imports, **accelerate_export.FILES)
+globals().update(_imports, **accelerate.FILES)
 globals().update({n: plugins.stand_in(n, INSTEAD[n]) for n in plugins.REFUSED_NAMES["stand_ins"].split()})
 _NOT_LISTED = (
     "AbstractContextManager Any BatchError Callable INSTEAD Iterable Iterator Path RefusedError SettingError StrEnum annotations layer "

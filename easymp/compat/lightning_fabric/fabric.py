@@ -18,7 +18,7 @@ from ... import launcher
 from ...accelerator import Accelerator
 from ...base.pytree import recursively_apply, send_to_device
 from ...base.rng import set_seed
-from ...checkpoint.accelerate_import import read_state_dict
+from ...checkpoint.accelerate import read_state_dict
 from ...checkpoint.folders import open_checkpoint
 from ...checkpoint.huggingface import load as load_tree
 from ...checkpoint.load import Reading

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face Accelerate's `save_state` (file names and contents of version 1.15), and state dicts of torch.save.
+"""Folders of Hugging Face Accelerate's `save_state` (file names and contents of version 1.15), and files of torch.save.
 
 Accelerate writes weights as safetensors and the rest with torch.save, which makes pickles: reading one can run any code of its writer.
 Only safetensors are read until the caller says that they trust the folder. Then torch's reader for plain data is tried first; the reader
@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RefusedError
 from ..logging import get_logger
+from ..settings import read_bytes
 from .codec import pack
 from .folders import Opened
-from .huggingface import load
-from .layout import whole
-from .load import Reading
-from .manifest import Manifest, Piece, Stored, canonical
+from .huggingface import Item, cut, load
+from .load import Reading, Want
+from .manifest import Manifest, Piece, Stored, canonical, whole
 from .model_state import OptimizerState
-from .read_plan import Want
 from .run_state import numbered
-from .snapshot import Kept
-from .source import without_wrappers
+from .snapshot import Kept, encode_index
 from .storage import Tick, no_tick
 from .storage_local import LocalStorage
+from .weights import without_wrappers
 
 logger = get_logger(__name__)
 
@@ -316,3 +315,89 @@ def _streams(found: Mapping[str, Any]) -> dict[str, Any]:
         rest = [int(place), int(has_gauss), float(cached)]
         streams["numpy"] = {"kind": str(kind), "words": torch.tensor(key.tolist()), "rest": rest}
     return streams
+
+
+# -- files of torch.save, for scripts that ask for ``safe_serialization=False``; all can be read with ``weights_only=True`` -----
+
+
+FILES = {
+    "MODEL_NAME": "pytorch_model",
+    "SAFE_MODEL_NAME": "model",
+    "SAFE_WEIGHTS_INDEX_NAME": "model.safetensors.index.json",
+    "SAFE_WEIGHTS_NAME": "model.safetensors",
+    "SAFE_WEIGHTS_PATTERN_NAME": "model{suffix}.safetensors",
+    "WEIGHTS_INDEX_NAME": "pytorch_model.bin.index.json",
+    "WEIGHTS_NAME": "pytorch_model.bin",
+    "WEIGHTS_PATTERN_NAME": "pytorch_model{suffix}.bin",
+}
+
+
+def write(obj: Any, f: str | os.PathLike[str]) -> None:
+    """Write an object by torch.save; a file that was there is replaced when the new one is written.
+
+    Raises:
+        RefusedError: an object that ``torch.load(weights_only=True)`` does not read.
+        CheckpointError: the file cannot be written.
+    """
+    place, fresh = os.fspath(f), f"{os.fspath(f)}.tmp"
+    try:
+        torch.save(obj, fresh)
+        torch.load(fresh, mmap=True, weights_only=True)
+        os.replace(fresh, place)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        said = str(error).splitlines()[0]
+        raise RefusedError(
+            f"{place}: torch.load(weights_only=True) does not read this {type(obj).__name__} ({said}), and other reading can run code: "
+            "save tensors, numbers, strings, lists and dicts of these, such as state_dict() gives"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{place}: cannot be written ({error})") from error
+    finally:
+        with suppress(FileNotFoundError):
+            os.remove(fresh)
+
+
+def read(file: str) -> Any:
+    """The weights in a file of torch.save, on the CPU."""
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def write_model(state: Mapping[str, Any], folder: str, max_shard_size: int | str) -> None:
+    """Write weights as ``pytorch_model.bin``, or as shards and their index; shards of an earlier model are removed."""
+    os.makedirs(folder, exist_ok=True)
+    first: dict[int, str] = {}
+    twins = {name: first.setdefault(id(value), name) for name, value in state.items()}
+    items = [
+        Item(name, value.dtype, tuple(value.shape)) for name, value in state.items() if twins[name] == name
+    ]
+    shards = [
+        {item.name for item in shard} for shard in cut(items, read_bytes(max_shard_size, "max_shard_size="))
+    ]
+    count = len(shards)
+    names = [
+        "pytorch_model.bin" if count == 1 else f"pytorch_model-{i:05d}-of-{count:05d}.bin"
+        for i in range(1, count + 1)
+    ]
+    weights = {}
+    for file, shard in zip(names, shards):
+        mine = {name: value for name, value in state.items() if twins[name] in shard}
+        write(mine, Path(folder, file))
+        weights.update(dict.fromkeys(mine, file))
+    if count > 1:
+        Path(folder, FILES["WEIGHTS_INDEX_NAME"]).write_bytes(
+            encode_index(weights, sum(i.bytes for i in items))
+        )
+    for there in os.listdir(folder):
+        if re.fullmatch(r"pytorch_model(-\d{5}-of-\d{5})?\.bin", there) and there not in names:
+            os.remove(Path(folder, there))
+
+
+def beside(models: list[Any], weights: list[dict[str, Any]], folder: str, main: bool) -> None:
+    """A save hook: the weights once more, by the names that Accelerate gives them in a checkpoint. All ranks call it."""
+    for number, state in enumerate(weights):
+        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+        if main:
+            write(
+                {name: t.detach() if isinstance(t, Tensor) else t for name, t in whole.items()},
+                Path(folder, f"pytorch_model{f'_{number}' if number else ''}.bin"),
+            )
