@@ -462,8 +462,8 @@ class Checkpoints:
         """The folder above the checkpoint that `load_state` is asked for, and its name there."""
         if path is not None:
             root, name = folders.parted(path)
-            storage = folders.open_storage(root)
-            if folders.is_checkpoint(storage, folders.current(storage, name)):
+            above = folders.open_storage(root)
+            if folders.is_checkpoint(above, folders.current(above, name)):
                 return root, name
         root, folder, said, _ = self._newest(path)
         if folder is None:
@@ -490,17 +490,17 @@ class Checkpoints:
         return self._load(*last, strict=True, data=False).place
 
     def _load(self, root: str, name: str, strict: bool, data: bool = True) -> Loaded:
-        world, place, storage = self._run.world, folders.inside(root, name), folders.open_storage(root)
+        world, place, above = self._run.world, folders.inside(root, name), folders.open_storage(root)
         views = self._views()
         models: Any = nullcontext(range(len(views)))
         if self._load_hooks:
-            models = hooks.before_load(world, self._load_hooks, views, storage, name)
+            models = hooks.before_load(world, self._load_hooks, views, above, name)
         with models as left, storage.of_ranks(world, "loading", "loaded", place) as tick:
             parts = self._parts(left)
             if not data:
                 parts = [run_state.without_data(part) for part in parts]
-            loaded = load.load_checkpoint(world, storage, name, parts, strict, tick)
-        self._saver().line.loaded(storage, name, loaded.manifest)
+            loaded = load.load_checkpoint(world, above, name, parts, strict, tick)
+        self._saver().line.loaded(above, name, loaded.manifest)
         self._last = root, name
         return loaded
 
