@@ -1,7 +1,6 @@
 """Checkpoints: sharded safetensors and JSON, committed at once, verified, read by any number of ranks. Reading runs no code.
 
-Names are loaded at first use, so that the command line can list its commands without waiting for torch, and an Accelerator that saves
-nothing does not wait for what saves.
+Names are loaded at first use, so that the command line and an Accelerator that saves nothing do not wait for them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Folders of Hugging Face Accelerate's `save_state` (file names and contents of version 1.15), and files of torch.save.
 
-Accelerate writes weights as safetensors and the rest with torch.save, which makes pickles: reading one can run any code of its writer.
-Only safetensors are read until the caller says that they trust the folder. Then torch's reader for plain data is tried first; the reader
-that runs code gets only the files that the first one refuses. This is the only file of easymp that reads pickles.
+Accelerate writes weights as safetensors and the rest with torch.save, as pickles, which can run code. Those are read only for a caller who
+trusts the folder: by torch's reader for plain data if it takes them, else by the one that runs code. No other file of easymp reads pickles.
 """
 
 from __future__ import annotations
@@ -107,18 +106,14 @@ def read_accelerate(folder: str | os.PathLike[str], allow_pickle: bool = False) 
             "with `accelerate merge-weights`, and read them with load_weights"
         )
     if not (weights or pickles):
-        raise CheckpointError(
-            f"{place}: not a folder of Accelerate's save_state: no model.safetensors, optimizer.bin, random_states_0.pkl …"
-        )
+        raise CheckpointError(f"{place}: not a folder of Accelerate's save_state (no weights, no pickles)")
     if pickles and not allow_pickle:
         raise CheckpointError(
             f"{place}: {', '.join(pickles)} are pickles, which can run code when they are read. If you trust the writer of this folder, "
             "pass allow_pickle=True; the weights alone are read without them by load_weights"
         )
     if both := set(weights) & set(series["models"]):
-        raise CheckpointError(
-            f"{place}: model {min(both)} is there twice, as safetensors and as a pickle: take one of them out"
-        )
+        raise CheckpointError(f"{place}: model {min(both)} is there twice, as safetensors and pickle")
     found: dict[str, Any] = {
         word: {i: _unpickled(place / name) for i, name in files.items()} for word, files in series.items()
     }
@@ -140,7 +135,7 @@ def _in_order(found: Mapping[int, Any], word: str, place: Path) -> tuple[Any, ..
     for number in range(len(found)):
         if number not in found:
             raise CheckpointError(
-                f"{place}: {word} {number} is missing, and {word} {max(found)} is there: copy the folder again"
+                f"{place}: {word} {number} is missing, {max(found)} is there: copy it again"
             )
     return tuple(found[number] for number in range(len(found)))
 
@@ -197,20 +192,14 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         if named and all(isinstance(value, Tensor) for value in candidate.values()):
             return {str(name): value for name, value in candidate.items()}
     keys = ", ".join(map(str, list(top)[:5])) if top else type(found).__name__
-    raise CheckpointError(
-        f"{path}: no state dict of a model at its top or under {', '.join(STATE_KEYS)}; it holds {keys}"
-    )
+    raise CheckpointError(f"{path}: no state dict at its top or under {', '.join(STATE_KEYS)}; it has {keys}")
 
 
 # -- into a live run ---------------------------------------------------------------------------------------------------
 
 
 class Translated(Reading):
-    """A folder of Accelerate's `save_state`, held in memory in the form of our checkpoints, so that the same code loads it.
-
-    `models`, `parts` and `seed` are those of the run that loads. The folder identifies parameters and objects by order alone, so they are
-    matched with the live ones in order. `read_accelerate` explains the risk of `allow_pickle`.
-    """
+    """A folder of Accelerate's `save_state` in the form of our checkpoints; objects are matched with the live ones by order."""
 
     def __init__(
         self,
@@ -333,12 +322,7 @@ FILES = {
 
 
 def write(obj: Any, f: str | os.PathLike[str]) -> None:
-    """Write an object by torch.save; a file that was there is replaced when the new one is written.
-
-    Raises:
-        RefusedError: an object that ``torch.load(weights_only=True)`` does not read.
-        CheckpointError: the file cannot be written.
-    """
+    """Write an object by torch.save, in place of an older file; one that ``torch.load(weights_only=True)`` does not read is refused."""
     place, fresh = os.fspath(f), f"{os.fspath(f)}.tmp"
     try:
         torch.save(obj, fresh)
@@ -367,12 +351,8 @@ def write_model(state: Mapping[str, Any], folder: str, max_shard_size: int | str
     os.makedirs(folder, exist_ok=True)
     first: dict[int, str] = {}
     twins = {name: first.setdefault(id(value), name) for name, value in state.items()}
-    items = [
-        Item(name, value.dtype, tuple(value.shape)) for name, value in state.items() if twins[name] == name
-    ]
-    shards = [
-        {item.name for item in shard} for shard in cut(items, read_bytes(max_shard_size, "max_shard_size="))
-    ]
+    items = [Item(name, t.dtype, tuple(t.shape)) for name, t in state.items() if twins[name] == name]
+    shards = [{i.name for i in shard} for shard in cut(items, read_bytes(max_shard_size, "max_shard_size="))]
     count = len(shards)
     names = [
         "pytorch_model.bin" if count == 1 else f"pytorch_model-{i:05d}-of-{count:05d}.bin"

@@ -58,9 +58,7 @@ class Checkpoints:
     _save_on_signal: bool | None = None
     _save_calls: save.SaveCalls  # where the main process may save alone
     _claimed = False  # whether this run holds the lock of its project's checkpoints
-    _last: tuple[str, str] | None = (
-        None  # folder and name of the checkpoint that this run saved or loaded last
-    )
+    _last: tuple[str, str] | None = None  # folder and name of this run's last checkpoint
 
     def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
         self._project = project
@@ -74,9 +72,7 @@ class Checkpoints:
         self._preemption = Preemption(self._run.world, self._run.window, self._leave)
         self._save_on_signal = save_on_signal
         if save_on_signal and not self._preemption.start():
-            raise RefusedError(
-                "save_on_signal=True in a thread: Python takes signals in the main thread only. Make the Accelerator there"
-            )
+            raise RefusedError("save_on_signal=True in a thread: only the main one takes signals")
 
     # -- the project's folder -----------------------------------------------------------------------------------------
 
@@ -155,9 +151,7 @@ class Checkpoints:
         for item in objects:
             lacks = [n for n in ("state_dict", "load_state_dict") if not callable(getattr(item, n, None))]
             if lacks:
-                raise CheckpointError(
-                    f"a {type(item).__name__} cannot be kept in checkpoints: it has no {' and no '.join(lacks)}"
-                )
+                raise CheckpointError(f"a {type(item).__name__} cannot be kept: no {' and no '.join(lacks)}")
         self._objects += objects
 
     def register_save_state_pre_hook(
@@ -274,9 +268,7 @@ class Checkpoints:
         try:
             return self._save_state(path, async_)
         except WorldError as error:
-            error.add_note(
-                "save_state() is for all ranks: where it stands under `if accelerator.is_main_process:`, take it out"
-            )
+            error.add_note("all ranks call save_state(): take it out of `if accelerator.is_main_process:`")
             raise
 
     def _save_alone(self, path: Path | None) -> str:

@@ -86,9 +86,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
     storage = open_storage(root)
     names = storage.list()
     if MANIFEST in names:
-        raise CheckpointError(
-            f"{storage.place} is itself a checkpoint: pass the folder above it, or inspect this one"
-        )
+        raise CheckpointError(f"{storage.place} is itself a checkpoint: inspect it, or pass the folder above")
     found = [_entry(storage, name, names) for name in names if _is_listed(storage, name)]
     found.sort(key=lambda e: (e.step is not None, e.written or "", e.step or 0, e.name))
     last, (saved, _) = newest(storage)[0], survey(storage)
@@ -208,7 +206,7 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
     opened = open_checkpoint(folder)
     it = opened.manifest
     facts = {
-        name: TensorFacts(name, _dtype_name(t.dtype), t.shape, t.bytes, len(t.pieces))
+        name: TensorFacts(name, str(t.dtype).removeprefix("torch."), t.shape, t.bytes, len(t.pieces))
         for name, t in it.tensors.items()
     }
     return Contents(
@@ -222,10 +220,6 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
         line=it.lineage.line,
         parent=it.lineage.parent,
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _group(word: str, manifest: Manifest, facts: Mapping[str, TensorFacts]) -> GroupFacts:
@@ -309,10 +303,8 @@ def _tensors_in(manifest: Manifest, file: str, begin: int, end: int) -> tuple[st
     """The tensors that have a byte in ``[begin, end)`` of a file."""
 
     def lies_there(stored: Stored) -> bool:
-        item = stored.dtype.itemsize
-        return any(
-            p.file == file and p.begin < end and begin < p.begin + p.box.count * item for p in stored.pieces
-        )
+        size = stored.dtype.itemsize
+        return any(p.file == file and begin - p.box.count * size < p.begin < end for p in stored.pieces)
 
     return tuple(name for name, stored in manifest.tensors.items() if lies_there(stored))
 
@@ -404,7 +396,7 @@ def _all_names(manifest: Manifest) -> dict[str, Stored]:
 
 
 def _kind(stored: Stored) -> str:
-    return f"{_dtype_name(stored.dtype)} {list(stored.shape)}"
+    return f"{stored.dtype} {list(stored.shape)}".removeprefix("torch.")
 
 
 def _compare(a: Opened, b: Opened, pairs: list[tuple[str, Stored, Stored]], tick: Tick) -> Iterator[Values]:
@@ -513,9 +505,7 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
         OSError: `root` cannot be read or written.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise SettingError(
-            f"keep={keep!r}: at least 1 checkpoint must stay; remove the folder itself to keep none"
-        )
+        raise SettingError(f"keep={keep!r}: 1 checkpoint or more must stay; remove the folder to keep none")
     storage = open_storage(root)
     there = committed(storage)
     line = [it for it in there if it.leads_to(there[-1])]
@@ -523,10 +513,7 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
     kept = [it.folder for it in reversed(there) if it in line[-keep:] or it in ends.values()]
     old = [checkpoint_of(it.folder) for it in there if it.folder not in kept]
     owners = [owner for name in storage.list() if (owner := writing(name)) is not None]
-    removed: list[str] = []
-    left_over: list[str] = []
-    busy: list[str] = []
-    size = 0
+    removed, left_over, busy, size = list[str](), list[str](), list[str](), 0
     storage.sync()  # a writer may have died just after a swap: what it replaced goes once that is on disk
     for checkpoint in dict.fromkeys([*old, *owners]):
         gone = committed_saves(storage, checkpoint) if checkpoint in old else []

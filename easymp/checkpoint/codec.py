@@ -31,15 +31,13 @@ from ..errors import CheckpointError
 
 LONGEST = 2**28  # bytes of a document; every rank holds and parses it in memory
 MARKS = 20_000_000  # commas, brackets and quotes in a document; one takes up to 72 bytes once parsed
-DEPTH = (
-    200  # nested lists and objects; Python's parser recurses, and so do the functions that walk its result
-)
+DEPTH = 200  # nested lists and objects; Python's parser recurses, and so do our functions
 DIGITS = 20  # of an integer: those of 64 bits
 NUMBER = 40  # characters of a float; repr needs 24
 LEVELS = 50  # nested containers of a state; each takes at most three levels of JSON
 WORD = 2**63  # integers from -WORD to 2 * WORD are JSON numbers
 COLLISIONS = (
-    1000  # equal hashes in a set or dict; time grows with their square, and an attacker can choose them
+    1000  # equal hashes in a set or dict: time grows with their square, and an attacker may choose them
 )
 
 _NOT_BRACKETS = bytes(set(range(256)) - set(b'"[]{}'))
@@ -49,27 +47,17 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes, 1 and
 
 
 def dumps(value: Any) -> bytes:
-    """Encode `value`, which has JSON's own types only.
-
-    Raises:
-        CheckpointError: `value` holds another type.
-    """
+    """Encode `value`, which has JSON's own types only; others are a CheckpointError."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
         _check_cost(text)
         return text
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"this cannot be stored as JSON ({error}): pass fewer and plain values"
-        ) from None
+        raise CheckpointError(f"this cannot be stored as JSON ({error}): pass fewer, plain values") from None
 
 
 def loads(text: bytes, what: str) -> Any:
-    """Decode a JSON text; `what` names the file in messages.
-
-    Raises:
-        CheckpointError: it is not JSON, or of a kind that easymp never writes.
-    """
+    """Decode a JSON text of the kind that easymp writes, else raise CheckpointError; `what` names the file in messages."""
     try:
         _check_cost(text)
         value = json.loads(
@@ -82,13 +70,9 @@ def loads(text: bytes, what: str) -> Any:
         if re.search(rb"\\u[dD][89a-fA-F]", text):  # half of a surrogate pair can't be written again
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError as error:
-        raise CheckpointError(
-            f"{what}: not UTF-8 ({error.reason}): damaged, or another kind of file"
-        ) from None
+        raise CheckpointError(f"{what}: not UTF-8 ({error.reason}): damaged, or no file of ours") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{what}: not JSON as written here ({error}): damaged, or another kind of file"
-        ) from None
+        raise CheckpointError(f"{what}: not JSON of ours ({error}): damaged, or another file") from None
     return value
 
 
@@ -163,11 +147,7 @@ WORDS: dict[type, Callable[[Any], str]] = {  # values that are stored as one str
 
 
 def pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Convert `value` to JSON's types; put its tensors into `tensors` under paths that begin with `path`.
-
-    Raises:
-        CheckpointError: something that has no such form; the path says where.
-    """
+    """Convert `value` to JSON's types; put its tensors into `tensors` under paths that begin with `path`, which errors name, too."""
     try:
         return _Packer(tensors).pack(value, path)
     except RecursionError:
@@ -212,9 +192,7 @@ class _Packer:
         if id(value) in self._open:
             raise CheckpointError(f"{path}: contains itself: store the parts of it that do not")
         if len(self._open) == LEVELS:
-            raise CheckpointError(
-                f"{path}: more than {LEVELS} containers in one another: store a flatter one"
-            )
+            raise CheckpointError(f"{path}: more than {LEVELS} containers in one another: flatten it")
         self._open.append(id(value))
         try:
             kind, items = type(value), value
@@ -239,7 +217,7 @@ class _Packer:
             names = [name for name, known in FACTORIES.items() if known is factory]
             if not names:
                 raise CheckpointError(
-                    f"{path}: a defaultdict of {_named(factory)} can't be stored: store dict(…) of it"
+                    f"{path}: a defaultdict of {_named(factory)} can't be stored: use dict(…)"
                 )
             packed["of"] = names[0]
         packed["items"] = [
@@ -327,20 +305,14 @@ def _named(kind: Any) -> str:
 
 
 def unpack(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Rebuild the value that `pack` was given; `tensor` returns the tensor of a name.
+    """Rebuild the value that `pack` was given, else raise CheckpointError; `tensor` returns the tensor of a name.
 
-    An array shares the memory of its tensor, so that one that is filled later fills the array. Other results of `tensor` are put in place
-    as they are.
-
-    Raises:
-        CheckpointError: `pack` does not return such a `value`.
+    An array shares the memory of its tensor, so that one that is filled later fills the array.
     """
     try:
         return _unpack(value, tensor, 0)
     except RecursionError:
-        raise CheckpointError(
-            "a state is unpacked too deep in the call stack: load from further out"
-        ) from None
+        raise CheckpointError("unpacked too deep in the call stack: load from further out") from None
 
 
 def names(value: Any) -> list[str]:
@@ -361,9 +333,7 @@ def _unpack(value: Any, tensor: Callable[[str], Any], depth: int) -> Any:
         return {key: _unpack(item, tensor, depth + 1) for key, item in value.items()}
     kind = value[TAG]
     if not isinstance(kind, str) or kind not in READERS:
-        raise CheckpointError(
-            f"a state has a value of kind {kind!r:.80}, which this easymp does not know: update it"
-        )
+        raise CheckpointError(f"a state has the kind {kind!r:.80}, which this easymp does not know")
     fields, read = READERS[kind]
     given = {name: item for name, item in value.items() if name != TAG}
     wrong = f"a {kind} in a state is not as it was stored: {value!r:.80}"
@@ -531,9 +501,7 @@ def encode_header(
     places, at = [], 0
     for name, dtype, shape in tensors:
         if dtype not in NAMES:
-            raise CheckpointError(
-                f"{name}: safetensors has no type for {dtype}: convert the tensor before saving"
-            )
+            raise CheckpointError(f"{name}: safetensors has no type for {dtype}: convert it before saving")
         size = nbytes(dtype, tuple(shape))
         if size is None or at + size > MOST:
             raise CheckpointError(f"{name}: a file cannot hold a tensor of shape {list(shape)}")
@@ -542,9 +510,7 @@ def encode_header(
         kept, dims = filed(dtype, shape)
         if kept is FLOAT4:
             if not dims:
-                raise CheckpointError(
-                    f"{name}: safetensors stores {dtype} in one dimension or more: use .reshape(1)"
-                )
+                raise CheckpointError(f"{name}: {dtype} needs a dimension in safetensors: use .reshape(1)")
             dims = (*dims[:-1], 2 * dims[-1])
         table[name] = {"dtype": NAMES[kept], "shape": dims, "data_offsets": [at, at + size]}
         places.append((dtype, tuple(shape), at, at + size))
@@ -552,9 +518,7 @@ def encode_header(
     text = dumps(table)
     text += b" " * (-(len(text) + 8) % PAGE)
     if len(text) > LONGEST_HEADER:
-        raise CheckpointError(
-            f"{len(places)} names take {len(text)} bytes, and a header {LONGEST_HEADER} at most: use several files"
-        )
+        raise CheckpointError(f"a header of {len(text)} bytes is over {LONGEST_HEADER}: use several files")
     base = len(text) + 8
     return len(text).to_bytes(8, "little") + text, [Slot(d, s, base + b, base + e) for d, s, b, e in places]
 
@@ -563,23 +527,15 @@ def header_length(text: bytes, size: int, what: str) -> int:
     """Bytes before the data of a file of `size` bytes, from its first 8."""
     count = int.from_bytes(text[:8], "little")
     if len(text) < 8 or count > LONGEST_HEADER or 8 + count > size:
-        raise CheckpointError(
-            f"{what}: not a safetensors file: {size} bytes, and the first 8 ({text[:8].hex()}) are not the length of a header"
-        )
+        raise CheckpointError(f"{what}: not a safetensors file: it does not begin with a header's length")
     return 8 + count
 
 
 def decode_header(text: bytes, size: int, what: str) -> tuple[dict[str, Slot], dict[str, str]]:
-    """The tensors of a file of `size` bytes that begins with `text` (at least its header), and its metadata.
-
-    Raises:
-        CheckpointError: `text` is not the header of such a file; `what` names it.
-    """
+    """The tensors of a file of `size` bytes that begins with `text` (at least its header), and its metadata; `what` names it in errors."""
     base = header_length(text, size, what)
     if len(text) < base:
-        raise CheckpointError(
-            f"{what}: {len(text)} bytes of a header of {base} could be read: cut short; load another file"
-        )
+        raise CheckpointError(f"{what}: a header of {base} bytes, of which {len(text)} are there: cut short")
     table = loads(text[8:base], what)
     if text[8:9] != b"{" or not isinstance(table, dict):
         raise CheckpointError(f"{what}: not a safetensors file: its header is not a table")
@@ -598,9 +554,7 @@ def decode_header(text: bytes, size: int, what: str) -> tuple[dict[str, Slot], d
             raise CheckpointError(f"{what}: {name!r} {said}: damaged, or not a safetensors file")
         at = slot[1]
     if at != size:
-        raise CheckpointError(
-            f"{what}: {size - at} bytes after the last tensor: damaged, or not a safetensors file"
-        )
+        raise CheckpointError(f"{what}: {size - at} bytes after the last tensor: damaged, or not safetensors")
     return slots, metadata
 
 
@@ -610,9 +564,7 @@ def _slot(entry: Any, base: int, size: int, what: str) -> Slot:
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None or dtype in PARTS:
-        raise CheckpointError(
-            f"{what} has the unknown dtype {name!r:.40}: update easymp, or convert the file"
-        )
+        raise CheckpointError(f"{what} has the unknown dtype {name!r:.40}: update easymp, or convert it")
     if dtype is FLOAT4 and isinstance(shape, list) and shape:
         shape = [*shape[:-1], shape[-1] // 2 if type(shape[-1]) is int and shape[-1] % 2 == 0 else None]
     count = nbytes(dtype, shape)
@@ -622,7 +574,5 @@ def _slot(entry: Any, base: int, size: int, what: str) -> Slot:
         raise CheckpointError(f"{what} lies at {offsets!r:.80}, which are not two places")
     begin, end = offsets
     if not 0 <= begin <= end <= size - base or end - begin != count:
-        raise CheckpointError(
-            f"{what} lies at {offsets}, and needs {count} bytes of the {size - base} after the header: damaged, or cut short"
-        )
+        raise CheckpointError(f"{what} lies at {offsets} of {size - base} bytes, and has {count}: damaged")
     return Slot(dtype, tuple(shape), base + begin, base + end)

@@ -51,12 +51,7 @@ logger = get_logger(__name__)
 def begin(storage: Storage, checkpoint: str, by: Saved | None = None) -> Commit:
     """Lock `checkpoint` of `storage`, clean up after dead writers, and make the folder of the new save.
 
-    Args:
-        by: lineage of the new save. An existing checkpoint of this name on another line is renamed; without `by`, it is replaced.
-
-    Raises:
-        CheckpointError: another process writes it, or its name is taken by other files.
-        OSError: the folder cannot be written to.
+    `by` is the lineage of the new save: a checkpoint of this name on another line is renamed. Without it, one is replaced.
     """
     if storage.renames:
         return Renamed(storage, checkpoint, temporary(checkpoint), by)
@@ -68,17 +63,11 @@ def check_name(checkpoint: str) -> None:
     reserved = checkpoint.startswith(TEMPORARY) or checkpoint_of(checkpoint) != checkpoint
     if "/" in checkpoint or not checkpoint or reserved:
         said = f"{checkpoint!r} is not a name for a checkpoint"
-        raise CheckpointError(
-            f"{said}: {TEMPORARY}… and ….save-2 are those of saves under way; pass another one"
-        )
+        raise CheckpointError(f"{said}: {TEMPORARY}… and ….save-2 are saves under way; pass another one")
 
 
 class Commit(ABC):
-    """One save's folder, on the rank that claimed the checkpoint.
-
-    Attributes:
-        folder: where its files go.
-    """
+    """One save's `folder`, on the rank that claimed the checkpoint."""
 
     def __init__(self, storage: Storage, checkpoint: str, folder: str, by: Saved | None) -> None:
         self._storage, self._checkpoint, self.folder, self._keep = storage, checkpoint, folder, False
@@ -181,9 +170,7 @@ class InPlace(Commit):
         _remove_uncommitted(storage, checkpoint, self._claim.left)
         if storage.list(self.folder):
             place = inside(storage.place, checkpoint)
-            raise CheckpointError(
-                f"{place}: another writer was there just now: give this run a folder of its own"
-            )
+            raise CheckpointError(f"{place}: another writer was there just now: give this run its own folder")
         refuse_foreign(storage, checkpoint)
         set_aside(storage, checkpoint, by)
         for name in storage.list():
@@ -215,10 +202,7 @@ def _remove_uncommitted(storage: Storage, checkpoint: str, left: Mapping[str, An
 
 
 def retain(storage: Storage, it: Saved, limit: int | None) -> None:
-    """After `it` is committed: write the hint `latest`, and keep only the last `limit` of the others on its line.
-
-    Folders without COMMIT, with other names, or on other lines are not touched. Errors are logged.
-    """
+    """After `it` is committed: write the hint `latest`, and keep only the last `limit` of the others on its line. Errors are logged."""
     if step_of(it.folder) is None:
         return
     try:
@@ -331,13 +315,9 @@ def lock_of(checkpoint: str) -> str:
 
 
 def claim(storage: Storage, checkpoint: str, folder: str = "") -> KernelLock | Heartbeat:
-    """Lock `checkpoint` for this process until ``release()``. The lock file names the process and `folder`.
+    """Lock `checkpoint` for this process until ``release()``; CheckpointError says who else writes it. The lock names process and `folder`.
 
     `left` of the result is the content of the previous lock, if its owner died without a release.
-
-    Raises:
-        CheckpointError: another process, or another thread of this one, writes it; which.
-        OSError: the lock cannot be written.
     """
     name, place = lock_of(checkpoint), f"{storage.place.rstrip('/')}/{checkpoint}"
     path = storage.path(name)

@@ -99,8 +99,9 @@ def _write(weights: Weights, out: Place, to: torch.dtype | None, most: int) -> N
         tensor = next(tensors)
         done = tensor.to(rounded(tensor.dtype))
         if done.dtype != tensor.dtype and torch.isfinite(done).sum() != torch.isfinite(tensor).sum():
+            most = f"{float(tensor.abs().max()):.3g}"
             raise CheckpointError(
-                f"{name} has values up to {float(tensor.abs().max()):.3g}, too large for {to}: convert to bf16 or fp32"
+                f"{name} has values up to {most}, too large for {to}: convert to bf16 or fp32"
             )
         return done.contiguous()
 
@@ -134,9 +135,7 @@ def _renamed(names: Iterable[str], place: str, plain: Callable[[str], str]) -> d
     found: dict[str, str] = {}
     for name in names:
         if (other := found.setdefault(plain(name), name)) != name:
-            raise CheckpointError(
-                f"{place}: {other} and {name} are both {plain(name)!r} without their wrappers: they belong to several models"
-            )
+            raise CheckpointError(f"{place}: {other} and {name} are both {plain(name)!r} without wrappers")
     return found
 
 
@@ -188,9 +187,7 @@ def _files(path: Path) -> list[Path]:
     if not isinstance(table, dict) or not all(
         isinstance(f, str) and Path(f).name == f for f in table.values()
     ):
-        raise CheckpointError(
-            f"{path}: not an index of weights: it has no weight_map from names to files beside it"
-        )
+        raise CheckpointError(f"{path}: not an index of weights: no weight_map from names to files")
     return [path.parent / file for file in dict.fromkeys(table.values())]
 
 
@@ -220,9 +217,7 @@ def merge(
     """
     most = read_bytes(max_shard_size, "max_shard_size=")
     if all and model != MODEL:
-        raise SettingError(
-            f"model={model!r} is one model, and all=True asks for everything: leave one of them out"
-        )
+        raise SettingError(f"model={model!r} is one model, and all=True asks for everything: leave one out")
     source = open_checkpoint(folder)
     if all:
         _merge_all(source, out, most, tick)

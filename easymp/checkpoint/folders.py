@@ -37,9 +37,8 @@ LATEST = "latest"
 TEMPORARY = ".tmp-"
 FIRST = 2**16  # bytes of a file that are read at once: its header, mostly
 SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and a line feed
-_STEP = re.compile(
-    r"(?:step-(?=\d{8})|checkpoint_)(\d+)(\.line-[0-9a-f]+(-\d+)?)?"
-)  # ours, and Accelerate's automatic names
+# Ours, and Accelerate's automatic names.
+_STEP = re.compile(r"(?:step-(?=\d{8})|checkpoint_)(\d+)(\.line-[0-9a-f]+(-\d+)?)?")
 _AGAIN = re.compile(r"(.+)\.save-(\d+)")
 _TEMPORARY = re.compile(r"\.tmp-(.+)(-[0-9a-f]{8}|\.lock)")
 
@@ -144,9 +143,7 @@ def open_manifest(storage: Storage, folder: str) -> Manifest:
     elif not described:
         said = f"{MANIFEST} is missing though {COMMIT} is there: load another checkpoint"
     elif storage.get(commit, SEAL) != seal(text := storage.get(manifest, LONGEST)):
-        said = (
-            f"{MANIFEST} is not the one that {COMMIT} seals: one of them was changed; load another checkpoint"
-        )
+        said = f"{MANIFEST} is not what {COMMIT} seals: one of them was changed; load another checkpoint"
     else:
         return decode(text, inside(storage.place, manifest))
     raise CheckpointError(f"{place}: {said}")
@@ -173,9 +170,7 @@ def open_storage(place: str | os.PathLike[str]) -> Storage:
         return RemoteStorage(path)
     rest = rest.removeprefix("localhost")
     if not rest.startswith("/"):
-        raise CheckpointError(
-            f"{path} names a machine, not a folder: write {kind}:///{rest}, or the path alone"
-        )
+        raise CheckpointError(f"{path} names a machine, not a folder: write {kind}:///{rest}, or the path")
     return LocalStorage(rest)
 
 
@@ -217,11 +212,7 @@ class Opened(NamedTuple):
 
 
 def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
-    """Open the committed checkpoint at a path or URL; the newest of several saves of one name.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Open the committed checkpoint at a path or URL, the newest of several saves of one name; CheckpointError if there is none."""
     root, name = parted(place)
     try:
         storage = open_storage(root)
@@ -266,9 +257,7 @@ def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
 class Extra:
     """Files that go into a checkpoint as they are."""
 
-    files: Mapping[str, SourceFile] = field(
-        default_factory=dict
-    )  # this rank's, by their paths below the checkpoint
+    files: Mapping[str, SourceFile] = field(default_factory=dict)  # this rank's, by paths in the checkpoint
     names: Collection[str] = ()  # of all ranks' files
     close: Callable[[], None] = lambda: None  # for when they are copied, or never will be; once or more
 
@@ -359,7 +348,7 @@ def committed(storage: Storage) -> list[Saved]:
 def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, list[str], bool]:
     """Find the checkpoint to continue from: the last save, or its parent if that save is damaged.
 
-    Returns its folder or None; sentences about newer folders that are left out, unless they are in `passed`; whether one is damaged.
+    Returns its folder or None; sentences about newer folders that are left out, but for `passed`; whether one is damaged.
     """
     found, others = survey(storage)
     said: list[str] = []

@@ -104,11 +104,7 @@ def _called(
 
 
 class HookFolder:
-    """An empty folder `path` of this rank, with the checkpoint's name; all ranks make theirs together.
-
-    It lies beside the checkpoint under a temporary name, which the next save cleans up if this process is killed; in TMPDIR if the
-    checkpoint is at a URL.
-    """
+    """An empty folder `path` of this rank, with the checkpoint's name: beside it under a temporary name, or in TMPDIR if it is at a URL."""
 
     def __init__(self, world: World, storage: Storage, checkpoint: str) -> None:
         check_name(checkpoint)
@@ -185,9 +181,7 @@ class HookFolder:
                 if stat.S_ISREG(found.st_mode):
                     yield below, found.st_size
                 elif not stat.S_ISDIR(found.st_mode):
-                    raise CheckpointError(
-                        f"a hook made {below}, a link or a device: checkpoints hold files, so let it write one"
-                    )
+                    raise CheckpointError(f"a hook made {below}, a link or a device: let it write a file")
 
     def close(self) -> None:
         """Remove the folder."""

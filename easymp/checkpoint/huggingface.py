@@ -68,10 +68,7 @@ class Item(NamedTuple):
 
 
 def cut(items: Sequence[Item], most: int) -> list[list[Item]]:
-    """`items` in shards of at most `most` bytes, in their order; a larger one gets a shard of its own.
-
-    The shards are those of huggingface_hub's `split_torch_state_dict_into_shards`.
-    """
+    """`items` in shards of at most `most` bytes, or of one larger tensor, as huggingface_hub's `split_torch_state_dict_into_shards`."""
     shards: list[list[Item]] = []
     current: list[Item] = []
     held = 0
@@ -100,15 +97,11 @@ def write_model(
 ) -> None:
     """Write `shards` into `folder` of `storage`, made if it is missing, in place of an earlier model.
 
-    Args:
-        bring: gives the whole tensor of a name, on the CPU; called for each name of the shards in order.
-        aliases: other names of tensors → the one that is written; noted in the metadata, as the safetensors library does.
+    `bring` gives the whole tensor of a name on the CPU, for each name in order. `aliases`, other names of tensors, go into the metadata.
     """
     there, place = set(storage.list(folder)), inside(storage.place, folder)
     if there & {MANIFEST, COMMIT}:
-        raise CheckpointError(
-            f"{place} is a checkpoint of save_state, and its files must stay as they are: pass another folder"
-        )
+        raise CheckpointError(f"{place} is a checkpoint of save_state, which must stay: pass another folder")
     if not there:
         if storage.size(folder) is not None:
             raise CheckpointError(f"{place} is a file: pass a folder")
@@ -251,9 +244,7 @@ class Gathering:
 
         everyones = on_all(world, boxes)
         if apart := [rank for rank, (theirs, _) in enumerate(everyones) if theirs != everyones[0][0]]:
-            raise CheckpointError(
-                f"rank {apart[0]} has other tensors than rank 0: pass the same model on all ranks"
-            )
+            raise CheckpointError(f"rank {apart[0]} has other tensors than rank 0: all ranks pass one model")
         self._tensors: dict[str, Spread] = {}
         for name, (dtype, shape) in kinds.items():
             holders: dict[Box, int] = {}
@@ -284,8 +275,8 @@ def hand_over(
 ) -> str:
     """Call `write` on rank 0 with a function that gathers the tensors of `shards` in order. All ranks call this, and get its result.
 
-    Rank 0 may write to disk for longer than a collective's timeout. So the other ranks wait for its message in the store before they send
-    each tensor. If `write` fails, the remaining tensors are still sent, and dropped.
+    Rank 0 may write for longer than a collective's timeout, so the others wait for its message in the store before they send. If `write`
+    fails, the remaining tensors are still sent, and dropped.
     """
     turns: dict[str, str] = {}  # the first tensor of each file, and of each EACH bytes of it
     for shard in shards:
@@ -352,9 +343,7 @@ def save_tree(tree: Any, f: str | os.PathLike[str]) -> None:
         metadata[TREE] = packed.decode()
     for name, tensor in tensors.items():
         if hasattr(tensor, "to_local"):
-            raise CheckpointError(
-                f"{name} is spread over the ranks: save what get_state_dict(model) returns, or its full_tensor()"
-            )
+            raise CheckpointError(f"{name} is spread over ranks: save get_state_dict() or its full_tensor()")
     header, slots = encode_header([(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], metadata)
     held = [name for name, t in tensors.items() if t.numel()]
     parts = _parts(header, held, lambda name: on_host(tensors[name], name))

@@ -24,7 +24,7 @@ from ..errors import CheckpointError, EasympError, nearest
 from ..logging import get_logger
 from .codec import PARTS, Slot, filed, unpack
 from .folders import Opened, current, inside, open_manifest, read_header
-from .manifest import BLOCK, Box, Manifest, Piece, Shape, Stored, overlap, runs, slices, span, strides
+from .manifest import BLOCK, Box, Manifest, Piece, Shape, Stored, overlap, runs, slices, span, strides, whole
 from .snapshot import Kept, key, words_of
 from .storage import SourceFile, Storage, Tick, aligned, as_bytes, expect, is_plain, no_tick
 
@@ -54,11 +54,7 @@ class Loaded:
 
 
 class Trial(NamedTuple):
-    """A change that runs a user's code and may fail, and a way to undo it.
-
-    Attributes:
-        what: is changed, in words.
-    """
+    """A change of `what` that runs a user's code and may fail, and a way to undo it."""
 
     what: str
     change: Callable[[], None]
@@ -74,17 +70,9 @@ class FullName(str):
 class Reading:
     """A committed checkpoint that one rank reads. Requested tensors are empty until `run` reads and verifies them.
 
-    `run` also verifies the bytes of live tensors. If files may be read twice, the second read goes into the live tensors and is verified
-    again, so the state is in memory once. Otherwise `run` keeps a copy.
-
-    Args:
-        again: whether files may be read twice; see `Storage.held`.
-
-    Attributes:
-        rank: this process's.
-        strict: whether what is missing or left over is an error.
-        skipped: what was passed over, in words, where `strict` is off.
-        trials: changes that are made first, and undone on all ranks if one fails on any rank.
+    `run` also verifies the bytes of live tensors. If files may be read `again` (`Storage.held`), the second read goes into the live tensors
+    and is verified, too, so the state is in memory once; otherwise `run` keeps a copy. `trials` are made first, and undone on all ranks if
+    one fails on any rank. `skipped` is what did not fit, in words, where `strict` is off.
     """
 
     def __init__(self, opened: Opened, rank: int = 0, strict: bool = True, again: bool = False) -> None:
@@ -115,12 +103,7 @@ class Reading:
         tensor: Callable[[str], Any] | None = None,
         only: Sequence[str] | None = None,
     ) -> Any:
-        """The state under `name`; `tensor` makes each tensor from its full name (by default whole, on the CPU).
-
-        Args:
-            own: this rank's own.
-            only: keys of the tree; the others are left out.
-        """
+        """The state under `name`, this rank's `own` or a common one; `only` some keys. `tensor` makes each tensor of its full name."""
         name = f"ranks/{self.rank:05d}/{name}" if own else name
         if name not in self:
             raise CheckpointError(f"the checkpoint has no {name}")
@@ -153,14 +136,9 @@ class Reading:
 
     def whole(self, name: str) -> Tensor:
         """A new CPU tensor, filled by `run`."""
-        shape = self.stored(name).shape
-        return self.part(name, Box((0,) * len(shape), shape))
-
-    def part(self, name: str, box: Box) -> Tensor:
-        """A new CPU tensor of the shape of `box`, filled by `run`."""
         stored = self.stored(name)
-        tensor = torch.empty(box.shape, dtype=stored.dtype)
-        self._wanted.append(Want(stored, box, tensor))
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        self._wanted.append(Want(stored, whole(stored.shape), tensor))
         return tensor
 
     def fill(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
@@ -222,12 +200,7 @@ class Reading:
 def load_checkpoint(
     world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = no_tick
 ) -> Loaded:
-    """Load the checkpoint `name` of `storage` into the live objects, on all ranks together.
-
-    Raises:
-        CheckpointError: on every rank, if it does not fit or cannot be read on one; nothing live has changed. Or a file that was intact
-            could not be read a second time, and the message says that the state was loaded in part.
-    """
+    """Load the checkpoint `name` of `storage` into the live objects, on all ranks or none; see the top of this file."""
     with storage.held() as again:
 
         def open_it() -> Reading:
@@ -249,9 +222,7 @@ def put_in_place(
         reading = open_it()
         puts.extend([_restored(part, reading) for part in kept])
         if left := reading.left():
-            reading.complain(
-                f"nothing here takes {several(left)} of the checkpoint: prepare what was saved before loading"
-            )
+            reading.complain(f"nothing here takes {several(left)} of the checkpoint: prepare it first")
         reading.run(tick)
         found.append(reading)
 
@@ -362,19 +333,14 @@ def kind_of(value: Any) -> str:
 
 
 def check_like(what: str, saved: Any, live: Any) -> None:
-    """Compare a state with the live one, key by key, so that wrong kinds are found before anything live takes them.
-
-    None matches every kind. Keys of only one of the two are not compared.
-    """
+    """Compare a state with the live one, key by key where both have it, before anything live takes a wrong kind. None matches all."""
     if isinstance(saved, int) and not -(2**63) <= saved < 2**63:
-        raise CheckpointError(
-            f"{what} is {saved!r:.80} in the checkpoint, which 64 bits do not hold: load another checkpoint"
-        )
+        raise CheckpointError(f"{what} is {saved!r:.80} in the checkpoint, more than 64 bits: load another")
     if saved is None or live is None:
         return
     if kind_of(saved) != kind_of(live) or (isinstance(live, tuple) and len(saved) != len(live)):
         raise CheckpointError(
-            f"{what} is {saved!r:.80} in the checkpoint, and {live!r:.80} here: load another checkpoint"
+            f"{what} is {saved!r:.80} in the checkpoint, and {live!r:.80} here: load another"
         )
     if isinstance(live, Mapping):
         for key in saved.keys() & live.keys():
@@ -407,14 +373,9 @@ class Want(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """A part of one piece that one call reads.
+    """A part of one piece that one call reads: bytes `begin` to `end` of a file, of these `runs` (first byte, count) into `into`.
 
-    Attributes:
-        begin, end: its bytes in the file, from the first to the one after the last.
-        runs: first byte and count of each run that is read, in order.
-        into: a view that takes the elements.
-        dtype: of the file.
-        memory: shape of the row-major memory that the runs fill: a staging buffer, or if None that of `into` itself.
+    `memory` is the shape of the row-major memory that the runs fill: a staging buffer, or if None that of `into` itself.
     """
 
     file: str
@@ -478,13 +439,9 @@ def stream(files: Mapping[str, SourceFile], slabs: Iterable[Slab], tick: Tick = 
     stage = aligned(max(min(total, STAGE), most))
     with torch.no_grad():
         for name, found in by_file.items():
-            found.sort(key=_first_byte)
+            found.sort(key=lambda item: item[0].begin)
             for batch in _batches(found, stage.numel()):
                 _read(files[name], batch, stage, tick)
-
-
-def _first_byte(item: tuple[Slab, int, int]) -> int:
-    return item[0].begin
 
 
 def blocks_of(slabs: Iterable[Slab]) -> dict[str, set[int]]:
@@ -546,10 +503,7 @@ def room(files: int) -> int:
 def one_by_one(
     files: Mapping[str, SourceFile], wanted: Iterable[tuple[Stored, Box]], together: int, tick: Tick = no_tick
 ) -> Iterator[Tensor]:
-    """Yield a new tensor for each box, in the order of `wanted`. One call reads up to `together` bytes, and at least one tensor.
-
-    Files are read and verified in blocks, so reading neighbours together saves reading a block once per tensor. Raises as `stream`.
-    """
+    """Yield a new tensor for each box, in order. One call reads up to `together` bytes, as files are verified in blocks."""
     batch: list[Want] = []
     held = 0
     for stored, box in wanted:
@@ -564,9 +518,8 @@ def one_by_one(
 
 def _batch(files: Mapping[str, SourceFile], batch: list[Want], tick: Tick) -> Iterator[Tensor]:
     stream(files, plan(batch))
-    tick(
-        sum(want.into.nbytes for want in batch)
-    )  # not the bytes read for it: blocks at the edges are read twice
+    # Not the bytes read for it: blocks at the edges are read twice.
+    tick(sum(want.into.nbytes for want in batch))
     while batch:
         yield batch.pop(0).into  # the caller may free it before the next
 

@@ -24,9 +24,7 @@ INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, torch's
 MANIFEST, COMMIT, INDEX = "manifest.json", "COMMIT", "model.safetensors.index.json"
 BLOCK = 2**24  # bytes under one checksum
 VERSION = 2  # with files of hooks; a checkpoint without them is written as version 1, which has no such field
-LINEAGE = (
-    "lineage"  # a key of the plan, where easymp 0.1 takes any; elsewhere it takes none that it does not know
-)
+LINEAGE = "lineage"  # a key of the plan, where easymp 0.1 takes any; elsewhere it takes no unknown one
 OLDEST = "0"  # the line of all checkpoints that name none: those of easymp 0.1
 MOST_RANKS = 2**20  # that wrote one checkpoint; what each of them kept is looked up by its number
 LONGEST_NAME = 200  # bytes of a file's name; usual file systems take 255, and temporary names are longer
@@ -37,13 +35,9 @@ LONGEST_PATH = 700  # bytes of a path below the checkpoint; object stores take 1
 
 @dataclass(frozen=True)
 class Lineage:
-    """The line of saves that a checkpoint belongs to. A run that goes on from the last checkpoint of a line continues that line.
+    """The `line` of saves that a checkpoint belongs to, and its `parent`, the checkpoint loaded or saved before; "" for the first.
 
-    Attributes:
-        line: its identifier.
-        parent: name of the checkpoint that was loaded or saved before this one; "" for the first of a run that loaded none.
-        forks: the lines that led to this one, each with `written` and `step` of the last checkpoint that belongs to this history. Later
-            saves on those lines are abandoned.
+    `forks` are the lines that led to this one, each with `written` and `step` of its last checkpoint in this history.
     """
 
     line: str = OLDEST
@@ -85,18 +79,8 @@ class FileRecord:
 class Manifest:
     """The run at the time of a save.
 
-    Attributes:
-        step: optimizer updates until then.
-        world_size: ranks that wrote it.
-        written: when, in ISO 8601, UTC.
-        made_by: "easymp" and its version.
-        plan: what was decided for the run, as `Plan.as_dict`.
-        tensors: by full name (``"model/blocks.0.weight"``).
-        files: by name.
-        states: Python state by name, as `codec.pack` returns it.
-        aliases: names of tensors that are other names of stored ones (tied weights).
-        extra: files that hooks wrote, by their paths below the folder.
-        lineage: what it was continued from.
+    `plan` is `Plan.as_dict`; tensors are by full name (``"model/blocks.0.weight"``) or alias (tied weights), Python state as `codec.pack`
+    returns it; files by name, and those of hooks (`extra`) by their paths.
     """
 
     step: int
@@ -165,19 +149,13 @@ NAMED = {int: "a whole number", str: "words", list: "a list", dict: "a table"}
 
 
 def decode(text: bytes, what: str) -> Manifest:
-    """The manifest in `text`, validated.
-
-    Raises:
-        CheckpointError: it is not a manifest, or a newer one; `what` names the file.
-    """
+    """The manifest in `text`, validated; `what` names the file in errors."""
     raw = loads(text, what)
     version = raw.get("version") if isinstance(raw, dict) else None
     if type(version) is not int or version < 1:
         raise CheckpointError(f"{what}: not a manifest of a checkpoint: its version is {version!r:.40}")
     if version > VERSION:
-        raise CheckpointError(
-            f"{what}: format version {version}, and this easymp reads {VERSION}: update easymp"
-        )
+        raise CheckpointError(f"{what}: format {version}, and this easymp reads {VERSION}: update easymp")
     try:
         manifest = _typed(raw)
         validate(manifest)
@@ -207,14 +185,10 @@ def _typed(raw: Any) -> Manifest:
     for name, tensor in raw["tensors"].items():
         _check_fields(f"the tensor {name!r:.300}", tensor, {"dtype": str, "shape": list, "pieces": list})
         if tensor["dtype"] not in DTYPES:
-            raise CheckpointError(
-                f"{name!r:.300} has the unknown dtype {tensor['dtype']!r:.40}: update easymp"
-            )
+            raise CheckpointError(f"{name!r:.300} has unknown dtype {tensor['dtype']!r:.40}: update easymp")
         for piece in tensor["pieces"]:
             if not isinstance(piece, list) or [*map(type, piece)] != [list, list, str, int]:
-                raise CheckpointError(
-                    f"{name!r:.300} has a piece {piece!r:.80}: not an offset, a shape, a file and a place in it"
-                )
+                raise CheckpointError(f"{name!r:.300} is in {piece!r:.80}: not offset, shape, file, place")
         pieces = (Piece(Box(tuple(o), tuple(n)), file, begin) for o, n, file, begin in tensor["pieces"])
         tensors[name] = Stored(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(pieces))
     files, extra = _files(raw["files"]), _files(raw.get("extra", {}))
@@ -249,9 +223,7 @@ def _check_fields(what: str, raw: object, fields: Mapping[str, type]) -> None:
         raise CheckpointError(f"{what} {said} {name!r:.80}: it should have {', '.join(fields)}")
     for name, kind in fields.items():
         if type(raw[name]) is not kind:
-            raise CheckpointError(
-                f"{what} has {raw[name]!r:.80} as {name!s:.80}, and should have {NAMED[kind]}"
-            )
+            raise CheckpointError(f"{what} has {raw[name]!r:.80} as {name!s:.80}, not {NAMED[kind]}")
 
 
 # -- validation --------------------------------------------------------------------------------------------------------
@@ -295,9 +267,7 @@ def _check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord
     for name, stored in tensors.items():
         shape, size = stored.shape, stored.dtype.itemsize
         if nbytes(stored.dtype, shape) is None:
-            raise CheckpointError(
-                f"{name!r:.300} has the shape {list(shape)!r:.80}, which a tensor of {stored.dtype} cannot have"
-            )
+            raise CheckpointError(f"{name!r:.300} cannot be of shape {list(shape)!r:.80} and {stored.dtype}")
         for box, file, _ in stored.pieces:
             if any(type(n) is not int for side in box for n in side):
                 raise CheckpointError(f"{name!r:.300} has a box {box!r:.80}, which are not all whole numbers")
@@ -309,9 +279,7 @@ def _check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord
         for box, file, begin in stored.pieces:
             end = begin + prod(box.shape) * size
             if not 0 <= begin <= end <= files[file].size:
-                raise CheckpointError(
-                    f"the first byte of {name!r:.300} in {file} is {begin!r:.80}, outside of the file"
-                )
+                raise CheckpointError(f"{name!r:.300} begins at byte {begin!r:.80} of {file}, outside of it")
             if begin < end:
                 places.setdefault(file, []).append((begin, end, name))
     for file, taken in places.items():
@@ -367,9 +335,7 @@ def check_extra(paths: Collection[str], files: Collection[str]) -> None:
                 "the one that it is given"
             )
         if other := taken.get(name.casefold()):
-            raise CheckpointError(
-                f"the files {other!r:.300} and {name!r:.300} of hooks have one name: change one"
-            )
+            raise CheckpointError(f"hooks' files {other!r:.300} and {name!r:.300} have one name: change one")
         taken[name.casefold()] = name
     for name in paths:
         words = name.casefold().split("/")
@@ -456,11 +422,10 @@ def runs(part: Box, within: Box) -> Iterator[tuple[int, int]]:
 
 
 def fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover a tensor of `shape` exactly once; None where they do.
+    """Why `boxes` do not cover a tensor of `shape` exactly once; None where they do. The time is linear in the number of boxes.
 
-    The time is linear in the number of boxes. A function of the elements ("how many boxes hold this one") is known by its steps: a
-    box adds 1 at its first corner and 1 or -1 at the others, those just behind its ends. So the boxes cover what one box of `shape`
-    covers if and only if their steps add up to that one's; and the first place, by row, where they do not is where the count is wrong.
+    A box adds 1 to the count of its elements: 1 at its first corner, 1 or -1 at the corners just behind its ends. The boxes cover what one
+    box of `shape` covers if their steps add up to that one's; the first place where they do not is where the count is wrong.
     """
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):
@@ -521,13 +486,7 @@ Run = tuple[int, int]
 
 
 class Place(NamedTuple):
-    """The chunks of a tensor on one rank.
-
-    Attributes:
-        shape: of the whole tensor.
-        parts: boxes of it, each with its elements as a view of the live tensor's memory, of the box's shape and any strides. None
-            where this rank's shard is empty; several where neighbours here are apart in the whole.
-    """
+    """The chunks of a tensor of `shape` on one rank: boxes, each with its elements as a view of the live memory."""
 
     shape: Shape
     parts: tuple[tuple[Box, Tensor], ...]
@@ -545,9 +504,7 @@ def _place(tensor: Tensor) -> Place | None:
     if local.is_meta:
         return None
     if local.layout != torch.strided:
-        raise CheckpointError(
-            f"a tensor of layout {local.layout} cannot be stored or loaded: convert it with to_dense()"
-        )
+        raise CheckpointError(f"a tensor of layout {local.layout} cannot be stored or loaded: use to_dense()")
     shape = tuple(tensor.shape)
     if spread is None:
         return Place(shape, ((Box((0,) * len(shape), shape), local),))
@@ -581,14 +538,10 @@ def runs_held(
             continue
         dim = None if placement.is_partial() else getattr(placement, "dim", None)
         if dim is None:
-            raise CheckpointError(
-                f"a DTensor cannot be stored or loaded as {placement!r}: redistribute it to Shard or Replicate"
-            )
+            raise CheckpointError(f"a DTensor cannot be stored as {placement!r}: use Shard or Replicate")
         factor = getattr(placement, "split_factor", 1)
-        after = prod(
-            mesh[i] for i in range(axis + 1, len(mesh)) if getattr(placements[i], "dim", None) == dim
-        )
-        if factor == after > 1:
+        rest = prod(mesh[i] for i in range(axis + 1, len(mesh)) if getattr(placements[i], "dim", None) == dim)
+        if factor == rest > 1:
             late.append((dim, axis))  # cut when those to the right had been
         elif factor > 1:
             chunks = [_chunk(held[dim], factor, i) for i in range(factor)]

@@ -48,14 +48,9 @@ def _joined(value: Any) -> Any:
         return value
     module, _, name = str(value[KIND]).partition(":")
     kind = getattr(sys.modules.get(module), name, None)
-    if (
-        not isinstance(kind, type)
-        or not issubclass(kind, Tensor)
-        or not hasattr(kind, "__tensor_unflatten__")
-    ):
-        raise CheckpointError(
-            f"the state is a {value[KIND]}, which is not loaded here: import {module} first"
-        )
+    is_tensor = isinstance(kind, type) and issubclass(kind, Tensor)
+    if not is_tensor or not hasattr(kind, "__tensor_unflatten__"):
+        raise CheckpointError(f"the state is a {value[KIND]}, which is not loaded: import {module} first")
     return kind.__tensor_unflatten__(value["parts"], value["context"], None, None)
 
 
@@ -66,9 +61,8 @@ def leave() -> None:
 class ModelState:
     """The `state_dict` of the user's module, with tensors in any layout; `mastered` holds ids of parameters that have fp32 masters.
 
-    Tensors are written to in place. Other values (extra state, the results of `state_dict` hooks) go through `load_state_dict`. A model
-    in fp32 loads the fp32 masters of parameters that were saved in low precision. Parameters with masters load fp32 values rounded, and
-    their masters load them unrounded. fp32 parameters load bf16 and fp16 values.
+    Tensors are written to in place; other values go through `load_state_dict`. An fp32 model loads the masters of low-precision parameters;
+    parameters with masters load fp32 values rounded, and their masters unrounded. fp32 parameters load bf16 and fp16 values.
     """
 
     def __init__(self, name: str, module: nn.Module, mastered: Collection[int] = ()) -> None:
@@ -137,10 +131,7 @@ class ModelState:
     def _sources(
         self, source: Reading, found: Mapping[str, str], live: Mapping[str, Tensor]
     ) -> list[tuple[str, str, Stored, Place]]:
-        """For each live tensor with memory on this rank: its name, the stored tensor to read, and its chunks.
-
-        For an fp32 tensor the stored tensor is the parameter's master, if the checkpoint has one.
-        """
+        """Each live tensor here: its name, the stored tensor to read (its fp32 master if there is one), and its chunks."""
         paths = [
             (value.dtype == torch.float32 and source.master(path)) or path
             for path, value in zip(found.values(), live.values())
@@ -165,9 +156,7 @@ class ModelState:
             unknown = self._module.load_state_dict(values, strict=False).unexpected_keys
             ignored = [name for name in unknown if name in values]
             if ignored and strict:
-                raise CheckpointError(
-                    f"load_state_dict does not know {several(ignored)}, which state_dict shows: take it with a hook"
-                )
+                raise CheckpointError(f"load_state_dict does not know {several(ignored)}: use a hook")
 
         def undo() -> None:
             self._module.load_state_dict(before, strict=False)
@@ -176,17 +165,12 @@ class ModelState:
 
 
 class OptimizerState:
-    """An optimizer's param groups, its state of each parameter, fp32 masters, and the additions of its class or of hooks to `state_dict`.
+    """An optimizer's param groups, its state of each parameter, fp32 masters, and what its class or hooks add to `state_dict`.
 
-    A tensor of its parameter's shape is laid out like the parameter's states here; others are whole. The implementation of the step
-    (fused, foreach, capturable) stays this run's. A run without masters loads saved masters into its parameters (see `ModelState`).
-    Masters that the checkpoint lacks are loaded from its weights. The optimizer's own `load_state_dict` is called only if its
-    class or a hook extends it.
-
-    Args:
-        owner: id of a parameter → its full name in the checkpoint, such as "model/0.weight".
-        apart: ranks have different states of the same parameters. On another number of ranks, rank r loads those of rank r % n; if this
-            run's ranks share their states, all load rank 0's.
+    A tensor of its parameter's shape is laid out like the parameter's states here; others are whole. The implementation of the step stays
+    this run's. A run without masters loads saved masters into its parameters; masters that the checkpoint lacks are loaded from weights.
+    `owner` maps ids of parameters to full names. `apart`: ranks have different states; on another number of ranks, rank r loads those of
+    rank r % n, and a run whose ranks share their states loads rank 0's.
     """
 
     def __init__(
@@ -238,18 +222,14 @@ class OptimizerState:
             return leave
         saved = source.state(self.name)
         if saved["kind"] != self.kind:
-            source.complain(
-                f"{self.name} was a {saved['kind']}, and is a {self.kind} here, which remembers other things"
-            )
+            source.complain(f"{self.name} was a {saved['kind']}, and is a {self.kind} here")
             return leave
         check_number(f"{self.name}/updates", saved["updates"], 0)
         groups = self._fitting_groups(saved["groups"], source)
         path = self._state_path(source)
         states = source.state(path, tensor=FullName) if path else {}
         if unknown := [name for name in states if name not in self._parameters]:
-            source.complain(
-                f"{self.name} remembers parameters that it does not step here: {several(unknown)}"
-            )
+            source.complain(f"{self.name} remembers parameters not stepped here: {several(unknown)}")
         self._check_kinds(states)
         fills = self._masters(source)
         given = bool(saved["rest"]) or inner.listens()
@@ -320,7 +300,7 @@ class OptimizerState:
             for key, value in state.items() if known else ():
                 if isinstance(value, (str, bytes)) and not isinstance(value, FullName):
                     raise CheckpointError(
-                        f"{what}[{key!r:.80}] is {value!r:.80}, which no optimizer keeps: load another checkpoint"
+                        f"{what}[{key!r:.80}] is {value!r:.80}, and no number: load another"
                     )
                 if value is not None:
                     kinds.setdefault(key, value)
@@ -340,11 +320,7 @@ class OptimizerState:
         stepped: Mapping[str, Stored | None],
         fills: Fills | None,
     ) -> dict[str, Tensor]:
-        """Map full names to the tensors into which the states of the parameters `fresh` are loaded.
-
-        These are new tensors that `source` fills, or live ones that can be overwritten. The latter are added to
-        `fills`, so that the state is in memory once.
-        """
+        """Map full names to the tensors into which states are loaded: new ones, or live ones that are added to `fills`."""
         trees = source.manifest.states[path]
         fulls = [(name, full) for name, of in zip(fresh, [names(trees[n]) for n in fresh]) for full in of]
         made: dict[str, Tensor] = {}

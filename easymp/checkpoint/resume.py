@@ -38,10 +38,7 @@ PATIENCE = 20.0  # seconds to wait for the other ranks' answers
 
 
 class Epochs:
-    """The epochs of ``accelerator.epochs()`` loops; its state says where the next process continues.
-
-    Loops are told apart by their order: finished ones are not run again, and the interrupted one continues in its epoch.
-    """
+    """The epochs of ``accelerator.epochs()`` loops, told apart by their order; the state says where the next process continues."""
 
     def __init__(self, loaders: Sequence[PreparedLoader], window: UpdateWindow) -> None:
         self._loaders, self._window = loaders, window

@@ -36,15 +36,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 RANDOM = "state/random"
-LENGTHS = (
-    "total_steps",
-    "T_max",
-    "T_0",
-    "total_iters",
-    "step_size",
-    "milestones",
-    "_milestones",
-)  # of torch's schedules
+# Of torch's schedules.
+LENGTHS = "total_steps T_max T_0 total_iters step_size milestones _milestones".split()
 
 
 def numbered(word: str, number: int) -> str:
@@ -64,10 +57,9 @@ def parts(
     guard: Any,
     models: Collection[int],
 ) -> list[Kept]:
-    """Everything that a checkpoint keeps, in the order in which it is restored.
+    """Everything that a checkpoint keeps, in the order in which it is restored; `models` are indices of those that no hook saves.
 
-    Masters come after the parameters that they round to, schedules after the optimizers that they count, and random streams last, so that
-    nothing draws after them. `models` are indices of the models that are kept; hooks save the others.
+    Masters come after the parameters that they round to, schedules after their optimizers, and random streams last: nothing draws after.
     """
     world, optimizers, schedulers = run.world, prepared.optimizers, prepared.schedulers
     found: list[Kept] = []
@@ -76,10 +68,8 @@ def parts(
         name, module = numbered("model", i), model.original
         owner |= {id(p): f"{name}/{canonical(n)}" for n, p in module.named_parameters()}
         found.append(ModelState(name, module, prepared.masters.keys()) if i in models else LeftOut(name))
-    for i, optimizer in enumerate(optimizers):
-        found.append(
-            OptimizerState(numbered("optimizer", i), optimizer, owner, prepared.strategy.local_updates)
-        )
+    own = prepared.strategy.local_updates
+    found += [OptimizerState(numbered("optimizer", i), o, owner, own) for i, o in enumerate(optimizers)]
     found += [ScheduleState(f"scheduler_{i}", scheduler) for i, scheduler in enumerate(schedulers)]
     found.append(ObjectState("scaler", scaler, kept=scaler.scales))
     for i, loader in enumerate(prepared.loaders):  # a seed may need 64 unsigned bits
@@ -98,10 +88,8 @@ def parts(
 class ObjectState:
     """The state of an object with `state_dict` and `load_state_dict`, of rank 0.
 
-    Args:
-        free: keys of the state that may change their form from save to save, True for all (a user's own object). The rest is compared
-            with the live state before it is loaded.
-        kept: whether a save keeps it; None: it does, and a checkpoint must have it.
+    `free` are keys that may change their form from save to save, True for all (a user's own object); the rest is compared with the live
+    state. `kept`: whether a save keeps it; None: it does, and a checkpoint must have it.
     """
 
     def __init__(
@@ -198,10 +186,7 @@ def without_data(part: Kept) -> Kept:
 
 
 class PendingSchedules:
-    """Schedules that the script steps after each update, but had not stepped yet when it saved. Loading steps them.
-
-    A schedule that is stepped once an epoch, as its last call shows, is left to the script.
-    """
+    """Schedules that the script steps after each update, but had not stepped when it saved: loading steps them."""
 
     NAME = "state/each_update"
 
@@ -280,10 +265,7 @@ class SkippedSteps:
 
 
 class RunState:
-    """Accumulation, precision and the number of saves. Settings stay this run's; differences to the saved run are logged.
-
-    If this run's precision is not measured yet, it takes the saved run's choice.
-    """
+    """Accumulation, precision, number of saves. Settings stay this run's, but for a precision not yet measured; differences are logged."""
 
     def __init__(self, run: Run, precision: Any, project: ProjectConfiguration) -> None:
         self._run, self._precision, self._project = run, precision, project
@@ -299,8 +281,7 @@ class RunState:
 
     def _arithmetic(self) -> list[str]:
         """Facts besides the plan that decide the order of sums."""
-        threads = torch.get_num_threads()
-        on_cpu = self._run.world.device.type == "cpu"
+        threads, on_cpu = torch.get_num_threads(), self._run.world.device.type == "cpu"
         counted = [f"{threads} thread{'s' if threads > 1 else ''}"] if on_cpu else []
         return [f"torch {torch.__version__}", *counted]
 
@@ -312,16 +293,12 @@ class RunState:
         saved, precision, world = state["precision"], self._precision, self._run.world
         followed = saved is not None and self._undecided() and precision.follow(saved)
         if saved is not None and not followed and precision.name != saved:
-            logger.warning(
-                "the checkpoint was saved in precision %s, and this run goes on in %s", saved, precision.name
-            )
+            words = "the checkpoint was saved in precision %s, and this run goes on in %s"
+            logger.warning(words, saved, precision.name)
         then, now = state.get("arithmetic"), self._arithmetic()
         if then is not None and then != now and state["processes"] == world.size and world.rank == 0:
-            logger.warning(
-                "the checkpoint was saved with %s, and this run has %s: it goes on, but its last bits may differ from those of a run "
-                "that was not interrupted",
-                *(" and ".join(what) for what in (then, now)),
-            )
+            words = "the checkpoint was saved with %s, and this run has %s: its last bits may differ from an uninterrupted one's"
+            logger.warning(words, " and ".join(then), " and ".join(now))
         if (here := self._run.window.accumulation) != state["accumulation"]:
             words = "the checkpoint was saved with %d micro-batches an update, and this run has %d"
             logger.warning(words, state["accumulation"], here)
@@ -330,9 +307,8 @@ class RunState:
 class RandomState:
     """The random streams of this rank: Python's, NumPy's and torch's.
 
-    The same number of ranks with the same slices of the data continue exactly. Ranks that share their data share their stream (tensor
-    parallelism needs the same dropout on all of them), so on another layout of ranks a stream is found by its slice of the data. A slice
-    that no rank had before (a larger world) gets a stream f(seed, slice, step), with a line in the log.
+    Ranks that share their data share their stream (tensor parallelism needs the same dropout), so on another layout of ranks a stream is
+    found by its slice of the data. A slice that no rank had gets a stream f(seed, slice, step), with a line in the log.
     """
 
     def __init__(self, world: World, spread: Strategy, seed: int) -> None:
@@ -367,9 +343,7 @@ class RandomState:
         check_like(f"{RANDOM}['streams']", found, _streams(self._devices))
         words, cpu = found["python"]["words"], found["torch"]
         if words.shape != (625,) or (cpu.shape, cpu.dtype) != (torch.get_rng_state().shape, torch.uint8):
-            raise CheckpointError(
-                "the checkpoint's random streams are of another version of Python or torch; strict=False does not help here"
-            )
+            raise CheckpointError("the checkpoint's random streams are of another Python or torch")
 
         def put() -> None:
             if self._devices and self._devices[0].type not in found["devices"]:

@@ -71,11 +71,7 @@ class Target(NamedTuple):
 
 
 class Saves:
-    """The saves of a run, one at a time, in the foreground or background. All ranks make every call together.
-
-    Attributes:
-        line: the line of checkpoints that the saves continue; rank 0's is used.
-    """
+    """The saves of a run on one `line` of checkpoints, one at a time, in the foreground or background. All ranks make each call."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -95,16 +91,13 @@ class Saves:
         tick: Tick = no_tick,
         extra: Extra = NONE,
     ) -> None:
-        """Write a checkpoint of what is `kept`.
+        """Write a checkpoint of what is `kept`; errors, also of an asynchronous save before it, are raised on every rank.
 
         Args:
             asynchronous: return as soon as the state is copied; a thread writes. The next save waits for it.
             limit: how many committed checkpoints of the same line, named by steps, stay in `target`'s folder; None for all.
             tick: called with the number of bytes that this rank has written since the last call, by the writing thread.
             extra: files of hooks. They are released after the save, unless it raises before it has begun.
-
-        Raises:
-            CheckpointError: on every rank; also the error of an asynchronous save before this one.
         """
         check_name(target.name)
         self.wait()
@@ -177,15 +170,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Save:
-    """One save. All ranks call `run`, in any thread; no collectives are used.
-
-    Attributes:
-        line: that the run continues.
-        limit: see `commit.retain`.
-        states: this rank's Python state.
-        mine: files that this rank writes; `files` yields their bytes.
-        extra: files of hooks that this rank adds.
-    """
+    """One save. All ranks call `run`, in any thread; no collectives. `mine` are this rank's files, and `files` yields their bytes."""
 
     barrier: Barrier
     line: Line
@@ -299,9 +284,7 @@ class Save:
             for name, (size, *crcs) in written.items():
                 (files if name in ours else extra)[name] = FileRecord(size, tuple(crcs))
                 if rank and storage.size(f"{folder}/{name}") != size:
-                    raise CheckpointError(
-                        f"{name}, which rank {rank} wrote, is not visible on rank 0: {SHARE}"
-                    )
+                    raise CheckpointError(f"{name} of rank {rank} is not visible on rank 0: {SHARE}")
             for name, state in others.items():
                 states[name] = merged(states[name], state, name) if name in states else state
         index = index_of(division.tensors)
@@ -336,9 +319,7 @@ def _digest(state: Any) -> str:
 class Barrier:
     """This rank's connection for the saves of a run. All ranks make it together, and each save begins with the same `start`.
 
-    Attributes:
-        failed: whether any rank has failed, so that the others stop.
-        hurried: wait at most HURRY seconds for ranks without a heartbeat.
+    `failed`: a rank has failed, so that the others stop. `hurried`: wait at most HURRY seconds for ranks without a heartbeat.
     """
 
     def __init__(self, world: World) -> None:
@@ -416,7 +397,7 @@ class Barrier:
                 ending = self.hurried or not threading.main_thread().is_alive()
                 if silent > (min(self._timeout, HURRY) if ending else self._timeout):
                     raise CheckpointError(
-                        f"no sign of life for {silent:.0f} s: it ended, was killed, or is stopped"
+                        f"no sign of life for {silent:.0f} s: it ended, was killed or stopped"
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
@@ -456,13 +437,9 @@ PAUSE = 0.02  # seconds between two questions
 
 
 class SaveCalls:
-    """Finds out which ranks call a save. All ranks make one.
+    """Finds out which ranks call a save; all ranks make one. `ended` are ranks that do not answer.
 
-    Args:
-        help: called with a world in a thread of a rank that has passed a save, if the main process needs that rank's part of the state.
-
-    Attributes:
-        ended: ranks that do not answer, because they have ended.
+    `help` is called with a world in a thread of a rank that has passed a save, if the main process needs that rank's part of the state.
     """
 
     def __init__(self, world: World, help: Callable[[StoreWorld], None]) -> None:
@@ -486,11 +463,7 @@ class SaveCalls:
         return HERE
 
     def all_called(self) -> bool:
-        """Whether all ranks make the call. The other ranks wait for the main process's answer.
-
-        Raises:
-            WorldError: a rank neither makes the call nor begins a collective within the world's timeout.
-        """
+        """Whether all ranks make the call; WorldError if one neither makes it nor begins a collective in time."""
         world = self._world
         if world.rank:
             self._waits = True

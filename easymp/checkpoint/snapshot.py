@@ -40,18 +40,12 @@ class Kept(Protocol):
         ...
 
     def restore(self, source: Any) -> Callable[[], None]:
-        """Request the state from a `load.Reading` and check it. The returned function loads it after all is read.
-
-        Nothing live changes before that call, and it fails only where `Reading.overwriting` does.
-        """
+        """Request the state from a `load.Reading` and check it; the returned function loads it. Nothing live changes before that."""
         ...
 
 
 class Brought(NamedTuple):
-    """A chunk of a tensor that a rank has.
-
-    `differs`: ranks may have different values, and the first rank's are saved: buffers, such as the statistics of a BatchNorm.
-    """
+    """A chunk of a tensor that a rank has; `differs`: ranks may have other values (buffers), and the first rank's are saved."""
 
     name: str
     dtype: torch.dtype
@@ -61,15 +55,7 @@ class Brought(NamedTuple):
 
 
 class Snapshot:
-    """This rank's state. Tensors are the live ones: nothing is copied.
-
-    Attributes:
-        rank: this process's; its own states are kept under this number.
-        parts: by full name and box.
-        brought: the same, for the plan.
-        states: Python state by name, packed by `close`; the same on all ranks, or mappings with keys that add up.
-        aliases: other names of tensors.
-    """
+    """This rank's state: live tensors by full name and box (`parts`, `brought`), Python state by name, aliases of tensors."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -80,11 +66,7 @@ class Snapshot:
         self._alike: dict[str, Collection[int] | None] = {}
 
     def add(self, name: str, value: Any, own: bool = False, alike: Collection[int] | None = None) -> None:
-        """Keep the nested `value` under `name`; with `own`, for this rank alone.
-
-        Args:
-            alike: ids of tensors with the same values on all ranks; None for all. Of the other tensors the first rank's values are saved.
-        """
+        """Keep the nested `value` under `name`; with `own`, for this rank alone. `alike`: ids of tensors equal on all ranks; None: all."""
         name = f"ranks/{self.rank:05d}/{name}" if own else name
         self.states[name], self._alike[name] = value, alike
 
@@ -128,13 +110,7 @@ class Division(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """The plan of all ranks.
-
-    Attributes:
-        brought, given: this rank's chunks, and its aliases.
-        aliases: all ranks'.
-        division: who writes what.
-    """
+    """The plan of all ranks: this rank's chunks and aliases, all ranks' aliases, and who writes what."""
 
     brought: Sequence[Brought]
     given: Mapping[str, str]
@@ -143,10 +119,7 @@ class Agreement(NamedTuple):
 
 
 def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[Snapshot, Agreement]:
-    """Collect the state of `kept` on all ranks, and make the plan.
-
-    If every rank has the same tensors as the `last` time, that plan is used again, since the lists of all ranks can be long.
-    """
+    """Collect the state of `kept` on all ranks, and make the plan, or take the `last` one if every rank has the same tensors."""
     snapshot = Snapshot(world.rank)
 
     def collect() -> None:
@@ -182,11 +155,7 @@ def key(name: str, box: Box, shape: Shape) -> str:
 
 
 def divide(brought: Sequence[Sequence[Brought]]) -> Division:
-    """The plan for the chunks of each rank.
-
-    A chunk that several ranks hold is written by the one with the least to write, largest chunks first; by the first
-    rank if values may differ.
-    """
+    """The plan: a chunk of several ranks is written by the one with the least to write, or by the first if values may differ."""
     kinds: dict[str, tuple[torch.dtype, Shape]] = {}
     boxes: dict[str, list[Box]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -209,9 +178,8 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
             raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
     contents: dict[tuple[str, int], list[tuple[str, Box]]] = {}
     for (name, box), rank in _writers(holders, kinds, led, len(brought)).items():
-        if prod(box.shape) or not prod(
-            kinds[name][1]
-        ):  # an empty box of a tensor with elements needs no place
+        # An empty box of a tensor with elements needs no place.
+        if prod(box.shape) or not prod(kinds[name][1]):
             contents.setdefault((group(name), rank), []).append((name, box))
     files: list[FilePlan] = []
     pieces: dict[str, list[Piece]] = {name: [] for name in kinds}
@@ -299,11 +267,7 @@ def first(said: Sequence[str]) -> str:
 
 
 def on_rank_0(world: World, act: Callable[[], T], begin: str = "") -> T:
-    """Run `act` on rank 0, and return its result on all ranks.
-
-    Raises:
-        CheckpointError: on all ranks: rank 0's error, after the words `begin`.
-    """
+    """Run `act` on rank 0, and return its result, or raise its error after the words `begin`, on all ranks."""
     found: list[Any] = [None]
     said = trouble(lambda: found.append(act())) if world.rank == 0 else ""
     said, result = world.broadcast_objects([said, found[-1]])
@@ -313,11 +277,7 @@ def on_rank_0(world: World, act: Callable[[], T], begin: str = "") -> T:
 
 
 def on_all(world: World, act: Callable[[], T], begin: str = "") -> list[T]:
-    """Run `act` on every rank, and return all results on all ranks.
-
-    Raises:
-        CheckpointError: on all ranks: the errors of any rank, after the words `begin`.
-    """
+    """Run `act` on every rank; return all results, or raise all errors after the words `begin`, on all ranks."""
     found: list[Any] = [None]
     said = trouble(lambda: found.append(act()))
     everyones = world.gather_objects((said, found[-1]))
@@ -365,8 +325,8 @@ class Image:
     ) -> dict[str, memoryview]:
         """Start to copy the files of `plans`. Returns their bytes, which are valid after `wait`.
 
-        A few plain threads copy large tensors on the CPU: torch's own threads wait for each other at every tensor. Copies from a GPU run
-        in the order of its current stream: later work on that stream may change the tensors, and this process does not wait.
+        Plain threads copy large tensors on the CPU, as torch's own wait for each other at every tensor. Copies from a GPU run in the
+        order of its current stream, so later work on it may change the tensors, and this process does not wait.
         """
         self._reserve(sum(-(-plan.size // PAGE) * PAGE for plan in plans))
         files, at = {}, 0

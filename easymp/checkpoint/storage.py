@@ -48,7 +48,7 @@ def shown(place: str) -> str:
 
 
 def no_tick(count: int) -> None:
-    """Do nothing."""
+    """Count nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,7 @@ class SourceFile:
         return f"{self.storage.place.rstrip('/')}/{self.name}"
 
     def fetch(self, wanted: Sequence[tuple[int, memoryview]], tick: Tick = no_tick) -> None:
-        """Fill each buffer of `wanted` (place in the file, target) and verify every BLOCK that is touched.
-
-        `wanted` is sorted and does not overlap. Without checksums the size is checked, and only the wanted bytes are read.
-
-        Raises:
-            CheckpointError: the file is missing, of another size, or not what was written; which block.
-        """
+        """Fill each buffer of `wanted` (place in the file, target; sorted, disjoint) and verify every BLOCK that is touched."""
         self.storage.read(self, by_block(wanted, self.size, str(self)), tick)
 
     def verify(self, tick: Tick = no_tick, numbers: Iterable[int] | None = None) -> None:
@@ -101,13 +95,9 @@ class SourceFile:
 
 
 class Storage(ABC):
-    """A folder. Names of files and folders are relative to it, with ``/`` between words.
+    """A folder, at `place`. Names in it have ``/`` between words. Errors of the operating system (OSError) pass through.
 
-    Errors of the operating system (OSError) pass through.
-
-    Attributes:
-        place: the folder, as a user would type it.
-        renames: whether a folder can be renamed atomically. Elsewhere only COMMIT says whether a checkpoint exists.
+    `renames`: whether a folder can be renamed atomically. Elsewhere only COMMIT says whether a checkpoint exists.
     """
 
     place: str
@@ -115,9 +105,7 @@ class Storage(ABC):
 
     def refusal(self, name: str) -> CheckpointError:
         """The error for a name that PATH does not match."""
-        return CheckpointError(
-            f"{name!r} is not a name of a file below {self.place}: use words with / between them"
-        )
+        return CheckpointError(f"{name!r} is not a file's name below {self.place}: use words with / between")
 
     # -- contents
 
@@ -133,9 +121,7 @@ class Storage(ABC):
         """A whole small file; one of more than `limit` bytes is a CheckpointError."""
         content = self.head(name, limit + 1)
         if len(content) > limit:
-            raise CheckpointError(
-                f"{self.place}/{name}: more than {limit} bytes, which easymp does not write"
-            )
+            raise CheckpointError(f"{self.place}/{name}: more than {limit} bytes, which easymp never writes")
         return content
 
     @abstractmethod
@@ -225,9 +211,7 @@ def by_block(wanted: Sequence[tuple[int, memoryview]], size: int, what: str) -> 
         if not view.nbytes:
             continue
         if at < end or at + view.nbytes > size:
-            raise CheckpointError(
-                f"{what}: bytes {at} to {at + view.nbytes} are asked for after byte {end}, of {size}"
-            )
+            raise CheckpointError(f"{what}: bytes {at} to {at + view.nbytes} are behind byte {end} of {size}")
         end = at + view.nbytes
         if end <= limit:  # as thousands of small runs do
             runs.append((at, view))
@@ -306,10 +290,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Pages(mmap.mmap):
-    """Zeroed memory from the kernel; freed, and unregistered from CUDA, when the last view of it is gone.
-
-    The kernel clears each page at its first touch, which is slow, so huge ones are asked for.
-    """
+    """Zeroed memory from the kernel, in huge pages, whose first touch is cheap; unregistered from CUDA when its last view is gone."""
 
     registered = 0  # its address, where CUDA knows it
 
@@ -328,10 +309,7 @@ class Pages(mmap.mmap):
 
 
 def aligned(size: int) -> torch.Tensor:
-    """Allocate `size` page-aligned zero bytes as uint8, pinned if this process uses CUDA. Reuse it: allocation is slow.
-
-    It is registered with CUDA rather than taken from torch's pinned pool, which rounds up to a power of two.
-    """
+    """Page-aligned zero bytes as uint8, pinned (not from torch's pool of powers of two) if this process uses CUDA. Reuse it: it is slow."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     pages = Pages(size)
@@ -357,10 +335,9 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def spread(function: Callable[[T], R], items: Iterable[T], name: str) -> Iterator[R]:
-    """Run ``function(item)`` for each item on WORKERS threads, and yield results in the order of completion.
+    """Run ``function(item)`` for each item on WORKERS threads, and yield results in the order of completion; the first error is raised.
 
-    `items` is iterated in the calling thread, a few items ahead. The first error is raised there, after the running calls have ended.
-    These are plain threads: `concurrent.futures` takes no work while the interpreter shuts down, and a save may still run then.
+    `items` is iterated in the calling thread. Plain threads, since `concurrent.futures` takes no work while the interpreter shuts down.
     """
     tasks: SimpleQueue[tuple[T] | None] = SimpleQueue()
     done: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()

@@ -69,15 +69,13 @@ past_is_quicker: dict[int, bool] = {}
 def do(operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
     """Run ``call(*arguments)``, an `operation` on `path`; an OSError names both.
 
-    Every call of checkpoints to the operating system and to fsspec goes through here, from several threads at once. Tests replace this
-    function to kill the process at any call, to fail one, to shorten a write, or to record the order.
+    Every call to the operating system and to fsspec goes through here. Tests replace it to kill, to fail, to shorten and to record.
     """
     try:
         return call(*arguments)
     except OSError as error:
-        if (
-            error.filename is None and error.errno is not None
-        ):  # without a number, a name would replace its words
+        # Without a number, a name would replace its words.
+        if error.filename is None and error.errno is not None:
             error.filename = path
         raise
 
@@ -307,9 +305,8 @@ class Writer:
     def _through(self, task: Task) -> Done:
         number, group = task
         at, crc = number * BLOCK, 0
-        for piece in (
-            [group] if sum(map(len, group)) <= PIECE and len(group) <= MOST else cut(group, PIECE, MOST)
-        ):
+        small = sum(map(len, group)) <= PIECE and len(group) <= MOST
+        for piece in [group] if small else cut(group, PIECE, MOST):
             for view in piece:
                 crc = self._crc32(view, crc)
             at = self._put(piece, at)
@@ -342,9 +339,8 @@ class Writer:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                past_is_quicker[os.fstat(self._past_cache).st_dev] = (
-                    False  # it asks for more than our alignment
-                )
+                # It asks for more than our alignment.
+                past_is_quicker[os.fstat(self._past_cache).st_dev] = False
                 break
             done += count - count % PAGE
             if count < PAGE:
@@ -372,10 +368,7 @@ def rest(group: Views, count: int) -> Views:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Reserve disk space for the whole file, or raise ENOSPC before its first byte; do nothing if the file system cannot.
-
-    Not `posix_fallocate`: without such a call, that writes to every block instead.
-    """
+    """Reserve disk space (ENOSPC now, not later) if the file system can; `posix_fallocate` would write every block instead."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     while fallocate is not None and fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         code = ctypes.get_errno()
@@ -456,9 +449,7 @@ def _open(path: str) -> tuple[int, int]:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise CheckpointError(
-            f"{path}: a link, and links are not followed: put the file itself there"
-        ) from None
+        raise CheckpointError(f"{path}: a link, which is not followed: put the file itself there") from None
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         do("close", path, os.close, descriptor)
@@ -470,9 +461,7 @@ def _fill(path: str, descriptor: int, views: Views, at: int) -> None:
     while views := rest(views, 0):
         count = do("read", path, os.preadv, descriptor, views, at)
         if not count:
-            raise CheckpointError(
-                f"{path}: ends at byte {at} while it is read: another process changes it; load another checkpoint"
-            )
+            raise CheckpointError(f"{path}: ends at byte {at} while it is read: another process changes it")
         at += count
         views = rest(views, count)
 

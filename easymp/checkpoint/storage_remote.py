@@ -115,9 +115,8 @@ class RemoteStorage(Storage):
 
     def _abort(self, path: str, file: Any) -> None:
         """Abort an upload and remove its parts."""
-        done = partial(
-            setattr, file, "closed", True
-        )  # fsspec would complete its own buffered files at their end
+        # fsspec would complete its own buffered files at their end.
+        done = partial(setattr, file, "closed", True)
         for step in (file.discard, done, file.close, partial(self._fs.rm_file, path)):
             with suppress(Exception):
                 step()
@@ -152,9 +151,7 @@ class RemoteStorage(Storage):
             ask = partial(self._fs.cat_ranges, [path] * len(spans), [*starts], [*ends], on_error="raise")
             for (number, begin, end, runs), content in zip(spans, self._do("read", path, ask)):
                 if len(content) != end - begin:
-                    raise CheckpointError(
-                        f"{file}: {len(content)} bytes came of {end - begin} from byte {begin}: try again"
-                    )
+                    raise CheckpointError(f"{file}: {len(content)} bytes came of {end - begin}: try again")
                 if checked:
                     file.check(number, crc32()(content, 0))
                 for at, view in runs:

@@ -121,9 +121,7 @@ def load_weights(
             tick.expect(sum(want.box.count * want.stored.dtype.itemsize for want in wants))
             stream(source.files, plan(wants), tick)
     except (OSError, CheckpointError) as error:
-        raise CheckpointError(
-            f"{source.place}: reading failed when the model was partly loaded; load it again ({error})"
-        ) from error
+        raise CheckpointError(f"{source.place} is partly loaded; load it again ({error})") from error
     finally:
         for one in found:  # autograd did not see the writes; fp32 masters look at this counter
             torch.autograd.graph.increment_version(one.tensor)
@@ -135,9 +133,7 @@ def load_weights(
 def _read_dtype(dtype: Any) -> torch.dtype | str | None:
     if dtype in (None, "live") or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype  # type: ignore[no-any-return]
-    raise SettingError(
-        f"dtype={dtype!r} is neither None, nor 'live', nor a floating-point dtype such as torch.float32"
-    )
+    raise SettingError(f"dtype={dtype!r} is neither None, nor 'live', nor a floating-point dtype")
 
 
 def _read_device(device_map: Any) -> torch.device:
@@ -163,11 +159,9 @@ def _check_twins(source: Source, chosen: Sequence[Live]) -> None:
     """Check that tensors in the files that the model ties have equal values."""
     for one in chosen:
         for twin, stored in one.twins.items():
-            pair = [
-                (each, torch.empty(each.shape, dtype=each.dtype)) for each in (one.stored, stored) if each
-            ]
-            stream(source.files, plan([Want(each, whole(each.shape), into) for each, into in pair]))
-            a, b = (into for _, into in pair)
+            two = [(each, torch.empty(each.shape, dtype=each.dtype)) for each in (one.stored, stored) if each]
+            stream(source.files, plan([Want(each, whole(each.shape), into) for each, into in two]))
+            a, b = (into for _, into in two)
             same = (a.shape, a.dtype) == (b.shape, b.dtype)
             if not same or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
                 raise CheckpointError(
@@ -219,14 +213,7 @@ OUTER = "module."  # DistributedDataParallel, DataParallel
 
 @dataclass(frozen=True)
 class Source:
-    """A description of stored weights.
-
-    Attributes:
-        place: the path or URL, as the user wrote it.
-        tensors: by their names in the files.
-        aliases: names of tensors that are other names of these.
-        files: by the names that the pieces of `tensors` use.
-    """
+    """Stored weights at `place`, as the user wrote it: tensors by their names in `files`, and aliases of these."""
 
     place: str
     tensors: Mapping[str, Stored]
@@ -294,20 +281,15 @@ def _indexed(place: str, folder: Storage, name: str) -> Source:
     shards: dict[str, Source] = {}
     for name, file in table.items():
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise CheckpointError(
-                f"{where}: the weights shall be in {file!r}, which is not a file beside the index"
-            )
+            raise CheckpointError(f"{where}: weights in {file!r}, which is not a file beside the index")
         shard = shards.get(file) or shards.setdefault(file, _single(place, folder, file))
         if name not in shard.tensors and name not in shard.aliases:
-            raise CheckpointError(
-                f"{where}: {file} has no tensor {name}, which shall be there: the folder is damaged"
-            )
+            raise CheckpointError(f"{where}: {file} has no tensor {name}, which shall be there: damaged")
     tensors = {n: s.tensors[n] for file, s in shards.items() for n in s.tensors if table.get(n) == file}
     aliases = {n: of for s in shards.values() for n, of in s.aliases.items()}
     aliases = {n: of for n, of in aliases.items() if of in tensors and n not in tensors}
-    return Source(
-        place, tensors, aliases, {name: file for s in shards.values() for name, file in s.files.items()}
-    )
+    files = {name: file for s in shards.values() for name, file in s.files.items()}
+    return Source(place, tensors, aliases, files)
 
 
 def _committed(place: str, which: str) -> Source:
@@ -324,9 +306,7 @@ def weights_of(found: Opened, which: str) -> tuple[dict[str, Stored], dict[str, 
     known = dict.fromkeys(name.partition("/")[0] for name in tensors if name.startswith("model"))
     if which not in known:
         has = f"It has: {', '.join(known) or 'no model'}"
-        raise CheckpointError(
-            f"{found.place} has no weights of {which!r}{nearest(which, known) or '.'} {has}"
-        )
+        raise CheckpointError(f"{found.place}: no weights of {which!r}{nearest(which, known) or '.'} {has}")
     tied = {n: of.removeprefix(prefix) for n, of in aliases.items() if n.startswith(prefix)}
     mine = {n.removeprefix(prefix): stored for n, stored in tensors.items() if n.startswith(prefix)}
     return mine, {n.removeprefix(prefix): of for n, of in tied.items()}
@@ -390,9 +370,7 @@ def live_tensors(model: nn.Module) -> dict[str, Live]:
                 "get_extra_state or a hook makes): load it with load_state_dict, which goes through the module's own code"
             )
         if nn.parameter.is_lazy(value):
-            raise CheckpointError(
-                f"{name!r} of this {name_of(model)} has no shape yet: call the model once, then load"
-            )
+            raise CheckpointError(f"{name!r} of this {name_of(model)} has no shape yet: call it once first")
         one = by_memory.setdefault(memory(value), Live(value))
         one.names.append(canonical(name))
         live[canonical(name)] = one

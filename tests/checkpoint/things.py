@@ -49,7 +49,8 @@ class Rows:
         into.add("state/own", self.seed + self.rank, own=True)
 
     def restore(self, source: Reading) -> Callable[[], None]:
-        mine, rest = source.part("model/rows", self.box), source.state("state/all")
+        mine, rest = torch.empty_like(self.mine), source.state("state/all")
+        source.fill([("model/rows", self.box, mine)])
         own = source.state("state/own", own=True)
         assert "model" in source
 
