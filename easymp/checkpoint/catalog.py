@@ -16,24 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SettingError
+from . import folders
 from .codec import TAG
 from .commit import claim, committed_saves, drop, lock_of, take_away
-from .folders import (
-    Opened,
-    checkpoint_of,
-    committed,
-    current,
-    inside,
-    is_checkpoint,
-    is_committed,
-    newest,
-    open_checkpoint,
-    open_manifest,
-    open_storage,
-    step_of,
-    survey,
-    writing,
-)
+from .folders import Opened, committed, newest
 from .load import expected, faults, one_by_one, room
 from .manifest import BLOCK, MANIFEST, Manifest, Stored, slices, whole
 from .snapshot import group
@@ -83,41 +69,41 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
         CheckpointError: `root` is itself a checkpoint.
         OSError: it cannot be read.
     """
-    storage = open_storage(root)
+    storage = folders.open_storage(root)
     names = storage.list()
     if MANIFEST in names:
         raise CheckpointError(f"{storage.place} is itself a checkpoint: inspect it, or pass the folder above")
     found = [_entry(storage, name, names) for name in names if _is_listed(storage, name)]
     found.sort(key=lambda e: (e.step is not None, e.written or "", e.step or 0, e.name))
-    last, (saved, _) = newest(storage)[0], survey(storage)
+    last, (saved, _) = newest(storage)[0], folders.survey(storage)
     left = {it.folder for it in saved if not it.leads_to(saved[-1])}
     return [replace(e, newest=e.name == last, abandoned=e.committed and e.name in left) for e in found]
 
 
 def _is_listed(storage: Storage, name: str) -> bool:
-    owner = writing(name)
+    owner = folders.writing(name)
     left = owner is not None and name != lock_of(owner)
-    return left or step_of(name) is not None or is_checkpoint(storage, name)
+    return left or folders.step_of(name) is not None or folders.is_checkpoint(storage, name)
 
 
 def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
-    owner = writing(name)
-    locked = lock_of(owner or checkpoint_of(name)) in names
+    owner = folders.writing(name)
+    locked = lock_of(owner or folders.checkpoint_of(name)) in names
     left_over = "being written, or left over" if locked else "left over"
     try:
-        it = open_manifest(storage, name)
+        it = folders.open_manifest(storage, name)
     except (CheckpointError, OSError) as error:
         sealed = False
         with suppress(OSError):
-            sealed = is_committed(storage, name)
-        why = str(error).removeprefix(f"{inside(storage.place, name)}: ")
+            sealed = folders.is_committed(storage, name)
+        why = str(error).removeprefix(f"{folders.inside(storage.place, name)}: ")
         if owner is not None or (locked and not sealed):
             why = f"{left_over} from a save that did not end ({why})"
         return Entry(name, _bytes_in(storage, name), _modified(storage, name), committed=sealed, why=why)
     why = ""
     if owner is not None:
         why = f"{left_over}: it was replaced, or its save ended before its renaming"
-    elif (counts := current(storage, checkpoint_of(name))) != name:
+    elif (counts := folders.current(storage, folders.checkpoint_of(name))) != name:
         why = f"replaced by {counts}"
     facts = (name, _bytes_of(it), it.written, it.step, it.world_size, not why, why)
     return Entry(*facts, line=it.lineage.line, parent=it.lineage.parent)
@@ -128,7 +114,7 @@ def _bytes_of(manifest: Manifest) -> int:
 
 
 def _bytes_in(storage: Storage, folder: str) -> int:
-    below = [inside(folder, name) for name in storage.list(folder)]
+    below = [folders.inside(folder, name) for name in storage.list(folder)]
     return sum(_bytes_in(storage, path) if (size := storage.size(path)) is None else size for path in below)
 
 
@@ -203,7 +189,7 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
     Raises:
         CheckpointError: there is no committed checkpoint, or it cannot be read.
     """
-    opened = open_checkpoint(folder)
+    opened = folders.open_checkpoint(folder)
     it = opened.manifest
     facts = {
         name: TensorFacts(name, str(t.dtype).removeprefix("torch."), t.shape, t.bytes, len(t.pieces))
@@ -264,7 +250,7 @@ def verify(folder: str | os.PathLike[str], tick: Tick = no_tick) -> list[Damage]
     Raises:
         CheckpointError: there is no manifest that COMMIT seals, so nothing is known about the rest.
     """
-    opened = open_checkpoint(folder)
+    opened = folders.open_checkpoint(folder)
     found: list[Damage] = []
     expect(tick, _bytes_of(opened.manifest))
     held = expected(opened.manifest, opened.manifest.files)
@@ -372,7 +358,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
         CheckpointError: one is not a checkpoint, or has bytes that are not what was written.
         OSError: one cannot be read.
     """
-    a, b = open_checkpoint(one), open_checkpoint(other)
+    a, b = folders.open_checkpoint(one), folders.open_checkpoint(other)
     left, right = _all_names(a.manifest), _all_names(b.manifest)
     common = [name for name in left if name in right]
     kinds = [Unequal(n, x, y) for n in common if (x := _kind(left[n])) != (y := _kind(right[n]))]
@@ -505,14 +491,14 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
         OSError: `root` cannot be read or written.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise SettingError(f"keep={keep!r}: 1 checkpoint or more must stay; remove the folder to keep none")
-    storage = open_storage(root)
+        raise SettingError(f"keep={keep!r}: at least 1 must stay; remove the folder to keep none")
+    storage = folders.open_storage(root)
     there = committed(storage)
     line = [it for it in there if it.leads_to(there[-1])]
     ends = {} if abandoned else {it.lineage.line: it for it in there if it not in line}
     kept = [it.folder for it in reversed(there) if it in line[-keep:] or it in ends.values()]
-    old = [checkpoint_of(it.folder) for it in there if it.folder not in kept]
-    owners = [owner for name in storage.list() if (owner := writing(name)) is not None]
+    old = [folders.checkpoint_of(it.folder) for it in there if it.folder not in kept]
+    owners = [owner for name in storage.list() if (owner := folders.writing(name)) is not None]
     removed, left_over, busy, size = list[str](), list[str](), list[str](), 0
     storage.sync()  # a writer may have died just after a swap: what it replaced goes once that is on disk
     for checkpoint in dict.fromkeys([*old, *owners]):
@@ -541,8 +527,12 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
 def _leftovers(storage: Storage, checkpoint: str, words: Mapping[str, Any]) -> list[str]:
     """Folders of a dead writer of `checkpoint`: temporary ones, and the one that its lock names."""
     there = storage.list()
-    left = [name for name in there if writing(name) == checkpoint and name != lock_of(checkpoint)]
+    left = [name for name in there if folders.writing(name) == checkpoint and name != lock_of(checkpoint)]
     named = words.get("folder")
-    if named in there and checkpoint_of(str(named)) == checkpoint and not is_committed(storage, str(named)):
+    if (
+        named in there
+        and folders.checkpoint_of(str(named)) == checkpoint
+        and not folders.is_committed(storage, str(named))
+    ):
         left.append(str(named))
     return left

@@ -23,24 +23,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..logging import get_logger
-from . import storage_local
-from .folders import (
-    LATEST,
-    TEMPORARY,
-    Saved,
-    aside,
-    checkpoint_of,
-    committed,
-    current,
-    inside,
-    is_committed,
-    next_save,
-    saved_in,
-    saves_of,
-    step_of,
-    temporary,
-    writing,
-)
+from . import folders, storage_local
+from .folders import Saved
 from .manifest import COMMIT, MANIFEST
 from .storage import Storage
 from .storage_local import make_above
@@ -54,16 +38,18 @@ def begin(storage: Storage, checkpoint: str, by: Saved | None = None) -> Commit:
     `by` is the lineage of the new save: a checkpoint of this name on another line is renamed. Without it, one is replaced.
     """
     if storage.renames:
-        return Renamed(storage, checkpoint, temporary(checkpoint), by)
-    return InPlace(storage, checkpoint, next_save(storage.list(), checkpoint), by)
+        return Renamed(storage, checkpoint, folders.temporary(checkpoint), by)
+    return InPlace(storage, checkpoint, folders.next_save(storage.list(), checkpoint), by)
 
 
 def check_name(checkpoint: str) -> None:
     """Raises CheckpointError for a name that a checkpoint cannot have."""
-    reserved = checkpoint.startswith(TEMPORARY) or checkpoint_of(checkpoint) != checkpoint
+    reserved = checkpoint.startswith(folders.TEMPORARY) or folders.checkpoint_of(checkpoint) != checkpoint
     if "/" in checkpoint or not checkpoint or reserved:
         said = f"{checkpoint!r} is not a name for a checkpoint"
-        raise CheckpointError(f"{said}: {TEMPORARY}… and ….save-2 are saves under way; pass another one")
+        raise CheckpointError(
+            f"{said}: {folders.TEMPORARY}… and ….save-2 are saves under way; pass another one"
+        )
 
 
 class Commit(ABC):
@@ -100,9 +86,9 @@ class Renamed(Commit):
     def _settle(self, by: Saved | None) -> None:
         storage, checkpoint = self._storage, self._checkpoint
         refuse_foreign(storage, checkpoint)
-        saves = saves_of(storage.list(), checkpoint)
+        saves = folders.saves_of(storage.list(), checkpoint)
         if saves not in ([], [checkpoint]):  # where names cannot be swapped, a dead writer may have left two
-            counts = next((save for save in saves if is_committed(storage, save)), checkpoint)
+            counts = next((save for save in saves if folders.is_committed(storage, save)), checkpoint)
             for save in saves:
                 if save != counts:
                     drop(storage, save)
@@ -112,7 +98,7 @@ class Renamed(Commit):
         set_aside(storage, checkpoint, by)
         left: dict[str, list[str]] = {}
         for name in storage.list():
-            if (owner := writing(name)) and name != lock_of(checkpoint):
+            if (owner := folders.writing(name)) and name != lock_of(checkpoint):
                 left.setdefault(owner, []).append(name)
         if left:
             storage.sync()  # a writer may have died just after a swap: what it replaced goes when that is on disk
@@ -142,7 +128,7 @@ class Renamed(Commit):
                 storage.exchange(self.folder, name)
                 raise
         else:
-            self._finish_beside(next_save(there, name))
+            self._finish_beside(folders.next_save(there, name))
 
     def _finish_beside(self, second: str) -> None:
         """Commit under a second name until the first one is free, since names cannot be swapped here."""
@@ -159,7 +145,7 @@ class Renamed(Commit):
             storage.rename(second, name)
             storage.sync()
         except OSError as error:
-            logger.warning("%s is %s for now: %s", inside(storage.place, name), second, error)
+            logger.warning("%s is %s for now: %s", folders.inside(storage.place, name), second, error)
 
 
 class InPlace(Commit):
@@ -169,12 +155,12 @@ class InPlace(Commit):
         storage, checkpoint = self._storage, self._checkpoint
         _remove_uncommitted(storage, checkpoint, self._claim.left)
         if storage.list(self.folder):
-            place = inside(storage.place, checkpoint)
+            place = folders.inside(storage.place, checkpoint)
             raise CheckpointError(f"{place}: another writer was there just now: give this run its own folder")
         refuse_foreign(storage, checkpoint)
         set_aside(storage, checkpoint, by)
         for name in storage.list():
-            owner = writing(name)
+            owner = folders.writing(name)
             if owner is not None and owner != checkpoint and abandoned(storage, name):
                 lock = claim(storage, owner)
                 _remove_uncommitted(storage, owner, lock.left)
@@ -183,15 +169,15 @@ class InPlace(Commit):
     def finish(self) -> None:
         self._storage.sync()
         self._keep = True
-        for save in saves_of(self._storage.list(), self._checkpoint):
+        for save in folders.saves_of(self._storage.list(), self._checkpoint):
             if save != self.folder:
                 take_away(self._storage, save)
 
 
 def _remove_uncommitted(storage: Storage, checkpoint: str, left: Mapping[str, Any]) -> None:
     """Remove a dead writer's files of this checkpoint; `left` is the lock's content, which names its folder."""
-    saves = saves_of(storage.list(), checkpoint)
-    counts = next((save for save in saves if is_committed(storage, save)), None)
+    saves = folders.saves_of(storage.list(), checkpoint)
+    counts = next((save for save in saves if folders.is_committed(storage, save)), None)
     for save in saves:
         ours = counts is not None or save != checkpoint or save == left.get("folder")
         if save != counts and ours:
@@ -203,14 +189,18 @@ def _remove_uncommitted(storage: Storage, checkpoint: str, left: Mapping[str, An
 
 def retain(storage: Storage, it: Saved, limit: int | None) -> None:
     """After `it` is committed: write the hint `latest`, and keep only the last `limit` of the others on its line. Errors are logged."""
-    if step_of(it.folder) is None:
+    if folders.step_of(it.folder) is None:
         return
     try:
-        storage.replace(LATEST, current(storage, it.folder).encode() + b"\n")
+        storage.replace(folders.LATEST, folders.current(storage, it.folder).encode() + b"\n")
         if limit is None:
             return
-        there = committed(storage)
-        others = [other for other in there if checkpoint_of(other.folder) != it.folder and other.leads_to(it)]
+        there = folders.committed(storage)
+        others = [
+            other
+            for other in there
+            if folders.checkpoint_of(other.folder) != it.folder and other.leads_to(it)
+        ]
         gone = others[: max(0, len(others) - limit)]
         stay = {other.lineage.line for other in there if other not in gone}
         for other in gone:
@@ -218,7 +208,7 @@ def retain(storage: Storage, it: Saved, limit: int | None) -> None:
                 stay.add(other.lineage.line)
                 words = "%s is removed, as total_limit says: it was the last checkpoint of line %s"
                 logger.warning(words, other.folder, other.lineage.line)
-            _retire(storage, checkpoint_of(other.folder), other.folder)
+            _retire(storage, folders.checkpoint_of(other.folder), other.folder)
     except (OSError, CheckpointError) as error:
         logger.warning("%s: older checkpoints stay, as they could not be removed: %s", storage.place, error)
 
@@ -237,13 +227,17 @@ def _retire(storage: Storage, checkpoint: str, folder: str) -> None:
 
 def committed_saves(storage: Storage, checkpoint: str) -> list[str]:
     """The committed saves of a checkpoint, the oldest first. The newest is the checkpoint."""
-    return [save for save in reversed(saves_of(storage.list(), checkpoint)) if is_committed(storage, save)]
+    return [
+        save
+        for save in reversed(folders.saves_of(storage.list(), checkpoint))
+        if folders.is_committed(storage, save)
+    ]
 
 
 def drop(storage: Storage, folder: str) -> None:
     """Remove a checkpoint that the caller has locked. Its COMMIT is removed first."""
     if storage.renames:
-        gone = temporary(checkpoint_of(folder))
+        gone = folders.temporary(folders.checkpoint_of(folder))
         storage.rename(folder, gone)
         storage.sync()
         folder = gone
@@ -255,22 +249,22 @@ def take_away(storage: Storage, folder: str) -> None:
     try:
         storage.remove(folder)
     except OSError as error:
-        place = inside(storage.place, folder)
+        place = folders.inside(storage.place, folder)
         logger.warning("%s counts no longer, and could not be removed: %s", place, error)
 
 
 def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
     """Rename an existing checkpoint of another line that has the name of the new save `by`."""
-    if by is None or step_of(checkpoint) is None:
+    if by is None or folders.step_of(checkpoint) is None:
         return
-    there = saved_in(storage, current(storage, checkpoint))
+    there = folders.saved_in(storage, folders.current(storage, checkpoint))
     if there is None or there.leads_to(by):
         return
-    named = [name for name in storage.list() if storage.size(inside(name, COMMIT)) is not None]
-    name = aside(named, checkpoint, there.lineage.line)
+    named = [name for name in storage.list() if storage.size(folders.inside(name, COMMIT)) is not None]
+    name = folders.aside(named, checkpoint, there.lineage.line)
     storage.remove(name)  # half of a copy, of a run that was killed
     storage.move(there.folder, name)
-    place = inside(storage.place, checkpoint)
+    place = folders.inside(storage.place, checkpoint)
     logger.warning("%s is of another line of checkpoints, and is named %s from now on", place, name)
 
 
@@ -280,7 +274,7 @@ def refuse_foreign(storage: Storage, name: str) -> None:
     if there and MANIFEST not in there and COMMIT not in there:
         found = ", ".join(there[:5]) + (" …" if len(there) > 5 else "")
         raise CheckpointError(
-            f"{inside(storage.place, name)} is there and is not a checkpoint ({found}): it would be replaced, so pass another name"
+            f"{folders.inside(storage.place, name)} is there and is not a checkpoint ({found}): it would be replaced, so pass another name"
         )
 
 
@@ -311,7 +305,7 @@ _shared: dict[tuple[int, str], list[Any]] = {}
 
 
 def lock_of(checkpoint: str) -> str:
-    return f"{TEMPORARY}{checkpoint}.lock"
+    return f"{folders.TEMPORARY}{checkpoint}.lock"
 
 
 def claim(storage: Storage, checkpoint: str, folder: str = "") -> KernelLock | Heartbeat:

@@ -12,18 +12,9 @@ from typing import Any
 
 from ..distributed import World
 from ..errors import CheckpointError
+from . import folders
 from .commit import check_name, claim, lock_of, take_away
-from .folders import (
-    Extra,
-    Opened,
-    blocks_in,
-    copied,
-    current,
-    inside,
-    open_manifest,
-    temporary,
-    writing,
-)
+from .folders import Extra
 from .manifest import check_extra
 from .snapshot import first, on_all, on_rank_0, trouble
 from .storage import SourceFile, Storage
@@ -54,8 +45,8 @@ def before_save(
         extra = folder.collect()
         if listed() != before:
             raise CheckpointError(
-                f"a hook wrote to {inside(storage.place, name)}, and the save that follows would replace that folder: let it write to the "
-                "output_dir that it is given"
+                f"a hook wrote to {folders.inside(storage.place, name)}, which the save replaces: let it write to the output_dir "
+                "that it is given"
             )
         return left, extra
     except BaseException:
@@ -125,9 +116,9 @@ class HookFolder:
         there = self._there
         self._open.callback(claim(there, owner).release)
         for name in there.list():
-            if writing(name) == owner and name != lock_of(owner):
+            if folders.writing(name) == owner and name != lock_of(owner):
                 take_away(there, name)
-        name = temporary(owner)
+        name = folders.temporary(owner)
         there.make(name)
         self._open.callback(take_away, there, name)
         return name
@@ -175,13 +166,13 @@ class HookFolder:
         def fail(error: OSError) -> None:
             raise error
 
-        for above, folders, files in os.walk(self.path, onerror=fail):
-            for path in (os.path.join(above, name) for name in (*folders, *files)):
-                found, below = os.lstat(path), os.path.relpath(path, self.path).replace(os.sep, "/")
+        for above, below, files in os.walk(self.path, onerror=fail):
+            for path in (os.path.join(above, name) for name in (*below, *files)):
+                found, name = os.lstat(path), os.path.relpath(path, self.path).replace(os.sep, "/")
                 if stat.S_ISREG(found.st_mode):
-                    yield below, found.st_size
+                    yield name, found.st_size
                 elif not stat.S_ISDIR(found.st_mode):
-                    raise CheckpointError(f"a hook made {below}, a link or a device: let it write a file")
+                    raise CheckpointError(f"a hook made {name}, a link or a device: let it write a file")
 
     def close(self) -> None:
         """Remove the folder."""
@@ -194,8 +185,8 @@ def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[
     with ExitStack() as held:
 
         def find() -> str:
-            folder = current(storage, checkpoint)
-            opened = Opened(storage, folder, open_manifest(storage, folder))
+            folder = folders.current(storage, checkpoint)
+            opened = folders.Opened(storage, folder, folders.open_manifest(storage, folder))
             path = storage.path(folder)
             if path is not None:
                 for file in opened.extra.values():
@@ -204,16 +195,16 @@ def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[
             above = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
             there = LocalStorage(held.enter_context(above))
             there.make(checkpoint)
-            copied(opened.extra, there, checkpoint)
+            folders.copied(opened.extra, there, checkpoint)
             return there.path(checkpoint)
 
-        place = inside(storage.place, checkpoint)
+        place = folders.inside(storage.place, checkpoint)
         paths = on_all(world, find, f"{place} was not loaded, and nothing has changed: ")
         yield paths[world.rank]
 
 
 def _digest(file: SourceFile) -> str:
     digest = hashlib.sha256()
-    for part in blocks_in(file):
+    for part in folders.blocks_in(file):
         digest.update(part)
     return digest.hexdigest()

@@ -22,23 +22,11 @@ from ..errors import CheckpointError, RefusedError
 from ..settings import read_bytes
 from ..strategies.meta_init import left_to_others
 from ..training.wrapper import unwrap as unwrapped
+from . import manifest
 from .codec import dumps, encode_header, loads, nbytes, pack, unpack
 from .folders import file_in, found_at, inside, open_storage, read_header
 from .load import Want, plan, stream
-from .manifest import (
-    COMMIT,
-    INDEX,
-    MANIFEST,
-    Box,
-    Piece,
-    Shape,
-    Stored,
-    canonical,
-    fault,
-    on_host,
-    places_of,
-    whole,
-)
+from .manifest import Box, Piece, Shape, Stored, whole
 from .save import Barrier
 from .snapshot import encode_index, on_all
 from .storage import Part, Progress, Storage, Tick, as_bytes, no_tick
@@ -100,7 +88,7 @@ def write_model(
     `bring` gives the whole tensor of a name on the CPU, for each name in order. `aliases`, other names of tensors, go into the metadata.
     """
     there, place = set(storage.list(folder)), inside(storage.place, folder)
-    if there & {MANIFEST, COMMIT}:
+    if there & {manifest.MANIFEST, manifest.COMMIT}:
         raise CheckpointError(f"{place} is a checkpoint of save_state, which must stay: pass another folder")
     if not there:
         if storage.size(folder) is not None:
@@ -127,9 +115,9 @@ def write_model(
     if not alone:
         files = {item.name: name for name, shard in zip(names, shards) for item in shard}
         total = sum(item.bytes for shard in shards for item in shard)
-        storage.replace(inside(folder, INDEX), encode_index(files, total))
+        storage.replace(inside(folder, manifest.INDEX), encode_index(files, total))
     outdated = [name for name in there if SHARD.fullmatch(name) and name not in names]
-    for name in [*({INDEX} if alone else {SINGLE}) & there, *outdated]:
+    for name in [*({manifest.INDEX} if alone else {SINGLE}) & there, *outdated]:
         storage.remove(inside(folder, name))
     storage.sync(folder)
 
@@ -156,7 +144,7 @@ def get_state_dict(world: World, model: nn.Module, unwrap: bool) -> dict[str, An
     world.settle()
     module = unwrapped(model, keep_torch_compile=not unwrap)
     state = module.state_dict(keep_vars=True)
-    names = {name: canonical(name) if unwrap else name for name in state}
+    names = {name: manifest.canonical(name) if unwrap else name for name in state}
     if not _is_sharded(module, state):
         return {names[n]: v.detach() if isinstance(v, Tensor) else v for n, v in state.items()}
     first, aliases = _distinct(state)
@@ -181,8 +169,8 @@ def save_model(world: World, model: nn.Module, place: str, max_shard_size: int |
                 "tensors: save_state keeps it, or let get_extra_state return a tensor"
             )
     first, aliases = _distinct(state)
-    tensors = {canonical(name): tensor for name, tensor in first.items()}
-    others = {canonical(name): canonical(of) for name, of in aliases.items()}
+    tensors = {manifest.canonical(name): tensor for name, tensor in first.items()}
+    others = {manifest.canonical(name): manifest.canonical(of) for name, of in aliases.items()}
     shards = cut([Item(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], most)
 
     def write(bring: Bring) -> str:
@@ -201,7 +189,7 @@ def save_model(world: World, model: nn.Module, place: str, max_shard_size: int |
     if _is_sharded(module, state):
         said = hand_over(world, Gathering(world, tensors), shards, write)
     else:
-        said = "" if world.rank else write(lambda name: on_host(tensors[name], name))
+        said = "" if world.rank else write(lambda name: manifest.on_host(tensors[name], name))
     if said:
         raise CheckpointError(said)
 
@@ -238,7 +226,7 @@ class Gathering:
         kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
         def boxes() -> Any:
-            for name, place in zip(tensors, places_of(tensors.values())):
+            for name, place in zip(tensors, manifest.places_of(tensors.values())):
                 self._parts[name] = {} if place is None else dict(place.parts)
             return kinds, {name: list(parts) for name, parts in self._parts.items()}
 
@@ -251,7 +239,7 @@ class Gathering:
             for rank, (_, held) in enumerate(everyones):
                 for box in held[name]:
                     holders.setdefault(box, rank)
-            if wrong := fault(shape, list(holders)):
+            if wrong := manifest.fault(shape, list(holders)):
                 raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
             self._tensors[name] = Spread(dtype, shape, tuple(holders.items()))
 
@@ -259,7 +247,7 @@ class Gathering:
         """The whole tensor on rank 0, contiguous on the CPU (the live tensor itself if it is that already); None on other ranks."""
         spread, rank, parts = self._tensors[name], self._world.rank, self._parts[name]
         if rank == 0 and spread.holders == ((whole(spread.shape), 0),):
-            return on_host(next(iter(parts.values())), name)
+            return manifest.on_host(next(iter(parts.values())), name)
         complete = torch.empty(spread.shape, dtype=spread.dtype) if rank == 0 else None
         for box, holder in spread.holders:
             if rank == holder and complete is None:
@@ -346,7 +334,7 @@ def save_tree(tree: Any, f: str | os.PathLike[str]) -> None:
             raise CheckpointError(f"{name} is spread over ranks: save get_state_dict() or its full_tensor()")
     header, slots = encode_header([(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], metadata)
     held = [name for name, t in tensors.items() if t.numel()]
-    parts = _parts(header, held, lambda name: on_host(tensors[name], name))
+    parts = _parts(header, held, lambda name: manifest.on_host(tensors[name], name))
     _replace(place, parts, slots[-1].end if slots else len(header))
 
 

@@ -31,24 +31,12 @@ from ..distributed import World
 from ..errors import CheckpointError, WorldError, failing
 from ..logging import get_logger
 from ..version import __version__
+from . import snapshot
 from .codec import dumps
 from .commit import Commit, begin, check_name, retain
 from .folders import NONE, Extra, Line, Saved, copied, inside, write_manifest
 from .manifest import INDEX, FileRecord, Manifest, check_extra
-from .snapshot import (
-    STOPPED,
-    Agreement,
-    FilePlan,
-    Image,
-    Kept,
-    Snapshot,
-    agree,
-    contents,
-    first,
-    index_of,
-    merged,
-    trouble,
-)
+from .snapshot import Agreement, FilePlan, Kept, Snapshot, first
 from .storage import Part, Storage, Tick, expect, no_tick
 
 logger = get_logger(__name__)
@@ -78,7 +66,7 @@ class Saves:
         self.line = Line()
         self._barrier: Barrier | None = None
         self._agreed: Agreement | None = None
-        self._image = Image()
+        self._image = snapshot.Image()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
@@ -103,11 +91,13 @@ class Saves:
         self.wait()
         if self._barrier is None:
             self._barrier = Barrier(self._world)
-        state, self._agreed = agree(self._world, kept, self._agreed)
+        state, self._agreed = snapshot.agree(self._world, kept, self._agreed)
         plans = self._agreed.division.files
         check_extra(extra.names, [INDEX, *(plan.name for plan in plans)])
         mine = [plan for plan in plans if plan.rank == self._world.rank]
-        files = self._copied(mine, state) if asynchronous else lambda plan: contents(plan, state.parts)
+        files = (
+            self._copied(mine, state) if asynchronous else lambda plan: snapshot.contents(plan, state.parts)
+        )
         barrier = self._barrier.start()
         save = Save(barrier, self.line, target, limit, self._agreed, state.states, mine, files, extra, tick)
         if not asynchronous:
@@ -123,7 +113,7 @@ class Saves:
     def _copied(self, mine: Sequence[FilePlan], state: Snapshot) -> Callable[[FilePlan], Iterable[Part]]:
         """Copy this rank's files now, and return their bytes."""
         files: dict[str, memoryview] = {}
-        said = trouble(lambda: files.update(self._image.take(mine, state.parts)))
+        said = snapshot.trouble(lambda: files.update(self._image.take(mine, state.parts)))
 
         def copied(plan: FilePlan) -> Iterable[Part]:
             if said:  # raised where the other ranks hear of it
@@ -138,7 +128,7 @@ class Saves:
             nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         try:
-            said = trouble(save.run)
+            said = snapshot.trouble(save.run)
         finally:
             save.extra.close()
         if said:
@@ -165,7 +155,7 @@ class Saves:
             if not fails:
                 raise
         finally:
-            self._image = Image()
+            self._image = snapshot.Image()
 
 
 @dataclass(frozen=True)
@@ -201,7 +191,7 @@ class Save:
             begun.append((begin(self.target.storage, self.target.name, saved), saved))
 
         try:
-            said = self._of_rank_0(trouble(start))
+            said = self._of_rank_0(snapshot.trouble(start))
         finally:
             folder = begun[0][0].folder if begun else ""
             digests = {n: _digest(s) for n, s in self.states.items()} if self.barrier.size > 1 else {}
@@ -214,7 +204,7 @@ class Save:
             given = self.barrier.gather("written", self._write(folder, self.states))
             reports = [[str(r), {}, {}] if isinstance(r, CheckpointError) else json.loads(r) for r in given]
             said = first([words for words, *_ in reports])
-            said = said or self._of_rank_0(trouble(lambda: self._commit(commit, saved, reports)))
+            said = said or self._of_rank_0(snapshot.trouble(lambda: self._commit(commit, saved, reports)))
         finally:
             if said:
                 self.barrier.put("failed", b"")
@@ -244,7 +234,7 @@ class Save:
 
         def check() -> None:
             if self.barrier.failed:
-                raise CheckpointError(STOPPED)
+                raise CheckpointError(snapshot.STOPPED)
 
         def tick(count: int) -> None:
             check()
@@ -259,7 +249,7 @@ class Save:
             records = copied(self.extra.files, self.target.storage, folder, tick)
             written.update({name: [record.size, *record.checksums] for name, record in records.items()})
 
-        said = trouble(work)
+        said = snapshot.trouble(work)
         if said:
             self.barrier.put("failed", b"")
         return dumps([said, written, {name: s for name, s in self.states.items() if name not in known}])
@@ -286,8 +276,8 @@ class Save:
                 if rank and storage.size(f"{folder}/{name}") != size:
                     raise CheckpointError(f"{name} of rank {rank} is not visible on rank 0: {SHARE}")
             for name, state in others.items():
-                states[name] = merged(states[name], state, name) if name in states else state
-        index = index_of(division.tensors)
+                states[name] = snapshot.merged(states[name], state, name) if name in states else state
+        index = snapshot.index_of(division.tensors)
         if index is not None:
             files[INDEX] = FileRecord(len(index), storage.put(f"{folder}/{INDEX}", [index], len(index)))
         manifest = Manifest(

@@ -26,28 +26,10 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
+from . import storage
 from .codec import PAGE
 from .manifest import BLOCK, COMMIT
-from .storage import (
-    PATH,
-    PIECE,
-    WORKERS,
-    Pages,
-    Part,
-    Runs,
-    SourceFile,
-    Storage,
-    Tick,
-    Views,
-    address,
-    copy,
-    crc32,
-    cut,
-    exactly,
-    no_tick,
-    other_size,
-    spread,
-)
+from .storage import Part, Runs, SourceFile, Storage, Tick, Views
 
 T = TypeVar("T")
 BOUNCE = 2**23  # bytes of aligned memory of a thread that writes past the page cache
@@ -91,7 +73,9 @@ class LocalStorage(Storage):
 
     # -- contents
 
-    def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = no_tick) -> tuple[int, ...]:
+    def put(
+        self, name: str, parts: Iterable[Part], size: int, tick: Tick = storage.no_tick
+    ) -> tuple[int, ...]:
         return Writer(self.path(name), size).write(parts, tick)
 
     def head(self, name: str, count: int) -> bytes:
@@ -134,7 +118,7 @@ class LocalStorage(Storage):
             held[path] = descriptor, found
         try:
             file.check_size(found)
-            for count in spread(Reader(file, path, descriptor).block, tasks, "read"):
+            for count in storage.spread(Reader(file, path, descriptor).block, tasks, "read"):
                 tick(count)
         finally:
             if path not in held:
@@ -152,7 +136,7 @@ class LocalStorage(Storage):
     def _find(self, name: str) -> tuple[str, str]:
         """The path of `name`, and a link on the way, or ""."""
         path, link = self.place, ""
-        if not PATH.fullmatch(name):
+        if not storage.PATH.fullmatch(name):
             raise self.refusal(name)
         for word in name.split("/") if name else ():
             link = link or (path if path != self.place and os.path.islink(path) else "")
@@ -238,22 +222,22 @@ class Writer:
         self._through_cache = self._past_cache = -1  # descriptors
         self._spare: SimpleQueue[memoryview] = SimpleQueue()
         self._checksums = [0] * -(-size // BLOCK)
-        self._crc32 = crc32()
+        self._crc32 = storage.crc32()
 
     def write(self, parts: Iterable[Part], tick: Tick) -> tuple[int, ...]:
         """Write `parts` durably, and return the CRC-32 of each block."""
         with ExitStack() as self._open:
             self._through_cache = self._descriptor("create", os.O_CREAT | os.O_EXCL, 0o666)
             if self._size <= BLOCK:
-                group = [view for some in cut(parts, PIECE) for view in some]
+                group = [view for some in storage.cut(parts, storage.PIECE) for view in some]
                 if sum(map(len, group)) != self._size:
-                    raise other_size(self._size, self._path)
+                    raise storage.other_size(self._size, self._path)
                 if group:
                     self._note([self._through((0, group))], tick)
             else:
-                tasks = enumerate(exactly(cut(parts, BLOCK), self._size, self._path))
+                tasks = enumerate(storage.exactly(storage.cut(parts, BLOCK), self._size, self._path))
                 do("allocate", self._path, _allocate, self._through_cache, self._size)
-                self._note(spread(self._choose(tasks, tick), tasks, "write"), tick)
+                self._note(storage.spread(self._choose(tasks, tick), tasks, "write"), tick)
             do("fsync", self._path, os.fsync, self._through_cache)
         return tuple(self._checksums)
 
@@ -282,7 +266,7 @@ class Writer:
             seconds = {self._past: float("inf"), self._through: float("inf")}
             for way in (self._past, self._through) * 2:
                 start = perf_counter()
-                self._note(spread(way, islice(tasks, ROUND), "write"), tick)
+                self._note(storage.spread(way, islice(tasks, ROUND), "write"), tick)
                 do("fsync", self._path, os.fsync, self._through_cache)
                 seconds[way] = min(seconds[way], perf_counter() - start)
             quicker = CLEARLY * seconds[self._past] < seconds[self._through]
@@ -297,7 +281,7 @@ class Writer:
                 raise
             past_is_quicker[device] = False
             return False
-        memory = memoryview(Pages(WORKERS * BOUNCE))
+        memory = memoryview(storage.Pages(storage.WORKERS * BOUNCE))
         for at in range(0, len(memory), BOUNCE):
             self._spare.put(memory[at : at + BOUNCE])
         return True
@@ -305,8 +289,8 @@ class Writer:
     def _through(self, task: Task) -> Done:
         number, group = task
         at, crc = number * BLOCK, 0
-        small = sum(map(len, group)) <= PIECE and len(group) <= MOST
-        for piece in [group] if small else cut(group, PIECE, MOST):
+        small = sum(map(len, group)) <= storage.PIECE and len(group) <= MOST
+        for piece in [group] if small else storage.cut(group, storage.PIECE, MOST):
             for view in piece:
                 crc = self._crc32(view, crc)
             at = self._put(piece, at)
@@ -317,14 +301,14 @@ class Writer:
         at, crc = number * BLOCK, 0
         bounce = self._spare.get()
         try:
-            for chunk in cut(group, BOUNCE):
-                plain = len(chunk) == 1 and not address(chunk[0]) % PAGE
+            for chunk in storage.cut(group, BOUNCE):
+                plain = len(chunk) == 1 and not storage.address(chunk[0]) % PAGE
                 source = chunk[0] if plain else bounce[: sum(map(len, chunk))]
                 end = 0
-                for (piece,) in cut(chunk, PIECE, 1):
+                for (piece,) in storage.cut(chunk, storage.PIECE, 1):
                     begin, end = end, end + len(piece)
                     if not plain:
-                        copy(source[begin:end], piece)
+                        storage.copy(source[begin:end], piece)
                     crc = self._crc32(source[begin:end], crc)
                 at = self._put_direct(source, at)
         finally:
@@ -386,10 +370,10 @@ class Reader:
 
     def __init__(self, file: SourceFile, path: str, descriptor: int) -> None:
         self._file, self._path, self._descriptor = file, path, descriptor
-        self._crc32 = crc32()
+        self._crc32 = storage.crc32()
         self._spare: SimpleQueue[memoryview] = SimpleQueue()
-        for _ in range(WORKERS):
-            self._spare.put(memoryview(bytearray(PIECE)))
+        for _ in range(storage.WORKERS):
+            self._spare.put(memoryview(bytearray(storage.PIECE)))
 
     def block(self, task: tuple[int, Runs]) -> int:
         """Read block ``task[0]`` and fill its runs ``task[1]``; verified where checksums are known. Returns its bytes."""
@@ -430,8 +414,8 @@ class Reader:
 def _pieces(runs: Runs, begin: int, end: int) -> Iterator[tuple[int, int, Runs]]:
     """Divide ``[begin, end)`` into pieces, each with the parts of `runs` in it."""
     first = 0
-    for at in range(begin, end, PIECE):
-        stop = min(at + PIECE, end)
+    for at in range(begin, end, storage.PIECE):
+        stop = min(at + storage.PIECE, end)
         targets = []
         while first < len(runs) and runs[first][0] < stop:
             place, view = runs[first]

@@ -19,23 +19,9 @@ from typing import Any, TypeVar
 
 from ..base.rng import isolated
 from ..errors import CheckpointError
-from . import storage_local
+from . import storage, storage_local
 from .manifest import BLOCK, COMMIT
-from .storage import (
-    PATH,
-    PIECE,
-    Part,
-    Runs,
-    SourceFile,
-    Storage,
-    Tick,
-    block_count,
-    crc32,
-    cut,
-    exactly,
-    no_tick,
-    shown,
-)
+from .storage import Part, Runs, SourceFile, Storage, Tick
 
 T = TypeVar("T")
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "memory"}
@@ -62,7 +48,7 @@ class RemoteStorage(Storage):
     def __init__(self, place: str) -> None:
         import fsspec  # slow to import, and only URLs need it
 
-        self.place = shown(place)
+        self.place = storage.shown(place)
         try:
             for kind in place.partition("://")[0].split("::"):
                 _import_client(kind)
@@ -76,7 +62,9 @@ class RemoteStorage(Storage):
 
     # -- contents
 
-    def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = no_tick) -> tuple[int, ...]:
+    def put(
+        self, name: str, parts: Iterable[Part], size: int, tick: Tick = storage.no_tick
+    ) -> tuple[int, ...]:
         path = self._path(name)
         if self._info(path) is not None:
             raise FileExistsError(errno.EEXIST, "the file exists, and is not written over", self._url(path))
@@ -88,16 +76,18 @@ class RemoteStorage(Storage):
     def replace(self, name: str, content: bytes) -> None:
         self._write(self._path(name), [content], len(content))
 
-    def _write(self, path: str, parts: Iterable[Part], size: int, tick: Tick = no_tick) -> tuple[int, ...]:
-        checksums, total = [0] * block_count(size), 0
+    def _write(
+        self, path: str, parts: Iterable[Part], size: int, tick: Tick = storage.no_tick
+    ) -> tuple[int, ...]:
+        checksums, total = [0] * storage.block_count(size), 0
         whole = size <= BLOCK and not self._folders
         part = max(BLOCK, -(-size // MOST_PARTS))
         create = partial(self._fs.open, path, "wb", block_size=part, autocommit=False)
         file: Any = BytesIO() if whole else self._do("create", path, create)
         try:
-            for group in exactly(cut(parts, PIECE), size, self._url(path)):
+            for group in storage.exactly(storage.cut(parts, storage.PIECE), size, self._url(path)):
                 for view in group:
-                    checksums[total // BLOCK] = crc32()(view, checksums[total // BLOCK])
+                    checksums[total // BLOCK] = storage.crc32()(view, checksums[total // BLOCK])
                 self._do("write", path, file.write, b"".join(group) if len(group) > 1 else group[0])
                 count = sum(map(len, group))
                 total += count
@@ -153,7 +143,7 @@ class RemoteStorage(Storage):
                 if len(content) != end - begin:
                     raise CheckpointError(f"{file}: {len(content)} bytes came of {end - begin}: try again")
                 if checked:
-                    file.check(number, crc32()(content, 0))
+                    file.check(number, storage.crc32()(content, 0))
                 for at, view in runs:
                     view[:] = memoryview(content)[at - begin : at - begin + len(view)]
                 tick(end - begin if checked else sum(len(view) for _, view in runs))
@@ -224,7 +214,7 @@ class RemoteStorage(Storage):
     # -- the client
 
     def _path(self, name: str) -> str:
-        if not PATH.fullmatch(name):
+        if not storage.PATH.fullmatch(name):
             raise self.refusal(name)
         return "/".join([self._root.rstrip("/"), *([name] if name else [])])
 

@@ -19,28 +19,10 @@ from ..distributed import read_ranks
 from ..errors import CheckpointError, SettingError, nearest
 from ..logging import get_logger
 from ..strategies.meta_init import left_to_others, swap_in
+from . import folders, manifest
 from .codec import PARTS, filed, loads
-from .folders import (
-    Opened,
-    current,
-    file_in,
-    found_at,
-    open_checkpoint,
-    open_storage,
-    read_header,
-)
 from .load import Want, plan, stream
-from .manifest import (
-    COMMIT,
-    INDEX,
-    INSIDE,
-    MANIFEST,
-    Piece,
-    Stored,
-    canonical,
-    places_of,
-    whole,
-)
+from .manifest import Piece, Stored
 from .storage import Progress, SourceFile, Storage, shown
 
 logger = get_logger(__name__)
@@ -104,12 +86,12 @@ def load_weights(
         )
     if left_to_others(model):
         found = [one for one in found if not one.tensor.is_meta]
-    places = places_of(one.tensor for one in found)  # raises for a layout that cannot be written to
+    places = manifest.places_of(one.tensor for one in found)  # raises for a layout that cannot be written to
     _check_twins(source, found)
     if bare := {id(one.tensor) for one in found if one.tensor.is_meta}:
         _check_buffers(model)
         _allocate(model, bare, device, wanted if isinstance(wanted, torch.dtype) else None)
-        places = places_of(one.tensor for one in found)
+        places = manifest.places_of(one.tensor for one in found)
     wants = [
         Want(one.stored, box, part)  # type: ignore[arg-type]  # found, and with memory by now
         for one, at in zip(found, places)
@@ -160,7 +142,7 @@ def _check_twins(source: Source, chosen: Sequence[Live]) -> None:
     for one in chosen:
         for twin, stored in one.twins.items():
             two = [(each, torch.empty(each.shape, dtype=each.dtype)) for each in (one.stored, stored) if each]
-            stream(source.files, plan([Want(each, whole(each.shape), into) for each, into in two]))
+            stream(source.files, plan([Want(each, manifest.whole(each.shape), into) for each, into in two]))
             a, b = (into for _, into in two)
             same = (a.shape, a.dtype) == (b.shape, b.dtype)
             if not same or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
@@ -207,7 +189,7 @@ def _allocate(
 SINGLE = "model.safetensors"
 LARGEST_INDEX = 2**28  # bytes
 SHOWN = 8  # names in a message
-WRAPPERS = (*INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
+WRAPPERS = (*manifest.INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
 OUTER = "module."  # DistributedDataParallel, DataParallel
 
 
@@ -229,18 +211,20 @@ def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
     said = os.fspath(place)
     try:
         if said.endswith(".json"):
-            return _indexed(said, *found_at(said))
+            return _indexed(said, *folders.found_at(said))
         if said.endswith(".safetensors") or ("://" not in said and os.path.isfile(said)):
-            return _single(said, *found_at(said))
-        folder = open_storage(said)
+            return _single(said, *folders.found_at(said))
+        folder = folders.open_storage(said)
         there = set(folder.list())
-        beside, name = found_at(said)  # the newest save of a checkpoint may have a name of its own
-        if there & {MANIFEST, COMMIT} or (not there and current(beside, name) != name):
+        beside, name = folders.found_at(said)  # the newest save of a checkpoint may have a name of its own
+        if there & {manifest.MANIFEST, manifest.COMMIT} or (
+            not there and folders.current(beside, name) != name
+        ):
             return _committed(said, which)
         if SINGLE in there:
             return _single(said, folder, SINGLE)
-        if INDEX in there:
-            return _indexed(said, folder, INDEX)
+        if manifest.INDEX in there:
+            return _indexed(said, folder, manifest.INDEX)
     except OSError as error:
         raise CheckpointError(f"{shown(said)}: cannot be read ({error})") from error
     raise CheckpointError(f"{shown(said)}: {_what_else(there)}")
@@ -257,22 +241,27 @@ def _what_else(there: set[str]) -> str:
         )
     single = [name for name in sorted(there) if name.endswith(".safetensors")]
     if single:
-        return f"neither {SINGLE} nor {INDEX} is there: pass a file, such as {single[0]}"
+        return f"neither {SINGLE} nor {manifest.INDEX} is there: pass a file, such as {single[0]}"
     found = f"it holds {', '.join(sorted(there)[:5])}" if there else "it is empty or missing"
-    return f"no weights: neither {SINGLE}, nor {INDEX}, nor a checkpoint ({MANIFEST}), {found}"
+    return (
+        f"no weights: neither {SINGLE}, nor {manifest.INDEX}, nor a checkpoint ({manifest.MANIFEST}), {found}"
+    )
 
 
 def _single(place: str, folder: Storage, name: str) -> Source:
     """Describe one safetensors file. Its metadata map further names of a tensor to the name in the file."""
-    file = file_in(folder, name)
-    slots, metadata = read_header(file)
-    tensors = {n: Stored(s.dtype, s.shape, (Piece(whole(s.shape), name, s.begin),)) for n, s in slots.items()}
+    file = folders.file_in(folder, name)
+    slots, metadata = folders.read_header(file)
+    tensors = {
+        n: Stored(s.dtype, s.shape, (Piece(manifest.whole(s.shape), name, s.begin),))
+        for n, s in slots.items()
+    }
     tied = {n: of for n, of in metadata.items() if n != "format" and of in tensors and n not in tensors}
     return Source(place, tensors, tied, {name: file})
 
 
 def _indexed(place: str, folder: Storage, name: str) -> Source:
-    index = file_in(folder, name)
+    index = folders.file_in(folder, name)
     where = f"{folder.place.rstrip('/')}/{name}"
     said = loads(index.storage.get(index.name, LARGEST_INDEX), where)
     table = said.get("weight_map") if isinstance(said, dict) else None
@@ -293,13 +282,13 @@ def _indexed(place: str, folder: Storage, name: str) -> Source:
 
 
 def _committed(place: str, which: str) -> Source:
-    found = open_checkpoint(place)
+    found = folders.open_checkpoint(place)
     tensors, aliases = weights_of(found, which)
     used = {piece.file for stored in tensors.values() for piece in stored.pieces}
     return Source(place, tensors, aliases, {name: file for name, file in found.files.items() if name in used})
 
 
-def weights_of(found: Opened, which: str) -> tuple[dict[str, Stored], dict[str, str]]:
+def weights_of(found: folders.Opened, which: str) -> tuple[dict[str, Stored], dict[str, str]]:
     """The tensors and aliases of one model in a checkpoint, by the names that the model gives them."""
     prefix = f"{which}/"
     tensors, aliases = found.manifest.tensors, found.manifest.aliases
@@ -372,8 +361,8 @@ def live_tensors(model: nn.Module) -> dict[str, Live]:
         if nn.parameter.is_lazy(value):
             raise CheckpointError(f"{name!r} of this {name_of(model)} has no shape yet: call it once first")
         one = by_memory.setdefault(memory(value), Live(value))
-        one.names.append(canonical(name))
-        live[canonical(name)] = one
+        one.names.append(manifest.canonical(name))
+        live[manifest.canonical(name)] = one
     return live
 
 
@@ -431,7 +420,9 @@ def as_complex(stored: Stored, live: Tensor) -> Stored:
     parts = filed(live.dtype, live.shape)
     if live.dtype in PARTS and (stored.dtype, stored.shape) == parts:
         (piece,) = stored.pieces
-        return Stored(live.dtype, tuple(live.shape), (Piece(whole(live.shape), piece.file, piece.begin),))
+        return Stored(
+            live.dtype, tuple(live.shape), (Piece(manifest.whole(live.shape), piece.file, piece.begin),)
+        )
     return stored
 
 

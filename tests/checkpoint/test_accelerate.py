@@ -118,7 +118,7 @@ def test_code_in_a_pickle_runs_only_where_allowed(tmp_path: Path, caplog: pytest
 
 WRONG = {
     "nothing": ([], r"not a folder of Accelerate's save_state"),
-    "a gap": (["optimizer.bin", "optimizer_2.bin"], r"optimizer 1 is missing, and optimizer 2 is there"),
+    "a gap": (["optimizer.bin", "optimizer_2.bin"], r"optimizer 1 is missing, 2 is there"),
     "shards": (["pytorch_model_fsdp_0/", "random_states_0.pkl"], r"fsdp_0 was written .*merge-weights"),
     "both": (["model.safetensors", "pytorch_model.bin"], r"model 0 is there twice"),
     "half": (["optimizer.bin/2"], r"optimizer.bin: cannot be read"),

@@ -200,7 +200,7 @@ REFUSED = {
     "sparse": (torch.eye(2).to_sparse(), r"store \.to_dense\(\)"),
     "subclass": (torch.ones(1).as_subclass(type("Special", (Tensor,), {})), r"as_subclass\(torch\.Tensor\)"),
     "tensor in a set": ({torch.ones(1)}, "in a set, or as a key"),
-    "defaultdict": (defaultdict(lambda: 1), "a defaultdict of .*<lambda> can't be stored: store dict"),
+    "defaultdict": (defaultdict(lambda: 1), "a defaultdict of .*<lambda> can't be stored: use dict"),
     "itself": (cycle, "contains itself"),
     "deep": (deep, f"more than {LEVELS} containers"),
 }

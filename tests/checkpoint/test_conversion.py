@@ -106,7 +106,7 @@ def test_what_convert_refuses(samples: Path, tmp_path: Path) -> None:
             checkpoint.convert(place, out, **options)
 
     safetensors.torch.save_file({"w": torch.ones(1), "module.w": torch.ones(1)}, weights)
-    refused("module.w and w are both 'w' without their wrappers")
+    refused("module.w and w are both 'w' without wrappers")
     safetensors.torch.save_file({"w": torch.tensor([1e6])}, weights)
     refused(r"w has values up to 1e\+06, too large for torch.float16: convert to bf16", dtype="fp16")
     assert not list(out.glob("model*"))
@@ -114,7 +114,7 @@ def test_what_convert_refuses(samples: Path, tmp_path: Path) -> None:
     refused("dtype='bf61' is not one of fp32, .*'bf16'", dtype="bf61")
     refused("is a checkpoint of save_state", out=samples / OF_TWO)
     torch.save({"weights": 3}, pickled)
-    refused("no state dict of a model at its top or under state_dict.*it holds weights", pickled, trust=True)
+    refused("no state dict at its top or under state_dict.*it has weights", pickled, trust=True)
     torch.save(make("tied"), pickled)
     refused("holds more than plain data, and running it is not done here", pickled, trust=True)
     pickled.write_bytes(b"nothing")

@@ -136,7 +136,7 @@ def test_without_strict_what_fits_is_loaded_and_what_does_not_is_said(saved: Pat
 
 def test_what_was_saved_and_is_not_prepared_is_named(saved: Path) -> None:
     with Accelerator(cpu=True) as acc:
-        with pytest.raises(CheckpointError, match=r"nothing here takes model; optimizer; .*prepare what"):
+        with pytest.raises(CheckpointError, match=r"nothing here takes model; optimizer; .*prepare it"):
             acc.load_state(saved)
     with Accelerator(cpu=True) as acc:
         nets = acc.prepare(net(3, 4, 2), net(2, 2))

@@ -24,7 +24,6 @@ TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
 @pytest.mark.parametrize(
     ("case", "processes", "number", "to", "step"),
     [
-        (Case(every=NEVER), 1, TERM, [0], 3),
         (Case("ddp", every=NEVER, accumulation=2), 2, TERM, [0, 1], 4),
         (Case("ddp", every=NEVER), 2, USR1, [1], 7),
         pytest.param(Case("fsdp", every=NEVER), 2, TERM, [0], 5, marks=pytest.mark.slow),

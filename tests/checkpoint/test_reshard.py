@@ -1,6 +1,6 @@
 """A training goes on from a checkpoint: bit for bit where it runs as before, and from the same values everywhere else.
 
-`make test` runs a cross-section; `make test-slow` every strategy from and to every other, on 1, 2 and 4 processes.
+`make test` runs a cross-section; `make test-slow` every strategy on 1, 2 and 4 processes, each to a third of the others.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ def rows_of(size: int) -> list[Row]:
         if precision != "O2" or WAYS[way].strategy not in WITHOUT_MASTERS:
             rows.append(Row(way, ("tied", "conv")[i % 2], precision, 1, size))
     # What four processes add to two is meshes of two dimensions, and ranks without rows.
-    return (
-        rows
-        if size < 4
-        else [row for row in rows if row.way in ("hsdp", "tensor_parallel in fsdp") or row.kind == "mlp"]
-    )
+    meshes = ("hsdp", "tensor_parallel in fsdp")
+    return [row for row in rows if size < 4 or row.way in meshes or row[1:4] == ("mlp", "no", 1)]
 
 
 ROWS = [Row("zero1", "tied", "bf16"), Row("fsdp", "conv", "O2"), Row("pipeline", "tied", "no", 3)]
@@ -77,8 +74,8 @@ def uninterrupted(kind: str) -> list[float]:
         return run.run(0, BEFORE + AFTER)[BEFORE:]
 
 
-def moved(ranks: Any, folder: Path, before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """What is not as it was saved, when each of `before` is loaded into each of `after`, in words."""
+def moved(ranks: Any, folder: Path, before: Sequence[Row], after: Sequence[Row], every: int = 1) -> list[str]:
+    """What is not as it was saved, when one in `every` of `before` is loaded into each of `after`, in words."""
     states: dict[Row, Any] = {}
     for size in sorted({row.size for row in before}):
         rows = [row for row in before if row.size == size]
@@ -89,7 +86,8 @@ def moved(ranks: Any, folder: Path, before: Sequence[Row], after: Sequence[Row])
         kind: ranks(uninterrupted, kind, processes=1)[0] for kind in sorted({row.kind for row in before})
     }
     for size in sorted({row.size for row in after}):
-        tables = [([b for b in before if b[1:3] == row[1:3]], row) for row in after if row.size == size]
+        fits = {row: [b for b in before if b[1:3] == row[1:3]] for row in after}
+        tables = [(fits[row][i % every :: every], row) for i, row in enumerate(after) if row.size == size]
         found = ranks(all_loaded, tables, folder, processes=size, timeout=400)
         for t, (sources, row) in enumerate(tables):
             for i, source in enumerate(sources):
@@ -112,8 +110,8 @@ def test_a_checkpoint_moves_to_other_strategies_and_worlds(ranks: Any, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)  # other tests may run beside it
-def test_every_checkpoint_moves_to_every_strategy_and_world(ranks: Any, tmp_path: Path) -> None:
+def test_checkpoints_of_every_strategy_move_to_every_other(ranks: Any, tmp_path: Path) -> None:
     rows = [Row(way, "tied", size=size) for size in SIZES for way in ways(size)]
     rows += [Row("ddp", "conv", "O2"), Row("fsdp", "conv", "O2"), Row("zero1", "conv", "O2", size=4)]
-    words = moved(ranks, tmp_path, rows, rows)
+    words = moved(ranks, tmp_path, rows, rows, every=3)
     assert not words, "\n".join(words)

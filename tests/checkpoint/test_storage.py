@@ -199,9 +199,9 @@ def test_a_folder_is_removed_with_what_is_in_it(storage: Storage, folder: str) -
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a//x", "./x", "a/.", "x\0y"])
 def test_no_name_leads_out_of_the_folder(storage: Storage, folder: str, name: str) -> None:
     for call in (storage.size, storage.list, storage.remove, storage.modified, storage.make, storage.sync):
-        with pytest.raises(CheckpointError, match="is not a name of a file below"):
+        with pytest.raises(CheckpointError, match="is not a file's name below"):
             call(name)
-    with pytest.raises(CheckpointError, match="is not a name of a file below"):
+    with pytest.raises(CheckpointError, match="is not a file's name below"):
         storage.put(name, [b""], 0)
-    with pytest.raises(CheckpointError, match="is not a name of a file below"):
+    with pytest.raises(CheckpointError, match="is not a file's name below"):
         storage.get(name, 1)

@@ -16,8 +16,8 @@ from easymp.checkpoint.storage import as_bytes
 from ..strategies.models import BATCH, MODELS, train_step, whole
 from ..strategies.ways import WAYS
 
-SCALE = GradScalerKwargs(init_scale=1024.0, growth_interval=4)  # grows on the way
-BEFORE, AFTER = 3, 3  # updates before the save, and after it
+SCALE = GradScalerKwargs(init_scale=1024.0, growth_interval=3)  # grows on the way
+BEFORE, AFTER = 2, 2  # updates before the save, and after it
 
 
 def entropy(outputs: Any, y: Any) -> Any:
