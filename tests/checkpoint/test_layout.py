@@ -149,7 +149,7 @@ def in_several_places() -> tuple[Any, ...]:
         )
         place = place_of(spread)
         assert place is not None
-        with pytest.raises(CheckpointError, match="Partial.*use Shard"):
+        with pytest.raises(CheckpointError, match=r"Partial.*use Shard"):
             place_of(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
         return [(box, view.clone()) for box, view in place.parts], truth
 
