@@ -69,7 +69,8 @@ def DistributedOptimizer(
         raise SettingError("DistributedOptimizer of another one: pass the optimizer that it was made of")
     if num_groups:
         warnings.warn("`num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
-    _check_groups(groups or num_groups or None)
+    if groups or num_groups:
+        _check_groups(groups or num_groups)
     adasum = op == Adasum and running().world.size > 1
     if adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
@@ -82,13 +83,14 @@ def DistributedOptimizer(
     made.backward_passes_per_step, made.op, made.process_set = backward_passes_per_step, op, process_set
     made.gradient_predivide_factor, made.sparse_as_dense = gradient_predivide_factor, sparse_as_dense
     made._compression, made._names = compression, _named(optimizer, named_parameters)
-    made._begin()
+    made._seen, made._flying, made._hooked = Counter(), {}, set()
+    made._synchronized = made._skip = False
+    made._active = running().world.size > 1 and process_set.included()
+    made._hook()
     return made
 
 
 def _check_groups(groups: Any) -> None:
-    if groups is None:
-        return
     if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
         raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
     members = [p for group in groups for p in group] if isinstance(groups, list) else []
@@ -104,14 +106,11 @@ def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
     entries = list(named) if named is not None else []
     if any(not isinstance(entry, tuple) for entry in entries):
         raise ValueError("named_parameters should be a sequence of tuples: pass model.named_parameters()")
-    double = sorted(name for name, times in Counter(name for name, _ in entries).items() if times > 1)
-    if double:
+    if double := sorted(name for name, times in Counter(name for name, _ in entries).items() if times > 1):
         raise ValueError(f"Names in named_parameters must be unique. Found duplicates: {', '.join(double)}")
     places = enumerate(optimizer.param_groups)
     unnamed = {p: f"allreduce.noname.{i}.{j}" for i, group in places for j, p in enumerate(group["params"])}
-    if not entries:
-        return unnamed
-    found = {parameter: name for name, parameter in entries}
+    found = {parameter: name for name, parameter in entries} if entries else unnamed
     if missing := sum(p not in found for p in unnamed):
         raise ValueError(f"named_parameters: one or more model parameters were not named ({missing} of them)")
     return {p: found[p] for p in unnamed}
@@ -120,13 +119,9 @@ def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
 class _Distributed:
     """Comes before the optimizer's own class."""
 
-    def _begin(self: Any) -> None:
-        self._seen: Counter[Tensor] = Counter()  # backward passes since the last step
-        self._flying: dict[Tensor, Callable[[], Tensor]] = {}
-        self._synchronized = self._skip = False
-        self._active = running().world.size > 1 and self.process_set.included()
-        self._hooked: set[Tensor] = set()
-        self._hook()
+    _seen: Counter[Tensor]  # backward passes since the last step
+    _flying: dict[Tensor, Callable[[], Tensor]]
+    _hooked: set[Tensor]
 
     def _hook(self: Any) -> None:
         """Register hooks on all parameters, for as long as the optimizer lives."""
@@ -318,18 +313,15 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError("cannot broadcast torch.optim.LBFGS state: start it anew on every rank")
     own = optimizer.state_dict()
-    kinds = iter([leaf.device.type for leaf in leaves(own) if isinstance(leaf, Tensor)])
+    kinds = [leaf.device.type for leaf in leaves(own) if isinstance(leaf, Tensor)]
     said = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, own)
-    said, kinds = broadcast_object((said, list(kinds)), root_rank)
+    said, kinds = broadcast_object((said, kinds), root_rank)
     if rank() != root_rank:
         places = iter(kinds)
         own = map_leaves(
-            lambda leaf: torch.empty_like(leaf, device=next(places)) if isinstance(leaf, Tensor) else leaf,
-            said,
+            lambda it: torch.empty_like(it, device=next(places)) if isinstance(it, Tensor) else it, said
         )
-    broadcast_parameters(
-        {f"state.{i}": leaf for i, leaf in enumerate(leaves(own)) if isinstance(leaf, Tensor)}, root_rank
-    )
+    broadcast_parameters([(f"state.{i}", leaf) for i, leaf in enumerate(leaves(own))], root_rank)
     if rank() != root_rank:
         load_in_place(optimizer, own, optimizer.load_state_dict)
 
