@@ -8,7 +8,7 @@ divided nor clipped in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..protocols import Counting
 from .fused import FusedOptimizer
 from .masters import Averages, Masters
 from .sharded import ShardedOptimizer, holder_of
-from .torch_step import inverse, launcher_of, multiply, stacked, totals_of, watched, wide_norms
+from .torch_step import inverse, launcher_of, multiply, parameters_of, stacked, totals_of, watched, wide_norms
 
 if TYPE_CHECKING:
     from ..cuda.rule import Rule, Scale
@@ -93,22 +93,14 @@ class Engine:
         if isinstance(launcher, str):
             self.reason = launcher
             return
-        rule: Any = _rule_for(inner)
-        gradient = self._gradient
+        self._device, self._rule, gradient = launcher.device, cast("Rule", _rule_for(inner)), self._gradient
         self.reason = f"norm, unscale, clip and {type(inner).__name__} in one pass"
-        self._device, self._rule = launcher.device, rule
         if sharded:
             world, gradient = optimizer.world, optimizer.gradient
-            self.counting = Counting(
-                lambda p: 1 if p.ndim else world.size, lambda totals: totals.copy_(world.reduce(totals))
-            )
-        self.kernels = cuda.FusedStep(
-            *(inner, rule, launcher),
-            gradient=gradient,
-            copy=self._low,
-            ema_decay=ema_decay,
-            copies=self.counting.copies,
-        )
+            copies: Any = lambda p: 1 if p.ndim else world.size  # noqa: E731
+            self.counting = Counting(copies, lambda totals: totals.copy_(world.reduce(totals)))
+        more: Any = {"gradient": gradient, "copy": self._low, "copies": self.counting.copies}
+        self.kernels = cuda.FusedStep(inner, self._rule, launcher, ema_decay=ema_decay, **more)
 
     @property
     def name(self) -> str:
@@ -127,17 +119,14 @@ class Engine:
             self._masters.gather()
         self._failed(reason)
 
-    # -- the gradients --------------------------------------------------------------------------------------------------
-
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    yield parameter, parameter.grad
-                elif self.kernels is not None:
-                    low = self._low.get(id(parameter))
-                    if low is not None and low.grad is not None:
-                        yield low, low.grad
+        for parameter in parameters_of(self.optimizer):
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
+            elif self.kernels is not None:
+                low = self._low.get(id(parameter))
+                if low is not None and low.grad is not None:
+                    yield low, low.grad
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters that a step would move now, each with its gradient."""
@@ -160,7 +149,7 @@ class Engine:
             return True
         groups = self.optimizer.param_groups
         if len(groups) != self._groups:
-            held = [p for group in groups for p in group["params"]]  # those of other stages too
+            held = parameters_of(self.optimizer)  # those of other stages too
             self._groups = len(groups)
             least = WORTH / SCALED if self._scaled else WORTH
             self._enough = any(p.is_cuda for p in held) or sum(p.numel() for p in held) >= least
@@ -236,10 +225,8 @@ class Engine:
 
     def _home(self) -> torch.device:
         # Not meta, as parameters of other stages: a collective does nothing there, and the other ranks wait for this one.
-        held = (p.device for group in self.optimizer.param_groups for p in group["params"] if not p.is_meta)
+        held = (p.device for p in parameters_of(self.optimizer) if not p.is_meta)
         return next(held, torch.device("cpu"))
-
-    # -- the step -------------------------------------------------------------------------------------------------------
 
     def step(
         self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None

@@ -21,7 +21,7 @@ from ..cuda import EMA
 from ..errors import KernelError, SettingError, StepError
 from ..protocols import Counting
 from .masters import Averages
-from .torch_step import Clip, inverse, keep_implementation, launcher_of, totals_of, values
+from .torch_step import Clip, evaluated, inverse, keep_implementation, launcher_of, totals_of, values
 
 if TYPE_CHECKING:
     from ..cuda.rounding import Rounding
@@ -122,8 +122,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         None  # `Rounding.first` where parameters are parts of others, and no DTensors
     )
 
-    # -- kernels or torch -----------------------------------------------------------------------------------------------
-
     @property
     def engine(self) -> StepChoice:
         """The implementation that steps the parameters where they are now: its `name` and `reason`."""
@@ -204,10 +202,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if closure is not None:
                 why = "the closure will replace: a step with a closure cannot be clipped so"
             raise StepError(f"clip_grad_norm_ measured gradients that {why}")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         clip, self._clip = self._clip, None
         factor, measured = None if scale is None else inverse(scale), None
         if clip is not None:
@@ -243,8 +238,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._clip = None
         super().zero_grad(set_to_none)
-
-    # -- states and rounding by torch, as the kernels have them ---------------------------------------------------------
 
     def _complete(self, group: Group, parameter: Tensor) -> Tensor:
         """Make the missing states of `parameter`, as the kernels have them; returns its counter of steps."""
@@ -324,8 +317,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             factor = torch.where(clip < 1.0, clip, torch.where(norm.isnan(), norm, 1.0))
         self._clip = Clip(factor, found, result)
         return norm
-
-    # -- the average of the weights, and the state ----------------------------------------------------------------------
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

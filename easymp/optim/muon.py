@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw as step_adamw
 
 from ..base.dtensor import local
 from ..errors import SettingError, StepError
+from .torch_step import evaluated
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the odd polynomial of degree 5, as in torch.optim.Muon
 EPSILON = 1e-7
@@ -134,10 +135,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             StepError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in held):

@@ -24,7 +24,15 @@ from .fused import FusedOptimizer
 from .masters import Masters, Sums
 from .muon import Muon
 from .sharded import ShardedOptimizer, holder_of
-from .torch_step import HOOKS, Clip, fill_momentum, keep_implementation, watched
+from .torch_step import (
+    HOOKS,
+    Clip,
+    fill_momentum,
+    keep_implementation,
+    parameters_of,
+    step_without_hooks,
+    watched,
+)
 
 logger = get_logger(__name__)
 
@@ -176,7 +184,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             )
             ways = "call accelerator.backward() once for each step(), and checkpoint with use_reentrant=False"
             raise StepError(f"{what}, which has stepped on the first: {ways}")
-        every, kind = optimizer.param_groups, type(optimizer)
+        every = optimizer.param_groups
         if not where.keys() >= ids:  # groups may have been added
             where.update((id(p), g) for g, group in enumerate(every) for p in group["params"])
         chosen: dict[int, list[Tensor]] = {}
@@ -184,7 +192,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             chosen.setdefault(where[id(parameter)], []).append(parameter)
         held = {g: every[g]["params"] for g in chosen}
         before = None if self.updates else counters(optimizer)
-        step: Any = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]
+        step = step_without_hooks(type(optimizer))
         try:
             for g, few in chosen.items():
                 every[g]["params"] = few
@@ -212,7 +220,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     "step(closure) after guard(), which has judged gradients that the closure replaces: leave one of them out"
                 )
             self.apply_clip()
-            moving = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            moving = [p for p in parameters_of(self) if p.requires_grad]
             return self.engine.averages.around(moving, lambda: scaler.step(self.optimizer, closure))
         if scaler.enabled and may_leave([self]):
             leave_to_step([self], float("inf"), scaler)
@@ -307,7 +315,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Whether this rank holds gradients that no step has used since they were cleared. Waits for the device."""
         if self.turn.spent:
             return False
-        grads = [local(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [local(p.grad) for p in parameters_of(self) if p.grad is not None]
         return any(bool((g._values() if g.is_sparse else g).any()) for g in grads)
 
     def gather(self, in_memory: bool = False) -> None:
@@ -318,7 +326,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def parameters(self) -> list[tuple[Tensor, Tensor]]:
         """The parameters of the param groups, each with the model's own parameter: itself, or the one whose master it is."""
         low = {} if self._masters is None else self._masters.low
-        return [(held, low.get(id(held), held)) for group in self.param_groups for held in group["params"]]
+        return [(held, low.get(id(held), held)) for held in parameters_of(self)]
 
     def release(self) -> None:
         """Give the optimizer its own parameters back."""
@@ -370,8 +378,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def laid_out(self) -> list[tuple[Tensor, Tensor]]:
         """The parameters of the param groups, each with a tensor laid out as its states: itself, or a DTensor where they are sharded."""
-        held = [p for group in self.param_groups for p in group["params"]]
-        there = self.optimizer
+        held, there = parameters_of(self), self.optimizer
         return list(zip(held, there.laid_out(held) if isinstance(there, ShardedOptimizer) else held))
 
     def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
@@ -455,9 +462,8 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
     """
     counting = optimizers[0].engine.counting
     for optimizer in optimizers if counting.add is not None else ():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                counting.settle(parameter)
+        for parameter in parameters_of(optimizer):
+            counting.settle(parameter)
     found = [o.engine.gradients() for o in optimizers]
     here = any(found)
     scale = scaler.scale_of([o.optimizer for o in optimizers], here)

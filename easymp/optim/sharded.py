@@ -25,7 +25,7 @@ from ..distributed import World
 from ..errors import RefusedError, SettingError, StepError, WorldError
 from ..precision.scaler import takes_found_inf
 from .fused import FusedOptimizer
-from .torch_step import HOOKS, fill_momentum, indifferent
+from .torch_step import HOOKS, evaluated, fill_momentum, indifferent, parameters_of, step_without_hooks
 
 ALONE = 2**20  # bytes from which a tensor is gathered in place; smaller ones are packed into one collective
 AT_A_TIME = 2  # collectives under way while the next is packed
@@ -313,10 +313,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update on all ranks together; `closure` is called once, before it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self.step_by(self._step_twin)
         return loss
 
@@ -333,28 +330,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for part in parts:
                 part.shard.grad = None
         self._lead()
-        self._gather(parts)
+        stepped = [id(part.parameter) for part in parts]
+        if stepped != self._stepped:
+            self._row_gather = RowGather([part.whole for part in parts], self.world, self._cap)
+            self._stepped = stepped
+        self._row_gather()
         if hasattr(vars(self.given).get("step"), "_wrapped_by_lr_sched"):
             self.given._opt_called = True  # type: ignore[attr-defined]  # by which torch's schedulers know the order of calls
 
     def _take_gradients(self) -> list[_Part]:
         parts = []
-        for group in self.given.param_groups:
-            for parameter in group["params"]:
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                shape = tuple(parameter.shape)
-                if grad.is_sparse:
-                    why = f"the parameter of shape {shape} has a sparse gradient, and zero1 cuts dense ones only"
-                    raise StepError(f"{why}: make its embedding with sparse=False, or use strategy='ddp'")
-                if id(parameter) in self._frozen:
-                    why = f"the parameter of shape {shape} has a gradient but had requires_grad=False"
-                    ways = "switch it on before prepare() (free_memory() lets you prepare anew)"
-                    raise StepError(f"{why} when its model was prepared, so that no rank averages it: {ways}")
-                part = self._parts[id(parameter)]
-                part.shard.grad = self._shard(parameter, grad)
-                parts.append(part)
+        for parameter in parameters_of(self.given):
+            grad, shape = parameter.grad, tuple(parameter.shape)
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                why = f"the parameter of shape {shape} has a sparse gradient, and zero1 cuts dense ones only"
+                raise StepError(f"{why}: make its embedding with sparse=False, or use strategy='ddp'")
+            if id(parameter) in self._frozen:
+                why = f"the parameter of shape {shape} has a gradient but had requires_grad=False"
+                ways = "switch it on before prepare() (free_memory() lets you prepare anew)"
+                raise StepError(f"{why} when its model was prepared, so that no rank averages it: {ways}")
+            part = self._parts[id(parameter)]
+            part.shard.grad = self._shard(parameter, grad)
+            parts.append(part)
         if self.world.debug:
             count = self.world.gather_objects(len(parts))
             if len(set(count)) > 1:
@@ -366,11 +365,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # torch's own protocol for fused optimizers under a loss scale.
         told = {name: vars(self)[name] for name in ("found_inf", "grad_scale") if name in vars(self)}
         vars(self._twin).update(told)
-        step = type(self._twin).step
-        if getattr(step, "hooked", False):
-            step = step.__wrapped__  # global hooks have been called with this optimizer
         try:
-            step(self._twin)
+            step_without_hooks(type(self._twin))(self._twin)
         except RuntimeError as error:  # NotImplementedError is one
             signs = ("dtensor", "sharding strategy", "sharding propagation", "placement changes")
             if self._plain or not any(sign in str(error).lower() for sign in signs):
@@ -380,13 +376,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             for name in told:
                 del vars(self._twin)[name]
-
-    def _gather(self, parts: list[_Part]) -> None:
-        stepped = [id(part.parameter) for part in parts]
-        if stepped != self._stepped:
-            self._row_gather = RowGather([part.whole for part in parts], self.world, self._cap)
-            self._stepped = stepped
-        self._row_gather()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -439,7 +428,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             before(self)
         self._follow()
         packed = self._twin.state_dict()
-        order = [p for group in self.param_groups for p in group["params"]]
+        order = parameters_of(self)
         packed["state"] = {
             i: map_leaves(lambda v, p=order[i]: self._whole(p, v), state) if isinstance(i, int) else state
             for i, state in packed["state"].items()
@@ -470,7 +459,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self._follow()
-        order = [p for group in self.param_groups for p in group["params"]]
+        order = parameters_of(self)
         named = dict(zip((i for group in state_dict["param_groups"] for i in group["params"]), order))
         parts = {
             i: map_leaves(lambda v, p=named[i]: self._cut(p, v), state) if i in named else state

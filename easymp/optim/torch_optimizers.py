@@ -18,7 +18,7 @@ from torch import Tensor
 from ..base.dtensor import local
 from ..cuda.rule import BETAS, Group, Rule, direction
 from .fused import FusedOptimizer, Options, OptionWords, StepChoice
-from .torch_step import fill_momentum, fuse, multiply, wide
+from .torch_step import fill_momentum, fuse, multiply, step_without_hooks, wide
 
 # -- rules ----------------------------------------------------------------------------------------------------------------
 
@@ -189,13 +189,10 @@ class TorchOptimizer(FusedOptimizer):
 
     def _step_told(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """torch's step, which reads these where it is fused."""
-        step: Any = self.torchs.step
-        if getattr(step, "hooked", False):
-            step = step.__wrapped__  # the hooks have been called with our own step
         given = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
         vars(self).update(grad_scale=grad_scale, found_inf=found_inf)
         try:
-            step(self)
+            step_without_hooks(self.torchs)(self)
         finally:
             del self.grad_scale, self.found_inf  # type: ignore[attr-defined]
             vars(self).update(given)

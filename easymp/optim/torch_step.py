@@ -30,6 +30,26 @@ HOOKS = tuple(
 KERNEL_DEVICES = ("cuda",)  # a test adds the CPU
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # how the step runs, not what it computes
 
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters of the param groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Any:
+    """`kind.step` without torch's global hooks, for a step inside of one that has called them."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure that was given to `step`."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 # -- torch's fused step -------------------------------------------------------------------------------------------------
 
 
@@ -58,8 +78,7 @@ def fuse(
         why_not = _group_refusal(kind, group) or next(filter(None, refusals), None)
         if why_not is not None:
             return why_not
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if optimizer.state and any(p.device.type != "cpu" for p in held):
+    if optimizer.state and any(p.device.type != "cpu" for p in parameters_of(optimizer)):
         return "it has stepped already, with its counters where the plain step keeps them"
     for group in optimizer.param_groups:
         group["fused"] = True
@@ -126,7 +145,7 @@ def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any])
 def launcher_of(optimizer: torch.optim.Optimizer, find: Callable[[], Rule | str]) -> CupyLauncher | str:
     """What launches the steps of `optimizer` as kernels, by the rule that `find` gives; or why torch steps, in words."""
     # Meta parameters are of other stages.
-    held = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
+    held = [p for p in parameters_of(optimizer) if not p.is_meta]
     devices = {p.device for p in held}
     if len(devices) != 1:
         return "its parameters lie on several devices" if devices else "there are no parameters"
