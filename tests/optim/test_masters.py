@@ -85,35 +85,24 @@ def test_the_tools_of_the_step_take_the_models_own_parameters() -> None:
     assert [p.dtype for group in kept.param_groups for p in group["params"]] == [FP16] * 3
 
 
-def test_closures_are_refused() -> None:
+def test_closures_and_sparse_gradients_are_refused() -> None:
     with Accelerator(mixed_precision="O2", cpu=True, kwargs_handlers=[SCALE]) as acc:
         model = nn.Linear(2, 1)
         model, optimizer = acc.prepare(model, torch.optim.LBFGS(model.parameters()))
         with pytest.raises(StepError, match="a closure cannot be used with fp32 masters"):
             optimizer.step(lambda: 1.0)
-
-
-def test_sparse_gradients_are_refused() -> None:
-    with Accelerator(mixed_precision="O2", cpu=True, kwargs_handlers=[SCALE]) as acc:
         with pytest.raises(PrepareError, match=r"'0' has sparse gradients, .* make it with sparse=False"):
             acc.prepare(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
 
 
-def train(strategy: str, kind: str, steps: int, precision: str = "O2", updates: int = 5) -> dict[str, Any]:
+def train(strategy: str, kind: str, steps: int, precision: str = "O2", updates: int = 3) -> dict[str, Any]:
     """Losses, norms and masters of a training whose micro-batches the ranks share, with num_items and clipping."""
-    with Accelerator(
-        mixed_precision=precision,
-        strategy=strategy,
-        gradient_accumulation_steps=steps,
-        kwargs_handlers=[SCALE],
-        cpu=True,
-    ) as acc:
+    how: Any = {"mixed_precision": precision, "strategy": strategy, "gradient_accumulation_steps": steps}
+    with Accelerator(cpu=True, kwargs_handlers=[SCALE], **how) as acc:
         model = make(kind)
-        decays = [p for p in model.parameters() if p.ndim > 1]
-        rest = [p for p in model.parameters() if p.ndim <= 1]
-        optimizer: Any = torch.optim.AdamW(
-            [{"params": decays, "weight_decay": 0.1}, {"params": rest, "lr": 0.005}], lr=0.01
-        )
+        decays, rest = ([p for p in model.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
+        groups = [{"params": decays, "weight_decay": 0.1}, {"params": rest, "lr": 0.005}]
+        optimizer: Any = torch.optim.AdamW(groups, lr=0.01)
         model, optimizer = acc.prepare(model, optimizer)
         spread, generator = acc._prepared.strategy, torch.Generator().manual_seed(7)
         losses, norms = [], []
@@ -142,11 +131,9 @@ def train(strategy: str, kind: str, steps: int, precision: str = "O2", updates: 
 @pytest.mark.parametrize(
     ("strategy", "kind", "steps"),
     [
-        ("ddp", "tied", 1),
         ("ddp", "mlp", 3),
         ("fsdp", "tied", 1),
-        ("fsdp", "mlp", 3),
-        ("fsdp", "idle", 1),
+        ("fsdp", "idle", 2),
         ("zero1", "mlp", 3),
         ("tensor_parallel", "mlp", 3),
     ],
