@@ -54,13 +54,8 @@ def facts(device: torch.device) -> Facts:
         except PackageNotFoundError:
             pass
     nvidia = device.type == "cuda" and torch.version.hip is None
-    return Facts(
-        torch.version.cuda,
-        torch.version.hip,
-        find_spec("cupy") is not None,
-        wheels,
-        torch.cuda.get_device_capability(device) if nvidia else None,
-    )
+    capability = torch.cuda.get_device_capability(device) if nvidia else None
+    return Facts(torch.version.cuda, torch.version.hip, find_spec("cupy") is not None, wheels, capability)
 
 
 def unavailable(facts: Facts) -> str | None:

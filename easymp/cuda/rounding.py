@@ -82,10 +82,7 @@ DEVICE float rounded(float x, u32 key, u32 role, i64 e) {{
 def stochastic(x: Tensor, key: Tensor, role: int = 0, first: int = 0) -> Tensor:
     """bf16 of fp32 `x`, dense, in its own layout: the bits that a kernel gives it.
 
-    Args:
-        key: of `key_of`, on the device of `x`.
-        role: 0 for the parameter, 1 and on for its states, in their order.
-        first: number of the first element of `x`.
+    `key` is of `key_of`, on the device of `x`; `role` 0 for the parameter, 1 and on for its states; `first` counts to the first element.
     """
     out = torch.empty_like(x, dtype=torch.bfloat16)
     flat, into = (t.as_strided((t.numel(),), (1,)) for t in (x, out))

@@ -2,10 +2,8 @@
 
 The third (`prepare`) computes step counters, bias corrections and every other number of a whole tensor, on the device, in float64: in
 float32 `1.f - 0.999f` is off by 1.3e-5. It also moves a borrowed loss scale. lr may be a tensor of the device and the counters are the
-optimizer's own, so a captured step goes on counting when it is replayed. Other numbers of a group are, in a graph, those of the capture.
-
-The fourth (`update`) reads each element once, moves it by its rule and writes it once, with the moving average of the weights and the
-low-precision copy that the model computes with.
+optimizer's own, so a captured step goes on counting when it is replayed; a group's other numbers are those of the capture. The fourth
+(`update`) reads each element once and writes it once, with the average of the weights and the low-precision copy of the model.
 """
 
 from __future__ import annotations

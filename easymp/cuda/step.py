@@ -139,8 +139,6 @@ class FusedStep:
         self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
         self._captured: list[Any] = []  # tensors that CUDA graphs read
 
-    # -- the launches ---------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def measure(
         self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None
@@ -157,17 +155,13 @@ class FusedStep:
         measured: Tensor | None = None,
         scale: Scale | None = None,
     ) -> None:
-        """Move the parameters.
+        """Move the parameters; KernelError if nothing has changed, StepError if a launch failed within the step.
 
         Args:
             factor: float32, 0-dim: gradients are multiplied by it.
             found_inf: float32, 0-dim: above 0, nothing but `scale` changes.
             measured: the result of `measure` for these gradients, for a rule that needs their norm; without it they are measured.
             scale: moves, where there is anything to step and it lies on this device.
-
-        Raises:
-            KernelError: it cannot begin; nothing has changed.
-            StepError: it has begun, and a launch failed.
         """
         if self.rule.norm and measured is None:
             measured = self.measure()
@@ -224,11 +218,8 @@ class FusedStep:
         rule = self.rule
         kernels = [prepare(rule), *(update(rule, kind) for kind in kinds)]
         if rule.survey is not None:
-            kernels += [
-                *(survey_of(rule, kind) for kind in kinds),
-                totals(len(rule.survey.sums)),
-                weigh(rule),
-            ]
+            kernels += [survey_of(rule, kind) for kind in kinds]
+            kernels += [totals(len(rule.survey.sums)), weigh(rule)]
         try:
             self._launcher.ready(kernels)
         except KernelError:
@@ -240,8 +231,6 @@ class FusedStep:
             raise
         finally:
             self._before.clear()
-
-    # -- the tables -----------------------------------------------------------------------------------------------------
 
     def _hypers(self) -> Tensor:
         """Numbers of the param groups, on the device; copied there when one has changed."""

@@ -161,10 +161,9 @@ def _found(facts: Sequence[tuple[str, tuple[int, int], int]], links: str) -> Fou
 def no_code(devices: Sequence[Device], built: Sequence[str], build: Callable[[Any], str]) -> tuple[str, ...]:
     """A sentence for each kind of card that this torch has no code for."""
     strangers = {d.name: d for d in devices if not d.built_for}
+    here = f"in this torch {torch.__version__}, built for {' '.join(built)}"
     return tuple(
-        f"no code for {name} ({d.architecture}) in this torch {torch.__version__}, built for {' '.join(built)}: "
-        f"install {build(d)}"
-        for name, d in strangers.items()
+        f"no code for {n} ({d.architecture}) {here}: install {build(d)}" for n, d in strangers.items()
     )
 
 
@@ -386,12 +385,8 @@ def probe_apple() -> Found | str:
 
 
 # The first that finds something wins.
-PROBES: dict[str, Callable[[], Found | str]] = {
-    "nvidia": probe_nvidia,
-    "amd": probe_amd,
-    "intel": probe_intel,
-    "apple": probe_apple,
-}
+PROBES: dict[str, Callable[[], Found | str]] = {"nvidia": probe_nvidia, "amd": probe_amd}
+PROBES |= {"intel": probe_intel, "apple": probe_apple}
 
 
 def detect(use_accelerators: bool = True) -> Hardware:

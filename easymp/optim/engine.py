@@ -56,16 +56,10 @@ class Engine:
     easymp's own optimizers choose kernels inside their `step`.
 
     Args:
-        optimizer: the one that `prepare` steps.
         free: False leaves gradients to be changed in memory, always.
-        ema_decay: of averages of the weights.
         masters: of low-precision parameters, in the optimizer's groups; kernels read and write the parameters themselves.
         failed: called with the reason when the kernels give way.
         scaled: whether there is a loss scale.
-
-    Attributes:
-        kernels: the step by our kernels; None where torch steps.
-        reason: why it is this one, in words.
     """
 
     def __init__(
@@ -80,7 +74,7 @@ class Engine:
     ) -> None:
         sharded = isinstance(optimizer, ShardedOptimizer)
         inner: Any = optimizer.twin if sharded else optimizer
-        self.optimizer, self.reason = optimizer, ""
+        self.optimizer, self.reason = optimizer, ""  # why it is this engine, in words
         self.counting = self._whole = counting or Counting()
         self.averages = Averages(lambda parameter: holder_of(optimizer, parameter), ema_decay)
         self._own = inner if isinstance(inner, FusedOptimizer) else None

@@ -57,9 +57,6 @@ class Options:
             `stochastic_rounding`: rounded to the nearest, a second moment that falls by a thousandth a step stays where it is.
         stochastic_rounding: seed of the rounding of bf16 parameters and states, up with the probability of the part that is cut off;
             True is 0. See `easymp.cuda.rounding`. SGD's and Lion's states have no step: in a resumed run their bits begin anew.
-
-    Raises:
-        SettingError: one of them is out of range, or bf16 states without `stochastic_rounding`.
     """
 
     ema_decay: float | None = None
@@ -137,12 +134,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         launcher = launcher_of(self, lambda: self.rule) if wanted else "fused=False was asked for"
         if isinstance(launcher, str):
             return self._by_torch(launcher)
+        how: Any = {"ema_decay": self.options.ema_decay, "state_dtype": self.options.state_dtype}
         kernels = cuda.FusedStep(
-            *(self, self.rule, launcher),
-            ema_decay=self.options.ema_decay,
-            state_dtype=self.options.state_dtype,
-            rounding=self.rounding,
-            copies=self._copies,
+            self, self.rule, launcher, rounding=self.rounding, copies=self._copies, **how
         )
         return StepChoice("CuPy", "our kernels run on this device", kernels)
 
@@ -166,10 +160,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.do_without(str(error))
 
     def round_from(self, seed: int) -> bool:
-        """Round bf16 parameters stochastically from here on; False where masters are needed instead.
-
-        Unless the options ask for it, a rule whose state has no step (SGD, Lion) does not: a resumed run would draw other bits.
-        """
+        """Round bf16 parameters stochastically from here on; False where masters are needed instead."""
+        # A rule whose state has no step (SGD, Lion) does so only if the options ask for it: a resumed run would draw other bits.
         if self.options.rounding is None and self.rule.counts:
             self.options = replace(self.options, stochastic_rounding=seed)
             self._chosen = None
@@ -180,8 +172,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Of bf16 parameters and states."""
         rounding = self.options.rounding
         return rounding if rounding is None or self.first is None else replace(rounding, first=self.first)
-
-    # -- the step -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -259,8 +249,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 to.copy_(cuda.stochastic(value, key, role, rounding.first(parameter)))
             elif to.dtype != value.dtype:
                 to.copy_(value)
-
-    # -- norms over the ranks, and clipping -----------------------------------------------------------------------------
 
     def _copies(self, parameter: Any) -> int:
         """The number of ranks that hold each element of `parameter`, of those that are added up."""

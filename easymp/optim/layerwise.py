@@ -404,7 +404,7 @@ class LARC(FusedOptimizer):
         pull = torch.where(moves, -decay if group.get("maximize") else decay, 0.0)
         return (wide(g) + pull * wide(p)) * torch.where(moves, factor, 1.0)
 
-    # -- attributes and state, of the optimizer inside ------------------------------------------------------------------
+    # Attributes and state are those of the optimizer inside.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -44,9 +44,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
     which steps by itself: without the run's window, loss scale and kernels.
 
     Args:
-        optimizer: the one that steps.
-        window: of the run.
-        scaler: of the run.
         given: the user's optimizer, where the strategy steps another one in its place.
         masters: fp32 parameters that `given` holds in place of low-precision ones.
         sums: of gradients over the window, forgotten with the gradients.

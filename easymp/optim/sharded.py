@@ -131,10 +131,8 @@ class RowGather:
 
 # torch's optimizers that step element by element: parts of their parameters do as well as whole ones. Others may read whole matrices
 # (Muon does), and step on DTensors, whose norms and products are those of the whole matrix.
-ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in "Adam AdamW SGD Adagrad RMSprop Adadelta Adamax NAdam RAdam ASGD Rprop".split()
-)
+_NAMES = "Adam AdamW SGD Adagrad RMSprop Adadelta Adamax NAdam RAdam ASGD Rprop".split()
+ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _NAMES)
 # Before this torch, a DTensor that is a pending sum adds a number on each rank: `p.norm() + eps`, `p.sum() + 1` are wrong.
 SUMS_ARE_RIGHT = (2, 11)
 
@@ -204,8 +202,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._follow()
         given.register_step_pre_hook(_refuse_alone)
         _taken.add(given)
-
-    # -- the twin -----------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         """Give the twin the param groups and the state that `given` has now."""
@@ -277,7 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's rows of `whole` as the twin wants them, a view."""
         cut_here = hasattr(whole, "to_local")  # a gradient under shard_gradients
-        here = local(whole) if cut_here else cut(whole, self.world.rank, self.world.size)
+        here = local(whole) if cut_here else self.rows(whole)
         return here if self._plain else self._distributed(here, parameter, parameter if cut_here else whole)
 
     def _cut(self, parameter: Tensor, value: Any) -> Any:
@@ -289,11 +285,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if value.ndim == 0 and (self._plain or parameter.ndim):
             return value.clone()
         value = value.to(parameter.device)
-        rank, size = self.world.rank, self.world.size
         if self._plain:
-            return (cut(value, rank, size) if value.shape == parameter.shape else value).clone()
+            return (self.rows(value) if value.shape == parameter.shape else value).clone()
         rowwise = bool(value.ndim and parameter.ndim and value.shape[0] == parameter.shape[0])
-        here = cut(value, rank, size) if rowwise else value
+        here = self.rows(value) if rowwise else value
         return self._distributed(here.clone(), parameter, value, rowwise)
 
     def _distributed(self, here: Tensor, parameter: Tensor, whole: Tensor, rowwise: bool = True) -> Tensor:
@@ -308,8 +303,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return DTensor.from_local(
             here, self._meshes[kind], [placement], run_check=False, shape=whole.shape, stride=whole.stride()
         )
-
-    # -- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update on all ranks together; `closure` is called once, before it."""
@@ -382,8 +375,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """torch's word for an optimizer that reads `found_inf`."""
         return takes_found_inf(self._twin)
 
-    # -- attributes and state -------------------------------------------------------------------------------------------
-
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.given.param_groups
@@ -444,7 +435,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return value.full_tensor().cpu()
         if self._is_cut(parameter, value):
             whole = value.new_empty(parameter.shape)
-            cut(whole, self.world.rank, self.world.size).copy_(value)
+            self.rows(whole).copy_(value)
             RowGather([whole], self.world, self._cap)()
             return whole.cpu()
         return value.detach().cpu().clone()

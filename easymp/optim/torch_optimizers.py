@@ -276,10 +276,7 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
     Loshchilov and Hutter, arXiv:1711.05101. Arguments that are not listed here are torch's.
 
     Args:
-        options: as in `Adam`.
-
-    Raises:
-        SettingError: one of our options is out of range.
+        options: as in `Adam`, with its errors.
 
     Example:
         >>> from easymp.optim import AdamW
@@ -309,10 +306,7 @@ class SGD(TorchOptimizer, torch.optim.SGD):
     Nesterov's momentum: Sutskever et al., 2013. Arguments that are not listed here are torch's.
 
     Args:
-        options: as in `Adam`.
-
-    Raises:
-        SettingError: one of our options is out of range.
+        options: as in `Adam`, with its errors.
 
     Example:
         >>> from easymp.optim import SGD
@@ -341,10 +335,7 @@ class Adagrad(TorchOptimizer, torch.optim.Adagrad):
     Duchi, Hazan and Singer, JMLR 12, 2011. Arguments that are not listed here are torch's.
 
     Args:
-        options: as in `Adam`.
-
-    Raises:
-        SettingError: one of our options is out of range.
+        options: as in `Adam`, with its errors.
 
     Example:
         >>> from easymp.optim import Adagrad

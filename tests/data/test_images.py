@@ -31,29 +31,18 @@ def test_after_a_prepared_loader_reads_it():
     assert torch.equal(torch.cat([normalize(batch) for (batch,) in loader]), normalize(images))
 
 
-@pytest.mark.parametrize(
-    ("images", "words"),
-    [
-        (torch.zeros(2, 3, 4, 4), "uint8"),
-        (torch.zeros(3, 4, 4, dtype=torch.uint8), "four dimensions"),
-        (torch.zeros(2, 4, 4, 3, dtype=torch.uint8), "layout"),
-    ],
-)
-def test_other_batches_are_refused(images, words):
-    with pytest.raises(BatchError, match=words):
-        NormalizeImages(MEAN, STD)(images)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_other_batches_and_settings_are_refused():
+    byte = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
+    for images, words in ((byte.float(), "uint8"), (byte[0], "four dimensions"), (byte, "layout")):
+        with pytest.raises(BatchError, match=words):
+            NormalizeImages(MEAN, STD)(images)
+    wrong = [
         {"std": (0.1, 0.2)},
         {"std": (0.1, 0.2, 0.0)},
         {"mean": ()},
         {"dtype": torch.float64},
         {"layout": "HWC"},
-    ],
-)
-def test_settings_of_no_use_are_refused(wrong):
-    with pytest.raises(SettingError):
-        NormalizeImages(**{"mean": MEAN, "std": STD, **wrong})
+    ]
+    for words in wrong:
+        with pytest.raises(SettingError):
+            NormalizeImages(**{"mean": MEAN, "std": STD, **words})

@@ -1,6 +1,6 @@
 """Machines that are not here, as their probes would record them. Memory is what torch shows, to a hundredth of a GiB.
 
-Written out, not derived: `test_derived.py` holds the derivations against this table, and other rooms decide from it.
+Written out, not derived: test_accelerators.py holds the derivations against this table, and other tests decide from it.
 """
 
 from easymp import Hardware
@@ -27,18 +27,9 @@ EPYC = CPU("AMD EPYC 7742 64-Core Processor", "x86_64", 128, 256, 8, _gib(1007.0
 GENOA = CPU("AMD EPYC 9654 96-Core Processor", "x86_64", 192, 384, 2, _gib(1511.0), ZEN4_FEATURES)
 SAPPHIRE = CPU("Intel(R) Xeon(R) Platinum 8480C", "x86_64", 112, 224, 2, _gib(2015.0), SAPPHIRE_FEATURES)
 GRANITE = CPU("Intel(R) Xeon(R) 6960P", "x86_64", 144, 288, 4, _gib(2267.0), GRANITE_FEATURES)
-GRAVITON = CPU(
-    "Neoverse-V2",
-    "aarch64",
-    64,
-    64,
-    1,
-    _gib(247.0),
-    frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm", "sve", "sve_bf16"}),
-)
-M3 = CPU(
-    "Apple M3 Max", "arm64", 16, 16, 1, _gib(64.0), frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm"})
-)
+NEON = frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm"})
+GRAVITON = CPU("Neoverse-V2", "aarch64", 64, 64, 1, _gib(247.0), NEON | {"sve", "sve_bf16"})
+M3 = CPU("Apple M3 Max", "arm64", 16, 16, 1, _gib(64.0), NEON)
 
 
 def _nvidia(
@@ -51,21 +42,20 @@ def _nvidia(
 
 
 def _other(cpu: CPU, vendor: str, device: Device) -> Hardware:
-    return Hardware(
-        cpu, (device,), vendor, looked_for=("no NVIDIA GPU: this torch 2.13.0 is built without CUDA",)
-    )
+    missing = ("no NVIDIA GPU: this torch 2.13.0 is built without CUDA",)
+    return Hardware(cpu, (device,), vendor, looked_for=missing)
 
 
 def _cpu(cpu: CPU) -> Hardware:
     wanted = (("NVIDIA", "CUDA"), ("AMD", "ROCm"), ("Intel", "XPU"), ("Apple", "MPS"))
-    return Hardware(
-        cpu,
-        looked_for=tuple(
-            f"no {who} GPU: this torch 2.13.0+cpu is built without {what}" for who, what in wanted
-        ),
-    )
+    missing = "no {} GPU: this torch 2.13.0+cpu is built without {}"
+    return Hardware(cpu, looked_for=tuple(missing.format(*each) for each in wanted))
 
 
+HALF = {"bf16": True, "fp16": True}
+CDNA = frozenset({"fp16", "bf16", "fp8"})
+MI300X = Device("cuda", 0, "AMD Instinct MI300X", _gib(191.69), None, "gfx942", CDNA, **HALF)
+MAX_1550 = Device("xpu", 0, "Intel(R) Data Center GPU Max 1550", _gib(64.0), tensor_cores=AMPERE, **HALF)
 MACHINES: dict[str, Hardware] = {
     "P100": _nvidia(XEON, "Tesla P100-PCIE-16GB", (6, 0), 15.89, frozenset()),
     "V100": _nvidia(XEON, "Tesla V100-SXM2-16GB", (7, 0), 15.77, frozenset({"fp16"})),
@@ -79,33 +69,8 @@ MACHINES: dict[str, Hardware] = {
     "8xH100": _nvidia(SAPPHIRE, "NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOPPER, 8, "NVLink"),
     "B200": _nvidia(GRANITE, "NVIDIA B200", (10, 0), 178.35, BLACKWELL),
     "RTX 5090": _nvidia(LAPTOP, "NVIDIA GeForce RTX 5090", (12, 0), 31.36, BLACKWELL),
-    "MI300X": _other(
-        GENOA,
-        "amd",
-        Device(
-            "cuda",
-            0,
-            "AMD Instinct MI300X",
-            _gib(191.69),
-            architecture="gfx942",
-            tensor_cores=frozenset({"fp16", "bf16", "fp8"}),
-            bf16=True,
-            fp16=True,
-        ),
-    ),
-    "Intel XPU": _other(
-        SAPPHIRE,
-        "intel",
-        Device(
-            "xpu",
-            0,
-            "Intel(R) Data Center GPU Max 1550",
-            _gib(64.0),
-            tensor_cores=frozenset({"fp16", "bf16", "tf32"}),
-            bf16=True,
-            fp16=True,
-        ),
-    ),
+    "MI300X": _other(GENOA, "amd", MI300X),
+    "Intel XPU": _other(SAPPHIRE, "intel", MAX_1550),
     "M-series Mac": _other(M3, "apple", Device("mps", 0, "Apple M3 Max GPU", _gib(48.0), bf16=True)),
     "laptop CPU": _cpu(LAPTOP),
     "Zen 4 server": _cpu(GENOA),

@@ -1,4 +1,4 @@
-"""The processor: instructions, and the limits of control groups, on trees laid out as kernels and container runtimes lay them out."""
+"""The processor: instructions, limits of control groups and NUMA nodes, on trees laid out as kernels and container runtimes do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from easymp import detect
-from easymp.hardware import CPU, cpu
+from easymp.hardware import CPU, accelerators, cpu
 
 GIB = 2**30
 NONE = 9223372036854771712  # version 1's "no limit"
@@ -115,11 +115,7 @@ def v1(*values):
     [
         ({"proc/cpuinfo": ""}, None, None),
         (v2("/", {"memory.max": 4 * GIB, "cpu.max": "150000 100000"}), 4 * GIB, 1.5),
-        (
-            v2("/a/b", {"a/memory.max": "max", "a/b/memory.max": "max", "a/b/cpu.max": "max 100000"}),
-            None,
-            None,
-        ),
+        (v2("/a/b", {"a/memory.max": "max", "a/b/memory.max": "max", "a/b/cpu.max": "max 1000"}), None, None),
         (v2("/slurm/job/step", NESTED), 8 * GIB, 2.0),  # an ancestor's limit counts
         # the host's path in a container: the mount is the group
         (v2("/docker/abc", {"memory.max": 2 * GIB}), 2 * GIB, None),
@@ -150,3 +146,68 @@ def test_numa_nodes_with_processors_count(tree):
     lists = {"node0/cpulist": "0-3", "node1/cpulist": "4-7", "node2/cpulist": "", "online": "0-2"}
     assert cpu.numa_nodes(tree({f"{nodes}/{name}": text for name, text in lists.items()})) == 2
     assert cpu.numa_nodes(tree({}) / "proc") == 1
+
+
+# -- the cores that ranks get of NUMA nodes -----------------------------------------------------------------------------
+
+
+def test_cores_of_nodes_are_those_that_this_process_may_use(tree):
+    lists = enumerate(("0-3,8-11", "4-7,12-15", ""))  # the third has memory only
+    root, everything = (
+        tree({f"sys/devices/system/node/node{i}/cpulist": cores for i, cores in lists}),
+        frozenset(range(16)),
+    )
+    assert cpu.nodes(root, everything) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
+    assert cpu.nodes(root, frozenset({1, 2, 5})) == {0: {1, 2}, 1: {5}}
+    assert cpu.nodes(root, frozenset({1, 2})) == {0: {1, 2}}  # taskset, or a cpuset of a control group
+    assert cpu.nodes(root / "nowhere", everything) == {}
+
+
+def test_the_nodes_of_cards_in_torchs_order(tree, monkeypatch):
+    devices = {"0000:3b:00.0": 1, "0001:af:00.0": -1, "0000:17:00.0": 0}  # -1: the firmware does not say
+    root = tree({f"sys/bus/pci/devices/{address}/numa_node": node for address, node in devices.items()})
+    near = [accelerators.near(address, root) for address in ("00000000:3B:00.0", "00000001:AF:00.0")]
+    assert near == [1, None]
+    assert accelerators.near("00000000:00:00.0", root) is accelerators.near(None, root) is None
+    cards = [types.SimpleNamespace(address=f"00000000:{bus}:00.0") for bus in ("3B", "17")]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(accelerators, "read_nvml", lambda: types.SimpleNamespace(cards=cards))
+    assert accelerators.gpu_nodes(root) == [1, 0]
+    monkeypatch.setattr(accelerators, "read_nvml", lambda: None)
+    assert accelerators.gpu_nodes(root) == [None, None]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert accelerators.gpu_nodes(root) == []
+
+
+A, B, C, D = (frozenset(range(start, start + 4)) for start in (0, 4, 8, 12))
+
+
+@pytest.mark.parametrize(
+    ("processes", "nodes", "gpus", "chosen"),
+    [
+        (2, {0: A, 1: B}, [], [A, B]),
+        (4, {0: A, 1: B}, [], [A, A, B, B]),
+        (2, {0: A, 1: B, 4: C, 5: D}, [], [A | B, C | D]),
+        (3, {0: A, 1: B}, [], [A, A, B]),  # 8 cores give each of 3 ranks 2 in any case
+        # Two would share 8 cores, which gives them 4 of the 5 that are theirs.
+        (3, {0: A | B, 1: C | D}, [], []),
+        (2, {0: A, 1: frozenset({4})}, [], []),  # the second would have one core
+        (2, {0: A}, [], []),
+        (2, {}, [], []),
+        (2, {0: A, 1: B}, [1, 0], [B, A]),
+        (2, {0: A, 1: B}, [0, 0], [A, A]),  # half of what they might have, where their GPUs are
+        (4, {0: A, 1: B, 2: C, 3: D}, [0, 0, 0, 0], []),  # a quarter
+        (2, {0: A, 1: B}, [0, None], []),
+        (2, {0: A, 1: B}, [0, 7], []),  # a node of which no core may be used
+        (2, {0: A, 1: B}, [0], []),  # more ranks than GPUs
+    ],
+)
+def test_which_rank_gets_which_cores(processes, nodes, gpus, chosen):
+    assert cpu.choose(processes, nodes, gpus) == chosen
+
+
+def test_threads_follow_the_cores(monkeypatch):
+    monkeypatch.setattr(cpu, "nodes", lambda: {0: A, 1: B})
+    assert cpu.rank_cores(2, 8, [1, 1]) == ([B, B], 2)
+    assert cpu.rank_cores(2, 8, []) == ([A, B], 4)
+    assert cpu.rank_cores(1, 8, []) == ([], 8)  # one process may have the machine
