@@ -33,11 +33,9 @@ class Run:
         self.step = FusedStep(self.mine, ADAM, CompiledLauncher())
 
     def _groups(self, parameters, groups):
-        return (
-            parameters
-            if groups is None
-            else [{"params": [parameters[i] for i in of], **rest} for of, rest in groups]
-        )
+        if groups is None:
+            return parameters
+        return [{"params": [parameters[i] for i in of], **rest} for of, rest in groups]
 
     def __call__(self, which=None, measured=True):
         for i, (p, q) in enumerate(zip(self.ours, self.theirs)):
