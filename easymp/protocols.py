@@ -146,17 +146,13 @@ class Layout(NamedTuple):
 
 
 class Counting(NamedTuple):
-    """How the ranks compute Σ g² over all gradients, each element once.
+    """How the ranks compute Σ g² over all gradients, each element once."""
 
-    Attributes:
-        copies: number of ranks, among those that `add` sums over, that hold each element of a parameter's gradient; 0: other ranks
-            count it.
-        add: sums a tensor over the ranks, in place; None: gradients are whole on every rank.
-        settle: gives a parameter's gradient the layout of the parameter; a collective.
-    """
-
+    # Ranks, among those that `add` sums over, that hold each element of a parameter's gradient; 0: other ranks count it.
     copies: Callable[[Tensor], int] = lambda parameter: 1
+    # Sums a tensor over the ranks, in place; None: gradients are whole on every rank.
     add: Callable[[Tensor], None] | None = None
+    # Gives a parameter's gradient the layout of the parameter; a collective.
     settle: Callable[[Tensor], None] = lambda parameter: None
 
 
@@ -172,9 +168,7 @@ class Strategy(Protocol):
     sharded: ClassVar[bool]  # no rank holds the whole model; `wrap` gives meta parameters values part by part
     splits_layers: ClassVar[bool]  # layers compute with parts of their tensors
     local_updates: ClassVar[bool]  # ranks update by themselves, and parameters are averaged now and then
-    replicated: ClassVar[
-        bool
-    ]  # plain parameters are equal on all ranks (with `local_updates`: when averaged)
+    replicated: ClassVar[bool]  # plain parameters are equal on all ranks, or will be when averaged
     masters: ClassVar[bool]  # optimizers can step fp32 copies in place of low-precision parameters
     late_loss: ClassVar[bool]  # the result of `loss` has its value only after backward
     data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
@@ -185,9 +179,7 @@ class Strategy(Protocol):
     no_double_backward: str  # why a gradient of a gradient is refused; "" where it works
     only_forward: str  # why methods cannot be called as forward is, as "has …"; "" where they can
     sums: bool  # fp32 gradient sums are kept outside: under no_sync `.grad` is local, and `average` reduces
-    reduces_each: (
-        bool | None
-    )  # each micro-batch reduces gradients to shards; None: memory decides, before `wrap`
+    reduces_each: bool | None  # each micro-batch reduces gradients to shards; None: memory decides
     options: Any  # of type `Options`, where `reduces_each` can be None
 
     @staticmethod
@@ -195,12 +187,7 @@ class Strategy(Protocol):
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
-        """Compute the part of `model` that one rank holds, before `wrap`.
-
-        Args:
-            options: of type `Options`.
-            size, local_size: ranks, and ranks of a node.
-        """
+        """The part of `model` that one rank holds, before `wrap`; with `size` ranks, and `local_size` on a node."""
         ...
 
     def wrap(
@@ -231,10 +218,7 @@ class Strategy(Protocol):
     ) -> Tensor:
         """The loss of a batch, ready for backward: ``loss_fn(call(*args, **kwargs), target)``, without a `target` of None.
 
-        Args:
-            module: the result of `wrap`.
-            call: calls it.
-            summed: the loss is a sum over the batch, not a mean.
+        `call` calls `module`, the result of `wrap`; a `summed` loss is a sum over the batch, not a mean.
         """
         ...
 
@@ -284,8 +268,7 @@ class Strategy(Protocol):
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         """The module to call after the run has released `model`, the result of `wrap`. Not a collective.
 
-        Args:
-            alone: this rank's module without the strategy, which is the result where it is whole.
+        It is `alone`, this rank's module without the strategy, where that is whole.
         """
         ...
 
@@ -347,7 +330,7 @@ class Tracker(Protocol):
     name: str
 
     def start(self, run: str, config: Mapping[str, Any]) -> None:
-        """Begin a run, or continue it after a resume.
+        """Begin the run of this name, or continue it after a resume.
 
         Args:
             run: its name.

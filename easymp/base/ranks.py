@@ -29,25 +29,19 @@ class Ranks(NamedTuple):
     """This process among all processes of the run.
 
     Attributes:
-        local_rank, local_size: on this node.
-        announced: by "RANK and WORLD_SIZE", "the process group", "Slurm's srun" and so on; ``""`` for a process alone.
-        bound: it sees one accelerator only, chosen for it by the launcher (as Slurm's --gpus-per-task does).
-        meeting: rank 0's address and port, where MASTER_ADDR and MASTER_PORT do not say them.
-        alone: why there is one process.
         unknown: "rank": local_rank and local_size stand for one machine until `locate` counts them by host; "size": local_size does.
-        device: number of the accelerator that the opener of the process group chose, where it says one.
     """
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # on this node
     local_size: int = 1
-    announced: str = ""
-    bound: bool = False
-    meeting: tuple[str | None, int | None] | None = None
-    alone: str = "no launcher announced others"
+    announced: str = ""  # by "RANK and WORLD_SIZE", "Slurm's srun" and so on; "" for a process alone
+    bound: bool = False  # the launcher lets it see one accelerator only (Slurm's --gpus-per-task)
+    meeting: tuple[str | None, int | None] | None = None  # rank 0's address and port, if not MASTER_ADDR's
+    alone: str = "no launcher announced others"  # why there is one process
     unknown: str = ""
-    device: int | None = None
+    device: int | None = None  # number of the accelerator that the opener of the process group chose
 
     @property
     def nodes(self) -> int:
@@ -55,48 +49,33 @@ class Ranks(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """A launcher and its variables; ``""`` where it has none.
+    """A launcher and its variables; ``""`` where it has none."""
 
-    Attributes:
-        name: for messages, as a singular.
-        rank, size: this process among all; of a launcher with `each`, this node among all nodes.
-        local_rank, local_size: on this machine.
-        address, port: where rank 0 listens. Of most launchers MASTER_ADDR and MASTER_PORT go before them.
-        job: the job's identifier, the same in all processes, of which a port is made.
-        each: number of processes that each node starts.
-        read: finds this process; returns the reason why it trains alone, or ``""`` where nothing is announced.
-    """
-
-    name: str
-    rank: str
+    name: str  # for messages, as a singular
+    rank: str  # of this process among all; of a launcher with `each`, of this node among all nodes
     size: str
-    local_rank: str = ""
+    local_rank: str = ""  # on this machine
     local_size: str = ""
-    address: str = "MASTER_ADDR"
+    address: str = "MASTER_ADDR"  # where rank 0 listens; of most launchers MASTER_ADDR goes first
     port: str = "MASTER_PORT"
-    job: str = ""
-    each: str = ""
+    job: str = ""  # the same in all processes; a port is made of it
+    each: str = ""  # number of processes that each node starts
+    # Finds this process; returns the reason why it trains alone, or "" where nothing is announced.
     read: Callable[[Launcher], Announced | str] = lambda launcher: ""
 
 
 class Announced(NamedTuple):
-    """This process among all that a launcher announced; None where it does not say something.
-
-    Attributes:
-        rank, size: this process among all; where `processes` is not 1, this node among all nodes.
-        most: nodes that may take part, where they come and go.
-        processes: to be started by each node; 1 where this process is a rank, 0 where the number is the node's accelerators.
-    """
+    """This process among all that a launcher announced; None where it does not say something."""
 
     by: Launcher
-    rank: int | None
+    rank: int | None  # of this process among all; where `processes` is not 1, of this node among all nodes
     size: int
     local_rank: int | None = None
     local_size: int | None = None
     address: str | None = None
     port: int | None = None
-    most: int | None = None
-    processes: int = 1
+    most: int | None = None  # nodes that may take part, where they come and go
+    processes: int = 1  # to be started by each node; 0: as many as it has accelerators
 
 
 def read_ranks() -> Ranks:
@@ -227,11 +206,9 @@ def _local(launcher: Launcher, size: int) -> tuple[int | None, int | None]:
 
 def _read_explicit(launcher: Launcher) -> Announced | str:
     pair, address = _pair(launcher), env.read(launcher.address) or None
-    return (
-        Announced(launcher, *pair, *_local(launcher, pair[1]), address, env.integer(launcher.port))
-        if pair
-        else ""
-    )
+    if pair is None:
+        return ""
+    return Announced(launcher, *pair, *_local(launcher, pair[1]), address, env.integer(launcher.port))
 
 
 # -- nodes that start their processes ----------------------------------------------------------------------------------
@@ -242,14 +219,12 @@ def _read_pods(launcher: Launcher) -> Announced | str:
     if _within_torchrun():
         return ""
     text, each = env.read(launcher.size) or "1", env.read(launcher.each) or "1"
-    nodes = re.fullmatch(r"\s*([1-9]\d*)(?::(\d+))?\s*", text)
+    nodes, check = re.fullmatch(r"\s*([1-9]\d*)(?::(\d+))?\s*", text), "check the job's settings"
     if nodes is None or int(nodes[1]) > int(nodes[2] or nodes[1]):
-        raise WorldError(
-            f"PET_NNODES={text!r} is not a number of nodes, such as 2 or 1:4: check the job's settings"
-        )
+        raise WorldError(f"PET_NNODES={text!r} is not a number of nodes, such as 2 or 1:4: {check}")
     if re.fullmatch(r"[1-9]\d*|auto|gpu|cpu|xpu", each) is None:
         raise WorldError(
-            f"PET_NPROC_PER_NODE={each!r} is not a number of processes, such as 8 or auto: check the job's settings"
+            f"PET_NPROC_PER_NODE={each!r} is not a number of processes, such as 8 or auto: {check}"
         )
     least, most = int(nodes[1]), int(nodes[2] or nodes[1])
     processes = int(each) if each.isdecimal() else 0  # by the node's accelerators
@@ -260,15 +235,11 @@ def _read_pods(launcher: Launcher) -> Announced | str:
     address = env.read(launcher.address) or host or env.read("MASTER_ADDR") or None
     otherwise = int(port) if port.isdecimal() else env.integer("MASTER_PORT", PORT)
     if rank is not None and not 0 <= rank < most:
-        raise WorldError(
-            f"{said(launcher.size)} and node rank {rank} contradict each other: check the job's settings"
-        )
-    for name, absent in (
-        (launcher.rank, rank is None and most == least),
-        (launcher.address, address is None),
-    ):
-        if absent and most > 1:
-            raise _missing(launcher.size, name)
+        raise WorldError(f"{said(launcher.size)} and node rank {rank} contradict each other: {check}")
+    if most > 1 and rank is None and most == least:
+        raise _missing(launcher.size, launcher.rank)
+    if most > 1 and address is None:
+        raise _missing(launcher.size, launcher.address)
     place = address, env.integer(launcher.port, otherwise), most if most > least else None
     return Announced(launcher, rank, least, None, None, *place, processes)
 
@@ -350,9 +321,8 @@ def _read_slurm(launcher: Launcher) -> Announced | str:
     if local is None:
         raise _missing(launcher.rank, launcher.local_rank)
     # A step may run on some of the job's nodes only.
-    nodes = (
-        env.read("SLURM_STEP_NODELIST") or env.read("SLURM_NODELIST") or env.read(launcher.address) or None
-    )
+    lists = map(env.read, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", launcher.address))
+    nodes = next(filter(None, lists), None)
     address, port, job = env.read("MASTER_ADDR"), env.integer(launcher.port), env.read(launcher.job, "")
     for missing, name, use in (
         (not address and not nodes, launcher.address, "MASTER_ADDR"),
@@ -369,10 +339,8 @@ def _read_slurm(launcher: Launcher) -> Announced | str:
 
 def _slurm_local_size(local: int, size: int, nodes: str | None) -> int:
     """Number of tasks on this node. SLURM_TASKS_PER_NODE "4(x2),3" means two nodes with four tasks each, and one with three."""
-    text, node = (
-        env.read("SLURM_STEP_TASKS_PER_NODE") or env.read("SLURM_TASKS_PER_NODE"),
-        env.integer("SLURM_NODEID", 0),
-    )
+    text = env.read("SLURM_STEP_TASKS_PER_NODE") or env.read("SLURM_TASKS_PER_NODE")
+    node = env.integer("SLURM_NODEID", 0)
     if not text:
         each = env.integer("SLURM_NTASKS_PER_NODE") or (-(-size // len(hosts(nodes))) if nodes else 1)
         return max(local + 1, each)

@@ -93,12 +93,7 @@ class Asked(NamedTuple):
 
 
 def read_arguments(given: Mapping[str, Any]) -> Asked:
-    """Read the arguments of an Accelerator, by name, with the other sources of settings, and make the plan.
-
-    Raises:
-        SettingError: a wrong name or value, or two arguments that contradict each other.
-        RefusedError: something that was asked for cannot run here.
-    """
+    """Read the arguments of an Accelerator, by name, with the other sources of settings, and make the plan."""
     asked = {name: value for name, value in given.items() if name in NAMES}
     handlers = by_kind(given["kwargs_handlers"])
     group = handlers.get(InitProcessGroupKwargs)
@@ -150,22 +145,13 @@ def read_arguments(given: Mapping[str, Any]) -> Asked:
             f"nonfinite='skip' with comm_hook={spread.comm_hook!r}, which remembers what it did not send: a gradient that is not "
             "finite would stay in it for good. Use nonfinite='raise', or another comm_hook"
         )
+    accumulation = plugin or GradientAccumulationPlugin(plan.accumulation.value)
+    loading = options("dataloader_config", DataLoaderConfiguration)
+    autocast, profiling = handlers.get(AutocastKwargs, AutocastKwargs()), handlers.get(ProfileKwargs)
+    backend = group.backend if group else None
     return Asked(
-        settings,
-        plan,
-        strategy,
-        spread,
-        project,
-        plugin or GradientAccumulationPlugin(plan.accumulation.value),
-        options("dataloader_config", DataLoaderConfiguration),
-        scaling,
-        scaled,
-        handlers.get(AutocastKwargs) or AutocastKwargs(),
-        compiled,
-        recompute,
-        handlers.get(ProfileKwargs),
-        own,
-        group.backend if group else None,
+        *(settings, plan, strategy, spread, project, accumulation, loading, scaling, scaled),
+        *(autocast, compiled, recompute, profiling, own, backend),
     )
 
 

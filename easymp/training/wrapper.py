@@ -53,11 +53,7 @@ def forward_method(method: Method) -> Method:
 
 
 def forward_methods(models: Sequence[nn.Module], names: str | Sequence[str]) -> list[tuple[str, ...]]:
-    """The forward methods of each of `models`: decorated ones, and those of `names` that its class has.
-
-    Raises:
-        PrepareError: a name that is a method of none of the models.
-    """
+    """The forward methods of each of `models`: decorated ones, and those of `names` that its class has."""
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if any(isinstance(getattr(model, name, None), nn.Module) for model in models):
@@ -142,14 +138,12 @@ class Route:
         torch.compile of a whole model has compiled forward: its method runs as it is, with compiled blocks.
         """
         original, own = self.original, vars(self.original)
-        before = own.get("forward")
+        before = {"forward": own["forward"]} if "forward" in own else {}
         compiled = []
 
         def restore() -> None:
-            if before is None:
-                own.pop("forward", None)
-            else:
-                own["forward"] = before
+            own.pop("forward", None)
+            own.update(before)
 
         def once(*args: Any, **kwargs: Any) -> Any:
             restore()  # the method calls the model's own forward
