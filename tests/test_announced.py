@@ -21,25 +21,14 @@ from easymp import Accelerator, SettingError, WorldError
 from easymp.cli import main
 
 ROOT = str(Path(__file__).resolve().parent.parent)
-PREFIXES = (
-    "OMPI_",
-    "MV2_",
-    "PMI_",
-    "PMIX_",
-    "MPI_LOCAL",
-    "PET_",
-    "SLURM_",
-    "SUBMITIT_",
-    "TORCHELASTIC_",
-    "SKYPILOT_",
+PREFIXES = tuple(
+    "OMPI_ MV2_ PMI_ PMIX_ MPI_LOCAL PET_ SLURM_ SUBMITIT_ TORCHELASTIC_ SKYPILOT_".split()  # of names
 )
-NAMES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT ENVIRONMENT EASYMP_LAUNCHER".split()
-)
+NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT ENVIRONMENT EASYMP_LAUNCHER"
 
 
 def announces(name: str) -> bool:
-    return name.startswith(PREFIXES) or name in NAMES
+    return name.startswith(PREFIXES) or name in NAMES.split()
 
 
 def clear() -> None:
@@ -303,10 +292,8 @@ def another_host(tmp_path) -> str:
     """In place of ssh: the command runs here, under the other host's name."""
     if NO_MPI:
         pytest.skip(NO_MPI)
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode
-    ):
+    try_it = "command -v unshare && unshare --uts true"
+    if subprocess.run(try_it, shell=True, capture_output=True, check=False).returncode:
         pytest.skip("needs hardware: two hosts, or a user who may run unshare --uts in their place")
     agent = tmp_path / "agent"
     agent.write_text('#!/bin/bash\nhost=$1; shift\nexec unshare --uts bash -c "hostname $host; $*"\n')

@@ -141,7 +141,7 @@ def first_takes_long(path: Path) -> tuple[bool, bool]:
     with Accelerator(cpu=True, timeout=1) as acc:
         with acc.main_process_first():
             if acc.is_main_process:
-                time.sleep(2.5)
+                time.sleep(1.5)
                 path.touch()
             first = path.exists()
         with acc.local_main_process_first():
@@ -154,7 +154,7 @@ def test_the_first_process_may_take_longer_than_the_timeout(ranks, tmp_path: Pat
 
 
 def first_is_gone(number: int, path: Path) -> None:
-    with Accelerator(cpu=True, timeout=3) as acc:
+    with Accelerator(cpu=True, timeout=2) as acc:
         if acc.is_main_process:
             path.write_text(str(os.getpid()))
         acc.wait_for_everyone()

@@ -26,13 +26,13 @@ def test_all_is_exactly_what_is_visible() -> None:
     assert set(namespace) - {"__builtins__"} == set(easymp.__all__)
 
 
-@pytest.mark.parametrize("name", easymp.__all__)
-def test_each_name_loads_and_says_what_it_is(name: str) -> None:
-    value = getattr(easymp, name)
-    assert getattr(easymp, name) is value
-    if inspect.isclass(value) or inspect.isfunction(value):
-        assert inspect.getdoc(value), name
-        assert value.__module__.startswith("easymp")
+def test_each_name_loads_and_says_what_it_is() -> None:
+    for name in easymp.__all__:
+        value = getattr(easymp, name)
+        assert getattr(easymp, name) is value
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), name
+            assert value.__module__.startswith("easymp")
 
 
 def test_type_checkers_see_each_name_where_it_is() -> None:
@@ -71,40 +71,37 @@ def test_a_wrong_name() -> None:
 OPTIONAL = "cupy matplotlib tensorboard wandb mlflow sklearn tqdm pandas pynvml accelerate lightning".split()
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Modules in a fresh interpreter after `statement`."""
-    code = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-        cwd=PACKAGE.parent,
-    )
-    return set(json.loads(done.stdout))
+def loaded_by(*statements: str) -> list[set[str]]:
+    """Modules in a fresh interpreter after each of `statements`."""
+    said = "import json, sys; print('modules', json.dumps(list(sys.modules)))"
+    code = "\n".join(f"{statement}\n{said}" for statement in statements)
+    how = {"capture_output": True, "text": True, "check": True, "timeout": 100, "cwd": PACKAGE.parent}
+    done = subprocess.run([sys.executable, "-c", code], **how)
+    lines = (line for line in done.stdout.splitlines() if line.startswith("modules "))
+    return [set(json.loads(line.removeprefix("modules "))) for line in lines]
 
 
 def test_import_easymp_imports_nothing_heavy() -> None:
-    assert loaded_by("import easymp; dir(easymp); easymp.__version__").isdisjoint(
-        {"torch", "numpy", "psutil", "safetensors", *OPTIONAL}
-    )
+    (used,) = loaded_by("import easymp; dir(easymp); easymp.__version__")
+    assert used.isdisjoint({"torch", "numpy", "psutil", "safetensors", *OPTIONAL})
 
 
-def test_the_accelerator_imports_nothing_optional() -> None:
-    """What torch brings along is torch's; what we add is none of these."""
-    torchs = loaded_by("import torch, torch.distributed, torch.utils.data, torch.nn.parallel")
-    ours = loaded_by("from easymp import *")
-    assert (ours - torchs).isdisjoint(OPTIONAL)
-
-
-def test_the_import_of_the_accelerator_loads_what_its_class_needs() -> None:
+def test_what_an_accelerator_loads_and_when() -> None:
     """Plan, settings, records, data, strategies … are loaded when an Accelerator is made: records are slow to define."""
-    ours = {name for name in loaded_by("from easymp import Accelerator") if name.startswith("easymp.")}
-    packages = ("data", "hardware", "launcher", "optim", "precision", "strategies", "trackers")
+    torchs, imported, made, whole = loaded_by(
+        "import torch, torch.distributed, torch.utils.data, torch.nn.parallel",
+        "from easymp import Accelerator",
+        "Accelerator(cpu=True).close()",
+        "from easymp import *",
+    )
+    ours = {name for name in imported if name.startswith("easymp.")}
+    packages = ("cuda", "data", "hardware", "launcher", "optim", "precision", "strategies", "trackers")
     assert not {name for name in ours if name.startswith(tuple(f"easymp.{package}." for package in packages))}
     assert ours.isdisjoint(f"easymp.{name}" for name in ("plan", "options", "settings", "training.prepare"))
     assert len(ours) < 40
+    assert {name for name in made if name.startswith("easymp.profiling.")} == set()
+    assert "fsspec" not in made
+    assert (whole - torchs).isdisjoint(OPTIONAL)  # what torch brings along is torch's
 
 
 STEP = """
@@ -122,7 +119,7 @@ acc.close()
 
 @pytest.mark.slow
 def test_a_step_on_one_cpu_process_loads_what_it_runs() -> None:
-    used = loaded_by(STEP)
+    (used,) = loaded_by(STEP)
     others = {
         f"easymp.{home.partition(':')[0]}"
         for home in [*STRATEGIES.homes.values(), *PRECISIONS.homes.values()]
@@ -130,10 +127,3 @@ def test_a_step_on_one_cpu_process_loads_what_it_runs() -> None:
     others -= {"easymp.strategies.single", "easymp.precision.policies"}
     assert used & others == set()
     assert {name for name in used if name.startswith("easymp.cuda.")} == set()
-
-
-def test_an_accelerator_loads_what_steps_and_saves_when_it_does() -> None:
-    waiting = "assert not [n for n in sys.modules if n.startswith(('easymp.cuda.', 'easymp.optim.'))]"
-    used = loaded_by(f"from easymp import Accelerator\nimport sys\n{waiting}\nAccelerator(cpu=True).close()")
-    assert {name for name in used if name.startswith("easymp.profiling.")} == set()
-    assert "fsspec" not in used

@@ -61,11 +61,8 @@ def joined(precision: str) -> tuple[int, float, list[torch.Tensor]]:
                     schedule.step()
                     optimizer.zero_grad()
                     seen += 1
-        return (
-            seen,
-            schedule.get_last_lr()[0] * acc.scaler.get_scale(),
-            [p.detach().clone() for p in model.parameters()],
-        )
+        rate = schedule.get_last_lr()[0] * acc.scaler.get_scale()
+        return seen, rate, [p.detach().clone() for p in model.parameters()]
 
 
 def test_joined_ranks_train_as_one_process_with_the_same_samples(ranks) -> None:
@@ -276,11 +273,15 @@ def through(strategy: str | None, way: str, how: dict[str, Any], named: bool = T
     return trained(strategy, Tower, way, how, names=("embed", "around") if named else ())
 
 
+def through_all(strategy: str | None) -> list[Any]:
+    ways = {"forward": 1, "methods": 1, "twice": 2}
+    return [through(strategy, way, {"gradient_accumulation_steps": n}) for way, n in ways.items()]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor_parallel"])
-@pytest.mark.parametrize("way", ["forward", "methods", "twice"])
-def test_methods_train_as_forward_does(ranks, strategy: str, way: str) -> None:
-    how = {"gradient_accumulation_steps": 2 if way == "twice" else 1}
-    assert far(ranks(through, strategy, way, how)[0], through(None, way, how)) < PRECISE
+def test_methods_train_as_forward_does(ranks, strategy: str) -> None:
+    for got, want in zip(ranks(through_all, strategy)[0], through_all(None)):
+        assert far(got, want) < PRECISE
 
 
 @pytest.mark.parametrize("way", ["embed", "child"])
@@ -342,9 +343,9 @@ def test_a_pipeline_runs_forward_alone(ranks) -> None:
 # -- what sharded ranks must do together --------------------------------------------------------------------------------
 
 
-def out_of_batches(strategy: str, calls: bool, leave: int) -> int:
+def out_of_batches(calls: bool, leave: int) -> int:
     config = DataLoaderConfiguration(even_batches=False)
-    with Accelerator(mixed_precision="no", strategy=strategy, dataloader_config=config, timeout=30) as acc:
+    with Accelerator(mixed_precision="no", strategy="fsdp", dataloader_config=config, timeout=30) as acc:
         data = TensorDataset(torch.randn(12, 8))
         model, loader = acc.prepare(Critic(), DataLoader(data, batch_size=4))
         seen = 0
@@ -357,17 +358,16 @@ def out_of_batches(strategy: str, calls: bool, leave: int) -> int:
         return seen
 
 
-@pytest.mark.parametrize("strategy", ["fsdp"])
-def test_sharded_ranks_say_that_one_is_out_of_batches(ranks, strategy: str) -> None:
-    for failure in ranks.fails(out_of_batches, strategy, True, 0):
+def test_sharded_ranks_say_that_one_is_out_of_batches(ranks) -> None:
+    for failure in ranks.fails(out_of_batches, True, 0):
         assert failure.type == "BatchError"
         assert "the ranks have 2, 1 batches in this pass" in failure.message
-    assert ranks(out_of_batches, strategy, True, 1) == [1, 1]
-    assert ranks(out_of_batches, strategy, False, 0) == [2, 1]
+    assert ranks(out_of_batches, True, 1) == [1, 1]
+    assert ranks(out_of_batches, False, 0) == [2, 1]
 
 
 def frozen_late(both: bool) -> float:
-    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=4) as acc:
+    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=2) as acc:
         model = acc.prepare(Critic())
         for step in range(2):
             if step and (both or acc.process_index):
