@@ -324,10 +324,8 @@ class Accelerator(Collectives, Checkpoints):
     def _refuse_in_backward(self, what: str) -> None:
         """Raises RefusedError where parameters are stepped in backward, which `what` would have to come before."""
         if self._in_backward:
-            raise RefusedError(
-                f"{what} under optimizer_in_backward=True, which steps each parameter as soon as its gradient is done: leave one of them "
-                "out"
-            )
+            words = "which steps each parameter as soon as its gradient is done: leave one of them out"
+            raise RefusedError(f"{what} under optimizer_in_backward=True, {words}")
 
     # -- properties
 
@@ -471,9 +469,8 @@ class Accelerator(Collectives, Checkpoints):
                 `easymp.forward_method` decorates need not be named.
 
         Returns:
-            The prepared objects in the same order; of one object, itself. A prepared model has the class, parameters and names of
-            the given one. An optimizer is a `PreparedOptimizer`, a loader a `PreparedLoader`, a scheduler a `PreparedScheduler`, each
-            with the attributes of the given one.
+            The prepared objects in the same order; of one object, itself. Models have the class, parameters and names of the given ones;
+            optimizers, loaders and schedulers (`PreparedOptimizer`, `PreparedLoader`, `PreparedScheduler`) their attributes.
 
         Raises:
             PrepareError: objects that do not fit together, or cannot be prepared; a name in `forward_methods` that no model has.
@@ -519,9 +516,9 @@ class Accelerator(Collectives, Checkpoints):
             >>> teacher = acc.prepare_model(nn.Linear(2, 1).requires_grad_(False), evaluation_mode=True)
         """
         if evaluation_mode and any(p.requires_grad for p in model.parameters()):
+            words = "call requires_grad_(False) on it first, or leave evaluation_mode out"
             raise RefusedError(
-                f"evaluation_mode=True, but this {type(model).__name__} has trainable parameters: call requires_grad_(False) on it first, "
-                "or leave evaluation_mode out"
+                f"evaluation_mode=True, but this {type(model).__name__} has trainable parameters: {words}"
             )
         return self.prepare(model, device_placement=[device_placement], forward_methods=forward_methods)
 
@@ -895,9 +892,8 @@ class Accelerator(Collectives, Checkpoints):
 
         Where `parameters` are all that one or several prepared optimizers step, and torch's fused step or ours runs (see the plan),
         gradients are only read: the step multiplies by the factor, and by 1 / the loss scale, as it reads them again. Until then `.grad`
-        is what backward left there, and afterwards it may be either; of small models on a CPU they are clipped here and now. To read or
-        change clipped gradients before the step, use ``Accelerator(fused=False)``; a change in between is an error. Under a loss scale an
-        overflow skips the steps of all of them.
+        is what backward left there, and afterwards it may be either; a change in between is an error. To read or change clipped gradients
+        before the step, use ``Accelerator(fused=False)``. Under a loss scale an overflow skips the steps of all of them.
 
         Args:
             parameters: those of prepared models.
@@ -1044,10 +1040,9 @@ class Accelerator(Collectives, Checkpoints):
     def averaged(self, *models: nn.Module) -> Iterator[None]:
         """Give models the moving averages of their weights inside the block: for evaluation, or `save_model`.
 
-        An average begins as the weight before its first step, and moves at each step that moves the weight: not at those that an overflow
-        skips, nor at those without a gradient for it. What no step has moved (frozen parameters, buffers) is the same inside. Meanwhile
-        there is a copy of the weights. All ranks call it; under strategy "local_sgd" each has averages of its own. Steps and `save_state`
-        belong outside.
+        An average begins as the weight before its first step, and moves at each step that moves the weight. What no step has moved (frozen
+        parameters, buffers) is the same inside. Meanwhile there is a copy of the weights. All ranks call it; under strategy "local_sgd"
+        each has averages of its own. Steps and `save_state` belong outside.
 
         Args:
             models: prepared models; none means all.
@@ -1300,9 +1295,8 @@ class Accelerator(Collectives, Checkpoints):
             True
         """
         if keep_fp32_wrapper:
-            raise RefusedError(
-                "keep_fp32_wrapper=True: the fp32 conversion lives outside the module, there is none to keep. Leave it out"
-            )
+            words = "the fp32 conversion lives outside the module, there is none to keep. Leave it out"
+            raise RefusedError(f"keep_fp32_wrapper=True: {words}")
         return wrapper.unwrap(model, keep_torch_compile)
 
     # -- the end
@@ -1334,10 +1328,9 @@ class Accelerator(Collectives, Checkpoints):
     clear = free_memory
 
     def end_training(self) -> None:
-        """End the run: finish trackers and checkpoints, and leave the other processes.
+        """End the run: finish trackers and checkpoints, and leave the other processes. A second call does nothing.
 
-        Models that are whole stay callable, each rank for itself; sharded ones do not. Another Accelerator can be made afterwards. A
-        second call does nothing.
+        Models that are whole stay callable, each rank for itself; sharded ones do not. Another Accelerator can be made afterwards.
 
         Raises:
             CheckpointError: the error of an asynchronous save that no later call has raised.

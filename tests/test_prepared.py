@@ -54,17 +54,13 @@ class Net(nn.Module):
 X = torch.ones(1, 2)
 
 
-def test_the_call_goes_through_autocast(acc: Accelerator) -> None:
+def test_it_is_the_users_class_called_under_autocast(acc: Accelerator) -> None:
     model = Net()
     view = acc.prepare(model)
     assert view(X, shift=1.0).dtype == torch.float32
     assert model.under_autocast
     model(X)
     assert not model.under_autocast
-
-
-def test_it_is_the_users_class_in_name_and_kind(acc: Accelerator) -> None:
-    view = acc.prepare(Net())
     assert isinstance(view, Net)
     assert issubclass(type(view), Net)
     assert type(view).__module__ == Net.__module__
