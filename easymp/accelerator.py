@@ -164,6 +164,8 @@ class Accelerator(Collectives, Checkpoints):
             loss scale, else "warn". While a loss scale is being found, overflows are not reported, and "warn" means "skip".
         probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
         timeout: seconds that a rank waits for the others in a collective.
+        hang_after: seconds after which a collective that still waits is reported, with the call at which the ranks differ. None: 30;
+            0: never.
         memory: memory of a rank by which "auto" decides, in bytes or as "16GiB". Default: the device's.
         replica_check: updates between comparisons of the ranks' parameters (by checksums) and options of param groups, where they must be
             equal. The first updates are compared, too; a difference is a WorldError. None: 1000; 0: never.
@@ -238,6 +240,7 @@ class Accelerator(Collectives, Checkpoints):
         nonfinite: NonfiniteAnswer | None = None,
         probe: bool | None = None,
         timeout: float | None = None,
+        hang_after: float | None = None,
         memory: int | str | None = None,
         replica_check: int | None = None,
         debug: bool | None = None,
@@ -262,6 +265,7 @@ class Accelerator(Collectives, Checkpoints):
             run = self._run = state.Run(self._world, plan, self._window, me)
             state.register(run)
             begun.callback(state.unregister, run)
+            self._world.name_hangs(settings.hang_after, settings.project_dir)
             dtypes = self._precision = state.make_precision(run, asked.autocast)
             guard = not asked.scaled and settings.nonfinite in ("skip", "raise")
             self._scaler = precision.Scaler(asked.scaling, self._world, asked.scaled, guard, self._window)

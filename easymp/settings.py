@@ -296,6 +296,12 @@ class Settings:
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
     timeout: float = setting(120.0, "seconds that a collective waits for other ranks", least=0.001, most=1e9)
+    hang_after: float = setting(
+        30.0,
+        "seconds until a waiting collective is reported, with every rank's call; 0: never",
+        least=0,
+        most=1e9,
+    )
     memory: Size | None = setting(
         None, "memory of a rank, such as 16GiB, by which auto decides; default: its device's memory"
     )

@@ -131,7 +131,7 @@ def loads_code(tree: ast.Module) -> Iterator[tuple[int, set[str]]]:
         ),
         (
             loads_code,
-            ("checkpoint/accelerate", "compat/deepspeed/engine"),
+            ("checkpoint/accelerate", "compat/deepspeed/engine", "distributed/hang_watch"),
             ["import pickle", "torch.load('x')", "eval('x')"],
         ),
     ],

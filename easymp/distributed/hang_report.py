@@ -61,6 +61,7 @@ class Watch:
         abort: called in the listener's thread when another rank breaks off, with the number of the group that it leaves.
 
     Attributes:
+        beside: a connection to the store for a thread of its own.
         trains: the reported thread: the one that made this, until another one calls an Accelerator.
         heard: called when another rank wants an agreement (`call`); it returns this rank's answer, or None.
         told: word → called when another rank asks by it; it returns the answer.
@@ -69,12 +70,13 @@ class Watch:
     def __init__(
         self, rank: int, size: int, store: dist.Store, abort: Callable[[int], None] = lambda group: None
     ) -> None:
-        self._rank, self._size, self._abort = rank, size, abort
+        self.rank, self.size, self._abort = rank, size, abort
         # Counted in the store: worlds come and go on all ranks alike, but processes need not have lived equally long.
         number = store.add(f"easymp/watches/{rank}", 1)
         # A clone has a connection of its own: to sleep in, to ask by, and for `compare`, which may be interrupted.
-        clones = (dist.PrefixStore(f"easymp/watch/{number}", store.clone()) for _ in range(3))
-        self._store, self._ask, self._meet = clones
+        # The fourth is for threads beside the one that trains.
+        clones = (dist.PrefixStore(f"easymp/watch/{number}", store.clone()) for _ in range(4))
+        self._store, self._ask, self._meet, self.beside = clones
         self._silent = False  # whether the store has left a request without an answer
         self.trains = threading.get_ident()
         self.heard: Callable[[], int | None] = lambda: None
@@ -87,7 +89,7 @@ class Watch:
         try:
             while True:
                 number += 1
-                key = f"{self._rank}/{number}"
+                key = f"{self.rank}/{number}"
                 self._store.wait([key], FOREVER)
                 asker = self._store.get(key).decode()
                 if asker == "close":
@@ -98,7 +100,7 @@ class Watch:
                     word, _, key = asker.partition(" ")
                     self._store.set(key, self.told[word]() if word in self.told else "")
                 elif (answer := self.heard()) is not None:
-                    self._store.set(f"called/{self._rank}", str(answer))
+                    self._store.set(f"called/{self.rank}", str(answer))
         except RuntimeError:
             return  # the store is gone
 
@@ -111,22 +113,23 @@ class Watch:
         place = f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}" if ours else "outside Python"
         return f"{last_collective()}; at {place}"
 
-    def _send(self, rank: int, text: str) -> None:
-        self._ask.set(f"{rank}/{self._ask.add(f'{rank}/count', 1)}", text)
+    def _send(self, rank: int, text: str, store: dist.Store | None = None) -> None:
+        store = store or self._ask
+        store.set(f"{rank}/{store.add(f'{rank}/count', 1)}", text)
 
     def _send_all(self, text: str) -> None:
-        for rank in range(self._size):
-            if rank != self._rank:
+        for rank in range(self.size):
+            if rank != self.rank:
                 self._send(rank, text)
 
     def report(self) -> str:
         """One line a rank: its last collective and the line it is at."""
-        lines = [f"  rank {self._rank}: {self._whereabouts()}"]
+        lines = [f"  rank {self.rank}: {self._whereabouts()}"]
         if not self.reachable():
             return f"{lines[0]}\n  the other ranks cannot be asked: rank 0, which holds the store, has ended, was killed, or is stopped"
         try:
-            for rank in range(self._size):
-                if rank != self._rank:
+            for rank in range(self.size):
+                if rank != self.rank:
                     there = self.ask(rank) or "no answer: it has ended, was killed, or is stopped"
                     lines.append(f"  rank {rank}: {there}")
         except RuntimeError:
@@ -135,15 +138,18 @@ class Watch:
             )
         return "\n".join(lines)
 
-    def ask(self, rank: int, word: str = "where") -> str:
+    def ask(
+        self, rank: int, word: str = "where", store: dist.Store | None = None, patience: timedelta = PATIENCE
+    ) -> str:
         """The answer of `rank` to a word of `told`, or ``""`` where it does not answer. RuntimeError: the store is gone."""
-        answer = f"answer/{self._rank}-{rank}-{self._ask.add('answers', 1)}"
-        self._send(rank, f"{word} {answer}")
+        store = store or self._ask
+        answer = f"answer/{self.rank}-{rank}-{store.add('answers', 1)}"
+        self._send(rank, f"{word} {answer}", store)
         try:
-            self._ask.wait([answer], PATIENCE)
+            store.wait([answer], patience)
         except RuntimeError:
             return ""
-        return self._ask.get(answer).decode()
+        return store.get(answer).decode()
 
     def reachable(self) -> bool:
         """Whether the store answers. A request to a stopped one would not return."""
@@ -165,7 +171,7 @@ class Watch:
         def come_and_wait() -> str:
             if store.compare_set("first", "", said).decode() != said:
                 store.set("unlike", "")
-            if store.add("came", 1) == self._size:
+            if store.add("came", 1) == self.size:
                 store.set("end", "unlike" if store.check(["unlike"]) else "alike")
                 for key in ("first", "came", "end"):  # all ranks have left the one before
                     self._meet.delete_key(f"compare/{group}/{number - 1}/{key}")
@@ -187,8 +193,8 @@ class Watch:
         """Tell ranks that wait for this one that it does not come: `compare` at `place` and `wait_for_all` fail there."""
         if self.reachable():
             group, number = place
-            for key in (f"compare/{group}/{number}/end", f"left/{group}/{self._rank}", f"left/{group}"):
-                self._ask.set(key, f"rank {self._rank} has left the run")
+            for key in (f"compare/{group}/{number}/end", f"left/{group}/{self.rank}", f"left/{group}"):
+                self._ask.set(key, f"rank {self.rank} has left the run")
 
     def has_left(self, group: int, rank: int) -> bool:
         """Whether `rank` has left the group of this number."""
@@ -196,11 +202,11 @@ class Watch:
 
     def come(self, turn: tuple[int, int]) -> None:
         """Release ranks that wait for this one in `wait_for_all`; `turn` is a group and a number."""
-        self._ask.set(f"turn/{turn[0]}/{turn[1]}/{self._rank}", "")
+        self._ask.set(f"turn/{turn[0]}/{turn[1]}/{self.rank}", "")
 
     def wait_for_all(self, turn: tuple[int, int], seconds: float) -> None:
         """Wait until all ranks have come to `turn`, however long it takes, as long as they are alive and in its group."""
-        keys = [f"turn/{turn[0]}/{turn[1]}/{rank}" for rank in range(self._size)]
+        keys = [f"turn/{turn[0]}/{turn[1]}/{rank}" for rank in range(self.size)]
         heard = asked = time.monotonic()
         pause = 0.001
         try:
@@ -213,7 +219,7 @@ class Watch:
                             raise RuntimeError(f"rank {rank} has left the run")
                 if time.monotonic() < asked + seconds / 4:
                     continue
-                late = next((rank for rank, key in enumerate(keys) if not self._ask.check([key])), self._rank)
+                late = next((rank for rank, key in enumerate(keys) if not self._ask.check([key])), self.rank)
                 answered = self.ask(late)
                 asked = time.monotonic()
                 if answered:
@@ -232,12 +238,12 @@ class Watch:
 
     def call(self, answer: int) -> None:
         """Give this rank's answer, and have the others' listeners give theirs."""
-        self._ask.set(f"called/{self._rank}", str(answer))
+        self._ask.set(f"called/{self.rank}", str(answer))
         self._send_all("call")
 
     def answers(self, seconds: float) -> list[int] | None:
         """The answers of all ranks; None where one is missing after `seconds`."""
-        keys = [f"called/{rank}" for rank in range(self._size)]
+        keys = [f"called/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + seconds
         while not self._ask.check(keys):
             if time.monotonic() > deadline:
@@ -247,7 +253,7 @@ class Watch:
 
     def close(self) -> None:
         if self.reachable():  # else the thread has ended, or waits for ever
-            self._send(self._rank, "close")
+            self._send(self.rank, "close")
             self._thread.join(5.0)
 
     @staticmethod

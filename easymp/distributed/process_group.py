@@ -33,6 +33,7 @@ from ..base.ranks import LOOPBACK, Ranks
 from ..base.rng import TORCH
 from ..errors import ALIKE, RefusedError, WorldError, failing
 from .hang_report import Watch, collectives
+from .hang_watch import HANG, LAST, HangWatch
 
 _ops = dist.ReduceOp
 # Means are sums, then divided: gloo has no average of integers.
@@ -84,6 +85,10 @@ class World:
         self.carried: list[Any] = []  # state of gradient hooks that a later world of this process takes over
         self.owned = False  # whether we started the process group, and so end it
         self.watch: Watch | None = None  # listens for the other ranks; None in a world of one
+        self.hangs: HangWatch | None = None  # see `name_hangs`
+        self.meeting: tuple[int, str, float] | None = (
+            None  # number and name of the call that `compare` compares, and since when
+        )
         self._process = os.getpid()
         self._left = False
         self._store: dist.Store | None = None
@@ -115,7 +120,7 @@ class World:
         own = dist.PrefixStore(f"group/{number}", store)
         # torch warns that a message to one rank shares its stream with the group's collectives: nothing here minds their order.
         serial = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-        wanted = {"TORCH_FR_BUFFER_SIZE": "64", serial: "0"}
+        wanted = {"TORCH_FR_BUFFER_SIZE": str(LAST), serial: "0"}
         limit = timedelta(seconds=self.timeout)
         with env.override(**{name: env.read(name, value) for name, value in wanted.items()}):
             dist.init_process_group(
@@ -144,6 +149,9 @@ class World:
         atexit.unregister(self.close)
         if self._process != os.getpid():
             return  # a forked child that ends: the connections are its parent's
+        if self.hangs is not None:
+            self.hangs.close()
+            self.hangs = None
         reachable = self.watch is None or self.watch.reachable()
         if self.watch is not None:
             self.watch.leave((self._number, self._compared + 1))
@@ -215,6 +223,14 @@ class World:
         forget_meshes()
         assert self._store is not None
         self._connect(self._store)
+        if self.hangs is not None:
+            self.hangs.since = time.time()
+
+    def name_hangs(self, after: float, folder: str | None) -> None:
+        """From now on report a collective that has waited for `after` seconds (0: none do), once in a process."""
+        if self.watch is not None and after and not any(t.name == HANG for t in threading.enumerate()):
+            here = Path(os.curdir if folder is None or "://" in folder else folder)
+            self.hangs = HangWatch(self.watch, self.store(), after, here, lambda: self.meeting)
 
     # -- calls of a script --------------------------------------------------------------------------------------------
 
@@ -251,7 +267,9 @@ class World:
             assert self.watch is not None
             self._compared += 1
             said = hashlib.sha256(repr((call, error, sorted(own[2].items()))).encode()).hexdigest()
+            self.meeting = self._compared, call, time.time()
             alike = self.watch.compare((self._number, self._compared), said, self.timeout)
+            self.meeting = None
         if not alike:
             raise WorldError(unlike(self.gather_objects(own), remedy))
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ADDED = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
 # Settings by which ranks may differ: their effect is compared, or they do not change what is trained.
 MAY_DIFFER = set(
-    "mixed_precision strategy gradient_accumulation_steps cpu timeout memory project_dir log_with sources "
+    "mixed_precision strategy gradient_accumulation_steps cpu timeout hang_after memory project_dir log_with sources "
     "strategy_options dataloader_config scaler_options".split()
 )
 FIRST = 3  # updates that are compared one by one

@@ -1,0 +1,105 @@
+"""A collective that waits is reported before its timeout, with the call at which the ranks differ."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from easymp.distributed.hang_watch import Call, differences
+
+from ..examples.run import environment
+
+# Rank 1 is late in three ways, each until rank 0 has reported it; at last its calls come in another order.
+SCRIPT = """
+import json, os, pathlib, signal, subprocess, sys, threading, time
+import torch, torch.distributed as dist
+from easymp import Accelerator
+
+acc = Accelerator(cpu=True, hang_after=0.5, project_dir=sys.argv[1])
+late, file, tensor = acc.process_index == 1, pathlib.Path(sys.argv[1], "hang-0.json"), torch.ones(3)
+done = lambda: file.exists() and '"report"' in file.read_text() and file.read_text().endswith("}")
+
+def until_reported(way):
+    while late and not done():
+        way()
+    (acc.gather if way is work else dist.all_reduce)(tensor)
+    dist.barrier()
+    if acc.is_main_process:
+        print(way.__name__, json.loads(file.read_text())["report"], flush=True)
+        file.unlink()
+    dist.barrier()
+
+def sleep():
+    time.sleep(0.1)
+
+def work():
+    for _ in range(10**4):
+        pass
+
+def stop():
+    watch = f"until grep -qs report.: {file}; do sleep 0.1; done; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", watch])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+for way in (sleep, work, stop):
+    until_reported(way)
+
+def leave():
+    while not done():
+        time.sleep(0.1)
+    if acc.is_main_process:
+        print("order", json.loads(file.read_text())["report"], flush=True)
+    os._exit(0)
+
+threading.Thread(target=leave, daemon=True).start()
+if late:
+    dist.broadcast(torch.ones(5), 0)
+dist.all_reduce(tensor)  # line of the others
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_and_calls_in_another_order_are_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "easymp", "launch", "--processes", "3", str(script), str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ", 1)[0] in KINDS)
+    for kind, words in KINDS.items():
+        assert re.search(words, said[kind]), said[kind]
+    assert "ranks 0, 2 have waited for 0.5 s, rank 0 in call" in done.stderr
+    assert {file.name for file in tmp_path.glob("hang-*.json")} >= {"hang-1.json", "hang-2.json"}
+    assert json.loads((tmp_path / "hang-1.json").read_text())["calls"]
+
+
+KINDS = {
+    "sleep": r"rank 1 has not come to it, and stands still: .* at \S+train.py:\d+ in sleep",
+    "work": r"gather.*rank 1 has not come to it, and still moves: .* in (work|<lambda>|until_reported)",
+    "stop": r"rank 1 is stopped: process \d+",
+    "order": r"is not the same on all ranks: ranks 0, 2: all_reduce\(float\[3\]\) at \S+train.py:\d+; "
+    r"rank 1: broadcast\(float\[5\]\) at \S+train.py:\d+",
+}
+
+
+def test_the_first_call_that_differs_is_found() -> None:
+    def ring(*names: str, group: str = "all") -> list[Call]:
+        return [Call(group, n, name, "float[2]", "", n < len(names)) for n, name in enumerate(names, 1)]
+
+    sentences, _ = differences({0: ring("a", "b", "c"), 1: ring("a", "c", "b"), 2: ring("a", "b")})
+    assert sentences == [
+        "call 2 of all is not the same on all ranks: ranks 0, 2: b(float[2]); rank 1: c(float[2])"
+    ]
+    behind = {0: ring("a", "b"), 1: [ring("a")[0]._replace(done=True)]}
+    sentences, waiting = differences(behind)
+    assert sentences == [] and list(waiting) == [0]
+    # Ranks give all_gather shapes of their own; all_reduce sums equal ones.
+    for name, count in (("all_gather", 0), ("all_reduce", 1)):
+        here, there = ring(name), [ring(name)[0]._replace(shapes="float[3]")]
+        assert len(differences({0: here, 1: there})[0]) == count
+    assert differences({0: ring("a"), 1: ring("b", group="other")})[0] == []
