@@ -130,55 +130,41 @@ def test_reducer_and_groups(ranks):
     ranks(by_hand)
 
 
-def samples():
-    torch.manual_seed(0)
-    return torch.randn(6, 3, 4) * 2 + 5, torch.randn(6, 3, 4)
+def norms():
+    last = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
+    return nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), last)
+
+
+def normed(norm, x):
+    """Outputs of a batch-norm, and gradients of its inputs."""
+    x = x.clone().requires_grad_()
+    out = norm(x)
+    out.square().sum().backward()
+    return out.detach(), x.grad
 
 
 @joined
 def over_ranks(rank):
-    x, z = samples()
+    torch.manual_seed(0)
+    x, z = torch.randn(6, 3, 4) * 2 + 5, torch.randn(6, 3, 4)
     mine = slice(0, 4) if rank == 0 else slice(4, 6)  # unequal batches
-    plain, last = parallel.SyncBatchNorm(3), parallel.SyncBatchNorm(3, channel_last=True, fuse_relu=True)
-    model = nn.Sequential(
-        nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None))
-    )
-    converted = parallel.convert_syncbn_model(model)
-    inputs = x[mine].clone().requires_grad_()
-    out = plain(inputs)
-    out.square().sum().backward()
-    return (
-        out.detach(),
-        inputs.grad,
-        plain.running_var,
-        last(x[mine].movedim(1, -1), z[mine].movedim(1, -1)).detach(),
-        converted is model,
-        [type(m).__name__ for m in model.modules()],
-        converted(x[mine]).detach(),
-        model[2][0].running_mean,
-    )
+    close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-4)
+    whole, plain = nn.BatchNorm1d(3), parallel.SyncBatchNorm(3)
+    close(normed(plain, x[mine]), tuple(value[mine] for value in normed(whole, x)))
+    close(plain.running_var, whole.running_var)
+    last = parallel.SyncBatchNorm(3, channel_last=True, fuse_relu=True)
+    relu = (nn.BatchNorm1d(3)(x) + z).relu().movedim(1, -1)
+    close(last(x[mine].movedim(1, -1), z[mine].movedim(1, -1)), relu[mine])
+    model, exact = norms(), norms()
+    assert parallel.convert_syncbn_model(model) is model
+    kinds = ["Sequential", "SyncBatchNorm", "InstanceNorm1d", "Sequential", "SyncBatchNorm"]
+    assert [type(m).__name__ for m in model.modules()] == kinds
+    close(model(x[mine]), exact(x)[mine])
+    close(model[2][0].running_mean, exact[2][0].running_mean)
 
 
 def test_batch_norm_is_over_all_samples_and_the_converter_leaves_instance_norm(ranks):
-    x, z = samples()
-    plain = nn.BatchNorm1d(3)
-    inputs = x.clone().requires_grad_()
-    out = plain(inputs)
-    out.square().sum().backward()
-    model = nn.Sequential(
-        nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None))
-    )
-    whole = model(x).detach()
-    found = ranks(over_ranks)
-    for place, expected in ((0, out), (1, inputs.grad), (6, whole)):
-        assert torch.allclose(torch.cat([f[place] for f in found]), expected, atol=1e-4)
-    relu = (nn.BatchNorm1d(3)(x) + z).relu().movedim(1, -1)
-    assert torch.allclose(torch.cat([f[3] for f in found]), relu, atol=1e-4)
-    for f in found:
-        assert torch.allclose(f[2], plain.running_var, atol=1e-4)
-        assert torch.allclose(f[7], model[2][0].running_mean, atol=1e-4)
-        assert f[4]
-        assert f[5] == ["Sequential", "SyncBatchNorm", "InstanceNorm1d", "Sequential", "SyncBatchNorm"]
+    ranks(over_ranks)
 
 
 @joined
