@@ -36,11 +36,7 @@ class Measured(FP32):
     raises: ClassVar[bool] = True
 
     def __init__(
-        self,
-        options: AutocastKwargs,
-        world: World,
-        measure: bool = True,
-        decided: Callable[[Choice[str]], None] | None = None,
+        self, options: AutocastKwargs, world: World, measure: bool = True, decided: Any = None
     ) -> None:
         super().__init__(options)
         self._fp32, self._bf16 = FP32(options), BF16(options)

@@ -87,17 +87,11 @@ class Pipelined(Reducing):
 
     Args:
         places: modules at which the user's `root` may be cut, by name.
-        divide: called once, with a survey: cuts the model and keeps this rank's part.
+        divide: called once, with a survey: cuts the model and keeps this rank's part; returns `Cuts` and the shared parameters.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        root: nn.Module,
-        places: Mapping[str, nn.Module],
-        world: World,
-        options: Any,
-        divide: Callable[[Survey], tuple[Cuts, list[SharedParameter]]],
+        self, module: nn.Module, root: nn.Module, places: Any, world: World, options: Any, divide: Any
     ) -> None:
         super().__init__()
         self.module, self.root, self.world, self.options = module, root, world, options

@@ -297,17 +297,8 @@ def _recomputed(kind: type, selective: bool) -> type:
 
 # Operators whose results selective checkpointing keeps, in any overload.
 KEPT = {
-    *(
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "linear",
-        "convolution",
-        "_scaled_mm",
-        "_grouped_mm",
-        "_scaled_grouped_mm",
-    ),
+    *("mm", "addmm", "bmm", "baddbmm", "linear", "convolution"),
+    *("_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
     *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")),
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"),
     *("flex_attention", "_flash_attention_forward", "_efficient_attention_forward"),
