@@ -182,7 +182,7 @@ def elsewhere(name: str) -> tuple[str, list[str]]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'x'?"`` for the closest of `known` in any case of letters, or ``""`` where none is close."""
-    spelled = {str(k).lower(): str(k) for k in known}
+    spelled = {str(k).lower(): str(k) for k in known if k}
     same, options = elsewhere(name)
     close = [same] if same in spelled else get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
     more = f" with {' and '.join(options)}" if options and close == [same] else ""
