@@ -146,9 +146,9 @@ def gaps(item: Public) -> Iterator[str]:
     if not parts[""].strip():
         yield "a summary"
     args = [parts.get("Args", ""), parts.get("Attributes", "")]
-    if inspect.isclass(item.value):  # torch's class says the rest
-        bases = [inspect.cleandoc(base.__doc__ or "") for base in item.value.__mro__ if base is not object]
-        args += [sections(text).get("Args", "") for text in bases if "__init__" in vars(item.value)]
+    if inspect.isclass(item.value) and "__init__" in vars(item.value):  # its bases say the rest
+        bases = [sections(inspect.cleandoc(base.__doc__ or "")) for base in item.value.__mro__[:-1]]
+        args += [text.get(part, "") for text in bases for part in ("Args", "Attributes")]
     told = re.findall(r"(?m)^    \*{0,2}(\w+)(?: \(|: )", "".join(args))
     yield from (f"Args: {name}" for name in parameters(item.value) if name not in told)
     if inspect.isfunction(item.value):
