@@ -258,11 +258,7 @@ def exactly(groups: Iterable[Views], size: int, what: str) -> Iterator[Views]:
             break
         yield group
     if total != size:
-        raise other_size(size, what)
-
-
-def other_size(size: int, what: str) -> CheckpointError:
-    return CheckpointError(f"{what}: the parts are not the {size} bytes that were announced")
+        raise CheckpointError(f"{what}: the parts are not the {size} bytes that were announced")
 
 
 # -- memory and threads ------------------------------------------------------------------------------------------------

@@ -229,10 +229,8 @@ class Writer:
         with ExitStack() as self._open:
             self._through_cache = self._descriptor("create", os.O_CREAT | os.O_EXCL, 0o666)
             if self._size <= BLOCK:
-                group = [view for some in storage.cut(parts, storage.PIECE) for view in some]
-                if sum(map(len, group)) != self._size:
-                    raise storage.other_size(self._size, self._path)
-                if group:
+                pieces = storage.exactly(storage.cut(parts, storage.PIECE), self._size, self._path)
+                if group := [view for some in pieces for view in some]:
                     self._note([self._through((0, group))], tick)
             else:
                 tasks = enumerate(storage.exactly(storage.cut(parts, BLOCK), self._size, self._path))
