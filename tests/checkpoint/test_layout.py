@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from easymp import Accelerator, CheckpointError
-from easymp.checkpoint.manifest import Box, fault, overlap, places_of, runs, runs_held, whole
+from easymp.checkpoint.manifest import Box, fault, places_of, runs_held, whole
 
 
 def place_of(tensor: Any) -> Any:
@@ -28,48 +28,10 @@ def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(offset, tuple(draw(st.integers(0, s - o)) for o, s in zip(offset, shape)))
 
 
-def elements(shape: tuple[int, ...]) -> torch.Tensor:
-    return (
-        torch.arange(max(torch.Size(shape).numel(), 1)).reshape(shape)
-        if 0 not in shape
-        else torch.empty(shape, dtype=torch.long)
-    )
-
-
-def held(tensor: torch.Tensor, box: Box, origin: tuple[int, ...] | None = None) -> torch.Tensor:
-    origin = origin or (0,) * len(box.shape)
-    return tensor[tuple(slice(o - w, o - w + n) for o, n, w in zip(box.offset, box.shape, origin))]
-
-
-@settings(deadline=None)
-@given(st.data(), shapes)
-def test_overlap_is_what_both_have(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    a, b = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
-    tensor, common = elements(shape), overlap(a, b)
-    both = set(held(tensor, a).flatten().tolist()) & set(held(tensor, b).flatten().tolist())
-    assert both == (set(held(tensor, common).flatten().tolist()) if common else set())
-    assert overlap(b, a) == common
-
-
-@settings(deadline=None)
-@given(st.data(), shapes)
-def test_runs_are_what_indexing_reads(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    within = data.draw(boxes_of(shape))
-    inner = data.draw(boxes_of(within.shape))
-    part = Box(tuple(o + w for o, w in zip(inner.offset, within.offset)), inner.shape)
-    memory = held(elements(shape), within).contiguous()
-    found = list(runs(part, within))
-    read = [value for start, count in found for value in memory.flatten()[start : start + count].tolist()]
-    assert read == held(memory, part, within.offset).flatten().tolist()
-    assert all(count and start + count <= memory.numel() for start, count in found)
-    if part == within and part.count:
-        assert found == [(0, part.count)]
-
-
 def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     count = torch.zeros(shape, dtype=torch.long)
     for box in boxes:
-        held(count, box).add_(1)
+        count[tuple(slice(o, o + n) for o, n in zip(*box))] += 1
     return bool((count == 1).all())
 
 
