@@ -110,7 +110,7 @@ def main() -> NoReturn:
         if env.read("EASYMP_AS") is not None:
             importlib.import_module("easymp.compat.alias").install()
             env.put({"EASYMP_AS": None})
-        _run_module(name, arguments) if kind == "module" else _run_script(name, arguments)
+        run_module(name, arguments) if kind == "module" else run_script(name, arguments)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -129,7 +129,7 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-def _run_script(path: str, arguments: list[str]) -> None:
+def run_script(path: str, arguments: list[str]) -> None:
     sys.argv = [path, *arguments]
     full = os.path.abspath(path)
     _search_first(os.path.dirname(os.path.realpath(path)))
@@ -140,7 +140,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
     exec(code, module.__dict__)
 
 
-def _run_module(name: str, arguments: list[str]) -> None:
+def run_module(name: str, arguments: list[str]) -> None:
     _search_first(os.getcwd())
     sys.argv = ["-m", *arguments]
     spec = importlib.util.find_spec(name)

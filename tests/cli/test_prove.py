@@ -1,0 +1,237 @@
+"""``easymp prove``: sound scripts are proven, and each planted fault is named, with its parameter or its cause."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easymp.base import env
+from easymp.cli import main, prove
+from easymp.cli.compare.runs import FAILURE, FINISHED, End, Task, Variant
+from easymp.cli.prove import rank
+from easymp.settings import OVERRIDE
+
+from ..examples.run import ROOT
+from ..pool import RanksFailed
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from easymp import Accelerator
+
+fault = sys.argv[1] if sys.argv[1:] else ""
+
+
+class Data(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return (x + torch.randn(8) if fault == "augmented" else x), y
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(16) if "batchnorm" in fault else nn.LayerNorm(16)
+        self.body = nn.Sequential(nn.Linear(8, 16), norm, nn.GELU(), nn.Dropout(0.5 * (fault == "dropout")))
+        self.qkv, self.mix, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.body(x)).chunk(3, -1)
+        return self.head(self.mix(F.dropout(q * k.tanh() + v, 0.5 * (fault == "functional"))))
+
+
+acc = Accelerator(convert_sync_batchnorm=fault == "synced-batchnorm")
+count = acc.num_processes
+generator = torch.Generator().manual_seed(0)
+data = Data(torch.randn(80, 8, generator=generator), torch.randint(4, (80,), generator=generator))
+loader, model = DataLoader(data, 8, shuffle=True, drop_last=fault == "short"), Net()
+if fault == "bf16-weights":
+    model.bfloat16()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (count if fault == "lr" else 1))
+model, optimizer, loader = acc.prepare(model, optimizer, loader)
+if fault == "left-out" and acc.process_index == 1:
+    del optimizer.param_groups[0]["params"][1]
+for epoch in range(2):
+    for x, y in loader:
+        with acc.accumulate(model):
+            if fault == "by-itself":
+                F.cross_entropy(acc.unwrap_model(model)(x), y).backward()
+            elif fault == "outside":
+                acc.backward(F.cross_entropy(model.head(model.body(x)), y))
+            else:
+                loss = F.cross_entropy(model(x.to(model.head.weight.dtype) if fault == "bf16-weights" else x), y)
+                acc.backward(loss / {"divided": acc.gradient_accumulation_steps, "ranks": count}.get(fault, 1))
+            acc.clip_grad_norm_(model.parameters(), 1e3)
+            optimizer.step()
+            optimizer.zero_grad()
+if fault == "fails":
+    raise ValueError("at the end")
+acc.end_training()
+"""
+
+
+def play(*words: str) -> None:
+    """`rank.main` in a process that is not the script's own."""
+    kept = sys.argv, sys.path[:], sys.modules["__main__"]
+    try:
+        rank.main(Path(words[0]), *words[1:])
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = kept
+
+
+@pytest.fixture
+def proved(ranks, tmp_path, monkeypatch, capsys):
+    """Runs ``easymp prove`` with the ranks in the pool; returns its JSON with the exit code."""
+
+    def once(task: Task, variant: Variant, place: Path, seed: Any, tell: Any) -> End:
+        settings = {name: env.read(name) for name in env.names(env.PREFIX)}
+        settings[OVERRIDE] = f"{env.read(OVERRIDE) or ''} {variant.override(project_dir=str(place))}"
+        try:
+            ranks(play, *task.arguments, processes=variant.processes, env=settings)
+        except RanksFailed as error:
+            return End(FAILURE, str(error).strip().splitlines()[-1], 0.0, 0.0, None)
+        return End(FINISHED, "", 0.0, 0.0, None)
+
+    monkeypatch.setattr(prove, "run_once", once)
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def run(words: str, script: Path = tmp_path / "train.py") -> dict[str, Any]:
+        code = main(["prove", str(script), "--json", *words.split()])
+        return {"code": code, **json.loads(capsys.readouterr().out)}
+
+    return run
+
+
+DDP = "--strategy ddp --processes 2 --precision fp32"
+SPLIT = "--strategy tensor_parallel --processes 2 --precision fp32 --set strategy_options.plan="
+ACCUMULATED = "--set gradient_accumulation_steps="
+PLANNED = "the run under the plan failed: "
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (f"{DDP} -- batchnorm", 1, ["first layer whose output differs is body.1 (BatchNorm1d)", "convert_sync"]),
+        (f"{DDP} -- by-itself", 1, ["the gradient of body.0.weight", "on rank 1 and", "accelerator.backward(loss)"]),
+        slow(f"{DDP} -- left-out", 1, ["the weight of body.0.bias", "on rank 1 and", "The ranks step other"]),
+        slow(f"{DDP} -- outside", 2, [PLANNED, "the model was not called"]),
+        slow("--strategy fsdp --processes 2 -- outside", 2, [PLANNED, "a Linear is called outside of the model's"]),
+        slow(f"{DDP} {ACCUMULATED}2 -- divided", 1, ["0.5 × those of one", "gradient_accumulation_steps (2)"]),
+        slow(f"{DDP} -- ranks", 1, ["the loss is", "divides the loss by the number of processes (2)"]),
+        slow(f"{DDP} -- lr", 1, ["lr of the optimizer is 0.02, and 0.01 on one process"]),
+        slow(SPLIT + "{qkv='colwise',mix='rowwise'}", 1, ["first layer whose output differs is mix (Linear)"]),
+        slow(f"{DDP} -- dropout", 2, ["body.3 (Dropout) draws random numbers", "--no-dropout"]),
+        slow(f"{DDP} --no-dropout -- functional", 2, ["the model (Net) draws random numbers"]),
+        slow(f"{DDP} -- augmented", 2, ["update 1 reads other samples"]),
+        slow("--strategy local_sgd --processes 2", 2, ["local_sgd"]),
+        slow(f"{DDP} --steps 100 -- fails", 2, [PLANNED, "ValueError: at the end"]),
+    ],
+)  # fmt: skip
+def test_faults_are_named(proved, words, code, said):
+    found = proved(words)
+    assert found["code"] == code, found["sentence"]
+    text = " ".join([found["sentence"], *found["hints"]])
+    assert [words for words in said if words not in text] == [], text
+    if found["updates"] and "gradients" in found["updates"][-1]:  # far outside of what rounding explains
+        assert found["updates"][-1]["gradients"]["largest"]["times"] > 100 or "lr" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "updates"),
+    [
+        (DDP, 5),
+        slow(f"{DDP} -- synced-batchnorm", 5),
+        slow(f"{DDP} --no-dropout -- dropout", 5),
+        slow(f"{DDP} --steps 100 {ACCUMULATED}3 -- short", 1),  # of an epoch of 5 micro-batches
+        slow(SPLIT + "{qkv='colwise_rep',mix='rowwise_rep'}", 5),
+        slow("--precision bf16-true -- bf16-weights", 5),
+        slow("--precision O2 -- bf16-weights", 5),
+        slow("--processes 2 --steps 9 --precision fp16 --set scaler_options.init_scale=4194304", 0),
+        slow(
+            "--strategy zero1 --processes 2 --precision bf16 --set strategy_options.shard_gradients=true", 5
+        ),
+        slow(f"--strategy pipeline --processes 2 --precision bf16 {ACCUMULATED}2", 5),
+    ],
+)
+def test_sound_plans_are_proven(proved, words, updates):
+    assert_proven(proved(words), updates)
+
+
+def assert_proven(found: dict[str, Any], updates: int) -> None:
+    assert (found["verdict"], found["code"]) == ("proven", 0), found["sentence"]
+    done = [row for row in found["updates"] if "weights" in row]
+    assert len(done) == updates or (not updates and 0 < len(done) < len(found["updates"]))
+    for row in done:  # well inside of what the precision explains
+        assert all(row[kind]["largest"]["times"] < 0.5 for kind in ("gradients", "weights"))
+        assert row.get("loss", {"times": 0})["times"] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("digits.py", "--precision bf16"),
+        ("digits.py", f"{DDP} -- --accumulation 2"),
+        ("digits.py", "--strategy zero1 --processes 2 --precision bf16"),
+        ("digits.py", "--strategy fsdp --processes 2 --precision fp32"),
+        ("digits.py", "--strategy tensor_parallel --processes 2 --precision fp32"),
+        ("digits.py", "--strategy pipeline --processes 2 --precision fp32 -- --accumulation 2"),
+        ("approaches/with_easymp.py", "--strategy fsdp --processes 2 --precision fp16"),
+        ("approaches/with_deepspeed.py", "--processes 2"),
+        ("char_gpt.py", "--strategy fsdp --processes 2 --precision fp32 -- --windows 64 --accumulation 2"),
+        ("char_gpt.py", "--strategy tensor_parallel --processes 2 --precision bf16 -- --windows 64"),
+    ],
+)
+def test_the_examples_are_proven(proved, script, words):
+    assert_proven(proved(f"--steps 2 {words}", ROOT / "examples" / script), 4 if "gpt" in script else 2)
+
+
+@pytest.mark.slow
+def test_the_command(folder):
+    command = [
+        sys.executable,
+        "-m",
+        "easymp",
+        "prove",
+        "--processes",
+        "2",
+        "--steps",
+        "2",
+        "--output",
+        "kept",
+    ]
+    script = str(ROOT / "examples" / "digits.py")
+    done = subprocess.run([*command, script, "--strategy", "ddp"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("Proven: 2 updates under ddp on 2 processes"), done
+    assert (folder / "kept" / "under-the-plan" / "output.txt").exists()
+    command[-2:] = ["--strategy", "ddp"]
+    other = str(ROOT / "examples" / "approaches" / "with_horovod.py")  # makes no Accelerator
+    done = subprocess.run([*command, other, "--", "--epochs", "1"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout.startswith("Not compared: no update was made"), done
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("nowhere.py", "'nowhere.py' is not a file"),
+        ("train.py --steps 0", "--steps 0"),
+        ("train.py --output .", "'.' is there, and not empty"),
+        ("train.py --strategy ddpp", "strategy='ddpp' is not one of"),
+    ],
+)
+def test_wrong_words(folder, capsys, words, said):
+    Path("train.py").touch()
+    assert main(["prove", *words.split()]) == 1
+    assert said in capsys.readouterr().err
