@@ -47,6 +47,7 @@ WITHOUT_TORCH = {
     "launch --config nofile.toml train.py": (1, "'nofile.toml' is not a file"),
     "launch --config . train.py": (1, "'.' is not a file"),
     "compare nofile.py": (1, "'nofile.py' is not a file"),
+    "prove nofile.py": (1, "'nofile.py' is not a file"),
     "compare --strategy zero3 -m json": (1, "did you mean 'fsdp'?"),
     "estimate 7B --strategy fsp": (1, "strategy 'fsp' is not one of single"),
     "estimate 7B --precision bf61": (1, "did you mean 'bf16'?"),
