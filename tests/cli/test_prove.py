@@ -225,7 +225,6 @@ def test_the_command(folder):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train.py --steps 0", "--steps 0"),
         ("train.py --output .", "'.' is there, and not empty"),
         ("train.py --strategy ddpp", "strategy='ddpp' is not one of"),
     ],

@@ -45,6 +45,7 @@ from ...base import env
 from ...base.units import duration, rate, size
 from ...base.units import unit as unit_of
 from ...errors import SettingError
+from ...launcher.entrypoints import check_script
 from ...settings import OVERRIDE, overrides, read_pairs
 from ..plot import NOISY, OUTLIER, Line, Panel, colour, curves, draw, logarithmic, missing, page, smoothed
 from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, plain, table, width, wrap
@@ -116,7 +117,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     sets = "a setting of all plans, over the script's own; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
     repeats = "number of runs of each, in rounds; medians are compared (1)"
-    add("--repeats", type=_count, default=1, metavar="N", help=repeats)
+    add("--repeats", type=count, default=1, metavar="N", help=repeats)
     seed = "of the first round, one more in each that follows (the script's own)"
     add("--seed", type=int, metavar="N", help=seed)
     timeout = "stop a run that takes longer, and go on with the next"
@@ -139,10 +140,8 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError(f"{twice[0]} is given twice: give all its values at once, as in A,B,C")
     if args.runs and (varied or fixed or args.seed is not None or args.arguments or args.repeats > 1):
         raise SettingError("runs that exist are compared as they are: leave out what would start new ones")
-    if not args.runs and not args.module and not Path(args.script).is_file():
-        raise SettingError(
-            f"{args.script!r} is not a file: pass the script's path, or -m and a module's name"
-        )
+    if not args.runs:
+        check_script(args.script, args.module)
     if folder.exists() and any(folder.iterdir()):
         raise SettingError(f"{str(folder)!r} is there, and not empty: name a new folder with --output")
     if args.runs:
@@ -278,7 +277,7 @@ def _varied(text: str) -> tuple[str, list[str]]:
     return "mixed_precision" if name == "precision" else name, _words(values) or [""]
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

@@ -30,8 +30,9 @@ from typing import Any
 
 from ...base import env
 from ...errors import SettingError
+from ...launcher.entrypoints import check_script
 from ...settings import NAMES, checked, overrides, resolve
-from ..compare import Progress
+from ..compare import Progress, count
 from ..compare.runs import FINISHED, INTERRUPTED, Task, Variant
 from ..compare.runs import run as run_once
 from ..terminal import BOLD, GREEN, RED, YELLOW, paint, plain, print_json, table, wrap
@@ -64,9 +65,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "easymp prove SCRIPT [OPTIONS] [-- ARGUMENTS]"
     add("script", metavar="SCRIPT", help="its path; its own arguments follow --")
     add("--strategy", metavar="NAME", help="single, ddp, zero1, fsdp … (the script's own)")
-    add("--processes", type=int, default=1, metavar="N", help="on this machine (%(default)s)")
+    add("--processes", type=count, default=1, metavar="N", help="on this machine (%(default)s)")
     add("--precision", metavar="NAME", help="fp32, bf16 … (the script's own)")
-    add("--steps", type=int, default=5, metavar="N", help="updates of each optimizer (%(default)s)")
+    add("--steps", type=count, default=5, metavar="N", help="updates of each optimizer (%(default)s)")
     sets = "a setting of the plan, over the script's own; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
     dropout = "set the rates of dropout layers to 0 in both runs, which cannot draw the same masks"
@@ -85,14 +86,7 @@ def reworded(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.steps < 1 or args.processes < 1:
-        raise SettingError(
-            f"--steps {args.steps} --processes {args.processes}: both are numbers of at least 1"
-        )
-    if not args.module and not Path(args.script).is_file():
-        raise SettingError(
-            f"{args.script!r} is not a file: pass the script's path, or -m and a module's name"
-        )
+    check_script(args.script, args.module)
     if args.output and args.output.exists() and any(args.output.iterdir()):
         raise SettingError(f"{str(args.output)!r} is there, and not empty: name a new folder with --output")
     place = nullcontext(args.output) if args.output else tempfile.TemporaryDirectory(prefix="easymp-prove-")
@@ -159,36 +153,25 @@ def judge(rows: Sequence[Any], refused: str, failed: Sequence[str], steps: int) 
     verdict, hints, done = NOT_COMPARED, [], [row for row in rows if "weights" in row]
     row = rows[-1] if rows and rows[-1].get("differs") else None
     if row and not row["apart"] and row["draws"]:
-        why, hints = (
-            f"the forward of {row['draws']} draws random numbers, others for other shares of a batch",
-            [DROPOUT],
-        )
+        why, hints = f"{row['draws']} draws random numbers, others for other parts of a batch", [DROPOUT]
     elif row and not row["apart"] and not row["same samples"]:
         why, hints = f"update {row['update']} reads other samples on one process", [SAMPLES]
     elif row:
-        verdict, why, hints = (
-            DIFFERS,
-            difference(row),
-            [*causes(row), *(f"Then {words}." for words in failed)],
-        )
+        verdict, why, hints = DIFFERS, difference(row), causes(row) + [f"Then {words}." for words in failed]
     elif refused or failed:
         why = refused or failed[0]
     elif not done:
         why = "no update was made with a prepared optimizer, or each one had an overflow, or a window that was not full"
     else:
-        every = [
-            row[kind]["largest"] for row in done for kind in ("gradients", "weights") if row[kind]["largest"]
-        ]
-        worst = max(every, key=lambda one: one["times"], default={"times": 0, "name": "none"})
+        every = [row[kind]["largest"] for row in done for kind in ("gradients", "weights")]
+        worst = max(filter(None, every), key=lambda one: one["times"])
         number, verdict = len({row["update"] for row in done}), PROVEN
         why = (
             f"{number} update{'s' * (number > 1)} {under(done[0])} gave the losses, gradients and weights of one process in fp32. "
             f"The largest difference is {worst['times']:.2g} of what {done[0]['plan']['precision']} explains ({worst['name']})"
         )
         if number < steps:
-            hints = [
-                f"Of {steps} updates the others were not made, overflowed, or lie at the end of an epoch."
-            ]
+            hints = [f"The others of {steps} were not made, overflowed, or lie at the end of an epoch."]
     sentence = f"{verdict.capitalize()}: {why}."
     return {"verdict": verdict, "sentence": sentence, "hints": hints, "updates": list(rows)}
 
@@ -234,12 +217,8 @@ def causes(row: Mapping[str, Any]) -> list[str]:
         return []
     by = {"the number of processes": shares, "gradient_accumulation_steps": steps}
     found = " or ".join(f"{name} ({n})" for name, n in by.items() if n > 1 and abs(ratio * n - 1) < 0.1)
-    twice = (
-        f": the script divides the loss by {found}, as accelerator.backward does. Leave it out"
-        if found
-        else ""
-    )
-    return [f"All gradients are {ratio:.3g} × those of one process{twice}."]
+    words = f"All gradients are {ratio:.3g} × those of one process"
+    return [words + (f": the script divides the loss by {found}, as the Accelerator does." if found else ".")]
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -249,7 +228,6 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> str:
         losses = [f"{row['loss'][side]:.6g}" if "loss" in row else None for side in ("plan", "one")]
         none = "skipped" if row["skipped"] else "not full" if row["short"] else None
         most = [row[kind]["largest"] if kind in row else None for kind in ("gradients", "weights")]
-        cells.append(
-            [row["update"], row["class"], *losses, *(f"{one['times']:.2g}" if one else none for one in most)]
-        )
+        times = [f"{one['times']:.2g}" if one else none for one in most]
+        cells.append([row["update"], row["class"], *losses, *times])
     return table(cells, right={0, 2, 3, 4, 5})

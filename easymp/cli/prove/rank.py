@@ -12,10 +12,11 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +37,10 @@ from . import FIRST, REFUSED, ROWS, SKIPPED, TASK
 # Relative differences that a precision explains: 1024 unit roundoffs of fp32, 32 of shorter dtypes, half the value for fp8.
 EXPLAINED = {"fp32": 2**-14, "tf32": 2**-6, "fp16": 2**-6, "bf16": 2**-3, "fp8": 0.5}
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-NOISE = (
-    1 / 8
-)  # of the RMS of all gradients: added to a parameter's, whose own gradient may be zero but for rounding
+NOISE = 1 / 8  # of the RMS of all gradients: added to that of a parameter, which may be zero but for rounding
 ROUNDINGS = 4  # of a weight to the dtype that it is stored in
 MUON = 0.5  # of an update: Muon orthogonalises in bf16, which amplifies rounding
+HEARD = {"prepare": Accelerator, "backward": Accelerator, "step": PreparedOptimizer, "read": PreparedLoader}
 
 
 class Stop(SystemExit):
@@ -59,7 +59,7 @@ class Writer:
         self.folder, self._steps, self._dropout = folder, steps, dropout
         self.acc: Any = None
         self.root: nn.Module = nn.ModuleList()  # the model, or all models
-        self.number = self._starts = 0  # updates of optimizers, and calls of `prepare` with models, so far
+        self.number = 0  # of the update
         self._forget()
 
     def _forget(self) -> None:
@@ -74,24 +74,13 @@ class Writer:
 
     # -- the script's calls, around which these methods stand
 
-    METHODS = (
-        (Accelerator, "prepare", "around_prepare"),
-        (Accelerator, "backward", "around_backward"),
-        (PreparedOptimizer, "step", "around_step"),
-        (PreparedLoader, "read", "around_read"),
-    )
-
     def run(self, script: Callable[[], None]) -> None:
         """Run the script, up to the last update to compare."""
-        with ExitStack() as undo:
-            for kind, name, around in self.METHODS:
-                call = getattr(kind, name)
-                undo.callback(setattr, kind, name, call)
-                setattr(kind, name, replaced(getattr(self, around), call))
-            try:
-                script()
-            except Stop:
-                pass
+        with ExitStack() as heard, suppress(Stop):
+            for name, kind in HEARD.items():
+                around = replaced(getattr(self, f"around_{name}"), getattr(kind, name))
+                heard.enter_context(patch.object(kind, name, around))
+            script()
         if self.acc is not None:
             self.acc.close()
 
@@ -108,12 +97,9 @@ class Writer:
         every = [model.route.original for model in acc._prepared.models]
         self.root = every[0] if len(every) == 1 else nn.ModuleList(every)
         if acc._prepared.strategy.local_updates or acc.plan.settings.optimizer_in_backward:
-            self.refuse(
-                "strategy local_sgd and optimizer_in_backward=True have no gradients to compare at a step"
-            )
+            self.refuse("local_sgd and optimizer_in_backward=True have no gradients to compare at a step")
         if models:
-            self.start(f"start-{self._starts}.pt")
-            self._starts += 1
+            self.start(f"start-{len(every)}.pt")
             for name, part in self.root.named_modules() if acc.plan.settings.compile in (None, "no") else ():
                 part.register_forward_hook(partial(self._output, name))  # torch.compile breaks graphs there
         return done
@@ -131,8 +117,9 @@ class Writer:
             yield batch
 
     def around_step(self, optimizer: PreparedOptimizer, call: Callable[..., Any], closure: Any = None) -> Any:
-        window = self.acc._window
-        if window.accumulation != 1 and window.inside and not window.sync:
+        window, optimizers = self.acc._window, self.acc._prepared.optimizers
+        waits = window.accumulation != 1 and window.inside and not window.sync
+        if waits or optimizer not in optimizers:  # a copy, for example
             return call(optimizer, closure)
         if closure is not None:
             self.refuse("step(closure) evaluates the model several times in an update")
@@ -147,7 +134,7 @@ class Writer:
             self.stepped(optimizer)
         self.number += 1
         self._forget()
-        if all(one.updates >= self._steps for one in self.acc._prepared.optimizers):
+        if all(one.updates >= self._steps for one in optimizers):
             raise Stop
         return result
 
@@ -172,15 +159,13 @@ class Writer:
         """Gradients of what rank 0's optimizer steps, with zeros where other ranks have one. `self.held` has the tensors."""
         stepped = {id(own): tensor for tensor, own in optimizer.parameters()}
         every = dict(self.root.named_parameters())
-        (names,) = self.acc._world.broadcast_objects(
-            [[name for name, p in every.items() if id(p) in stepped]]
-        )
+        here = [name for name, p in every.items() if id(p) in stepped]
+        names = self.acc._world.gather_objects(here)[0]
         self.held = {name: stepped.get(id(every[name]), every[name]) for name in names}
-        here = {name for name, tensor in self.held.items() if tensor.grad is not None}
+        here = [name for name, tensor in self.held.items() if tensor.grad is not None]
         there = set().union(*self.acc._world.gather_objects(here))
-        grads = {
-            n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in self.held.items() if n in there
-        }
+        held = [(name, tensor, tensor.grad) for name, tensor in self.held.items() if name in there]
+        grads = {name: torch.zeros_like(t) if grad is None else grad for name, t, grad in held}
         return {n: g.detach() if g.layout == torch.strided else g.to_dense() for n, g in grads.items()}
 
     def facts(self, optimizer: PreparedOptimizer) -> dict[str, Any]:
@@ -189,9 +174,8 @@ class Writer:
         losses = [(float(loss.sum()), None if n is None else float(n)) for loss, n in self.losses]
         sums = {name: [len(v), *map(sum, zip(*v))] for name, v in self.outputs.items()}
         every = self.acc._world.gather_objects((share, losses, self.samples, sums))
-        heard = [
-            pair for found in {one[0]: one[1] for one in every}.values() for pair in found
-        ]  # a share once
+        shares = {one[0]: one[1] for one in every}  # ranks of a group have the same
+        heard = [pair for found in shares.values() for pair in found]
         counted = None not in [items for _, items in heard]
         total = sum(items for _, items in heard) if counted else len(heard)
         outputs = {}
