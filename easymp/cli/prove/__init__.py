@@ -37,7 +37,13 @@ from ..compare.runs import FINISHED, INTERRUPTED, Task, Variant
 from ..compare.runs import run as run_once
 from ..terminal import BOLD, GREEN, RED, YELLOW, paint, plain, print_json, table, wrap
 
-TASK, FIRST, ROWS, REFUSED, SKIPPED = "task.json", "update-0.pt", "rows.json", "refused.txt", "skipped"
+TASK, FIRST, ROWS, REFUSED, SKIPPED = (
+    "task.json",
+    "update-0.safetensors",
+    "rows.json",
+    "refused.txt",
+    "skipped",
+)
 PROVEN, DIFFERS, NOT_COMPARED = "proven", "differs", "not compared"
 CODES, COLOURS = (PROVEN, DIFFERS, NOT_COMPARED), (GREEN, RED, YELLOW)
 PLAN = {"replica_check": "0", "probe": "false"}  # differences of ranks are named here

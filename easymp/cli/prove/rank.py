@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ...accelerator import Accelerator
 from ...base.dtensor import local
 from ...base.pytree import leaves
-from ...checkpoint.weights import Gathering
+from ...checkpoint.huggingface import Gathering, load
 from ...data import PreparedLoader
 from ...launcher.worker import run_module, run_script
 from ...optim import PreparedOptimizer
@@ -35,7 +35,8 @@ from ...precision.policies import LOW
 from . import FIRST, REFUSED, ROWS, SKIPPED, TASK
 
 # Relative differences that a precision explains: 1024 unit roundoffs of fp32, 32 of shorter dtypes, half the value for fp8.
-EXPLAINED = {"fp32": 2**-14, "tf32": 2**-6, "fp16": 2**-6, "bf16": 2**-3, "fp8": 0.5}
+FP32 = 2**-14
+EXPLAINED = {"fp32": FP32, "tf32": 2**-6, "fp16": 2**-6, "bf16": 2**-3, "fp8": 0.5}
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 NOISE = 1 / 8  # of the RMS of all gradients: added to that of a parameter, which may be zero but for rounding
 ROUNDINGS = 4  # of a weight to the dtype that it is stored in
@@ -94,12 +95,12 @@ class Writer:
             for name in [*rates, *(["p"] if isinstance(part, _DropoutNd) else [])]:
                 setattr(part, name, 0.0)
         done = call(acc, *objects, **how)
-        every = [model.route.original for model in acc._prepared.models]
+        every = [route.original for route in acc._prepared.models]
         self.root = every[0] if len(every) == 1 else nn.ModuleList(every)
         if acc._prepared.strategy.local_updates or acc.plan.settings.optimizer_in_backward:
             self.refuse("local_sgd and optimizer_in_backward=True have no gradients to compare at a step")
         if models:
-            self.start(f"start-{len(every)}.pt")
+            self.start(f"start-{len(every)}.safetensors")
             for name, part in self.root.named_modules() if acc.plan.settings.compile in (None, "no") else ():
                 part.register_forward_hook(partial(self._output, name))  # torch.compile breaks graphs there
         return done
@@ -210,8 +211,7 @@ class Writer:
         """An update was made."""
         acc, policy, strategy = self.acc, self.acc._precision, self.acc._prepared.strategy
         after = {n: t for n, t in self.tensors().items() if n in self.held or not isinstance(t, nn.Parameter)}
-        kind = "tf32" if policy.tf32 and acc.device.type != "cpu" else SHORT.get(policy.compute, "fp32")
-        kinds = ["fp8" if policy.name == "fp8" else kind, getattr(strategy.options, "comm_hook", "no")]
+        kinds = [policy.name, SHORT.get(policy.compute, "fp32"), getattr(strategy.options, "comm_hook", "no")]
         apart = self._info["apart"] or self._apart("weight", {name: after[name] for name in self.held})
         explained = max(EXPLAINED.get(kind, 0.0) for kind in kinds)
         self._info.update(apart=apart, explained=explained, skipped=optimizer.step_was_skipped)
@@ -233,8 +233,7 @@ class Writer:
         return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
 
     def _save(self, name: str, tree: dict[str, Any]) -> None:
-        if self.acc._world.rank == 0:
-            torch.save(tree, self.folder / name)
+        self.acc.save(tree, self.folder / name)
 
     def _apart(self, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """The first tensor that another rank has otherwise than rank 0, although all hold it whole."""
@@ -242,9 +241,7 @@ class Writer:
         for i, (name, tensor) in enumerate(tensors.items() if self.acc._prepared.strategy.replicated else ()):
             if world.size > 1 and not hasattr(tensor, "to_local"):
                 one = measured(name, tensor, world.broadcast(tensor))
-                if (
-                    one["error"] > EXPLAINED["fp32"] * one["scale"]
-                ):  # tensor_parallel computes some on each rank
+                if one["error"] > FP32 * one["scale"]:  # tensor_parallel computes some on each rank
                     found.append((i, {**one, "kind": kind, "rank": world.rank}))
         every = [pair for pairs in world.gather_objects(found[:1]) for pair in pairs]
         return min(every, key=lambda pair: pair[0], default=(0, None))[1]
@@ -256,7 +253,7 @@ class Repeater(Writer):
     def __init__(self, folder: Path, steps: int, dropout: bool) -> None:
         super().__init__(folder, steps, dropout)
         self.report: list[dict[str, Any]] = []
-        self._plan = torch.load(folder / FIRST)["info"]["plan"]
+        self._plan = load(folder / FIRST)["info"]["plan"]
         self._states: list[Tensor] = []  # of the random stream, before the calls that run
         self._draws = ""  # the innermost module whose call draws random numbers
 
@@ -274,7 +271,7 @@ class Repeater(Writer):
         return done
 
     def start(self, name: str) -> None:
-        self._take(torch.load(self.folder / name)["weights"])
+        self._take(load(self.folder / name)["weights"])
         for path, part in self.root.named_modules():
             part.register_forward_pre_hook(lambda *_: self._states.append(random_state()))
             part.register_forward_hook(partial(self._look, path))
@@ -296,7 +293,7 @@ class Repeater(Writer):
         place = self.folder / f"update-{self.number}.pt"
         if not place.exists():
             raise Stop
-        self._theirs = torch.load(place)
+        self._theirs = load(place)
         info, theirs = self._theirs["info"], self._theirs["gradients"]
         own, mine = self.facts(optimizer), self.gradients(optimizer)
         if info["optimizer"] != own["optimizer"] or not theirs.keys() <= self.held.keys():
@@ -339,7 +336,7 @@ class Repeater(Writer):
 
     def stepped(self, optimizer: PreparedOptimizer) -> None:
         row, theirs, tensors = self.row, self._theirs["weights"], self.tensors()
-        arithmetic = MUON if "muon" in row["class"].lower() else EXPLAINED["fp32"]
+        arithmetic = MUON if "muon" in row["class"].lower() else FP32
 
         def most(one: dict[str, Any]) -> float:
             name = one["name"]
