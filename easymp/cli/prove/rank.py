@@ -224,7 +224,7 @@ class Writer:
             "batches": [loader.total_batch_size and loader.total_batch_size * steps for loader in loaders],
         }  # fmt: skip
         update = {"info": self._info, "gradients": self._grads, "weights": self._whole(after)}
-        self._save(f"update-{self.number}.pt", update)
+        self._save(f"update-{self.number}.safetensors", update)
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, on rank 0."""
@@ -290,7 +290,7 @@ class Repeater(Writer):
             tensors[name].copy_(value)
 
     def stepping(self, optimizer: PreparedOptimizer) -> None:
-        place = self.folder / f"update-{self.number}.pt"
+        place = self.folder / f"update-{self.number}.safetensors"
         if not place.exists():
             raise Stop
         self._theirs = load(place)
