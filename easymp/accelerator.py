@@ -161,7 +161,9 @@ class Accelerator(Collectives, Checkpoints):
             scale, without waiting for the device. "skip": no rank steps where a gradient of any rank is not finite (see
             `optimizer_step_was_skipped`). "raise": all ranks raise a NonfiniteError before that step, or where a loss is not finite.
             "skip" and "raise" check all gradients before each step, may wait for the device, and refuse closures. None: "skip" under a
-            loss scale, else "warn". While a loss scale is being found, overflows are not reported, and "warn" means "skip".
+            loss scale, else "warn". While a loss scale is being found, overflows are not reported, and "warn" means "skip". The first
+            module with such numbers is named where it can be found: by a second forward for a loss (under "raise", and on a CPU), by hooks
+            in the next update where steps are skipped.
         probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
         timeout: seconds that a rank waits for the others in a collective.
         hang_after: seconds after which a collective that still waits is reported, with the call at which the ranks differ. None: 30;
@@ -278,16 +280,13 @@ class Accelerator(Collectives, Checkpoints):
                 recompute=asked.recompute,
                 compile=asked.compile,
                 records=(asked.options, asked.accumulation, asked.autocast, asked.scaling, asked.loading),
+                keep=guards.keeps(settings.nonfinite, device),
             )
             spread = asked.strategy(self._world, asked.options)
             prepared = self._prepared = prepare.Preparation(
                 *(run, spread, dtypes, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
             )
-            self._nonfinite = guards.Nonfinite(
-                *(settings.nonfinite, self._world, self._scaler),
-                updates=lambda: prepared.optimizers[0].updates if prepared.optimizers else 0,
-                precision=lambda: dtypes.name,
-            )
+            self._nonfinite = guards.Nonfinite(settings.nonfinite, run, self._scaler, prepared, dtypes)
             self._norms: list[Tensor] = []  # of the clips since the last backward
             self._collection = oom.Collection()
             if settings.gc:

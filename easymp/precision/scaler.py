@@ -56,6 +56,7 @@ class Scaler:
 
     Attributes:
         found: told at each step of a run whether it is skipped.
+        unscaled: told the same where gradients are divided in memory, before a clip changes them.
         agree: False where not every rank takes part in the step (uneven inputs).
         sharers: optimizers that divide by this scale; only a single one may move it as it steps.
     """
@@ -72,6 +73,7 @@ class Scaler:
         self.enabled = enabled or guard
         self.scales = enabled and not guard
         self.found: Callable[[Tensor], None] | None = None
+        self.unscaled: Callable[[Tensor], None] | None = None
         self.agree = True
         self.sharers = 0
         self._world = world
@@ -131,6 +133,8 @@ class Scaler:
             raise StepError(NO_GRADIENTS)
         home = gradients[0].device if gradients else self._world.device  # type: ignore[union-attr]
         found = self.agreed(self.divide(gradients, home), bool(gradients))
+        if self.unscaled is not None:
+            self.unscaled(found)
         turn.found_inf = _to(found, home)  # where the step reads it: for shards in host memory, the host
         turn.enter(Phase.UNSCALED)
 

@@ -64,6 +64,7 @@ class PrepareOptions(NamedTuple):
     recompute: Recompute | None = None
     compile: CompileOptions | None = None
     records: Sequence[Any] = ()
+    keep: Callable[[], Any] | None = None  # see `Route`
 
 
 class Preparation:
@@ -282,9 +283,9 @@ class Preparation:
             why = "gradients of low-precision parameters are summed in fp32, dense ones only"
             refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
         calls = (world.blame, partial(self._no_sync, model), methods)
-        route = make_view(
-            *(model, wrapped, *calls), strategy.no_double_backward, strategy.sharded, first, offload
-        )
+        asks = options.keep is not None and settings.nonfinite is not None
+        watched = (first, offload, options.keep, asks)
+        route = make_view(*(model, wrapped, *calls), strategy.no_double_backward, strategy.sharded, *watched)
         for parameter in model.parameters() if early else ():
             if parameter.is_floating_point() or parameter.is_complex():
                 self._undo.append(hook_gradient(parameter, self._gradient_done).remove)

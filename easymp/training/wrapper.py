@@ -95,6 +95,9 @@ class Route:
         first: called once, with the arguments of the first call that trains, before it.
         offload: around calls that train: takes what autograd saves.
         view: the module that the user calls in place of `original`.
+        keep: returns the random state, to keep it in `last`; None keeps no calls.
+        method: the method that is called in place of forward.
+        last: method, arguments, keyword arguments and random state of the last call that trains, until the step.
     """
 
     original: nn.Module
@@ -105,11 +108,16 @@ class Route:
     first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None
     offload: AbstractContextManager[Any] | None
     view: nn.Module
+    keep: Callable[[], Any] | None = None
+    method: str = ""
+    last: tuple[str, tuple[Any, ...], dict[str, Any], Any] | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.first is not None and torch.is_grad_enabled():
             first, self.first = self.first, None
             first(args, kwargs)
+        if self.keep is not None and torch.is_grad_enabled():
+            self.last = self.method, args, kwargs, self.keep()
         try:
             if self.offload is None or not torch.is_grad_enabled():
                 outputs = self.module(*args, **kwargs)
@@ -157,9 +165,11 @@ class Route:
                 break
             module = module.module
         own["forward"] = once
+        self.method = name
         try:
             yield
         finally:
+            self.method = ""
             restore()
             for module, call in compiled:
                 module._compiled_call_impl = call
@@ -175,15 +185,18 @@ def make_view(
     sharded: bool,
     first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None,
     offload: AbstractContextManager[Any] | None,
+    keep: Callable[[], Any] | None = None,
+    always: bool = False,
 ) -> Route:
     """The route with a view of `original`, which is `original` itself where `module` is the same and calls are not watched.
 
     Args:
+        always: calls are watched.
         methods: those that are called as forward is.
         sharded: parameters are shards outside of forward; an error of another method that computes with them is explained.
     """
-    route = Route(original, module, no_sync, explain, no_double_backward, first, offload, original)
-    if module is original and first is None and offload is None:
+    route = Route(original, module, no_sync, explain, no_double_backward, first, offload, original, keep)
+    if module is original and first is None and offload is None and not always:
         return route
     # The class of the module, also where `original` is a view.
     kind = next(c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c))

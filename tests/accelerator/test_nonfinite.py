@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, NonfiniteError, StepError
+from easymp import Accelerator, CompileOptions, NonfiniteError, StepError
 
 from ..strategies.models import under, whole
 from .models import heard
@@ -153,3 +154,119 @@ def test_a_plain_backward_is_named(precision: str, mode: str | None, clip: bool)
         model(X).sum().backward()
         with pytest.raises(StepError, match=r"without accelerator.backward\(loss\) in between"):
             optimizer.step()
+
+
+# -- the first module ------------------------------------------------------------------------------------------------------
+
+
+class Fault(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, where: str) -> torch.Tensor:
+        ctx.where = where
+        return x * (NAN if where == "forward" else 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * (NAN if ctx.where == "backward" else 1), None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop, self.fault = nn.Linear(4, 4), nn.Dropout(0.1), ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + Fault.apply(self.drop(self.linear(x).tanh()), self.fault)
+
+
+def planted(
+    where: str, strategy: str | None = None, precision: str = "no", clip: bool = True, **more: Any
+) -> str:
+    """The report of a fault in layer 7 of 12, in the second micro-batch of update 3 and later, on the last rank."""
+    torch.manual_seed(0)
+    with heard(LOG) as said, under(strategy, None, 2, precision, cpu=True, **more) as acc:
+        layers = [Layer() for _ in range(12)]
+        model, optimizer = acc.prepare(
+            (whole_model := nn.Sequential(*layers)), torch.optim.AdamW(whole_model.parameters())
+        )
+        for micro in range(44):
+            late = micro >= 5 and micro % 2 and acc.process_index == acc.num_processes - 1
+            layers[7].fault = where if late else ""
+            x = torch.randn(4, 4)
+            held = weakref.ref(x)
+            with acc.accumulate(model):
+                acc.backward(model(x).square().mean())
+                if clip:
+                    acc.clip_grad_norm_(model.parameters(), 1.0)
+                try:
+                    optimizer.step()
+                except NonfiniteError as error:
+                    return str(error)
+                optimizer.zero_grad()
+            del x
+            assert held() is None or not acc.sync_gradients, "arguments live until the step"
+    return " ".join(line for _, line in said)
+
+
+INPUTS = ", whose inputs range from -"
+FORWARD = f"First not finite: the output of '7' (Layer){INPUTS}"
+HOOKED = f"first not finite: the gradient that arrives at the output of '7.drop' (Dropout){INPUTS}"
+PARAMETER = "16 of 24 parameters have such gradients; the last of them in the model, where backward came first, is '7.linear.bias'"
+EAGER = CompileOptions("blocks", backend="eager")
+PLANTED = [
+    ({"where": "forward", "nonfinite": "warn"}, FORWARD),
+    (
+        {"where": "forward"},
+        "makes them an error, and finds the first module",
+    ),  # calls of a plain model are not seen
+    ({"where": "forward", "precision": "bf16"}, FORWARD),
+    ({"where": "forward", "precision": "bf16", "nonfinite": "skip"}, FORWARD),
+    ({"where": "forward", "nonfinite": "raise", "compile": EAGER}, FORWARD),
+    ({"where": "backward", "nonfinite": "raise"}, PARAMETER),
+    ({"where": "backward", "nonfinite": "raise", "clip": False}, PARAMETER),
+    ({"where": "backward", "nonfinite": "skip", "compile": EAGER}, HOOKED),
+    ({"where": "backward", "precision": "fp16"}, HOOKED),  # the descent of the loss scale does not end
+]
+
+
+@pytest.mark.parametrize(("how", "expected"), PLANTED)
+def test_the_first_module_is_named(how: dict[str, Any], expected: str) -> None:
+    assert expected in planted(**how)
+
+
+def planted_on_ranks(strategy: str) -> list[str]:
+    ways = [("forward", "raise"), ("backward", "raise"), ("backward", "skip")]
+    return [planted(where, strategy, nonfinite=mode) for where, mode in ways]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_rank_is_named(ranks: Any, strategy: str) -> None:
+    first, second = ranks(planted_on_ranks, strategy)
+    for raised, expected in ((0, FORWARD), (1, PARAMETER)):
+        assert first[raised] == second[raised] and expected in first[raised]
+    assert "step 3: the loss is not finite on rank 1" in first[0]
+    assert HOOKED in second[2] and "rank 1, step 4: first not finite" in second[2] and HOOKED not in first[2]
+
+
+def test_a_second_forward_leaves_no_trace() -> None:
+    def run(mode: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        with heard(LOG) as said, Accelerator(cpu=True, nonfinite=mode) as acc:  # type: ignore[arg-type]
+            prepared, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+            acc.backward(prepared(X).sum() * NAN)
+            if mode == "raise":
+                with pytest.raises(
+                    NonfiniteError, match="outputs of the model are finite, so the loss function"
+                ):
+                    optimizer.step()
+            else:
+                assert "A second forward, with other random numbers, is finite" in said[0][1]
+        return [torch.rand(1), *model.buffers()]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    plain(X)
+    expected = [torch.rand(1), *plain.buffers()]
+    for mode in ("warn", "raise"):
+        assert all(torch.equal(a, b) for a, b in zip(run(mode), expected))
