@@ -145,6 +145,7 @@ def skip_all(folder: str, ways: list[tuple[Any, ...]]) -> list[tuple[dict[str, A
     return list(zip(guarded, plain))
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_a_spike(ranks: Any, tmp_path: Path) -> None:
     ways = [("ddp", "fp16", 2), ("zero1", "no", 1), ("fsdp", "bf16", 2), ("tensor_parallel", "no", 1)]
     for (strategy, *_), *both in zip(ways, *ranks(skip_all, str(tmp_path), ways)):
