@@ -232,7 +232,7 @@ def test_other_nodes_that_never_come_and_a_main_address_elsewhere(script, capsys
 @pytest.mark.parametrize(
     ("second", "others", "wait", "words"),
     [  # in the first case the main node waits for one that is started rightly
-        ("2", 1, "4", "was started for 3 nodes, this one for 2 nodes"),
+        ("2", 1, "2", "was started for 3 nodes, this one for 2 nodes"),
         ("3", 2, "50", "say the same --node-rank 1: each machine needs its own"),
     ],
 )
@@ -377,13 +377,8 @@ def hosts(tmp_path):
             ):
                 subprocess.run(["ip", "-n", name, *words.split()], check=True)
         bind = 'mount --bind "$0" /etc/nsswitch.conf && exec "$@"'
-        yield (
-            [
-                ("ip", "netns", "exec", name, "unshare", "--mount", "sh", "-c", bind, str(lookups))
-                for name in names
-            ],
-            address.format(1),
-        )
+        inside = ("unshare", "--mount", "sh", "-c", bind, str(lookups))
+        yield [("ip", "netns", "exec", name, *inside) for name in names], address.format(1)
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)

@@ -76,10 +76,6 @@ def test_task(slurm, changes, task):
         ({"SLURM_PROCID": None}, "srun did not start this process"),  # a shell of salloc
         ({"SLURM_JOB_NAME": "bash"}, "Slurm's job is interactive, by its name 'bash'"),
         ({"SLURM_JOB_NAME": "interactive"}, "Slurm's job is interactive, by its name 'interactive'"),
-        (
-            {"SLURM_JOB_NAME": "bash", "SLURM_STEP_NUM_TASKS": 1},
-            "Slurm's job is interactive, by its name 'bash'",
-        ),
         ({"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, "Slurm's srun started one task"),
         (
             {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1},

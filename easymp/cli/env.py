@@ -59,9 +59,8 @@ def _elsewhere(args: argparse.Namespace, settings: easymp.Settings) -> int:
     ranks = distributed.Ranks(0, world, 0, there.processes, f"--for {args.machine}")
     plan = easymp.make_plan(settings, there.hardware, ranks)
     if args.json:
-        return print_json(
-            {**there._asdict(), "hardware": dataclasses.asdict(there.hardware), "plan": plan.as_dict()}
-        )
+        known = {**there._asdict(), "hardware": dataclasses.asdict(there.hardware)}
+        return print_json({**known, "plan": plan.as_dict()})
     rows = [
         *facts(there.hardware),
         ["nodes", there.nodes],
@@ -111,6 +110,5 @@ def kernels(hardware: Hardware) -> str:
 
     capability = next((d.capability for d in hardware.devices if d.kind == "cuda"), None)
     found = cuda.facts(torch.device("cpu"))._replace(capability=capability)
-    return cuda.unavailable(found) or "CuPy " + ", ".join(
-        f"{version} ({name})" for name, version in found.wheels.items()
-    )
+    wheels = ", ".join(f"{version} ({name})" for name, version in found.wheels.items())
+    return cuda.unavailable(found) or f"CuPy {wheels}"

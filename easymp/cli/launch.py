@@ -142,7 +142,7 @@ def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
         check_script(args.script, module=False)
     if args.node_rank is not None:
         raise SettingError(
-            f"--node-rank {args.node_rank} is for one node, and --slurm starts them all: leave it out"
+            f"--node-rank {args.node_rank} is for one node, and --slurm starts all: leave it out"
         )
     names = ("nodes", "main_address", "wait", "max_restarts", "grace", "config")
     flags = {"--processes": wanted.processes, **{f"--{n.replace('_', '-')}": getattr(args, n) for n in names}}
@@ -157,11 +157,11 @@ def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
         return 0
     if (program := shutil.which("sbatch")) is None:
         raise SettingError(
-            "sbatch is not on PATH: run this on the cluster's login node, or keep the script with --slurm print"
+            "sbatch is not on PATH: run this on the cluster's login node, or use --slurm print"
         )
     return subprocess.run(
         [program], input=text, text=True, check=False
-    ).returncode  # its own words are the answer
+    ).returncode  # its words are the answer
 
 
 # -- the batch script of Slurm: one task a node, which starts the node's processes
@@ -185,9 +185,7 @@ def read_slurm(text: str) -> tuple[str, list[str]]:
         elif options:
             options[-1] += " " + _quoted(word)
         else:
-            raise SettingError(
-                f"--slurm {text!r}: {word!r} is not an option of sbatch: those start with a dash"
-            )
+            raise SettingError(f"--slurm {text!r}: {word!r} is not an option of sbatch: it has no dash")
     return action, options
 
 
@@ -214,7 +212,7 @@ def batch_script(
     read_nodes(nodes or "1")
     if nodes is not None and "--nodes" in given:
         raise SettingError(
-            f"nodes are given twice, as --nodes {nodes} and among Slurm's options: leave one of them out"
+            f"nodes are given twice, as --nodes {nodes} and among Slurm's options: leave one out"
         )
     ours = {
         "--job-name": _quoted(name),

@@ -23,7 +23,6 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
@@ -96,54 +95,36 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
+# -- runs
 
 
-@dataclass(frozen=True)
-class Run:
-    """One file of rows.
+class Run(NamedTuple):
+    """One file of rows."""
 
-    Attributes:
-        name: of the folder or the file, unlike those of the other runs.
-        config: hyperparameters and settings by name, of the last start.
-        rows: number of rows.
-        began: seconds since 1970.
-        points: by the logged name, (step, seconds from the start, value).
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    rows: int
-    began: float
-    points: Mapping[str, list[tuple[int, float, float]]]
+    name: str  # of the folder or the file, unlike those of the other runs
+    config: Mapping[str, Any]  # hyperparameters and settings by name, of the last start
+    rows: int  # how many
+    began: float  # seconds since 1970
+    points: Mapping[
+        str, list[tuple[int, float, float]]
+    ]  # by the logged name: step, seconds from the start, value
 
 
 def read(places: Sequence[Path]) -> list[Run]:
-    """The runs in files and folders.
-
-    Raises:
-        SettingError: a place is missing, or has no rows.
-    """
+    """The runs in files and folders."""
     files: dict[Path, None] = {}
     for place in places:
-        found = (
-            [place] if place.is_file() else sorted(p for p in place.rglob("*.jsonl") if _about(p).is_file())
-        )
+        found, why = [place], "there is no such file or folder"
+        if not place.is_file():
+            found = sorted(p for p in place.rglob("*.jsonl") if _about(p).is_file())
         if not found:
-            why = (
-                "no run has logged JSON lines below it"
-                if place.is_dir()
-                else "there is no such file or folder"
-            )
-            raise SettingError(
-                f"{place}: {why}. Pass the file of rows (log.jsonl), or the run's project folder"
-            )
+            why = "no run has logged JSON lines below it" if place.is_dir() else why
+            raise SettingError(f"{place}: {why}. Pass the file of rows (log.jsonl), or the run's folder")
         files |= dict.fromkeys(path.resolve() for path in found)
     runs = [_read(path, name) for path, name in zip(files, _names(list(files)))]
     if not any(run.rows for run in runs):
-        raise SettingError(
-            f"{next(iter(files))} has no rows of a run: pass a file that log_with='jsonl' has written"
-        )
+        first = next(iter(files))
+        raise SettingError(f"{first} has no rows of a run: pass a file that log_with='jsonl' has written")
     return runs
 
 
@@ -192,26 +173,19 @@ def _number(value: Any) -> float | None:
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters, and the values of the plan."""
     plan = config.get("easymp", {}).get("plan", {})
-    decided = {
-        name: said["value"] for name, said in plan.items() if isinstance(said, dict) and "value" in said
-    }
+    decided = {name: c["value"] for name, c in plan.items() if isinstance(c, dict) and "value" in c}
     return flat({**decided, **{name: value for name, value in config.items() if name != "easymp"}})
 
 
 def choose(runs: Sequence[Run], asked: Sequence[str]) -> list[str]:
-    """The logged names to draw: those that match one of `asked`, in this order; by default all.
-
-    Raises:
-        SettingError: no run has logged a number of such a name.
-    """
+    """The logged names to draw: those that match one of `asked`, in this order; by default all."""
     known = list(dict.fromkeys(name for run in runs for name in run.points))
     chosen: dict[str, None] = {}
     for pattern in asked or ["*"]:
         found = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
         if not found:
-            raise SettingError(
-                f"no run has logged a number as {pattern!r}{nearest(pattern, known) or '.'} Logged: {', '.join(known) or 'none'}"
-            )
+            near, logged = nearest(pattern, known) or ".", ", ".join(known) or "none"
+            raise SettingError(f"no run has logged a number as {pattern!r}{near} Logged: {logged}")
         chosen |= dict.fromkeys(found)
     return list(chosen)
 
@@ -246,9 +220,7 @@ def write_page(runs: Sequence[Run], names: Sequence[str], made: Sequence[Panel],
     """One HTML file: a picture for each panel, and a table of the runs with the settings that differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     unlike = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
-    settings = [
-        ["–" if run.config.get(key) is None else str(run.config[key]) for key in unlike] for run in runs
-    ]
+    settings = [["–" if (v := run.config.get(key)) is None else str(v) for key in unlike] for run in runs]
     text = page(
         "plot.html.jinja",
         made,
@@ -383,9 +355,8 @@ def draw(made: Sequence[Panel], columns: int, form: str, head: str = "") -> byte
             axes.set_title(title, loc="left", fontsize=11)
             fill(axes)
         svg = form == "svg"
-        figure.savefig(
-            file, format=form, dpi=150, transparent=svg, metadata={"Date" if svg else "Software": None}
-        )
+        about = {"Date" if svg else "Software": None}
+        figure.savefig(file, format=form, dpi=150, transparent=svg, metadata=about)
     if not svg:
         return file.getvalue()
     text = file.getvalue().decode().replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
@@ -402,21 +373,12 @@ def dashes(series: int) -> str:
 
 
 def page(template: str, made: Sequence[Panel], **values: Any) -> str:
-    """One HTML file without scripts and links, of a jinja2 template in this folder; words from outside are escaped.
-
-    Args:
-        made: its plots, which the template gets as `images`: titles with the addresses of images.
-        values: what else it names.
-    """
+    """One HTML file without scripts and links, of a jinja2 template in this folder; words from outside are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = FileSystemLoader(Path(__file__).parent)
+    blocks = {"trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     environment.globals |= {"colour": colour, "dashes": dashes}
     coded = ((one[0], base64.b64encode(draw([one], 1, "svg")).decode()) for one in made)
     images = [(title, f"data:image/svg+xml;base64,{code}") for title, code in coded]

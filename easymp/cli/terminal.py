@@ -60,12 +60,7 @@ def print_json(value: Any) -> int:
 
 
 def table(rows: Sequence[Sequence[Any]], right: Set[int] = frozenset(), fold: bool = False) -> str:
-    """Values in columns; None is an empty cell.
-
-    Args:
-        right: columns that are aligned to the right.
-        fold: the last column is broken into lines, so that a row fits the terminal.
-    """
+    """Values in columns; None is an empty cell."""
     text = [["" if cell is None else plain(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*text)]
     before = sum(widths[:-1]) + 2 * (len(widths) - 1)  # columns left of the last one

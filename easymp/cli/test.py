@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> int:
     found, plan, code = run_checks(processes)
     good = code == 0 and bool(found) and all(row.outcome != "bad" for row in found)
     if args.json:
-        print_json(
-            {"rows": [dataclasses.asdict(row) for row in found], "plan": plan, "code": code, "good": good}
-        )
+        rows = [dataclasses.asdict(row) for row in found]
+        print_json({"rows": rows, "plan": plan, "code": code, "good": good})
     else:
         print(told(found, plan, code, processes))
     return 0 if good else 1

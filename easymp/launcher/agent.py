@@ -41,14 +41,7 @@ STAY = 300.0  # seconds that a node whose ranks are done waits for those of the 
 AGAIN = 2.0
 CAUSE, PEER, TOLD = range(3)  # the rank's own error; a lost connection to another rank; ended by the launcher
 # The types in which a backend says that another rank is gone: a user's own error of another type never means that.
-PEER_TYPES = {
-    "RuntimeError",
-    "DistError",
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "WorldError",
-}
+PEER_TYPES = set("RuntimeError DistError DistBackendError DistNetworkError DistStoreError WorldError".split())
 
 
 class RanksFailed(Exception):
@@ -91,11 +84,8 @@ class Agent(LocalElasticAgent):
         self.stopped.clear()
         # No closure has the agent: a cycle would keep its store open, which the next run of this process needs the port of.
         context, stopped, first = self._pcontext, self.stopped, worker_group.workers[0].global_rank
-        close, grace, handlers = (
-            context.close,
-            self._grace,
-            getattr(context, "subprocess_handlers", {}).values(),
-        )
+        close, grace = context.close, self._grace
+        handlers = getattr(context, "subprocess_handlers", {}).values()
         for handler in handlers:
             handler.close = partial(_close_rank, handler.proc, handler.close)
 
@@ -173,16 +163,12 @@ def run(
     try:
         with env.override(**surroundings(config, threads), **variables), _signals(agents), _quiet():
             rendezvous = MultiNode(config) if config.limit > 1 else SingleNode(config)
-            over = True
+            over, often = True, {"max_restarts": max_restarts, "monitor_interval": monitor_interval}
+            what = {"entrypoint": entrypoint, "args": tuple(arguments)}
             try:
-                spec = WorkerSpec(
-                    *("default", processes, rendezvous),
-                    entrypoint=entrypoint,
-                    args=tuple(arguments),
-                    max_restarts=max_restarts,
-                    monitor_interval=monitor_interval,
+                agents.append(
+                    Agent(WorkerSpec("default", processes, rendezvous, **what, **often), directory, grace)
                 )
-                agents.append(Agent(spec, directory, grace))
                 return _results(agents[0], Path(directory))
             except SignalException:
                 over = False
@@ -228,11 +214,7 @@ def _ending(own: Report, others: list[Report], size: int) -> RanksFailed | Inter
 
 
 def collect(directory: Path, codes: Mapping[int, int], first_rank: int = 0) -> list[Failure]:
-    """The failures of the last attempt, the likeliest cause first: the ranks' records, and bare exit codes of those without.
-
-    `directory` is elastic's for logs; `codes` has the ranks that elastic saw fail, by global rank, of which this node's first is
-    `first_rank`.
-    """
+    """The failures of the last attempt, the likeliest cause first: the ranks' records, and bare exit codes of those without."""
     attempts = sorted(directory.glob("*/attempt_*"), key=lambda p: int(p.name.rpartition("_")[2]))
     last = attempts[-1] if attempts else directory
     records = (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in last.glob(f"*/{RECORD}"))
@@ -283,10 +265,7 @@ def surroundings(config: RendezvousConfig, threads: int) -> dict[str, str | None
 
 @contextmanager
 def _signals(agents: list[Agent]) -> Iterator[None]:
-    """The launcher's own handlers: the first signal raises SignalException, and a later one kills the workers of `agents`.
-
-    Put back at the end: in a notebook the process lives on.
-    """
+    """The launcher's own handlers: the first signal raises SignalException, and a later one kills the workers of `agents`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

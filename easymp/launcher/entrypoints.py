@@ -81,7 +81,7 @@ def launch_script(
         masks = ";".join(f"{sum(1 << core for core in cores):x}" for cores in chosen)
     if masks:
         get_logger(__name__).info(
-            f"each rank runs on the cores of its NUMA node: {masks} (--no-numa: everywhere)"
+            "each rank runs on the cores of its NUMA node: %s (--no-numa: everywhere)", masks
         )
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
     kind = "module" if module else "script"
@@ -147,11 +147,8 @@ def launch(processes: int | None = None) -> None:
     if spec is not None:
         name = spec.name.removesuffix(".__main__")
     config, variables = (None, {}) if found is None else find_nodes(None, None, None, None, WAIT)
-    sys.exit(
-        launch_script(
-            name, sys.argv[1:], processes, module=spec is not None, rendezvous=config, variables=variables
-        )
-    )
+    how = {"module": spec is not None, "rendezvous": config, "variables": variables}
+    sys.exit(launch_script(name, sys.argv[1:], processes, **how))
 
 
 def notebook_launcher(
@@ -211,14 +208,13 @@ def notebook_launcher(
         [(0, 0.1), (1, 0.1)]
     """
     processes, conf = _checked(num_processes, max_restarts), rdzv_conf or {}
-    unknown = set(conf) - {"timeout", "join_timeout"}
+    unknown, prefixed = set(conf) - {"timeout", "join_timeout"}, log_line_prefix_template is not None
     refused = {
         f"rdzv_backend={rdzv_backend!r}: nodes meet at node 0": rdzv_backend not in ("static", "c10d"),
         f"rdzv_conf has {min(unknown, default='')!r}: it takes 'timeout' only": unknown,
         f"rdzv_conf={conf!r} has two timeouts, and there is one wait": len(set(conf.values())) > 1,
         f"rdzv_id={rdzv_id!r}: runs differ by node 0's port, use_port": rdzv_id != "none",
-        "log_line_prefix_template: ranks write to this process's output": log_line_prefix_template
-        is not None,
+        "log_line_prefix_template: ranks write to this process's output": prefixed,
     }
     for words in (words for words, wrong in refused.items() if wrong):
         raise RefusedError(f"notebook_launcher cannot honour {words}. Leave it out")
@@ -261,7 +257,7 @@ def debug_launcher(
     return _fork(function, args, _checked(num_processes), RendezvousConfig(), 0, 0.05, {"EASYMP_CPU": "1"})
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- checks
 
 
 def check_script(script: str, module: bool) -> None:
@@ -270,9 +266,7 @@ def check_script(script: str, module: bool) -> None:
         raise SettingError(f"{script!r} is not a file: pass the script's path, or -m and a module's name")
     top = script.partition(".")[0]
     if module and not (PathFinder.find_spec(top, [os.getcwd()]) or find_spec(top)):
-        raise SettingError(
-            f"there is no module {script!r}: it is searched here, and where Python finds packages"
-        )
+        raise SettingError(f"there is no module {script!r}, here or where Python finds packages")
 
 
 def _checked(processes: int | None, max_restarts: int = 0) -> int:
@@ -287,10 +281,7 @@ def _checked(processes: int | None, max_restarts: int = 0) -> int:
 
 
 def default_processes() -> int:
-    """The number announced for each node; else one an accelerator, or 1 without any (or with ``cpu`` set).
-
-    Several announced tasks on one machine run one process each.
-    """
+    """The number announced for each node; else one an accelerator, or 1 without any (or with ``cpu`` set)."""
     found, _ = ranks.read_node()
     if found is not None and found.processes > 1:
         return found.processes
@@ -302,7 +293,7 @@ def default_processes() -> int:
     return max(1, torch.cuda.device_count(), torch.xpu.device_count())
 
 
-# -- functions ---------------------------------------------------------------------------------------------------------
+# -- functions
 
 
 class _Unsendable(NamedTuple):
@@ -354,8 +345,8 @@ def _refuse_fork(cpu: bool) -> None:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RefusedError(
-            "a process group is running in this process, and forked processes would share its connections: end it "
-            "(Accelerator.end_training() or torch.distributed.destroy_process_group()), or restart the notebook's kernel"
+            "a process group is running in this process, and forked processes would share its connections: end it (Accelerator."
+            "end_training() or torch.distributed.destroy_process_group()), or restart the notebook's kernel"
         )
     if torch.cuda.is_initialized() and not cpu:
         raise RefusedError(

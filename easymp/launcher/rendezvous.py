@@ -43,36 +43,24 @@ LINGER = 10.0  # seconds that the main node stays for the others to read
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """Where the ranks meet. One node needs none of it: a free port on the loopback is found.
+    """Where the ranks meet. One node needs none of it: a free port on the loopback is found."""
 
-    Attributes:
-        nodes: how many take part; with `most`, at least.
-        node_rank: this node's number, in the order of its ranks; 0 is the main node. None: the node that has `address` is the main
-            one, and the others follow as they come.
-        address, port: of the main node, where the launchers meet and rank 0 listens.
-        most: nodes that may take part, where they come and go; None for exactly `nodes`.
-        wait: seconds that the nodes wait for one another.
-    """
-
-    nodes: int = 1
+    nodes: int = 1  # how many take part; with `most`, at least
+    # This node's number, in the order of its ranks; 0 is the main node. None: the node that has `address` is the main one.
     node_rank: int | None = None
-    address: str = LOOPBACK
+    address: str = LOOPBACK  # of the main node, where the launchers meet and rank 0 listens
     port: int | None = None
-    most: int | None = None
-    wait: float = WAIT
+    most: int | None = None  # nodes that may take part, where they come and go; None for exactly `nodes`
+    wait: float = WAIT  # seconds that the nodes wait for one another
 
     def __post_init__(self) -> None:
         rank, limit = self.node_rank, self.limit
         if not 1 <= self.nodes <= limit:
-            raise SettingError(
-                f"nodes={self.nodes}:{limit} cannot train: use at least 1, the smaller number first"
-            )
+            raise SettingError(f"nodes={self.nodes}:{limit} cannot train: use at least 1, the smaller first")
         if rank is not None and not 0 <= rank < limit:
             raise SettingError(f"node_rank={rank} does not lie in 0 … {limit - 1} for {self.words}")
         if limit > 1 and self.port is None:
-            raise SettingError(
-                f"{self.words} need a port to meet at on {self.address}: pass the same free port on each"
-            )
+            raise SettingError(f"{self.words} need a port to meet at on {self.address}: pass one to each")
 
     @property
     def limit(self) -> int:
@@ -92,7 +80,6 @@ class RendezvousConfig:
 
     @property
     def endpoint(self) -> str:
-        """``"host:29500"``."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
@@ -106,20 +93,15 @@ def read_config(
     """The configuration of a command line: ``"2"`` or ``"1:4"`` nodes, ``"host"`` or ``"host:port"``."""
     least, most = read_nodes(nodes or "1")
     if most == 1 and node_rank is not None:
-        raise SettingError(
-            f"--node-rank {node_rank} says which of several machines this is: say how many with --nodes, too"
-        )
+        raise SettingError(f"--node-rank {node_rank} says which of several machines this is: pass --nodes")
     if most > 1 and main_address is None:
-        raise SettingError(
-            f"{most} nodes must know where to meet: pass --main-address HOST[:PORT], an address of the first node, on all of them"
-        )
+        cure = "pass --main-address HOST[:PORT], an address of the first node, on all of them"
+        raise SettingError(f"{most} nodes must know where to meet: {cure}")
     address, port = (LOOPBACK, None) if main_address is None else read_address(main_address)
     port = port or main_port or (PORT if most > 1 else None)
     if most == 1 and not is_here(address):
-        logger.warning(
-            "main_address=%r is not this machine, and not used: this run has one node (more: --nodes)",
-            main_address,
-        )
+        ignored = "main_address=%r is not this machine, and not used: this run has one node (more: --nodes)"
+        logger.warning(ignored, main_address)
         address = LOOPBACK
     return RendezvousConfig(least, node_rank, address, port, None if most == least else most, wait)
 
@@ -130,7 +112,7 @@ def read_nodes(text: str) -> tuple[int, int]:
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         raise SettingError(
-            f"nodes={text!r} is not a number of nodes: use 2, or 1:4 for at least 1 and at most 4"
+            f"nodes={text!r} is not a number of nodes: use 2, or 1:4 for at least 1, at most 4"
         )
     return least, most
 
@@ -180,7 +162,7 @@ def find_nodes(
     return met, {"EASYMP_LAUNCHER": f"{found.local_rank} of {found.local_size}"}
 
 
-# -- addresses and ports -----------------------------------------------------------------------------------------------
+# -- addresses and ports
 
 
 def own_address(address: str, port: int | None) -> str:
@@ -222,17 +204,15 @@ def refuse_taken(config: RendezvousConfig) -> None:
         try:
             probe.bind(("", port))
         except PermissionError as error:
-            raise SettingError(
-                f"port {port} may not be opened by this user ({error}): take one above 1023"
-            ) from error
+            why = f"port {port} may not be opened by this user ({error}): take one above 1023"
+            raise SettingError(why) from error
         except OSError:
-            several = config.limit > 1
-            which = "the main node, which is this one," if several else "this machine"
-            other = "on all nodes" if several else "or leave it out to have a free one found"
+            which, other = "this machine", "or leave it out to have a free one found"
+            if config.limit > 1:
+                which, other = "the main node, which is this one,", "on all nodes"
             raise WorldError(
-                f"port {port} on {which} is taken, by another program or by another launcher of this run (pass --node-rank to each): "
-                f"pass a free one, --main-address {config.address}:PORT, "
-                f"{other}; `ss -ltnp 'sport = :{port}'` shows who listens there"
+                f"port {port} on {which} is taken, by another program or by another launcher of this run (pass --node-rank to "
+                f"each): pass a free one, --main-address {config.address}:PORT, {other}; `ss -ltnp 'sport = :{port}'` shows it"
             ) from None
 
 
@@ -252,7 +232,7 @@ def hold_port() -> tuple[socket.socket, int]:
     return kept, port
 
 
-# -- handlers ----------------------------------------------------------------------------------------------------------
+# -- handlers
 
 
 class Report(NamedTuple):
@@ -367,7 +347,7 @@ class MultiNode(SingleNode):
             ) from None
         except (rendezvous.RendezvousClosedError, rendezvous.RendezvousGracefulExitError):
             try:
-                ends = self._final_reports()
+                ends = self._others(final=True)
             except RuntimeError as error:  # the main node closed the run and did not wait for this one
                 raise self._gone(error) from None
             if ends:
@@ -375,9 +355,8 @@ class MultiNode(SingleNode):
             late = (
                 "before this node's ranks could start again" if self._round else "before this node took part"
             )
-            raise WorldError(
-                f"the run at {self._config.endpoint} is over, {late}: the others' output says how it ended"
-            ) from None
+            where = f"the run at {self._config.endpoint} is over, {late}"
+            raise WorldError(f"{where}: the others' output says how it ended") from None
         except (SettingError, WorldError):
             raise
         except (rendezvous.RendezvousError, RuntimeError) as error:
@@ -401,9 +380,8 @@ class MultiNode(SingleNode):
         order = sorted(range(len(nodes)), key=lambda i: (*nodes[i][:2], i))
         for one, other in pairwise(order):
             if nodes[one][1] == nodes[other][1] < limit:
-                raise SettingError(
-                    f"{nodes[one][2]} and {nodes[other][2]} say the same --node-rank {nodes[one][1]}: each machine needs its own"
-                )
+                same = f"{nodes[one][2]} and {nodes[other][2]} say the same --node-rank {nodes[one][1]}"
+                raise SettingError(f"{same}: each machine needs its own")
         return order, [nodes[i][2] for i in order]
 
     @contextmanager
@@ -422,7 +400,7 @@ class MultiNode(SingleNode):
         self._looked = now
         ends, waiting = [], 0
         with self._unless_lost():
-            ends, waiting = self._final_reports(), self._torchs.num_nodes_waiting()
+            ends, waiting = self._others(final=True), self._torchs.num_nodes_waiting()
         if ends and not self._lost:
             self._store.add("heard", 1)
             raise Ended(ends)
@@ -469,20 +447,18 @@ class MultiNode(SingleNode):
                 time.sleep(0.1)
                 left = self._store.add("left", 0)
 
-    def _others(self) -> list[Report]:
+    def _others(self, final: bool = False) -> list[Report]:
         told = (i for i in range(1, self._store.add("told", 0) + 1) if i != self._told)
         found = [Report(*json.loads(self._store.get(f"told/{i}"))) for i in told]
-        return [report._replace(failures=tuple(Failure(*f) for f in report.failures)) for report in found]
-
-    def _final_reports(self) -> list[Report]:
-        return [report for report in self._others() if self._is_final(report)]
+        reports = [report._replace(failures=tuple(Failure(*f) for f in report.failures)) for report in found]
+        return [report for report in reports if not final or self._is_final(report)]
 
     def _is_final(self, report: Report) -> bool:
         """Whether it ends the run here, too. Where nodes may come and go, a node that was stopped only leaves."""
         return report.signal is None or report.main or not self._config.elastic
 
 
-# -- the store of several nodes ----------------------------------------------------------------------------------------
+# -- the store of several nodes
 
 
 def _open_store(config: RendezvousConfig, main: bool, name: str) -> Any:
@@ -519,16 +495,14 @@ def _open_store(config: RendezvousConfig, main: bool, name: str) -> Any:
                     return store
             except (RuntimeError, TimeoutError) as error:
                 why = (str(error).splitlines() or [type(error).__name__])[0]
-                raise WorldError(
-                    f"the program that listens at {config.endpoint} does not answer as the main node's launcher: pass its address and "
-                    f"port ({why})"
-                ) from error
+                who = f"the program that listens at {config.endpoint}"
+                cure = f"pass its address and port ({why})"
+                raise WorldError(f"{who} does not answer as the main node's launcher: {cure}") from error
             if theirs != OVER:
                 least, most = json.loads(theirs)
                 there = RendezvousConfig(least, 0, port=1, most=most).words
-                raise SettingError(
-                    f"the main node at {config.endpoint} was started for {there}, this one for {config.words}: pass the same --nodes on all"
-                )
+                both = f"was started for {there}, this one for {config.words}: pass the same --nodes on all"
+                raise SettingError(f"the main node at {config.endpoint} {both}")
             del store, tcp
             why = "the run there is over"
         waited = time.monotonic() - start

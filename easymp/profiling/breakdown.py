@@ -341,10 +341,7 @@ def _is_on(event: Any, device: int) -> bool:
 
 
 def _work(events: list[Any]) -> Iterable[Interval]:
-    """Operations that compute.
-
-    Annotations, nodes of backward and operations around a collective do not count; the operations inside them do.
-    """
+    """Operations that compute."""
     around = set()
     stacks: dict[int, list[int]] = {}
     events.sort(key=lambda e: (e.start_ns(), -e.end_ns()))

@@ -54,19 +54,10 @@ def run(variant, seconds, number=1, *, values=None, others=0.0, samples=1000, pe
         name: [Point(i * 100 // len(held), seconds * i / len(held), value) for i, value in enumerate(held, 1)]
         for name, held in (values or {}).items()
     }
-    record = Record(
-        begun=1e9 + 2.0,
-        first=1.0,
-        seconds=seconds,
-        updates=100,
-        samples=samples,
-        peak=peak,
-        device_memory=True,
-        memory=[(-0.5, peak // 2), (0.0, peak), (seconds, peak)],
-        curves=curves,
-        plan={"processes": 1, "precision": {"value": variant.name, "reason": "asked for", "source": "x"}},
-        machine=MACHINE,
-    )
+    plan = {"processes": 1, "precision": {"value": variant.name, "reason": "asked for", "source": "x"}}
+    memory = [(-0.5, peak // 2), (0.0, peak), (seconds, peak)]
+    held = {"samples": samples, "peak": peak, "device_memory": True, "memory": memory}
+    record = Record(1e9 + 2.0, 1.0, seconds, 100, curves, plan, MACHINE, **held)
     return Run(variant, number, None, End(FINISHED, "", 1e9, seconds + 4.0, others), record)
 
 

@@ -184,10 +184,7 @@ def test_what_varies_reaches_the_settings_and_the_script(script, asked):
     log = "log_with=jsonl,console"
     assert [override for _, override, _, _ in asked] == [log, f"compile=model {log}"] * 2
     task, chosen = asked[0][0], variants({"batch": ["8", "16"]}, asked[0][0].arguments)
-    assert [task.command(variant)[-2:] for variant in chosen] == [
-        ["--batch-size=8", "x"],
-        ["--batch-size=16", "x"],
-    ]
+    assert [task.command(variant)[-2:] for variant in chosen] == [[f"--batch-size={n}", "x"] for n in (8, 16)]
 
 
 def test_the_override_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +215,8 @@ class Elements(HTMLParser):
 
 def test_a_page_of_hostile_names_needs_nothing_else(fonts: None, tmp_path: Path) -> None:
     values = {"loss": [2.0**-i for i in range(100)], EVIL: [0.1, 0.2]}
-    several = [
-        run(v, seconds + i, i, values=values)
-        for v, seconds in ((FP32, 10), (Variant(EVIL), 6))
-        for i in (1, 2)
-    ]
+    both = ((FP32, 10), (Variant(EVIL), 6))
+    several = [run(v, seconds + i, i, values=values) for v, seconds in both for i in (1, 2)]
     failed = run(Variant("O1"), None, why=EVIL)
     found = comparison(*several, failed, metrics=("loss", EVIL), script=f"/x/{EVIL}.py", folder=tmp_path)
     written, trouble = compare.write(found)
@@ -311,10 +305,7 @@ def test_plans_that_finish_and_one_that_is_refused(tmp_path: Path) -> None:
     assert process.returncode == 1, err
     plans = {plan["name"]: plan["runs"][0] for plan in json.loads(out)["plans"]}
     ends = {
-        "fp32 rows=64": "finished",
-        "fp32 rows=32": "finished",
-        "fp8 rows=64": "failed",
-        "fp8 rows=32": "failed",
+        f"{name} rows={n}": end for name, end in (("fp32", "finished"), ("fp8", "failed")) for n in (64, 32)
     }
     assert {name: run["status"] for name, run in plans.items()} == ends
     assert "mixed_precision='fp8' in EASYMP_OVERRIDE cannot run here" in plans["fp8 rows=64"]["why"]
@@ -355,16 +346,9 @@ def recording(folder: Path, seconds: float, losses: list[float], **first: Any) -
     count = {"updates": 100, "samples": 1000}
     lines = [{"event": "begin", "at": 0.0, **begin}]
     lines += [{"event": "first", "at": 1.0, "updates": 1, "samples": 10, **first}]
-    lines += [
-        {
-            "event": "log",
-            "at": 1 + seconds * i / len(losses),
-            "updates": i,
-            "step": i,
-            "values": {"loss": loss},
-        }
-        for i, loss in enumerate(losses, 1)
-    ]
+    for i, loss in enumerate(losses, 1):
+        values = {"updates": i, "step": i, "values": {"loss": loss}}
+        lines.append({"event": "log", "at": 1 + seconds * i / len(losses), **values})
     lines += [{"event": "memory", "at": 1 + seconds, "bytes": 1 << 30, **count}]
     lines += [{"event": "end", "at": 1 + seconds, "plan": {}, "seconds": seconds, "peak": 1 << 30, **count}]
     folder.mkdir(parents=True)
@@ -407,10 +391,8 @@ def test_runs_that_only_logged_rows_are_compared_by_their_steps(monkeypatch, fon
         (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = {"lr": 0.1 if name == "slow" else 0.2, "easymp": {"plan": {"strategy": {"value": "ddp"}}}}
         (folder / "log.json").write_text(json.dumps({"starts": [{"time": 1e9, "config": config}]}))
-    words = [
-        f"{folder.name.partition('-')[0]}=runs/{folder.name}"
-        for folder in sorted((tmp_path / "runs").iterdir())
-    ]
+    folders = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
+    words = [f"{name.partition('-')[0]}=runs/{name}" for name in folders]
     assert main(["compare", *words, "--output", "out"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Use fast: fastest of 2 (3.00 × slow, 3 runs each)."

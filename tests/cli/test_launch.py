@@ -174,7 +174,7 @@ def test_workers_get_what_is_set(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "processes"), [("--set", 2), ("file", 2), ("environment", 1), ("--set", 1)])
+@pytest.mark.parametrize(("way", "processes"), [("--set", 2), ("file", 2), ("environment", 1)])
 def test_every_setting_reaches_every_process(way, processes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(REACHED)

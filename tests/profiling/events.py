@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 ANNOTATION, FUNCTION, BACKWARD = 7, 0, 1
 
 
-@dataclass
 class Event:
     """Times in µs; kineto's are in ns."""
 
-    what: str
-    begin: float
-    end: float
-    kind: int = FUNCTION
-    thread: int = 1
-    correlation: int = 0
-    linked: int = 0
-    device: str = "CPU"
-    index: int = -1
-    bytes: int = 0
-    asynchronous: bool = False
-
-    def name(self) -> str:
-        return self.what
-
-    def start_ns(self) -> int:
-        return int(self.begin * 1000)
-
-    def end_ns(self) -> int:
-        return int(self.end * 1000)
-
-    def duration_ns(self) -> int:
-        return self.end_ns() - self.start_ns()
-
-    def scope(self) -> int:
-        return self.kind
-
-    def start_thread_id(self) -> int:
-        return self.thread
-
-    def correlation_id(self) -> int:
-        return self.correlation
-
-    def linked_correlation_id(self) -> int:
-        return self.linked
-
-    def device_type(self) -> Any:
-        return SimpleNamespace(name=self.device)
-
-    def device_index(self) -> int:
-        return self.index
-
-    def nbytes(self) -> int:
-        return self.bytes
-
-    def is_async(self) -> bool:
-        return self.asynchronous
+    def __init__(
+        self,
+        what: str,
+        begin: float,
+        end: float,
+        kind: int = FUNCTION,
+        *,
+        thread: int = 1,
+        correlation: int = 0,
+        linked: int = 0,
+        device: str = "CPU",
+        index: int = -1,
+        bytes: int = 0,
+        asynchronous: bool = False,
+    ) -> None:
+        self.what, self.correlation, self.index = what, correlation, index
+        start, stop, place = int(begin * 1000), int(end * 1000), SimpleNamespace(name=device)
+        facts = {"name": what, "start_ns": start, "end_ns": stop, "duration_ns": stop - start, "scope": kind}
+        facts |= {"start_thread_id": thread, "correlation_id": correlation, "linked_correlation_id": linked}
+        facts |= {"device_type": place, "device_index": index, "nbytes": bytes, "is_async": asynchronous}
+        for name, fact in facts.items():
+            setattr(self, name, lambda fact=fact: fact)
 
 
 def step(number: int, begin: float, end: float) -> Event:

@@ -110,8 +110,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--strategy", **several, metavar="A,B", help="of single, ddp, zero1, fsdp … (the script's own)")
     add("--processes", **several, metavar="N,M", help="how many (one an accelerator, 1 without any)")
     vary = (
-        "values of any setting, such as gradient_accumulation_steps=1,4 or strategy_options.OPTION=A,B; or of {NAME} among the "
-        "script's own arguments; may be repeated"
+        "values of any setting, such as gradient_accumulation_steps=1,4 or strategy_options.OPTION=A,B; or of {NAME} "
+        "among the script's own arguments; may be repeated"
     )
     add("--vary", action="append", type=_varied, default=[], metavar="NAME=A,B", help=vary)
     sets = "a setting of all plans, over the script's own; may be repeated"
@@ -167,11 +167,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(task: Task, chosen: Sequence[Variant], folder: Path, args: argparse.Namespace) -> Comparison:
-    """Run `task` under each of `chosen`, round by round, so that changes of the machine's load meet all of them.
-
-    A run that fails does not stop the others. After an interruption, the finished runs are kept. `folder` gets a folder a run, and in
-    each the project's, so that no run resumes another.
-    """
+    """Run `task` under each of `chosen`, round by round, so that changes of the machine's load meet all of them."""
     repeats = args.repeats
     runs: list[Run] = []
     count = len(chosen) * repeats
@@ -303,11 +299,11 @@ def columns(found: Comparison) -> tuple[list[Column], str]:
     before = Column("start-up", [(_cell(plan.before, duration)[0], "") for plan in plans])
     shown = [speeds if long else times]
     if found.verdict.take:
-        ratios = [
+        told = [
             (ratio(s.ratio), " … ".join(map(ratio, s.interval or ()))) if s.ratio else ("–", "")
             for s in standings
         ]
-        shown.append(Column("ratio", ratios))
+        shown.append(Column("ratio", told))
     results = [Column(m.name, [_cell(plan.finals(m), m.text) for plan in plans]) for m in found.metrics]
     if any(standing.result for standing in standings):
         results.append(Column("result", [(standing.result or "–", "") for standing in standings]))
@@ -338,7 +334,7 @@ def _cell(values: Sequence[float], say: Callable[[float], str]) -> tuple[str, st
     return say(middle(values)), f"{least} … {most}" if least != most else ""
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
@@ -387,11 +383,7 @@ def _as_json(value: Any) -> Any:
 
 
 def write(found: Comparison) -> tuple[list[Path], str]:
-    """Write ``compare.json``, ``compare.html`` and ``compare.png`` to the folder.
-
-    Returns:
-        The files, and a sentence that names a package missing for the page and the picture, or "".
-    """
+    """Write ``compare.json``, ``compare.html`` and ``compare.png`` to the folder."""
     path = found.folder / "compare.json"
     path.write_text(json.dumps(as_json(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if absent := missing(*NEEDED):

@@ -44,19 +44,12 @@ BUSY_TIMES = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.
 
 @dataclass(frozen=True)
 class Variant:
-    """One plan to run the script under.
+    """One plan to run the script under."""
 
-    Attributes:
-        name: its differences from the other plans.
-        settings: by setting's name, as text; they win over the script's own.
-        processes: None: one an accelerator, or one without any.
-        words: texts by name, for ``{name}`` among the script's arguments.
-    """
-
-    name: str
-    settings: Mapping[str, str] = field(default_factory=dict)
-    processes: int | None = None
-    words: Mapping[str, str] = field(default_factory=dict)
+    name: str  # its differences from the other plans
+    settings: Mapping[str, str] = field(default_factory=dict)  # as text; they win over the script's own
+    processes: int | None = None  # None: one an accelerator, or one without any
+    words: Mapping[str, str] = field(default_factory=dict)  # for ``{name}`` among the script's arguments
 
     def override(self, **more: str) -> str:
         """The settings, and `more`, as EASYMP_OVERRIDE takes them."""
@@ -64,19 +57,13 @@ class Variant:
 
 
 def variants(varied: Mapping[str, Sequence[str]], arguments: Sequence[str] = ()) -> list[Variant]:
-    """Every combination of the values, in order; an empty value leaves that choice to the script.
-
-    Args:
-        varied: values by name: a setting, ``strategy_options.FIELD``, "processes", or a name in braces among `arguments`.
-    """
+    """Every combination of the values, in order; an empty value leaves that choice to the script."""
     in_words = {name for name in varied if any(f"{{{name}}}" in word for word in arguments)}
     known = {**NAMES, PROCESSES: LAUNCHING[PROCESSES]}
     del known["project_dir"]  # each run has its own
     for name, values in varied.items():
         if len(set(values)) < len(values):
-            raise SettingError(
-                f"{name}={','.join(values)}: one is there twice; --repeats runs each several times"
-            )
+            raise SettingError(f"{name}={','.join(values)}: one is there twice; --repeats runs each again")
         table, dot, _ = name.partition(".")
         if name in in_words or (dot and table in TABLES):
             continue  # the script's, or the strategy's, to check
@@ -128,21 +115,15 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        status: "finished", "failed", "timed out" or "interrupted".
-        why: a sentence where it did not finish; else "".
-        started: seconds since the epoch.
-        wall: seconds in all.
-        others: processors that other work on the machine used meanwhile, on average; None where that is not known.
-    """
-
-    status: str
-    why: str
-    started: float
-    wall: float
-    others: float | None
+    status: str  # "finished", "failed", "timed out" or "interrupted"
+    why: str  # a sentence where it did not finish; else ""
+    started: float  # seconds since the epoch
+    wall: float  # seconds in all
+    others: (
+        float | None
+    )  # processors that other work used meanwhile, on average; None where that is not known
 
 
 def run(task: Task, variant: Variant, folder: Path, seed: int | None, tell: Callable[[], None]) -> End:
@@ -231,33 +212,20 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One training, as its ranks recorded it.
+    """One training, as its ranks recorded it; None is unknown."""
 
-    Attributes:
-        begun: seconds since the epoch, when the Accelerator was made.
-        first: seconds from there to the end of the first update; None where there was none.
-        seconds: from the end of the first update to that of the last; None for fewer than two updates.
-        updates, samples: between the two; samples of all ranks, None where they are unknown.
-        peak: bytes of the rank that had most (None: unknown), and `memory` that rank's bytes over the seconds since the first update.
-        device_memory: whether those are allocated on the device, or resident in the process.
-        curves: logged values by name.
-        plan, machine: as last told.
-        trainings: how many Accelerators the script made; this is the one with the most updates.
-        ended: whether it has come to its end.
-    """
-
-    begun: float
-    first: float | None
-    seconds: float | None
-    updates: int
-    curves: dict[str, list[Point]]
+    begun: float  # seconds since the epoch, when the Accelerator was made
+    first: float | None  # seconds from there to the end of the first update
+    seconds: float | None  # from the end of the first update to that of the last
+    updates: int  # between the two
+    curves: dict[str, list[Point]]  # logged values by name
     plan: dict[str, Any]
     machine: dict[str, Any] = field(default_factory=dict)
-    samples: int | None = None
-    peak: int | None = None
-    memory: Sequence[tuple[float, int]] = ()
-    device_memory: bool = False
-    trainings: int = 1
+    samples: int | None = None  # of all ranks, in `seconds`
+    peak: int | None = None  # bytes of the rank that had most
+    memory: Sequence[tuple[float, int]] = ()  # that rank's bytes over the seconds since the first update
+    device_memory: bool = False  # allocated on the device, and not resident in the process
+    trainings: int = 1  # how many Accelerators the script made; this is the one with the most updates
     ended: bool = True
 
 
@@ -325,7 +293,7 @@ def _trainings(path: Path) -> list[_Training]:
     return found
 
 
-# -- metrics -----------------------------------------------------------------------------------------------------------
+# -- metrics
 
 
 @dataclass(frozen=True)
@@ -410,15 +378,11 @@ def middle(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """A plan and its runs. Numbers are those of the runs that finished, as far as they are known.
-
-    Attributes:
-        unit: in which speeds are counted: "samples", or "updates" where a run of some plan does not know its samples.
-    """
+    """A plan and its runs. Numbers are those of the runs that finished, as far as they are known."""
 
     variant: Variant
     runs: tuple[Run, ...]
-    unit: str = "samples"
+    unit: str = "samples"  # of speeds, or "updates" where a run of some plan does not know its samples
 
     @property
     def name(self) -> str:
@@ -524,9 +488,6 @@ def _of_rows(run: plot.Run) -> Record:
     """The record of a run that only logged: its updates are the steps of its rows, and memory and samples are unknown."""
     rows = [(step, at) for curve in run.points.values() for step, at, _ in curve] or [(0, 0.0)]
     (begun, first), (ended, last) = min(rows), max(rows)
-    curves = {
-        name: [Point(step, at - first, value) for step, at, value in curve]
-        for name, curve in run.points.items()
-    }
+    curves = {n: [Point(step, at - first, value) for step, at, value in c] for n, c in run.points.items()}
     plan = {name: {"value": value, "reason": ""} for name, value in run.config.items()}
     return Record(run.began, first, (last - first) or None, ended - begun, curves, plan)

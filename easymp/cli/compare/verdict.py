@@ -35,22 +35,18 @@ REFERENCE, FOLLOWS, UNPROVEN, WORSE = "reference", "follows", "unproven", "worse
 
 @dataclass(frozen=True)
 class Standing:
-    """One plan in the verdict.
-
-    Attributes:
-        ratio: its time for as much work, as a multiple of that of the plan to take; None where it did not finish.
-        interval: the 90 % interval of `ratio`; None for fewer than three runs.
-        sure: how sure it is that the plan to take is faster, from 0 (not) over 1 (a hint) to 2.
-        result: "reference", "follows", "unproven" or "worse"; "" where it did not finish.
-        why: the numbers behind `result`, or "".
-    """
+    """One plan in the verdict."""
 
     name: str
-    ratio: float | None = None
-    interval: tuple[float, float] | None = None
-    sure: int = NO
-    result: str = ""
-    why: str = ""
+    ratio: float | None = (
+        None  # its time for as much work over that of the plan to take; None: it did not finish
+    )
+    interval: tuple[float, float] | None = (
+        None  # the 90 % interval of `ratio`; None for fewer than three runs
+    )
+    sure: int = NO  # how sure it is that the plan to take is faster, from 0 (not) over 1 (a hint) to 2
+    result: str = ""  # "reference", "follows", "unproven" or "worse"; "" where it did not finish
+    why: str = ""  # the numbers behind `result`
 
 
 @dataclass(frozen=True)
@@ -66,21 +62,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs, and the verdict on them.
+    """All runs, and the verdict on them."""
 
-    Attributes:
-        task: what ran; None where the runs existed before.
-        missing: a sentence about names that were asked for and that no run logged, or "".
-        machine: its facts, from the first run with a record.
-    """
-
-    task: Task | None
+    task: Task | None  # what ran; None where the runs existed before
     summaries: tuple[Summary, ...]
     metrics: Sequence[Metric]
-    missing: str
+    missing: str  # a sentence about names that were asked for and that no run logged, or ""
     verdict: Verdict
     folder: Path
-    machine: dict[str, Any]
+    machine: dict[str, Any]  # its facts, from the first run with a record
 
     @property
     def interrupted(self) -> bool:
@@ -96,16 +86,12 @@ def conclude(task: Task | None, runs: Sequence[Run], folder: Path, metrics: Sequ
     known = known or "nothing, so the script calls no acc.log"
     missing = f"No run logged {', '.join(absent)}. Logged: {known}." if absent else ""
     machine = next((run.record.machine for run in runs if run.record is not None), {})
-    verdict = judge(
-        summaries,
-        [m for m in chosen if m.name in logged],
-        machine.get("threads"),
-        " (--repeats)" * bool(task),
-    )
+    there = [m for m in chosen if m.name in logged]
+    verdict = judge(summaries, there, machine.get("threads"), " (--repeats)" * bool(task))
     return Comparison(task, summaries, chosen, missing, verdict, folder, machine)
 
 
-# -- how sure ----------------------------------------------------------------------------------------------------------
+# -- how sure
 
 
 def interval(
@@ -148,10 +134,8 @@ def _result(reference: Summary, plan: Summary, metrics: Sequence[Metric]) -> tup
         return found[0]
     if found and all(result == FOLLOWS for result, _ in found):
         return FOLLOWS, "; ".join(why for _, why in found)
-    return UNPROVEN, next(
-        (why for result, why in found if result != FOLLOWS),
-        "no logged value tells whether its results are as good",
-    )
+    usual = "no logged value tells whether its results are as good"
+    return UNPROVEN, next((why for result, why in found if result != FOLLOWS), usual)
 
 
 def _compared(reference: Summary, plan: Summary, metric: Metric) -> tuple[str, str]:
@@ -170,15 +154,11 @@ def _compared(reference: Summary, plan: Summary, metric: Metric) -> tuple[str, s
         return FOLLOWS, f"{words}, within {margin}"
     if lost > tolerance and (between is None or between[0] > 0):
         return WORSE, words
-    why = (
-        f"fewer than {ENOUGH} runs of each prove nothing"
-        if between is None
-        else f"more than {margin} worse is possible"
-    )
-    return UNPROVEN, f"{words}; {why}"
+    few = f"fewer than {ENOUGH} runs of each prove nothing"
+    return UNPROVEN, f"{words}; {few if between is None else f'more than {margin} worse is possible'}"
 
 
-# -- the sentence ------------------------------------------------------------------------------------------------------
+# -- the sentence
 
 
 def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | None, flag: str) -> Verdict:
@@ -206,18 +186,11 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
     tied = [plan for plan in good if plan is fastest or not _faster(fastest, plan, busy)]
     follows = [plan for plan in tied if results[plan.name][0] == FOLLOWS]
     take = reference if reference in tied else (follows or [fastest])[0]
-    standings = tuple(
-        Standing(
-            plan.name,
-            take.speed / plan.speed,
-            interval(take.speeds, plan.speeds, truediv) if plan is not take else None,
-            _faster(take, plan, busy) if plan is not take else YES,
-            *results[plan.name],
-        )
-        if plan in done
-        else Standing(plan.name)
-        for plan in summaries
-    )
+    found = {take.name: Standing(take.name, 1.0, None, YES, *results[take.name])}
+    for plan in (plan for plan in done if plan is not take):
+        known = interval(take.speeds, plan.speeds, truediv), _faster(take, plan, busy)
+        found[plan.name] = Standing(plan.name, take.speed / plan.speed, *known, *results[plan.name])
+    standings = tuple(found.get(plan.name, Standing(plan.name)) for plan in summaries)
     counts = sorted(len(plan.speeds) for plan in done)
     said, sure = _sentence(take.name, standings, counts, busy)
     if sure != YES:
@@ -279,12 +252,9 @@ def _doubts(summaries: Sequence[Summary], done: Sequence[Summary], cores: int | 
         )
     if len({count for summary in done for count in summary.counts}) > 1:
         said = ", ".join(f"{summary.name}: {_counted(summary)}" for summary in done)
-        doubts.append(
-            f"The runs differ in length, so speeds are compared, in {done[0].unit} a second ({said})."
-        )
-    running = [
-        summary.name for summary, run in runs if run.record and not run.record.ended and not run.end.why
-    ]
+        unit = done[0].unit
+        doubts.append(f"The runs differ in length, so speeds are compared, in {unit} a second ({said}).")
+    running = [s.name for s, run in runs if run.record and not run.record.ended and not run.end.why]
     if running:
         doubts.append(f"A run of {running[0]} has not ended: its numbers are those so far.")
     several = [summary.name for summary, run in runs if run.record and run.record.trainings > 1]

@@ -40,11 +40,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     described = "another machine: 8xH100, 2x8xA100-80GB (two nodes), 64x80GB, 4xcpu"
     add("--for", dest="machine", metavar="MACHINE", help=described)
     add("--measure", action="store_true", help="time the precisions first, for ten seconds")
-    add(
-        "--file",
-        metavar="PATH",
-        help="to write (default: the one that EASYMP_CONFIG names, or easymp.toml here)",
-    )
+    place = "to write (default: the one that EASYMP_CONFIG names, or easymp.toml here)"
+    add("--file", metavar="PATH", help=place)
     add("--all", action="store_true", help="ask all questions, also those that change nothing here")
 
 
@@ -60,11 +57,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     asks = not args.yes and sys.stdin is not None and sys.stdin.isatty()
     if not asks and not args.yes:
-        print(
-            "easymp config: standard input is not a terminal, so no question can be asked. Pass --yes to take the defaults, "
-            "--dry-run with it to see them, and --set KEY=VALUE to change them",
-            file=sys.stderr,
-        )
+        why = "standard input is not a terminal, so no question can be asked"
+        cure = "Pass --yes to take the defaults, --dry-run with it to see them, and --set KEY=VALUE to change them"
+        print(f"easymp config: {why}. {cure}", file=sys.stderr)
         return 2
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: prompts clean up
     try:

@@ -11,10 +11,9 @@ import tempfile
 import textwrap
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...base.units import UNITS
 from ...errors import SettingError
@@ -23,6 +22,7 @@ from .rules import KNOWN, SENTENCES
 
 WIDTH = 78
 WHY = "# here: "  # begins a comment of ours, which goes with its value
+EXAMPLES = SENTENCES["examples"]
 HEAD = """\
 # The settings of this project's runs; arguments in a script and variables that
 # begin with EASYMP_ win over them. Written by `easymp config`, and yours to edit.
@@ -35,9 +35,8 @@ HEAD = """\
 def literal(value: Any) -> str:
     """`value` as TOML writes it."""
     if isinstance(value, Mapping):
-        return (
-            "{ " + ", ".join(f"{_key(k)} = {literal(v)}" for k, v in value.items()) + " }" if value else "{}"
-        )
+        inside = ", ".join(f"{_key(k)} = {literal(v)}" for k, v in value.items())
+        return f"{{ {inside} }}" if value else "{}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, str):
@@ -59,19 +58,18 @@ def _plain(name: str, value: Any) -> Any:
 
 def line(name: str, value: Any, why: str = "") -> str:
     """A setting with its value, and why it has it here."""
-    return f"{_key(name)} = {literal(_plain(name, value))}" + (
-        f"  {WHY}{' '.join(why.split())}" if why else ""
-    )
+    return f"{_key(name)} = {literal(_plain(name, value))}{_because(why)}"
+
+
+def _because(why: str) -> str:
+    return f"  {WHY}{' '.join(why.split())}" if why else ""
 
 
 def unset(name: str) -> str:
     """A comment that shows a setting's default, or an example where it has none."""
     default = KNOWN[name].default
-    return (
-        f"# {line(name, SENTENCES['examples'][name])}  # an example"
-        if default is None
-        else f"# {line(name, default)}"
-    )
+    example = f"# {line(name, EXAMPLES[name])}  # an example" if default is None else ""
+    return example or f"# {line(name, default)}"
 
 
 def said(values: Mapping[str, Any]) -> list[str]:
@@ -106,11 +104,7 @@ Keys = tuple[str, ...]  # ("seed",), ("launch", "processes"), ("strategy_options
 
 
 def edit(text: str, values: Mapping[str, Any], whys: Mapping[str, str]) -> str:
-    """`text` with these values; None comments a setting out. Comments and all other keys stay.
-
-    Raises:
-        SettingError: the file is written in a way that cannot be edited here; it says what to write.
-    """
+    """`text` with these values; None comments a setting out. Comments and all other keys stay."""
     new, there = text.replace("\r\n", "\n").rstrip("\n") + "\n", tomllib.loads(text)
     changed = {name: value for name, value in values.items() if not _says(there, name, value)}
     before, wanted = _flat(there), _flat(changed)
@@ -122,12 +116,9 @@ def edit(text: str, values: Mapping[str, Any], whys: Mapping[str, str]) -> str:
     with contextlib.suppress(tomllib.TOMLDecodeError):
         if _flat(tomllib.loads(new)) == goal:
             return new.replace("\n", "\r\n") if "\r\n" in text else new
-    by_hand = [
-        line(name, value) if value is not None else f"without {name}" for name, value in changed.items()
-    ]
-    raise SettingError(
-        f"the file is written in a way that cannot be edited from here; by hand, write {'; '.join(by_hand)}"
-    )
+    by_hand = [f"without {name}" if value is None else line(name, value) for name, value in changed.items()]
+    how = "; ".join(by_hand)
+    raise SettingError(f"the file is written in a way that cannot be edited from here; by hand, write {how}")
 
 
 def _flat(values: Mapping[str, Any]) -> dict[Keys, Any]:
@@ -151,25 +142,22 @@ def _says(content: Mapping[str, Any], name: str, value: Any) -> bool:
 def _put(text: str, keys: Keys, value: Any, why: str) -> str:
     """`text` with a value: in place of the old one, of the comment that shows its default, or on a line of its own. None removes it."""
     table, name, there = keys[:-1], keys[-1], list(statements(text))
-    why, shown = f"  {WHY}{' '.join(why.split())}" * bool(why), unset(name) if name in KNOWN else ""
+    why, shown = _because(why), unset(name) if name in KNOWN else ""
     new = f"{_key(name)} = {literal(value)}{why}\n"
     for s in there:
         if s.keys == keys:
             rest = text[s.stop : s.end].rstrip()
             rest, bare = (why, "") if rest.strip().startswith(WHY) else (rest, rest)
-            new = (
-                text[s.begin : s.start] + literal(value) + rest
-                if value is not None
-                else shown and shown + bare
-            )
+            new = shown and shown + bare
+            if value is not None:
+                new = text[s.begin : s.start] + literal(value) + rest
             only = [t for t in there if t.table == table] if not new else []
             begin = only[0].begin if len(only) == 2 else s.begin  # with its header
             return text[:begin] + (new and f"{new}\n") + text[s.end :]
         if table and s.keys == table:  # an inline table
             read = {**tomllib.loads(f"v = {text[s.start : s.stop]}")["v"], name: value}
-            return (
-                text[: s.start] + literal({k: v for k, v in read.items() if v is not None}) + text[s.stop :]
-            )
+            kept = {k: v for k, v in read.items() if v is not None}
+            return text[: s.start] + literal(kept) + text[s.stop :]
     for found in re.finditer(rf"(?m)^{re.escape(shown)}\n", text) if shown else ():
         if [(), *(s.table for s in there if s.begin < found.start())][-1] == table:
             return text[: found.start()] + new + text[found.end() :]
@@ -179,18 +167,16 @@ def _put(text: str, keys: Keys, value: Any, why: str) -> str:
         return text[:end] + (f"{table[0]}.{new}" if dotted else new) + text[end:]
     if table:
         return f"{text}\n[{table[0]}]\n{new}"
-    above = text[: there[0].begin] if there else text
-    above = (
-        re.sub(r"(?m)(^#.*\n)+\Z", "", above) if there else above
-    )  # comments right above a header are the table's
+    above = text
+    if there:  # comments right above a header are the table's
+        above = re.sub(r"(?m)(^#.*\n)+\Z", "", text[: there[0].begin])
     return above + new + text[len(above) :]
 
 
 # -- the disk
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """Where the file goes, and the bytes that are there; None for no file."""
 
     path: Path
@@ -198,17 +184,11 @@ class Target:
 
 
 def target(path: Path, writable: bool = True) -> Target:
-    """Look at `path`, and with `writable` make sure that it can be written.
-
-    Raises:
-        SettingError: it cannot be read or written.
-    """
+    """Look at `path`, and with `writable` make sure that it can be written."""
     with _errors(path):
         folder = path.resolve().parent
         if not folder.is_dir():
-            raise SettingError(
-                f"there is no folder {folder} for {path}: make it first, or name another file by --file"
-            )
+            raise SettingError(f"there is no folder {folder} for {path}: make it first, or pass --file")
         if path.exists() and not path.is_file():
             raise SettingError(f"{path} is not an ordinary file: name a file by --file, such as easymp.toml")
         before = path.read_bytes() if path.exists() else None
@@ -219,17 +199,11 @@ def target(path: Path, writable: bool = True) -> Target:
 
 
 def write(there: Target, text: str) -> Path | None:
-    """Replace the file at once, so that a reader finds the old one or the new one; returns the copy of the old one.
-
-    Raises:
-        SettingError: the file was changed since it was looked at, or cannot be written; it is as it was.
-    """
+    """Replace the file at once, so that a reader finds the old one or the new one; returns the copy of the old one."""
     place, kept = there.path.resolve(), None
     with _errors(there.path), contextlib.ExitStack() as undo:
         if (place.read_bytes() if place.exists() else None) != there.before:
-            raise SettingError(
-                f"{there.path} was changed meanwhile and is left as it is: run the command again"
-            )
+            raise SettingError(f"{there.path} was changed meanwhile and is left as it is: run it again")
         if there.before is not None:
             names = (place.with_name(f"{place.name}.bak{f'.{n}' if n else ''}") for n in count())
             kept = next(name for name in names if not name.exists())

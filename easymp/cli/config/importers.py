@@ -38,13 +38,8 @@ DEVICES = ("MULTI_GPU", "MULTI_XPU", "MULTI_CPU")  # kinds of distributed_type
 ELSEWHERE = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU")
 ENGINES = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
 KINDS = ("NO", *DEVICES, *ELSEWHERE, *ENGINES)
-SHARDING = (
-    "FULL_SHARD",
-    "SHARD_GRAD_OP",
-    "NO_SHARD",
-    "HYBRID_SHARD",
-    "HYBRID_SHARD_ZERO2",
-)  # FSDP1's, 1 to 5
+# FSDP1's ways to shard, 1 to 5.
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 BY_NUMBER = {str(number): word for number, word in enumerate(SHARDING, 1)}
 STAGES = {0: "ddp", 1: "zero1", 2: "fsdp", 3: "fsdp"}  # of ZeRO
 ALONE = "nothing to take: strategy stays auto, for one process has nothing to share"
@@ -75,9 +70,7 @@ def import_document(document: Document, folder: Path) -> Importer:
     ours, theirs = (len(content.keys() & keys) for keys in (ACCELERATE, DEEPSPEED))
     if not ours and not theirs:
         known = ", ".join(map(str, content))
-        raise SettingError(
-            f"{path} is a configuration of neither Accelerate nor DeepSpeed: both lack {known}"
-        )
+        raise SettingError(f"{path} is a file of neither Accelerate nor DeepSpeed: both lack {known}")
     if theirs >= ours and "distributed_type" not in content:  # which Accelerate always writes
         take = Importer(document, "DeepSpeed", _zero_strategy(content))
         _take_deepspeed(take)

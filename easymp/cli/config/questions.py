@@ -92,10 +92,7 @@ class Draft:
         return self._plan(Ranks(0, self.world, 0, self.processes, "asked for"))
 
     def refusal(self, name: str, value: Any) -> str:
-        """Why `value` is impossible beside the other values, or ``""``.
-
-        Checked for the last rank of the smallest and of the largest world: it lacks a device where there are too few.
-        """
+        """Why `value` is impossible beside the other values, or ``""``."""
         try:
             there = self.settle(name, checked(KNOWN[name], value, f"{name} = "), f"{name} = {value}")
             local = there.processes
@@ -169,9 +166,8 @@ def unusable(place: str) -> str:
 
 def _processes_consequence(draft: Draft) -> str:
     shared = f"They share the {draft.threads} threads here, and each"
-    return (
-        f"{'Each trains on a GPU of its own and' if draft.devices else shared} sees its own part of the data."
-    )
+    who = "Each trains on a GPU of its own and" if draft.devices else shared
+    return f"{who} sees its own part of the data."
 
 
 def _too_many(draft: Draft) -> str:
@@ -216,9 +212,7 @@ QUESTIONS = (
         "Processes",
         _processes_consequence,
         lambda draft: draft.devices > 1 or (not draft.devices and draft.threads > 1),
-        lambda draft: (
-            f"auto is {draft.devices or 1} ({'one a GPU' if draft.devices else 'training runs on the CPU'})"
-        ),
+        lambda d: f"auto is {d.devices or 1} ({'one a GPU' if d.devices else 'training runs on the CPU'})",
         caution=_too_many,
     ),
     Question(

@@ -12,9 +12,9 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from ...base import env
 from ...errors import SettingError, nearest
@@ -32,8 +32,7 @@ SENTENCES = tomllib.loads(Path(__file__).with_name("sentences.toml").read_text(e
 # -- reading
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A file as keys and values; `text` (of JSON without comments) gives line numbers."""
 
     name: str
@@ -52,16 +51,10 @@ class Document:
 
 
 def read_document(path: str | Path) -> Document:
-    """The file at `path`: YAML by its ending, else JSON if it begins with a brace, comments aside, else YAML.
-
-    Raises:
-        SettingError: no such file, neither JSON nor YAML, a key stands twice, or PyYAML is missing.
-    """
+    """The file at `path`: YAML by its ending, else JSON if it begins with a brace, comments aside, else YAML."""
     name, place = str(path), Path(path)
     if not place.is_file():
-        raise SettingError(
-            f"{name!r} is not a file: pass a configuration of Accelerate (YAML) or of DeepSpeed (JSON)"
-        )
+        raise SettingError(f"{name!r} is not a file: pass one of Accelerate (YAML) or of DeepSpeed (JSON)")
     try:
         text = place.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -70,9 +63,7 @@ def read_document(path: str | Path) -> Document:
     yaml = ending in (".yaml", ".yml") or (ending != ".json" and not plain.lstrip().startswith("{"))
     content = _read_yaml(text, name) if yaml else read_json(text, name)
     if not isinstance(content, dict) or not content:
-        raise SettingError(
-            f"{name} holds no keys with values: pass a configuration of Accelerate or DeepSpeed"
-        )
+        raise SettingError(f"{name} holds no keys with values: pass a file of Accelerate or DeepSpeed")
     return Document(name, content, text if yaml else plain)
 
 
@@ -89,11 +80,7 @@ def _parsing(name: str, form: str) -> Iterator[None]:
 
 
 def read_json(text: str, name: str) -> Any:
-    """The value of JSON with comments and trailing commas; errors call the text `name`.
-
-    Raises:
-        SettingError: it is not JSON, a key stands twice in one object, or a number is not finite.
-    """
+    """The value of JSON with comments and trailing commas; errors call the text `name`."""
     plain = _without_comments(text.removeprefix("\ufeff"))
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -152,9 +139,8 @@ def _refuse_twice(keys: list[str], text: str, name: str) -> None:
         if keys.count(key) > 1:
             lines = [str(text.count("\n", 0, match.start()) + 1) for match in _key(key).finditer(text)]
             where = f", line {lines[-1]}" if lines else ""
-            raise SettingError(
-                f"{name}{where}: the key {key!r} stands twice (lines {', '.join(lines)}): keep one"
-            )
+            at = ", ".join(lines)
+            raise SettingError(f"{name}{where}: the key {key!r} stands twice (lines {at}): keep one")
 
 
 # -- applying a table of rules

@@ -71,12 +71,7 @@ def read_ahead(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) -> None:
-    """Go through all of it; `args` are the command's, `ahead` the values of ``--set``.
-
-    Raises:
-        SettingError, RefusedError: a preset is impossible, or the file cannot be read or written.
-        KeyboardInterrupt, EOFError: the user left a prompt. Nothing is written then.
-    """
+    """Go through all of it; `args` are the command's, `ahead` the values of ``--set``."""
     place = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
     there = file.target(place, writable=not args.dry_run)
     foreign = import_file(args.foreign) if args.foreign else None
@@ -187,14 +182,8 @@ def decide(
                 return draft
             back()
             continue
-        question, value, origin, settled, problem = (
-            QUESTIONS[number],
-            QUESTIONS[number].default,
-            "",
-            False,
-            "",
-        )
-        name, matters = question.name, question.matters(draft)
+        question, origin, settled, problem = QUESTIONS[number], "", False, ""
+        name, value, matters = question.name, question.default, question.matters(draft)
         if preset := next((preset for preset in presets if name in preset.values), None):
             if problem := draft.refusal(name, preset.values[name]):
                 problem = f"{preset.origin}: {problem}"
@@ -355,11 +344,7 @@ def _plan(draft: Draft) -> list[list[str]]:
 
 
 def _text(draft: Draft, there: file.Target, presets: Sequence[Preset]) -> str:
-    """The file with the draft's values: the existing one, edited, or a new one.
-
-    Raises:
-        SettingError: options that the strategy, or the record of another table, does not have.
-    """
+    """The file with the draft's values: the existing one, edited, or a new one."""
     values, strategy = dict(draft.values), draft.get("strategy")
     values[OPTIONS] = {}
     for preset in reversed(presets):  # a strategy's options go with it
@@ -410,7 +395,7 @@ def _say_next(draft: Draft, place: Path, machine: str | None) -> None:
     least, most = draft.nodes
     if (
         draft.machine.nodes > 1 and most > 1 and not machine
-    ):  # each launcher finds the others by the job's variables
+    ):  # the job's variables tell each launcher of the others
         command = f"srun easymp launch {SCRIPT}"
     elif most > 1:
         many = str(most) if least == most else f"{least} to {most}"

@@ -61,9 +61,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", metavar="NAME", help=dtype)
     shape = "an argument of forward, such as 8x3x224x224 or 8x1024:int64; repeatable"
     add("--input", action="append", default=[], metavar="SHAPE", help=shape)
-    again = (
-        "what is recomputed: blocks (the default of this flag), attention, a size such as 16GiB, or patterns"
-    )
+    again = "what is recomputed: blocks (this flag's default), attention, a size such as 16GiB, or patterns"
     add("--activation-checkpointing", nargs="?", const="blocks", metavar="WHAT", help=again)
     add("--activation-offload", action="store_true", help="kept activations are in the host's memory")
     add("--optimizer-in-backward", action="store_true", help="gradients are freed as they come")
@@ -109,9 +107,7 @@ def _described(args: argparse.Namespace) -> gpus.Described | None:
     there, given = gpus.describe(args.machine), {"--memory": args.memory, "--per-node": args.per_node}
     for flag, value in given.items():
         if value is not None:
-            raise SettingError(
-                f"--for {args.machine} says it, and so does {flag} {value}: leave one of them out"
-            )
+            raise SettingError(f"--for {args.machine} says it, and so does {flag} {value}: leave one out")
     if not there.hardware.devices and not there.hardware.cpu.memory:
         raise SettingError(f"--for {args.machine} names no memory: write it, as in {args.machine}-64GB")
     return there

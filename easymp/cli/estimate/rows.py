@@ -59,16 +59,7 @@ class Sized(NamedTuple):
 
 
 def read_model(text: str, kind: int | str, dtype: str | None = None) -> Sized:
-    """The model that `text` names.
-
-    Args:
-        kind: a number of parameters, "weights" (a place of safetensors), or "callable".
-        dtype: a key of `DTYPES`, or "own": as in the file, or as the callable makes them. None: "own" for a callable, else
-            fp32, which mixed precision trains.
-
-    Raises:
-        SettingError, CheckpointError: there is no such callable, it gives no model, or a file cannot be read.
-    """
+    """The model that `text` names."""
     if dtype not in (None, "own", *DTYPES):
         raise SettingError(f"dtype={dtype!r} is not one of own, {', '.join(DTYPES)}")
     if kind == "weights":
@@ -88,9 +79,8 @@ def read_sample(texts: list[str]) -> tuple[Tensor, ...]:
         shape, _, word = text.partition(":")
         dtype = getattr(torch, word or "float32", None)
         if not re.fullmatch(r"[0-9]+(x[0-9]+)*", shape) or not isinstance(dtype, torch.dtype):
-            raise SettingError(
-                f"{text!r} is not an input: pass its shape, such as 8x3x224x224, and a dtype if it is not float32: 8x1024:int64"
-            )
+            form = "pass its shape, such as 8x3x224x224, and a dtype if it is not float32: 8x1024:int64"
+            raise SettingError(f"{text!r} is not an input: {form}")
         made.append(torch.empty([int(n) for n in shape.split("x")], dtype=dtype, device="meta"))
     return tuple(made)
 
@@ -118,9 +108,8 @@ def _from_callable(text: str, dtype: torch.dtype | None) -> Sized:
     notes: list[str] = []
     model = found if isinstance(found, nn.Module) else _built(text, found, notes)
     if not isinstance(model, nn.Module):
-        raise SettingError(
-            f"{text} gives a {type(model).__name__}, not a model: write a function that returns the torch.nn.Module"
-        )
+        kind = type(model).__name__
+        raise SettingError(f"{text} gives a {kind}, not a model: pass a function that returns an nn.Module")
     return Sized(text, model.to(dtype) if dtype else model, _count(model), True, tuple(notes))
 
 
@@ -136,10 +125,8 @@ def _built(text: str, make: Any, notes: list[str]) -> Any:
     try:
         made = make()
     except Exception as error:
-        raise SettingError(
-            f"{text}() failed with {type(error).__name__}: {error}. It is called without arguments: write a function "
-            "that takes none and returns the model"
-        ) from error
+        cure = "It is called without arguments: write a function that takes none and returns the model"
+        raise SettingError(f"{text}() failed with {type(error).__name__}: {error}. {cure}") from error
     notes.append(f"{text} was built in the host's memory: on the meta device it failed ({why})")
     return made
 
@@ -183,9 +170,7 @@ def _transformer(parameters: int) -> tuple[nn.Module, str]:
 
 def _from_file(place: str, dtype: str) -> Sized:
     if place.endswith((".bin", ".pt", ".pth", ".ckpt")):
-        raise SettingError(
-            f"{place} holds Python objects, which can run code when they are read: convert it to safetensors"
-        )
+        raise SettingError(f"{place} holds Python objects, which can run code: convert it to safetensors")
     stored = {name: (one.dtype, tuple(one.shape)) for name, one in open_source(place).tensors.items()}
     model = _from_tensors(stored, DTYPES.get(dtype))
     held = {str(kind).removeprefix("torch.") for kind, _ in stored.values() if kind.is_floating_point}
@@ -196,9 +181,7 @@ def _from_file(place: str, dtype: str) -> Sized:
     return Sized(place, model, _count(model), False, tuple(notes))
 
 
-def _from_tensors(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], dtype: torch.dtype | None
-) -> nn.Module:
+def _from_tensors(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> nn.Module:
     """Modules by the names of `tensors` (dtype and shape by name): parts in parts, numbered ones as blocks of a list."""
     tree: dict[str, Any] = {}
     for name, (stored, shape) in tensors.items():
@@ -304,21 +287,12 @@ def estimates(
     cpu: bool,
     how: Mapping[str, Any],
 ) -> Estimates:
-    """Estimate every combination; the arguments are the flags of the command, `how` those that `estimate` takes.
-
-    Raises:
-        SettingError: a wrong name or number, or a sample for a model without a forward.
-        PrepareError, BatchError: activation checkpointing finds no part, or the forward cannot be followed.
-    """
+    """Estimate every combination; the arguments are the flags of the command, `how` those that `estimate` takes."""
     sample, recomputed = how["sample"], how["activation_checkpointing"] or how["activation_offload"]
     if sample is not None and not sized.runs:
-        raise SettingError(
-            f"activations need a forward, and {sized.name} has none: pass module:callable and its input"
-        )
+        raise SettingError(f"activations need a forward, and {sized.name} has none: pass module:callable")
     if recomputed and sample is None:
-        raise SettingError(
-            "activation checkpointing and offload change activations: pass the shape of a batch (--input)"
-        )
+        raise SettingError("recomputing and offload change activations: pass the shape of a batch (--input)")
     if how["options"] and len(strategies) != 1:
         raise SettingError("options are one strategy's: name that strategy alone")
     if memory is not None:
@@ -340,12 +314,9 @@ def estimates(
     activations = {}
     which = read_which(how["activation_checkpointing"] or None)
     each = which is not None and which.below is not None  # by size, activations depend on the rest
-    for precision in (
-        kinds if sample is not None and not each else ()
-    ):  # the same for every strategy and world
-        activations[precision] = estimate(
-            sized.model, **{**how, "options": None}, strategy="single", precision=precision
-        ).activations
+    if sample is not None and not each:  # the same for every strategy and world
+        alone = {**how, "options": None, "strategy": "single"}
+        activations = {name: estimate(sized.model, **alone, precision=name).activations for name in kinds}
     rows: list[Row] = []
     for world, plan in plans.items():
         for strategy in strategies or SIMPLEST:
@@ -353,18 +324,13 @@ def estimates(
                 refused += [f"{strategy} on {world}: {why}"] if strategies else []
                 continue
             for precision in kinds:
-                known = (
-                    {"activations": activations[precision], "sample": None}
-                    if precision in activations
-                    else {}
-                )
-                where = {"world": world, "per_node": plan.ranks.local_size}
+                where = {**how, "world": world, "per_node": plan.ranks.local_size}
+                if precision in activations:
+                    where |= {"activations": activations[precision], "sample": None}
                 try:
                     if clash := incompatible(PRECISIONS[precision], STRATEGIES[strategy]):
                         raise RefusedError(str(clash))
-                    need = estimate(
-                        sized.model, strategy=strategy, precision=precision, **where, **{**how, **known}
-                    )
+                    need = estimate(sized.model, strategy=strategy, precision=precision, **where)
                 except SettingError:
                     raise
                 except EasympError as error:  # this model, under this strategy
