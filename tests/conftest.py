@@ -66,6 +66,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _modules_of_former_tests_are_not_garbage() -> None:
+    """What tests before have imported, torch._dynamo above all, is left out of collections, too."""
+    gc.collect()
+    gc.freeze()
+
+
 # -- which tests run ---------------------------------------------------------------------------------------------------
 
 
