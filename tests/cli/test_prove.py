@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from easymp.base import env
 from easymp.cli import main, prove
@@ -85,6 +86,8 @@ def play(*words: str) -> None:
         rank.main(Path(words[0]), *words[1:])
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = kept
+        if dist.is_initialized():  # by the script, which was ended early
+            dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -125,14 +128,14 @@ def slow(*case: Any) -> Any:
     [
         (f"{DDP} -- batchnorm", 1, ["first layer whose output differs is body.1 (BatchNorm1d)", "convert_sync"]),
         (f"{DDP} -- by-itself", 1, ["the gradient of body.0.weight", "on rank 1 and", "accelerator.backward(loss)"]),
-        slow(f"{DDP} -- left-out", 1, ["the weight of body.0.bias", "on rank 1 and", "The ranks step other"]),
+        (f"{DDP} -- left-out", 1, ["the weight of body.0.bias", "on rank 1 and", "The ranks step other"]),
         slow(f"{DDP} -- outside", 2, [PLANNED, "the model was not called"]),
         slow("--strategy fsdp --processes 2 -- outside", 2, [PLANNED, "a Linear is called outside of the model's"]),
-        slow(f"{DDP} {ACCUMULATED}2 -- divided", 1, ["0.5 × those of one", "gradient_accumulation_steps (2)"]),
+        (f"{DDP} {ACCUMULATED}2 -- divided", 1, ["0.5 × those of one", "gradient_accumulation_steps (2)"]),
         slow(f"{DDP} -- ranks", 1, ["the loss is", "divides the loss by the number of processes (2)"]),
         slow(f"{DDP} -- lr", 1, ["lr of the optimizer is 0.02, and 0.01 on one process"]),
-        slow(SPLIT + "{qkv='colwise',mix='rowwise'}", 1, ["first layer whose output differs is mix (Linear)"]),
-        slow(f"{DDP} -- dropout", 2, ["body.3 (Dropout) draws random numbers", "--no-dropout"]),
+        (SPLIT + "{qkv='colwise',mix='rowwise'}", 1, ["first layer whose output differs is mix (Linear)"]),
+        (f"{DDP} -- dropout", 2, ["body.3 (Dropout) draws random numbers", "--no-dropout"]),
         slow(f"{DDP} --no-dropout -- functional", 2, ["the model (Net) draws random numbers"]),
         slow(f"{DDP} -- augmented", 2, ["update 1 reads other samples"]),
         slow("--strategy local_sgd --processes 2", 2, ["local_sgd"]),
@@ -144,8 +147,10 @@ def test_faults_are_named(proved, words, code, said):
     assert found["code"] == code, found["sentence"]
     text = " ".join([found["sentence"], *found["hints"]])
     assert [words for words in said if words not in text] == [], text
-    if found["updates"] and "gradients" in found["updates"][-1]:  # far outside of what rounding explains
-        assert found["updates"][-1]["gradients"]["largest"]["times"] > 100 or "lr" in text
+    if code == 1 and "gradients" in found["updates"][-1] and "lr of" not in text:
+        assert (
+            found["updates"][-1]["gradients"]["largest"]["times"] > 100
+        )  # far outside of what rounding explains
 
 
 @pytest.mark.parametrize(
@@ -216,10 +221,12 @@ def test_the_command(folder):
     done = subprocess.run([*command, script, "--strategy", "ddp"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("Proven: 2 updates under ddp on 2 processes"), done
     assert (folder / "kept" / "under-the-plan" / "output.txt").exists()
-    command[-2:] = ["--strategy", "ddp"]
-    other = str(ROOT / "examples" / "approaches" / "with_horovod.py")  # makes no Accelerator
-    done = subprocess.run([*command, other, "--", "--epochs", "1"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout.startswith("Not compared: no update was made"), done
+
+
+def test_a_script_without_an_accelerator(proved, tmp_path):
+    (tmp_path / "plain.py").write_text("print('hello')")
+    found = proved("", tmp_path / "plain.py")
+    assert found["code"] == 2 and "no update was made with a prepared optimizer" in found["sentence"]
 
 
 @pytest.mark.parametrize(
