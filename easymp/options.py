@@ -422,7 +422,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             ),
             (
                 start < 2 and self.remembers,
-                f"start_powerSGD_iter={start} is too early: torch reorders the buckets after the first step. Pass 2 or more",
+                f"start_powerSGD_iter={start} is too early, torch reorders buckets: pass 2 or more, or no error feedback and warm start",
             ),
             (not good, f"gradient_predivide_factor={factor!r} is not a finite number above 0"),
             (

@@ -113,7 +113,7 @@ def read_accelerate(folder: str | os.PathLike[str], allow_pickle: bool = False) 
             "pass allow_pickle=True; the weights alone are read without them by load_weights"
         )
     if both := set(weights) & set(series["models"]):
-        raise CheckpointError(f"{place}: model {min(both)} is there twice, as safetensors and pickle")
+        raise CheckpointError(f"{place}: model {min(both)} is there twice, safely and pickled: take one out")
     found: dict[str, Any] = {
         word: {i: _unpickled(place / name) for i, name in files.items()} for word, files in series.items()
     }

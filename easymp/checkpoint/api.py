@@ -72,7 +72,9 @@ class Checkpoints:
         self._preemption = Preemption(self._run.world, self._run.window, self._leave)
         self._save_on_signal = save_on_signal
         if save_on_signal and not self._preemption.start():
-            raise RefusedError("save_on_signal=True in a thread: only the main one takes signals")
+            raise RefusedError(
+                "save_on_signal=True in a thread: signals reach the main one, so make the Accelerator there"
+            )
 
     # -- the project's folder -----------------------------------------------------------------------------------------
 

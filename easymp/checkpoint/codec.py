@@ -333,7 +333,9 @@ def _unpack(value: Any, tensor: Callable[[str], Any], depth: int) -> Any:
         return {key: _unpack(item, tensor, depth + 1) for key, item in value.items()}
     kind = value[TAG]
     if not isinstance(kind, str) or kind not in READERS:
-        raise CheckpointError(f"a state has the kind {kind!r:.80}, which this easymp does not know")
+        raise CheckpointError(
+            f"a state has the kind {kind!r:.80}, which this easymp does not know: update it"
+        )
     fields, read = READERS[kind]
     given = {name: item for name, item in value.items() if name != TAG}
     wrong = f"a {kind} in a state is not as it was stored: {value!r:.80}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..base.dtensor import local
 from ..cuda.rule import BETAS, Rule, direction
 from ..errors import SettingError
-from .fused import FusedOptimizer, Options, OptionWords
+from .fused import FusedOptimizer, OptionWords
 from .torch_step import wide, widest
 
 
@@ -63,7 +63,7 @@ class ListOptimizer(FusedOptimizer):
         betas = defaults.get("betas", (0.0, 0.0))
         if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):
             raise SettingError(f"betas={betas} must be two numbers from 0 to below 1; (0.9, 0.999) is usual")
-        self.options = Options(**options)
+        self.options = self.options_of(options)
         super().__init__(params, {**defaults, "maximize": maximize, "fused": fused})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Lion(ListOptimizer):
         lr: length of a step of each weight.
         betas: β1 and β2.
         weight_decay: factor of the decoupled decay.
-        options: see `ListOptimizer`.
+        options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, as in `Adam`.
 
     Raises:
         SettingError: a number is out of range, or a parameter is not a real float.

@@ -119,6 +119,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         None  # `Rounding.first` where parameters are parts of others, and no DTensors
     )
 
+    @classmethod
+    def options_of(cls, given: dict[str, Any]) -> Options:
+        """`given` as `Options`; a TypeError for other keywords, as of a function."""
+        for name in given.keys() - Options.__dataclass_fields__.keys():
+            raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}")
+        return Options(**given)
+
     @property
     def engine(self) -> StepChoice:
         """The implementation that steps the parameters where they are now: its `name` and `reason`."""

@@ -84,7 +84,7 @@ class LAMB(ListOptimizer):
         grad_averaging: False adds the gradient to the first average whole.
         max_grad_norm: gradients are clipped first, by the norm of those of all groups; None: not.
         use_nvlamb: let tensors without weight decay have a ratio, too.
-        options: see `ListOptimizer`.
+        options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, as in `Adam`.
 
     Raises:
         SettingError: a number is out of range, or a parameter is not a real float.
@@ -221,7 +221,7 @@ class NovoGrad(ListOptimizer):
         grad_averaging: False adds the gradient to the momentum whole.
         norm_type: 2, or 0 or inf for the largest magnitude, which torch's operations compute.
         init_zero: start the average norm at 0; else at the first norm.
-        options: see `ListOptimizer`.
+        options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, as in `Adam`.
 
     Raises:
         SettingError: a number is out of range, or a parameter is not a real float.

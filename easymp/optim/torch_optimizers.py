@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base.dtensor import local
 from ..cuda.rule import BETAS, Group, Rule, direction
-from .fused import FusedOptimizer, Options, OptionWords, StepChoice
+from .fused import FusedOptimizer, OptionWords, StepChoice
 from .torch_step import fill_momentum, fuse, multiply, step_without_hooks, wide
 
 # -- rules ----------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class TorchOptimizer(FusedOptimizer):
     def __init__(
         self, params: Any, *numbers: Any, maximize: bool = False, fused: bool | None = None, **options: Any
     ) -> None:
-        self.options = Options(**options)
+        self.options = self.options_of(options)
         super().__init__(params, *numbers, maximize=maximize, fused=fused)
 
     @property
@@ -276,7 +276,7 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
     Loshchilov and Hutter, arXiv:1711.05101. Arguments that are not listed here are torch's.
 
     Args:
-        options: as in `Adam`, with its errors.
+        options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, as in `Adam`, with its errors.
 
     Example:
         >>> from easymp.optim import AdamW
@@ -306,7 +306,7 @@ class SGD(TorchOptimizer, torch.optim.SGD):
     Nesterov's momentum: Sutskever et al., 2013. Arguments that are not listed here are torch's.
 
     Args:
-        options: as in `Adam`, with its errors.
+        options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, as in `Adam`, with its errors.
 
     Example:
         >>> from easymp.optim import SGD
@@ -335,7 +335,7 @@ class Adagrad(TorchOptimizer, torch.optim.Adagrad):
     Duchi, Hazan and Singer, JMLR 12, 2011. Arguments that are not listed here are torch's.
 
     Args:
-        options: as in `Adam`, with its errors.
+        options: maximize, fused, ema_decay, state_dtype and stochastic_rounding, as in `Adam`, with its errors.
 
     Example:
         >>> from easymp.optim import Adagrad

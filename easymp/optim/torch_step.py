@@ -74,7 +74,8 @@ def fuse(
     modules = (item for model in models for item in model.named_modules()) if kind in DENSE_ONLY else ()
     sparse = {id(m.weight): name for name, m in modules if isinstance(m, kinds) and m.sparse}
     for group in optimizer.param_groups:
-        refusals = (_parameter_refusal(kind, p, sparse.get(id(p))) for p in group["params"])
+        held = (p for p in group["params"] if not p.is_meta)  # meta parameters are of other stages
+        refusals = (_parameter_refusal(kind, p, sparse.get(id(p))) for p in held)
         why_not = _group_refusal(kind, group) or next(filter(None, refusals), None)
         if why_not is not None:
             return why_not
@@ -124,7 +125,8 @@ def fill_momentum(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optim
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
-                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                here = parameter.requires_grad and not parameter.is_meta
+                if here and optimizer.state[parameter].get("momentum_buffer") is None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 

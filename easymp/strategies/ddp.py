@@ -273,10 +273,10 @@ class Replica(DistributedDataParallel):
         try:
             if self.require_backward_grad_sync and torch.is_grad_enabled():
                 self.__dict__["armed"] = True  # past nn.Module's own __setattr__, which takes microseconds
-            first = not self._begun and torch.is_grad_enabled()
-            self._begun |= first
-            if first and self.static_graph and not self.require_backward_grad_sync:
-                return self._reduced(*args, **kwargs)
+            if not self._begun and torch.is_grad_enabled():
+                self._begun = True
+                if self.static_graph and not self.require_backward_grad_sync:
+                    return self._reduced(*args, **kwargs)
             outputs = super().forward(*args, **kwargs)
             if self.find_unused_parameters and self.armed and torch.is_grad_enabled():
                 self._look_from(outputs)

@@ -79,7 +79,8 @@ class PipelineOptions:
         check_word("schedule", self.schedule, SCHEDULES)
         if self.schedule in ("gpipe", "1f1b") and self.stages_per_rank not in (None, 1):
             raise SettingError(
-                f"stages_per_rank={self.stages_per_rank} with schedule={self.schedule!r}, which has one stage a process"
+                f"stages_per_rank={self.stages_per_rank} with schedule={self.schedule!r}, which has one stage a process: "
+                "use 'interleaved_1f1b' or 'zero_bubble'"
             )
 
     def stages(self, ranks: int) -> int:

@@ -282,7 +282,7 @@ class Pipelined(Reducing):
         if batch.outputs:
             outputs = [batch.outputs[chunk] for chunk in sorted(batch.outputs)]
             rest = [
-                form_of(map_leaves(lambda t: None if isinstance(t, Tensor) else t, o))
+                form_of(map_leaves(lambda t: "a tensor" if isinstance(t, Tensor) else t, o))
                 for o in (tree, *outputs)
             ]
             if any(form != rest[0] for form in rest):

@@ -223,6 +223,23 @@ def test_gradients_with_other_strides_are_read_right(kernels):
     torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
 
 
+def test_parameters_of_other_stages_do_not_decide_what_steps():
+    for order in (
+        (torch.ones(2), torch.ones(2, device="meta")),
+        (torch.ones(2, device="meta"), torch.ones(2)),
+    ):
+        optimizer = ours.AdamW([torch.nn.Parameter(p) for p in order])
+        assert optimizer.engine.name == "torch fused"
+
+
+@pytest.mark.parametrize("kind", [ours.AdamW, ours.SGD, ours.Lion, ours.NovoGrad])
+def test_an_option_that_it_does_not_take_is_named_with_the_class(kind):
+    with pytest.raises(
+        TypeError, match=rf"^{kind.__name__}\(\) got an unexpected keyword argument 'foreach'$"
+    ):
+        kind([torch.nn.Parameter(torch.ones(2))], lr=0.1, foreach=True)
+
+
 def test_no_gradients_and_only_empty_tensors(kernels):
     empty, without = torch.nn.Parameter(torch.zeros(0, 3)), torch.nn.Parameter(torch.ones(3))
     optimizer = ours.AdamW([empty, without])

@@ -126,3 +126,43 @@ def test_a_window_keeps_shards_and_averages_replicas_once(ranks, early: bool | N
         assert all(among >= 4 for _, among in last)
         assert all((scattered > 0) == (early is None) for scattered, _ in within)
         assert ("reduced to shards at each" in reason) == (early is None)
+
+
+def norms(strategy: str) -> list[float]:
+    """Norms of every kind, and of gradients that are whole and in shards; a rank of four holds nothing of a bias of 5."""
+    with under(strategy) as acc:
+        torch.manual_seed(0)
+        model = acc.prepare(make("mlp"))
+        x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
+        acc.backward(model(x).square().mean())
+        found = [float(acc.clip_grad_norm_(model.parameters(), 0.5, kind)) for kind in (1.0, 2.0, torch.inf)]
+        plain = nn.Parameter(torch.zeros(3))
+        plain.grad = torch.full((3,), 2.0)
+        found.append(float(acc.clip_grad_norm_([*model.parameters(), plain], 0.1)))
+        return [*found, *plain.grad.tolist()]
+
+
+def after_another_run(groups: int) -> float:
+    """Sum of whole parameters after a step of a run that has made `groups` other groups before."""
+    with under("hsdp", {"shard_size": 2}, timeout=30) as acc:
+        for _ in range(groups):
+            acc._run.world.group(range(acc.num_processes))
+        torch.manual_seed(0)
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        acc.backward(model(torch.ones(2, 12)).sum())
+        optimizer.step()
+        return float(sum(whole(p).sum() for p in model.parameters()))
+
+
+def on_four() -> tuple[list[float], float, float]:
+    return norms("fsdp"), after_another_run(3), after_another_run(0)
+
+
+@pytest.mark.slow
+def test_norms_of_every_kind_and_a_run_that_does_not_use_the_groups_of_another(ranks) -> None:
+    """torch keeps layouts of tensors in caches, with the mesh that they were made for, and takes equal meshes for the same."""
+    alone = norms("single")
+    for found, one, other in ranks(on_four, processes=4):
+        assert found == pytest.approx(alone, rel=1e-5)
+        assert one == other

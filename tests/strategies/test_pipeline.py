@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from easymp import (
     SettingError,
     StepError,
 )
-from easymp.strategies.pipeline_cuts import candidates, choose, survey
+from easymp.strategies.pipeline_cuts import candidates, choose, form, survey
+from easymp.strategies.pipeline_run import Pipelined
 
 from .models import WIDTH, Of, Tied, make, message, train_step, trained, under
 
@@ -456,3 +458,10 @@ def refusals() -> dict[str, str]:
 def test_refusals_have_sentences(ranks) -> None:
     for said in ranks(refusals):
         assert all(words in sentence for words, sentence in said.items()), said
+
+
+def test_an_output_that_is_none_without_values_and_a_tensor_with_them_is_refused() -> None:
+    x = torch.ones(2, 3)
+    batch: Any = SimpleNamespace(surveys=[SimpleNamespace(outputs=(form(x), None))], outputs={0: (x, x)})
+    with pytest.raises(StepError, match="output has another form than in a forward without values"):
+        Pipelined._share(SimpleNamespace(), batch)  # type: ignore[arg-type]
