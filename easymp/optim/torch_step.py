@@ -79,7 +79,7 @@ def fuse(
         why_not = _group_refusal(kind, group) or next(filter(None, refusals), None)
         if why_not is not None:
             return why_not
-    if optimizer.state and any(p.device.type != "cpu" for p in parameters_of(optimizer)):
+    if optimizer.state and any(p.device.type not in ("cpu", "meta") for p in parameters_of(optimizer)):
         return "it has stepped already, with its counters where the plain step keeps them"
     for group in optimizer.param_groups:
         group["fused"] = True

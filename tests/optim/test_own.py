@@ -223,13 +223,16 @@ def test_gradients_with_other_strides_are_read_right(kernels):
     torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
 
 
-def test_parameters_of_other_stages_do_not_decide_what_steps():
-    for order in (
-        (torch.ones(2), torch.ones(2, device="meta")),
-        (torch.ones(2, device="meta"), torch.ones(2)),
-    ):
-        optimizer = ours.AdamW([torch.nn.Parameter(p) for p in order])
+@pytest.mark.parametrize(("kind", "options"), [(ours.AdamW, {}), (ours.SGD, {"lr": 0.1, "momentum": 0.9})])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_parameters_of_other_stages_do_not_decide_what_steps(kind, options, stepped):
+    here, elsewhere = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, device="meta"))
+    for order in ([here, elsewhere], [elsewhere, here]):
+        optimizer = kind(order, **options)
+        if stepped:
+            optimizer.state[here]["momentum_buffer"] = torch.zeros(2)
         assert optimizer.engine.name == "torch fused"
+        assert elsewhere not in optimizer.state
 
 
 @pytest.mark.parametrize("kind", [ours.AdamW, ours.SGD, ours.Lion, ours.NovoGrad])
