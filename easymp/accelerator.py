@@ -288,6 +288,7 @@ class Accelerator(Collectives, Checkpoints):
             )
             self._nonfinite = guards.Nonfinite(settings.nonfinite, run, self._scaler, prepared, dtypes)
             self._norms: list[Tensor] = []  # of the clips since the last backward
+            self._clipped = 0  # updates before the last clip
             self._collection = oom.Collection()
             if settings.gc:
                 self._window.stepped.append(self._collection.stepped)
@@ -927,6 +928,10 @@ class Accelerator(Collectives, Checkpoints):
         else:
             norm = prepared.strategy.clip(prepared.unscaled(chosen), max_norm, norm_type)
         self._nonfinite.norm(norm)
+        updates = sum(optimizer.updates for optimizer in prepared.optimizers)
+        if updates != self._clipped:  # after a plain loss.backward(), which clears nothing
+            self._norms.clear()
+            self._clipped = updates
         self._norms.append(norm)
         return norm
 

@@ -270,3 +270,15 @@ def test_wrong_calls_are_refused() -> None:
         assert "before step()" in message(StepError, acc.guard, loss)
     with Accelerator(cpu=True, optimizer_in_backward=True) as acc:
         assert "guard()" in message(RefusedError, acc.guard, loss)
+
+
+def test_norms_of_a_script_with_plain_backwards_do_not_pile_up() -> None:
+    with Accelerator(cpu=True, mixed_precision="no") as acc:
+        model = nn.Linear(2, 1)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(acc._norms) == 1
