@@ -411,7 +411,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
         start, alone = state.get("start_powerSGD_iter", 1000), not self.low_rank
         good = factor is None or (_number(factor) and 0 < factor < float("inf"))
         for wrong, words in (
-            (self.bucket_cap_mb <= 0, f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0"),
+            (
+                not self.bucket_cap_mb > 0,
+                f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0",
+            ),
             (
                 wrapper != "no" and alone,
                 f"comm_wrapper={wrapper!r} but comm_hook={hook!r}: pass comm_hook={wrapper!r} alone, or comm_hook='power_sgd' too",

@@ -258,6 +258,15 @@ def test_what_is_wrong_is_said(asked: dict[str, Any], words: str) -> None:
         estimate("gpt")  # type: ignore[arg-type]
 
 
+def test_needs_of_two_models_add_up_activations_included() -> None:
+    one, two = (
+        estimate(nn.Linear(4, n), strategy="single", sample=torch.ones(8, 4), optimizer="sgd") for n in (2, 3)
+    )
+    assert None not in (one.activations, two.activations)
+    assert (one + two).activations == one.activations + two.activations
+    assert (one + estimate(nn.Linear(4, 2), strategy="single")).activations is None
+
+
 def test_it_prints_an_aligned_table() -> None:
     it = estimate(nn.Linear(1024, 1024, bias=False), strategy="ddp", world=2, optimizer="sgd momentum")
     assert str(it).splitlines() == [

@@ -70,6 +70,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
             ({"comm_hook": "power_sgd", "gradient_predivide_factor": 2.0}, "has no effect under"),
             ({"gradient_predivide_factor": 0}, "gradient_predivide_factor=0 is not a finite number above 0"),
             ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a number of MB above 0"),
+            ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan is not a number of MB above 0"),
             ({"static_graph": "yes"}, "static_graph='yes' is neither True nor False"),
         ]
     ),

@@ -118,8 +118,9 @@ class Memory:
         return self.weights + self.buffers + self.gradients + self.states + self.masters
 
     def __add__(self, other: Memory) -> Memory:
-        """Two models at once, under one strategy and precision, without a sample."""
-        sums = {row: getattr(self, row) + getattr(other, row) for row in ROWS if row != "activations"}
+        """Two models at once, under one strategy and precision."""
+        both = {row: (getattr(self, row), getattr(other, row)) for row in ROWS}
+        sums = {row: None if None in pair else sum(pair) for row, pair in both.items()}
         return replace(self, **sums, notes=tuple(dict.fromkeys(self.notes + other.notes)))
 
     def __str__(self) -> str:
