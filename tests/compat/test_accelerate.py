@@ -365,7 +365,7 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
 
 
 def test_what_prepare_takes(tmp_path: Path) -> None:
-    other = object()
+    other = SimpleNamespace(step=0, state_dict=dict)  # no schedule: its step is a number
     with Accelerator(cpu=True) as acc:
         model = nn.Linear(2, 1)
         optimizer, same, none = acc.prepare(torch.optim.SGD(model.parameters(), lr=1.0), other, None)
@@ -400,6 +400,20 @@ class Kept(accelerate.tracking.GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
         self.calls.append((values, step, options))
+
+
+def test_functions_of_one_decorator_lose_batch_size_apart() -> None:
+    tried: dict[str, list[int]] = {"first": [], "second": []}
+
+    def training(name: str, batch_size: int) -> int:
+        tried[name].append(batch_size)
+        if len(tried[name]) < 3:
+            raise MemoryError
+        return batch_size
+
+    decorate = accelerate.find_executable_batch_size(starting_batch_size=100)
+    runs = [decorate(lambda batch_size, name=name: training(name, batch_size)) for name in tried]
+    assert [run() for run in runs] == [81, 81] and tried["first"] == tried["second"] == [100, 90, 81]
 
 
 def test_trackers_of_the_script_get_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,11 @@ def test_properties_are_printed(capsys, level, given, wanted):
     assert capsys.readouterr().out == ""  # verbosity=0
 
 
+def test_handle_is_a_module_of_amp():
+    assert amp.handle is importlib.import_module("easymp.compat.apex.amp.handle")
+    assert amp.handle.scale_loss is amp.scale_loss
+
+
 def test_the_return_mirrors_what_was_given():
     a, s, t = net(), sgd(net()), sgd(net())
     assert initialize(a) is a and initialize([a]) == [a]

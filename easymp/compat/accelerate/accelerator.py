@@ -71,7 +71,6 @@ class AcceleratedScheduler(PreparedScheduler):
             return
         self.each_update = max(self.behind, default=0) == 1 and not args and not kwargs
         self.behind = [0] * len(self.optimizers)
-        total = None if self._split_batches else getattr(self.scheduler, "total_steps", None)
         if GradientState().sync_gradients and not any(it.step_was_skipped for it in self.optimizers):
             total = None if self._split_batches else getattr(self.scheduler, "total_steps", None)
             for _ in range(self._steps):
@@ -80,7 +79,7 @@ class AcceleratedScheduler(PreparedScheduler):
 
 
 def _is_schedule(item: Any) -> bool:
-    return hasattr(item, "step") and hasattr(item, "state_dict")
+    return callable(getattr(item, "step", None)) and hasattr(item, "state_dict")
 
 
 class Accelerator(accelerator.Accelerator):

@@ -239,6 +239,8 @@ def find_executable_batch_size(
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
     """As `easymp.find_executable_batch_size`; a size that does not fit is followed by nine tenths of it."""
+    if function is None:
+        return lambda given: find_executable_batch_size(given, starting_batch_size, reduce_batch_size_fn)
     size = starting_batch_size
 
     def smaller() -> int:

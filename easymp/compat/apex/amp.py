@@ -28,7 +28,8 @@ from ...precision.levels import cast, cast_model
 from ..layer import Layer, named, submodules
 from . import casts
 from .casts import *  # noqa: F403
-from .casts import AmpHandle, disable_casts, handle
+from .casts import AmpHandle, disable_casts
+from .casts import handle as _handle  # `handle` is a module
 
 layer = Layer("Apex")
 
@@ -108,7 +109,7 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False  # lets `initialize` take half parameters
         self.verbosity = 1
         self.loss_scalers: list[LossScaler] = []
-        self.handle: AmpHandle = handle
+        self.handle: AmpHandle = _handle
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def loss(self, number: int) -> LossScaler:
@@ -480,7 +481,7 @@ def initialize(
     if not all(isinstance(stepper, torch.optim.Optimizer) for stepper in steppers):
         raise TypeError("optimizers must be either a single optimizer or a list of optimizers")
     if not enabled:
-        handle._deactivate()
+        _handle._deactivate()
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
         return models if optimizers is None else (models, optimizers)
     values = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
@@ -492,7 +493,7 @@ def initialize(
     scalers = [LossScaler(level.loss_scale, **bounds) for _ in range(num_losses)]
     for i, scaler in enumerate(scalers):
         scaler.number = i
-    handle._deactivate()
+    _handle._deactivate()
     layer.use("amp", NATIVE.format(level=opt_level))
     _amp_state.opt_properties, _amp_state.loss_scalers, _amp_state.verbosity = level, scalers, verbosity
     changed = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -505,7 +506,7 @@ def initialize(
     for stepper in steppers:
         _prepare_optimizer(stepper, level)
     if level.patch_torch_functions:
-        handle.on(next((p.device for net in nets for p in net.parameters()), torch.device("cpu")))
+        _handle.on(next((p.device for net in nets for p in net.parameters()), torch.device("cpu")))
     return models if optimizers is None else (models, optimizers)
 
 
