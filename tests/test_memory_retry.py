@@ -121,7 +121,9 @@ def in_accelerates_idiom(acc: Accelerator, batch_size: int) -> None:
 def before_its_turn(acc: Accelerator, batch_size: int) -> None:
     if acc.process_index == 0 and batch_size > 2:
         out_of_memory()
-    with acc.main_process_first():  # rank 1 waits here for rank 0, which is alive
+    if acc.process_index == 0:
+        time.sleep(0.3)
+    with acc.main_process_first():  # rank 1 waits here for rank 0, in the second attempt, too
         pass
 
 

@@ -92,6 +92,7 @@ class World:
         self._process = os.getpid()
         self._left = False
         self._store: dist.Store | None = None
+        self._base: dist.Store | None = None  # in which the groups are counted
         self._number = 0  # of the group that runs, the same on all ranks
         self._compared = self._turns = 0  # calls of `compare` and `in_turn` in this group
         self._barriers = 0
@@ -112,6 +113,7 @@ class World:
     def _connect(self, store: dist.Store) -> None:
         # Each group has a place of its own in the store, counted there: a process that started later, or lived through other worlds,
         # would count differently.
+        self._base = store
         number = self._number = store.add(f"groups/{self.rank}", 1)
         self._compared = self._turns = 0
         # Its functions have the default group as default arguments: imported later (the first DDP does), it would keep this group's
@@ -222,7 +224,7 @@ class World:
         self._abort(self._number)
         forget_meshes()
         assert self._store is not None
-        self._connect(self._store)
+        self._connect(self._base or self._store)  # a store of a group's own would count from 1 again
         if self.hangs is not None:
             self.hangs.since = time.time()
 
