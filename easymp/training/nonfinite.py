@@ -66,7 +66,6 @@ class Nonfinite:
             scaler.found = self._step
         if self._raises:
             scaler.unscaled = self._look_at_gradients
-        run.window.stepped.append(lambda _: self._release())
 
     def _updates(self) -> int:
         optimizers = self._prepared.optimizers

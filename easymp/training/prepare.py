@@ -290,6 +290,9 @@ class Preparation:
             if parameter.is_floating_point() or parameter.is_complex():
                 self._undo.append(hook_gradient(parameter, self._gradient_done).remove)
         self.models.append(route)
+        if route.keep is not None and route.view is not model:
+            self._run.window.stepped.append(route.forget)
+            self._undo.append(partial(self._run.window.stepped.remove, route.forget))
         self._done[id(route.view)] = route.view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         low = self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())

@@ -112,6 +112,10 @@ class Route:
     method: str = ""
     last: tuple[str, tuple[Any, ...], dict[str, Any], Any] | None = None
 
+    def forget(self, optimizer: Any) -> None:
+        """Let go of the arguments of the last call, when an optimizer has stepped."""
+        self.last = None
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.first is not None and torch.is_grad_enabled():
             first, self.first = self.first, None
