@@ -541,7 +541,8 @@ def decode_header(text: bytes, size: int, what: str) -> tuple[dict[str, Slot], d
     table = loads(text[8:base], what)
     if text[8:9] != b"{" or not isinstance(table, dict):
         raise CheckpointError(f"{what}: not a safetensors file: its header is not a table")
-    metadata = table.pop("__metadata__", None) or {}
+    metadata = table.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(word, str) for word in metadata.values()):
         raise CheckpointError(f"{what}: not a safetensors file: __metadata__ does not map words to words")
     slots = {name: _slot(entry, base, size, f"{what}: {name!r}") for name, entry in table.items()}

@@ -94,6 +94,7 @@ HOSTILE = {
     "nothing": (b"", "not a safetensors file: it does not begin"),
     "not JSON": (put(b"{]"), "not JSON"),
     "metadata of numbers": (put({"__metadata__": {"a": 1}}, 0), "__metadata__"),
+    "metadata an empty list": (put({"__metadata__": []}, 0), "__metadata__"),
     "entry a number": (put({"w": 1}, 0), "not described by"),
     "dtype unknown": (changed(dtype="F31"), "the unknown dtype 'F31'"),
     "dtype of ours alone": (changed(dtype="C128", shape=[1]), "the unknown dtype 'C128'"),
