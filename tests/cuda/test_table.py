@@ -11,7 +11,7 @@ from easymp import KernelError, StepError
 from easymp.cuda import kernel as tables
 from easymp.cuda import measure
 from easymp.cuda import step as steps
-from easymp.cuda.kernel import CHUNK, HEAD, WORDS, Role, Row, alike, dense, lay_out, stream
+from easymp.cuda.kernel import CHUNK, Role, Row, alike, dense, lay_out, stream
 from easymp.cuda.step import FusedStep
 from easymp.optim.torch_optimizers import ADAM
 
@@ -134,19 +134,6 @@ def test_groups_have_their_own_numbers_and_schedulers_change_them(monkeypatch):
     assert len(made) == 1
 
 
-def test_rows_and_chunks():
-    a, b, c = torch.zeros(CHUNK + 1), torch.zeros(0), torch.zeros(5)[1:]
-    table = lay_out([[Row((a,)), Row((b,))], [], [Row((c, a), 3, 7, 11)]], CPU)
-    assert table.chunks.tolist() == [0, 1, 2 << 32]
-    assert table.starts == (0, 2, 2, 3)
-    assert table.rows[:, :HEAD].tolist() == [[CHUNK + 1, 1, 1, 0, 0], [0, 1, 1, 0, 0], [4, 0, 3, 7, 11]]
-    assert table.rows[2, HEAD:].tolist() == [c.data_ptr(), a.data_ptr(), *[0] * (WORDS - HEAD - 2)]
-    nothing = lay_out([], CPU)
-    assert nothing.rows.shape == (0, WORDS) and nothing.chunks.numel() == 0 and nothing.starts == (0,)
-    only_empty = lay_out([[Row((b,))]], CPU)
-    assert only_empty.starts == (0, 0) and only_empty.rows.shape == (1, WORDS)
-
-
 def test_more_than_four_billion_elements():
     size = 2**33 + 5
     huge = SimpleNamespace(numel=lambda: size, data_ptr=lambda: 2**46)
@@ -178,14 +165,13 @@ def test_dense_and_alike():
     assert alike(torch.zeros(5, 1, 3), torch.zeros(15).as_strided((5, 1, 3), (3, 9, 1)))
 
 
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_number_that_is_not_finite_is_found_at_any_place(value, dtype):
-    for size in (1, 8, 16384, 16385, 40_003):
+def test_one_number_that_is_not_finite_is_found_at_any_place(dtype):
+    for size, value in ((1, "inf"), (8, "nan"), (16384, "-inf"), (16385, "inf"), (40_003, "nan")):
         for where in {0, size // 2, size - 1}:
             p = torch.nn.Parameter(torch.zeros(size))
             p.extra = torch.zeros(size, dtype=dtype)
             step = FusedStep(torch.optim.AdamW([p]), ADAM, CompiledLauncher(), gradient=lambda p: p.extra)
             assert step.measure()[2] == 0
-            p.extra[where] = value
+            p.extra[where] = float(value)
             assert step.measure()[2] == 1

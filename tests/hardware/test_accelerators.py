@@ -44,20 +44,18 @@ def test_nvidia_cards_are_derived_as_recorded(machine, monkeypatch):
     )  # NVML is shut down again, and torch is not asked
 
 
-@pytest.mark.parametrize(
-    ("name", "has"),
-    [
-        *((name, False) for name in ("NVIDIA GeForce GTX 1650", "GeForce GTX 1650 Ti with Max-Q Design")),
-        *((name, False) for name in ("NVIDIA T1000 8GB", "Quadro T2000", "NVIDIA GeForce MX450")),
-        *(
-            (name, True)
-            for name in ("Tesla T4", "NVIDIA T4G", "NVIDIA GeForce RTX 2080 Ti", "Quadro RTX 6000")
-        ),
-    ],
-)
-def test_turing_with_and_without_tensor_cores(name, has, monkeypatch):
-    install(monkeypatch, pynvml([FakeCard(name, (7, 5))]))
-    assert detect().devices[0].fp16 is has
+WITHOUT = "NVIDIA GeForce GTX 1650,GeForce GTX 1650 Ti with Max-Q Design,NVIDIA T1000 8GB,Quadro T2000,NVIDIA GeForce MX450"
+WITH = "Tesla T4,NVIDIA T4G,NVIDIA GeForce RTX 2080 Ti,Quadro RTX 6000"
+
+
+def test_turing_with_and_without_tensor_cores(monkeypatch):
+    names = [*WITHOUT.split(","), *WITH.split(",")]
+    install(monkeypatch, pynvml([FakeCard(name, (7, 5), uuid=f"GPU-{name}") for name in names]))
+    by_torch(monkeypatch, [FakeCard(name, (7, 5)) for name in names])
+    assert {device.name: device.fp16 for device in detect().devices} == {
+        **dict.fromkeys(WITHOUT.split(","), False),
+        **dict.fromkeys(WITH.split(","), True),
+    }
 
 
 WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # torch 2.13+cu130
@@ -90,11 +88,9 @@ def test_which_compiled_code_runs_where(capability, built, build, monkeypatch):
     assert len(here.looked_for) == bool(build) and build in "".join(here.looked_for)
 
 
-@pytest.mark.parametrize("machine", list(MACHINES.values()), ids=list(MACHINES))
-def test_recorded_machines_are_frozen_and_of_one_kind(machine):
+def test_facts_are_frozen():
+    machine = MACHINES["8xH100"]
     assert hash(machine) == hash(replace(machine))
-    assert {device.kind for device in machine.devices} <= {machine.kind}
-    assert bool(machine.links) == (len(machine.devices) > 1)
     with pytest.raises(FrozenInstanceError):
         machine.vendor = "other"
 
@@ -166,13 +162,6 @@ def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch, cards, text, n
     assert names or f"CUDA_VISIBLE_DEVICES={text!r} shows none of the {len(cards)} here" in here.looked_for[0]
 
 
-def test_asked_again_where_other_devices_are_visible(monkeypatch):
-    install(monkeypatch, pynvml([FakeCard(uuid="GPU-a"), FakeCard(uuid="GPU-b")]))
-    assert len(detect().devices) == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert len(detect().devices) == 1
-
-
 # -- NVIDIA by torch ---------------------------------------------------------------------------------------------------
 
 
@@ -183,8 +172,16 @@ def by_torch(monkeypatch, cards, peers=True):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
 
 
-@pytest.mark.parametrize("fails", [None, "nvmlInit", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"])
-@pytest.mark.parametrize(("peers", "links"), [(True, "P2P"), (False, "PCIe")])
+@pytest.mark.parametrize(
+    ("fails", "peers", "links"),
+    [
+        (None, True, "P2P"),
+        (None, False, "PCIe"),
+        ("nvmlInit", True, "P2P"),
+        ("nvmlDeviceGetName", False, "PCIe"),
+        ("nvmlDeviceGetMemoryInfo", True, "P2P"),
+    ],
+)
 def test_torch_is_asked_where_nvml_is_silent(monkeypatch, fails, peers, links):
     fake = None if fails is None else pynvml([FakeCard(), FakeCard()], fails={fails})
     install(monkeypatch, fake)
@@ -235,21 +232,21 @@ def test_an_amd_card_is_derived_as_recorded(monkeypatch):
     assert "built without CUDA" in here.looked_for[0]  # the misses before it
 
 
-@pytest.mark.parametrize(
-    ("architecture", "cores"),
-    [
-        ("gfx906", set()),
-        ("gfx90a", {"fp16", "bf16"}),
-        ("gfx950", {"fp16", "bf16", "fp8", "mxfp8"}),
-        ("gfx1030", set()),
-        ("gfx1100", {"fp16", "bf16"}),
-        ("gfx1201", {"fp16", "bf16", "fp8"}),
-    ],
-)
-def test_amd_architectures(architecture, cores, monkeypatch):
+AMD = {
+    "gfx906": set(),
+    "gfx90a": {"fp16", "bf16"},
+    "gfx950": {"fp16", "bf16", "fp8", "mxfp8"},
+    "gfx1030": set(),
+    "gfx1100": {"fp16", "bf16"},
+    "gfx1201": {"fp16", "bf16", "fp8"},
+}
+
+
+@pytest.mark.parametrize("architecture", AMD)
+def test_amd_architectures(architecture, monkeypatch):
     rocm(monkeypatch, architecture, ["gfx000"])
     here = detect()
-    assert here.devices[0].tensor_cores == cores
+    assert here.devices[0].tensor_cores == AMD[architecture]
     assert not here.devices[0].built_for and architecture in here.looked_for[1]
 
 
@@ -291,22 +288,27 @@ def test_without_accelerators_none_is_looked_for(monkeypatch):
 # -- this machine ------------------------------------------------------------------------------------------------------
 
 
+FORK = """
+import os, torch
+from easymp import detect
+here = detect()
+assert bool(here.devices) == {gpu} and not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+pid = os.fork()
+if pid == 0:
+    if {gpu}:
+        torch.ones(1, device="cuda")
+    os._exit(0 if detect() == here else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs hardware whose system forks, such as Linux")
 @pytest.mark.skipif(
     torch.version.cuda is not None or torch.version.hip is not None,
     reason="needs hardware without a GPU: torch built for one may have to ask it",
 )
 def test_nothing_is_initialised_and_a_fork_can_detect():
-    code = (
-        "import os, torch\n"
-        "from easymp import detect\n"
-        "here = detect()\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "pid = os.fork()\n"
-        "if pid == 0: os._exit(0 if detect() == here else 3)\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", FORK.format(gpu=False)], check=True, timeout=100)
 
 
 @pytest.mark.gpu
@@ -326,12 +328,4 @@ def test_nvml_leaves_cuda_asleep():
     pytest.importorskip(
         "pynvml", reason="needs nvidia-ml-py; without it torch is asked, which initialises CUDA"
     )
-    code = (
-        "import os, torch\n"
-        "from easymp import detect\n"
-        "assert detect().devices and not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()\n"
-        "pid = os.fork()\n"
-        "if pid == 0: torch.ones(1, device='cuda'); os._exit(0)\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", FORK.format(gpu=True)], check=True, timeout=100)

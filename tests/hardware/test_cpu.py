@@ -130,15 +130,13 @@ def test_limits(tree, files, memory, quota):
 
 
 @pytest.mark.parametrize(
-    ("allowed", "quota", "threads"), [(8, None, 8), (8, 4.0, 4), (8, 1.5, 1), (8, 0.25, 1), (2, 16.0, 2)]
+    ("allowed", "quota", "threads"), [(8, 4.0, 4), (8, 1.5, 1), (8, 0.25, 1), (2, 16.0, 2)]
 )
-def test_threads_that_can_really_run(allowed, quota, threads):
-    assert cpu.threads(allowed, quota) == threads
-
-
-def test_the_processors_memory_and_threads_obey_the_group(tree):
-    bound = cpu.probe(tree(v2("/", {"memory.max": 2**20, "cpu.max": "100000 100000"})))
-    assert (bound.memory, bound.threads) == (2**20, 1)
+def test_threads_that_can_really_run(tree, monkeypatch, allowed, quota, threads):
+    files = {"memory.max": 2**20, "cpu.max": f"{quota * 1e5:.0f} 100000"}
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(allowed), raising=False)
+    bound = cpu.probe(tree(v2("/", files)))
+    assert (bound.memory, bound.threads) == (2**20, threads)
 
 
 def test_numa_nodes_with_processors_count(tree):
@@ -153,10 +151,8 @@ def test_numa_nodes_with_processors_count(tree):
 
 def test_cores_of_nodes_are_those_that_this_process_may_use(tree):
     lists = enumerate(("0-3,8-11", "4-7,12-15", ""))  # the third has memory only
-    root, everything = (
-        tree({f"sys/devices/system/node/node{i}/cpulist": cores for i, cores in lists}),
-        frozenset(range(16)),
-    )
+    root = tree({f"sys/devices/system/node/node{i}/cpulist": cores for i, cores in lists})
+    everything = frozenset(range(16))
     assert cpu.nodes(root, everything) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
     assert cpu.nodes(root, frozenset({1, 2, 5})) == {0: {1, 2}, 1: {5}}
     assert cpu.nodes(root, frozenset({1, 2})) == {0: {1, 2}}  # taskset, or a cpuset of a control group
@@ -166,15 +162,12 @@ def test_cores_of_nodes_are_those_that_this_process_may_use(tree):
 def test_the_nodes_of_cards_in_torchs_order(tree, monkeypatch):
     devices = {"0000:3b:00.0": 1, "0001:af:00.0": -1, "0000:17:00.0": 0}  # -1: the firmware does not say
     root = tree({f"sys/bus/pci/devices/{address}/numa_node": node for address, node in devices.items()})
-    near = [accelerators.near(address, root) for address in ("00000000:3B:00.0", "00000001:AF:00.0")]
-    assert near == [1, None]
-    assert accelerators.near("00000000:00:00.0", root) is accelerators.near(None, root) is None
-    cards = [types.SimpleNamespace(address=f"00000000:{bus}:00.0") for bus in ("3B", "17")]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr(accelerators, "read_nvml", lambda: types.SimpleNamespace(cards=cards))
-    assert accelerators.gpu_nodes(root) == [1, 0]
-    monkeypatch.setattr(accelerators, "read_nvml", lambda: None)
-    assert accelerators.gpu_nodes(root) == [None, None]
+    addresses = ("00000000:3B:00.0", "00000000:17:00.0", "00000001:AF:00.0", "00000000:00:00.0", None)
+    cards = [types.SimpleNamespace(address=address) for address in addresses]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    for found, nodes in ((types.SimpleNamespace(cards=cards), [1, 0, None, None, None]), (None, [None] * 5)):
+        monkeypatch.setattr(accelerators, "read_nvml", lambda found=found: found)
+        assert accelerators.gpu_nodes(root) == nodes
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert accelerators.gpu_nodes(root) == []
 

@@ -30,37 +30,18 @@ def apart(got: Any, right: Any) -> float:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_is_the_plain_pair(reduction: str, bias: bool) -> None:
+    (hidden, weight, *more), targets = data(torch.float32, bias)
+    inputs, first = [hidden, weight, *more], more[0] if more else None
     for smoothing in (0.0, 0.1):
-        (hidden, weight, *more), targets = data(torch.float32, bias)
-        inputs, first = [hidden, weight, *more], more[0] if more else None
-        logits = F.linear(hidden, weight, first).flatten(0, 1)
-        plain = F.cross_entropy(logits, targets.flatten(), reduction=reduction, label_smoothing=smoothing)
-        arrived = torch.randn_like(plain)
-        ours = linear_cross_entropy(
-            *(hidden, weight, targets),
-            bias=first,
-            reduction=reduction,
-            label_smoothing=smoothing,
-            chunk_tokens=50,
-        )
+        how: Any = {"reduction": reduction, "label_smoothing": smoothing}
+        plain = F.cross_entropy(F.linear(hidden, weight, first).flatten(0, 1), targets.flatten(), **how)
+        ours = linear_cross_entropy(hidden, weight, targets, bias=first, chunk_tokens=50, **how)
         torch.testing.assert_close(ours.view_as(plain), plain)
+        arrived = torch.randn_like(plain)
         right = torch.autograd.grad(plain, inputs, arrived)
         for again in (True, False):  # the second backward makes the logits anew
             found = torch.autograd.grad(ours, inputs, arrived.view_as(ours), retain_graph=again)
             assert apart(found, right) < 1e-6
-
-
-def test_its_gradients_are_those_of_its_values() -> None:
-    inputs, targets = data(torch.float64, True)
-    small = [t.detach()[..., :3, :4].requires_grad_() for t in inputs[:2]]
-    for reduction in ("mean", "none"):
-        assert torch.autograd.gradcheck(
-            lambda h, w, r=reduction: linear_cross_entropy(
-                h, w, targets[:, :3] % 3, reduction=r, chunk_tokens=4
-            ),
-            small,
-            nondet_tol=1e-12,
-        )
 
 
 def test_no_target_counts() -> None:
@@ -74,18 +55,16 @@ def test_no_target_counts() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_it_is_as_exact_as_the_plain_pair(dtype: torch.dtype) -> None:
     inputs, targets = data(torch.float32, True)
-    hidden, weight, bias = inputs
     wide = [t.detach().double().requires_grad_() for t in inputs]
     exact = F.cross_entropy(F.linear(*wide).flatten(0, 1), targets.flatten())
     right = torch.autograd.grad(exact, wide)
     with torch.autocast("cpu", dtype):
-        plain = F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, 1), targets.flatten())
-        ours = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=50)
+        plain = F.cross_entropy(F.linear(*inputs).flatten(0, 1), targets.flatten())
+        ours = linear_cross_entropy(*inputs[:2], targets, bias=inputs[2], chunk_tokens=50)
     assert ours.dtype == torch.float32
     assert abs(ours - exact) < 0.01
-    assert apart(torch.autograd.grad(ours, inputs), right) < 1.5 * apart(
-        torch.autograd.grad(plain, inputs), right
-    )
+    off = apart(torch.autograd.grad(plain, inputs), right)
+    assert apart(torch.autograd.grad(ours, inputs), right) < 1.5 * off
 
 
 def test_a_gradient_is_divided_by_the_tokens_before_it_is_rounded_to_fp16() -> None:
@@ -111,24 +90,24 @@ def test_it_is_compiled_whole() -> None:
     assert apart(ours, right) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "said"),
-    [
-        ({"weight": torch.ones(5, 3)}, BatchError, "weight (5, 3)"),
-        ({"weight": torch.ones(101, 16, dtype=torch.bfloat16)}, BatchError, "a weight in torch.bfloat16"),
-        ({"bias": torch.ones(5)}, BatchError, "(5,), not (101,)"),
-        ({"targets": torch.ones(3, 67)}, BatchError, "float32, not int64"),
-        ({"reduction": "max"}, SettingError, "'max' is not one of mean, sum, none"),
-        ({"label_smoothing": 2.0}, SettingError, "0 to 1"),
-        ({"chunk_tokens": 0}, SettingError, "at least 1"),
-        ({"chunk_tokens": 2.5}, SettingError, "an integer"),
-    ],
-)
-def test_what_is_wrong_is_named(changed: dict[str, Any], error: type[Exception], said: str) -> None:
+WRONG: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+    r"weight \(5, 3\)": (BatchError, {"weight": torch.ones(5, 3)}),
+    "a weight in torch.bfloat16": (BatchError, {"weight": torch.ones(101, 16, dtype=torch.bfloat16)}),
+    r"\(5,\), not \(101,\)": (BatchError, {"bias": torch.ones(5)}),
+    "float32, not int64": (BatchError, {"targets": torch.ones(3, 67)}),
+    "'max' is not one of mean, sum, none": (SettingError, {"reduction": "max"}),
+    "0 to 1": (SettingError, {"label_smoothing": 2.0}),
+    "at least 1": (SettingError, {"chunk_tokens": 0}),
+    "an integer": (SettingError, {"chunk_tokens": 2.5}),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_named(words: str) -> None:
     (hidden, weight), targets = data(torch.float32, False)
-    with pytest.raises(error) as raised:
+    error, changed = WRONG[words]
+    with pytest.raises(error, match=words):
         linear_cross_entropy(**{"hidden": hidden, "weight": weight, "targets": targets, **changed})
-    assert said in str(raised.value)
 
 
 class Language(nn.Module):

@@ -122,8 +122,7 @@ def test_binary_cross_entropy_on_half_is_refused() -> None:
 
 
 def test_attention_casts_what_is_inside() -> None:
-    attention = nn.MultiheadAttention(8, 2, dropout=0.0)
-    x = torch.randn(3, 2, 8)
+    attention, x = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
     plain, _ = attention(x, x, x)
     with o1():
         for need in (True, False):

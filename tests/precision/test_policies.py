@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 from easymp import Accelerator, AutocastKwargs, BatchError
 
 from ..strategies.models import Of
 
-HALF = [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+FP32 = torch.float32
 Pair = namedtuple("Pair", "logits extra")
-
-
-@dataclass
-class Record:
-    logits: torch.Tensor
+Record = make_dataclass("Record", ["logits"])
 
 
 def tiny(shape: Any = lambda y: y) -> nn.Module:
@@ -39,73 +34,59 @@ def outputs(precision: str, shape: Any = lambda y: y, **options: Any) -> Any:
     return prepared(tiny(shape), precision, **options)(torch.randn(2, 4))
 
 
-@pytest.mark.parametrize(("precision", "compute"), HALF)
+@pytest.mark.parametrize(("precision", "compute"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_products_run_in_half_and_come_out_in_fp32(precision: str, compute: torch.dtype) -> None:
     model = tiny()
     seen: list[torch.dtype] = []
     model.layer.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
     y = prepared(model, precision)(torch.randn(2, 4))
-    assert seen == [compute]
-    assert y.dtype == torch.float32
+    assert seen == [compute] and y.dtype == FP32
     y.sum().backward()
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert {t.dtype for p in model.parameters() for t in (p, p.grad)} == {FP32}
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_every_floating_output_is_fp32_in_its_own_container() -> None:
-    precision = "bf16"
-    a, [b] = outputs(precision, lambda y: (y, [y]))
-    assert (a.dtype, b.dtype) == (torch.float32, torch.float32)
-    both = outputs(precision, lambda y: {"logits": y, "more": {"deep": (y,)}})
-    assert both["logits"].dtype == both["more"]["deep"][0].dtype == torch.float32
-    pair = outputs(precision, lambda y: Pair(y, None))
-    assert type(pair) is Pair
-    assert (pair.logits.dtype, pair.extra) == (torch.float32, None)
-    best = outputs(precision, lambda y: y.max(dim=1))
-    assert (best.values.dtype, best.indices.dtype) == (torch.float32, torch.int64)
-    for kind in (OrderedDict, UserDict):
-        kept = outputs(precision, lambda y, kind=kind: kind(y=y))
-        assert type(kept) is kind
-        assert kept["y"].dtype == torch.float32
-    record = outputs(precision, Record)
-    assert (type(record), record.logits.dtype) == (Record, torch.float32)
-    packed = outputs("bf16", lambda y: pack_sequence([y, y[:1]]))
-    assert type(packed) is PackedSequence
-    assert packed.data.dtype == torch.float32
-    assert packed.batch_sizes.tolist() == [2, 1]
+CONTAINERS: dict[str, tuple[Any, Any]] = {  # of the output, and how its tensors are read
+    "tuple": (lambda y: (y, [y]), lambda out: [out[0], out[1][0]]),
+    "dict": (lambda y: {"y": y, "more": {"deep": (y,)}}, lambda out: [out["y"], out["more"]["deep"][0]]),
+    "Pair": (lambda y: Pair(y, None), lambda out: [out.logits]),
+    "max": (lambda y: y.max(dim=1), lambda out: [out.values]),
+    "OrderedDict": (lambda y: OrderedDict(y=y), lambda out: [out["y"]]),
+    "UserDict": (lambda y: UserDict(y=y), lambda out: [out["y"]]),
+    "Record": (Record, lambda out: [out.logits]),
+    "PackedSequence": (lambda y: pack_sequence([y, y[:1]]), lambda out: [out.data]),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_floating_output_is_fp32_in_its_own_container(name: str) -> None:
+    wrap, tensors = CONTAINERS[name]
+    out = outputs("bf16", wrap)
+    assert type(out) is type(wrap(torch.randn(2, 3)))
+    assert {y.dtype for y in tensors(out)} == {FP32}
 
 
 def test_double_precision_is_not_thrown_away() -> None:
     """Autocast leaves float64 alone; so must what comes after it."""
     extras = (torch.tensor([1, 2]), "word", None, torch.ones(2, dtype=torch.complex64))
     y, z, *rest = outputs("bf16", lambda y: (y, y.double() + 1e-12, *extras))
-    assert (y.dtype, z.dtype) == (torch.float32, torch.float64)
+    assert (y.dtype, z.dtype) == (FP32, torch.float64)
     assert all(a is b for a, b in zip(rest, extras))
 
 
 def test_another_output_type_or_none() -> None:
-    assert outputs("bf16", output_dtype=None).dtype == torch.bfloat16
-    assert outputs("bf16", output_dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert outputs("fp16", output_dtype=torch.bfloat16).dtype == torch.bfloat16
+    for precision, asked in (("bf16", torch.bfloat16), ("fp16", torch.bfloat16), ("bf16", None)):
+        assert outputs(precision, output_dtype=asked).dtype == torch.bfloat16
     shown = object()
     assert outputs("bf16", lambda _: shown, output_dtype=None) is shown
 
 
+class Odd(UserDict):
+    def __init__(self, y: Tensor, must: int) -> None:
+        self.data = {"y": y}
+
+
 def test_outputs_that_cannot_be_rebuilt_are_said() -> None:
-    class Odd(Mapping):
-        def __init__(self, y: Tensor, must: int) -> None:
-            self.y = y
-
-        def __getitem__(self, key: str) -> Tensor:
-            return {"y": self.y}[key]
-
-        def __iter__(self):
-            return iter(["y"])
-
-        def __len__(self) -> int:
-            return 1
-
     with pytest.raises(BatchError, match=r"model's output cannot be given back in torch.float32"):
         outputs("bf16", lambda y: Odd(y, 1))
     assert type(outputs("bf16", output_dtype=None, shape=lambda y: Odd(y, 1))) is Odd

@@ -16,33 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import easymp.optim
-from easymp import (
-    Accelerator,
-    AcceleratorState,
-    AutocastKwargs,
-    Choice,
-    CompileOptions,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FSDPOptions,
-    GradientAccumulationPlugin,
-    GradientState,
-    GradScalerKwargs,
-    Hardware,
-    InitProcessGroupKwargs,
-    LocalSGD,
-    LoggerType,
-    PartialState,
-    PipelineOptions,
-    Plan,
-    PrecisionType,
-    PreparedLoader,
-    ProfileKwargs,
-    ProjectConfiguration,
-    Settings,
-    Source,
-)
+from easymp import Accelerator, PreparedLoader, ProjectConfiguration, Settings
 from easymp.optim import PreparedOptimizer, PreparedScheduler
 
 
@@ -74,24 +48,20 @@ loader: DataLoader[int] = DataLoader(range(8))  # type: ignore[arg-type]
 
 acc = Accelerator()
 assert_type(acc, Accelerator)
-Accelerator(mixed_precision="bf16", strategy="fsdp", strategy_options=FSDPOptions(cpu_offload=True))
-Accelerator(mixed_precision=PrecisionType.FP16, strategy="pipeline", strategy_options={"microbatches": 4})
+Accelerator(mixed_precision="bf16", strategy="fsdp", strategy_options=easymp.FSDPOptions(cpu_offload=True))
 Accelerator(
-    mixed_precision="no", nonfinite="skip", compile="blocks", activation_checkpointing=["Block", "head"]
+    mixed_precision=easymp.PrecisionType.FP16, strategy="pipeline", strategy_options={"microbatches": 4}
 )
-Accelerator(compile=CompileOptions("blocks", mode="max-autotune"), memory="16GiB", replica_check=0)
+Accelerator(nonfinite="skip", compile="blocks", activation_checkpointing=["Block", "head"], memory="16GiB")
+Accelerator(compile=easymp.CompileOptions("blocks", mode="max-autotune"), settings=Settings(seed=1))
+Accelerator(log_with=["jsonl", easymp.LoggerType.WANDB, Notes(), Notes], project_dir=Path("runs"))
 Accelerator(
-    log_with=["jsonl", "console"], project_dir=Path("runs"), save_on_signal=True, settings=Settings(seed=1)
+    dataloader_config=easymp.DataLoaderConfiguration(split_batches=True),
+    gradient_accumulation_plugin=easymp.GradientAccumulationPlugin(4),
+    kwargs_handlers=[easymp.AutocastKwargs(), easymp.GradScalerKwargs(), easymp.InitProcessGroupKwargs()],
+    project_config=ProjectConfiguration("runs"),
 )
-Accelerator(
-    log_with=["tensorboard", LoggerType.WANDB, Notes(), Notes], project_config=ProjectConfiguration("runs")
-)
-Accelerator(
-    dataloader_config=DataLoaderConfiguration(split_batches=True),
-    gradient_accumulation_plugin=GradientAccumulationPlugin(4),
-    kwargs_handlers=[AutocastKwargs(), GradScalerKwargs(), InitProcessGroupKwargs(), ProfileKwargs()],
-)
-Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="bf16")], initialize=lambda module: None)
+Accelerator(kwargs_handlers=[easymp.DistributedDataParallelKwargs(comm_hook="bf16"), easymp.ProfileKwargs()])
 
 # -- prepare gives back what was given, in any order
 
@@ -145,20 +115,20 @@ assert_type(acc.total_updates(loader, epochs=2), int)
 # -- facts
 
 assert_type(acc.device, torch.device)
-assert_type(acc.plan, Plan)
-assert_type(acc.plan.strategy, Choice[str])
-assert_type(acc.plan.strategy.source, Source)
-assert_type(acc.hardware, Hardware)
-assert_type(acc.distributed_type, DistributedType)
+assert_type(acc.plan, easymp.Plan)
+assert_type(acc.plan.strategy, easymp.Choice[str])
+assert_type(acc.plan.strategy.source, easymp.Source)
+assert_type(acc.hardware, easymp.Hardware)
+assert_type(acc.distributed_type, easymp.DistributedType)
 assert_type((acc.num_processes, acc.process_index, acc.local_process_index), tuple[int, int, int])
 assert_type((acc.is_main_process, acc.is_local_main_process, acc.is_last_process), tuple[bool, bool, bool])
 assert_type((acc.split_batches, acc.even_batches, acc.use_distributed), tuple[bool, bool, bool])
 assert_type(acc.dispatch_batches, bool | None)
-assert_type(acc.state, AcceleratorState)
-assert_type(acc.gradient_state, GradientState)
-assert_type(GradientState().active_dataloader, PreparedLoader | None)
-assert_type((GradientState().end_of_dataloader, GradientState().num_steps), tuple[bool, int])
-assert_type(PartialState(cpu=True, timeout=60).device, torch.device)
+assert_type(acc.state, easymp.AcceleratorState)
+assert_type(acc.gradient_state, easymp.GradientState)
+assert_type(easymp.GradientState().active_dataloader, PreparedLoader | None)
+assert_type((easymp.GradientState().end_of_dataloader, easymp.GradientState().num_steps), tuple[bool, int])
+assert_type(easymp.PartialState(cpu=True, timeout=60).device, torch.device)
 assert_type(acc.mixed_precision == "bf16", bool)
 
 # -- collectives
@@ -245,11 +215,11 @@ assert_type(easymp.find_executable_batch_size(two)(), int)
 assert_type(easymp.convert_sync_batchnorm(net), Net)
 assert_type(easymp.notebook_launcher(two, (4,), num_processes=2, mixed_precision="bf16"), list[int | None])
 assert_type(easymp.skip_first_batches(loader), "DataLoader[int]")
-assert_type(easymp.detect(), Hardware)
+assert_type(easymp.detect(), easymp.Hardware)
 assert_type(easymp.resolve(seed=1), Settings)
 assert_type(easymp.memory.estimate(net, strategy="fsdp", precision="bf16", world=8).total, int)
-PipelineOptions(schedule="1f1b")
+easymp.PipelineOptions(schedule="1f1b")
 for given in easymp.tqdm(loader):
     print(given)
-with LocalSGD(acc, net, local_sgd_steps=8) as local:
+with easymp.LocalSGD(acc, net, local_sgd_steps=8) as local:
     local.step()
