@@ -88,42 +88,31 @@ def test_draws_are_replayed_in_the_pass_that_goes_on_and_after_it(data, workers,
         assert everything(resumed, 2) == [straight[1][stop:], straight[2]]
 
 
+def passes_of(data: Any, rank: int = 0, size: int = 1, workers: int = 0) -> list[Draw]:
+    random.seed(rank)  # the ranks' own streams differ
+    torch.manual_seed(rank)
+    loader = prepared(DataLoader(data, 2, collate_fn=list, num_workers=workers), rank, size)
+    return [item for batch in loader for item in batch]
+
+
 def test_another_number_of_workers_draws_the_same() -> None:
-    one, two = (DataLoader(Augmented(9), 2, collate_fn=list, num_workers=workers) for workers in (1, 2))
-    assert everything(prepared(one), 2) == everything(prepared(two), 2)
+    assert passes_of(Augmented(9), workers=1) == passes_of(Augmented(9), workers=2)
 
 
 def test_ranks_draw_for_themselves_and_shuffle_a_stream_alike() -> None:
-    first, second = (
-        passes_of(DataLoader(Augmented(8), 2, collate_fn=list, num_workers=1), rank) for rank in (0, 1)
-    )
+    first, second = (passes_of(Augmented(8), rank, 2, workers=1) for rank in (0, 1))
     assert not {x for _, x, *_ in first} & {x for _, x, *_ in second}
     for workers in (0, 1):
-        ranks = [
-            passes_of(DataLoader(Shuffled(), 2, collate_fn=list, num_workers=workers), rank)
-            for rank in (0, 1)
-        ]
+        ranks = [passes_of(Shuffled(), rank, 2, workers) for rank in (0, 1)]
         assert {i for rank in ranks for i, *_ in rank} == set(range(22))
 
 
-def passes_of(loader: Any, rank: int) -> list[Draw]:
-    random.seed(rank)  # the ranks' own streams differ
-    return [item for batch in prepared(loader, rank, 2) for item in batch]
-
-
-def test_without_workers_a_map_style_data_set_draws_from_the_trainings_streams() -> None:
-    random.seed(1)
-    loader = prepared(DataLoader(Augmented(4), 2, collate_fn=list))
-    values = [x for batch in loader for _, x, *_ in batch]
-    random.seed(1)
+def test_a_map_style_data_set_draws_from_the_trainings_streams_and_a_stream_leaves_them_alone() -> None:
+    values = [x for _, x, *_ in passes_of(Augmented(4))]
+    random.seed(0)
     assert values == [random.random() for _ in range(4)]
-
-
-def test_a_stream_leaves_the_trainings_streams_alone() -> None:
-    random.seed(1)
-    torch.manual_seed(1)
-    everything(prepared(DataLoader(Shuffled(), 4, collate_fn=collate)), 1)
+    passes_of(Shuffled())
     after = random.random(), torch.rand(())
-    random.seed(1)
-    torch.manual_seed(1)
+    random.seed(0)
+    torch.manual_seed(0)
     assert after == (random.random(), torch.rand(()))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
@@ -39,21 +42,29 @@ class Broken(Numbers):
 
 class OnlyOnZero(Numbers):
     def __getitem__(self, i: int) -> int:
-        import os
-
         assert os.environ["RANK"] == "0"
         return i
 
 
-def in_world(job: Callable[[World], Any]) -> Any:
-    # The pool's processes are daemons, which may not start DataLoader workers; a user's ranks are none.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    world = World(read_ranks(), CPU, timeout=20)
-    try:
-        return job(world)
-    finally:
-        world.close()
-        multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
+def in_world(job: Callable[[World], Any]) -> Callable[[], Any]:
+    """`job` with a world of the ranks that it is called on."""
+
+    @wraps(job)
+    def run() -> Any:
+        # The pool's processes are daemons, which may not start DataLoader workers; a user's ranks are none.
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        world = World(read_ranks(), CPU, timeout=20)
+        try:
+            return job(world)
+        finally:
+            world.close()
+            multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
+
+    return run
+
+
+def of(world: World, loader: Any, **how: Any) -> Any:
+    return prepared(loader, world.rank, world.size, world=world, **how)
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -69,43 +80,38 @@ def two_epochs(loader: Any) -> Any:
     return seen, skipped, loader.epoch
 
 
-def dispatched(kind: str, workers: int, even: bool) -> Any:
-    def job(world: World) -> Any:
-        loader = DataLoader(*KINDS[kind](), num_workers=workers)
-        how: Any = {"world": world, "dispatch_batches": True, "even_batches": even}
-        return two_epochs(prepared(loader, world.rank, world.size, **how))
-
-    return in_world(job)
+CASES = [(kind, even) for kind in KINDS for even in (True, False)]
 
 
-def sharded(kind: str, even: bool) -> list[Any]:
+@in_world
+def dispatched(world: World) -> Any:
+    return [
+        two_epochs(of(world, DataLoader(*KINDS[kind]()), dispatch_batches=True, even_batches=even))
+        for kind, even in CASES
+    ]
+
+
+def sharded(kind: str, even: bool, rank: int) -> Any:
     data, *how = KINDS[kind]()
-    loaders = [DataLoader(Numbers(11) if kind == "map" else data, *how) for _ in range(2)]
-    return [two_epochs(prepared(x, rank, 2, even_batches=even)) for rank, x in enumerate(loaders)]
+    loader = DataLoader(Numbers(11) if kind == "map" else data, *how)
+    return two_epochs(prepared(loader, rank, 2, even_batches=even))
 
 
 def test_dispatched_ranks_get_what_sharded_ones_read(ranks: Any) -> None:
-    for kind in KINDS:
-        for even in (True, False):
-            assert ranks(dispatched, kind, 0, even) == sharded(kind, even)
+    for rank, found in enumerate(ranks(dispatched)):
+        assert found == [sharded(kind, even, rank) for kind, even in CASES]
 
 
-def left_early() -> Any:
-    def job(world: World) -> Any:
-        def make() -> Any:
-            how: Any = {"world": world, "dispatch_batches": True}
-            return prepared(DataLoader(Stream(20), 2), world.rank, world.size, **how)
-
-        loader, other = make(), make()
-        for number, _ in enumerate(loader):
-            if number == 1:
-                state = loader.state_dict()
-                break
-        whole = passes(loader)[0]
-        other.load_state_dict(state)
-        return whole, passes(other)[0]
-
-    return in_world(job)
+@in_world
+def left_early(world: World) -> Any:
+    loader, other = (of(world, DataLoader(Stream(20), 2), dispatch_batches=True) for _ in range(2))
+    for number, _ in enumerate(loader):
+        if number == 1:
+            state = loader.state_dict()
+            break
+    whole = passes(loader)[0]
+    other.load_state_dict(state)
+    return whole, passes(other)[0]
 
 
 def test_a_dispatched_loop_can_be_left_and_resumed(ranks: Any) -> None:
@@ -114,17 +120,11 @@ def test_a_dispatched_loop_can_be_left_and_resumed(ranks: Any) -> None:
         assert resumed == whole[2:]
 
 
-def read_broken() -> Any:
-    def job(world: World) -> Any:
-        loader = prepared(
-            DataLoader(Broken(8), 2), world.rank, world.size, world=world, dispatch_batches=True
-        )
-        try:
-            passes(loader)
-        except (OSError, BatchError) as error:
-            return type(error).__name__, str(error)
-
-    return in_world(job)
+@in_world
+def read_broken(world: World) -> Any:
+    with pytest.raises((OSError, BatchError)) as caught:
+        passes(of(world, DataLoader(Broken(8), 2), dispatch_batches=True))
+    return caught.typename, str(caught.value)
 
 
 def test_when_rank_0_cannot_read_all_ranks_hear_why(ranks: Any) -> None:
@@ -132,33 +132,24 @@ def test_when_rank_0_cannot_read_all_ranks_hear_why(ranks: Any) -> None:
     assert (first, second) == ("OSError", "BatchError") and "OSError: unreadable" in sentence
 
 
-def own_order(seeds: tuple[int, int], sampler: str) -> Any:
-    def job(world: World) -> Any:
-        torch.manual_seed(seeds[world.rank])
-        how = {"sampler": Private(seeds[world.rank])} if sampler == "private" else {"shuffle": True}
-        loader = DataLoader(Numbers(8), 2, **how)
-        return passes(prepared(loader, world.rank, world.size, world=world, use_seedable_sampler=False), 2)
-
-    return in_world(job)
+@in_world
+def own_order(world: World) -> Any:
+    torch.manual_seed(world.rank)
+    ways = {"sampler": Private(world.rank)}, {"shuffle": True}
+    loaders = [of(world, DataLoader(Numbers(8), 2, **how), use_seedable_sampler=False) for how in ways]
+    return [epoch for loader in loaders for epoch in passes(loader, 2)]
 
 
 def test_rank_0_draws_for_all_on_request(ranks: Any) -> None:
-    for sampler in ("private", "random"):
-        for epoch in zip(*ranks(own_order, (1, 2), sampler)):
-            assert sorted(i for share in epoch for batch in share for i in batch) == list(range(8))
+    for epoch in zip(*ranks(own_order)):
+        assert sorted(i for share in epoch for batch in share for i in batch) == list(range(8))
 
 
-def disagree() -> str:
-    def job(world: World) -> str:
-        loader = prepared(
-            DataLoader(Numbers(8), 2, sampler=Private(world.rank)), world.rank, world.size, world=world
-        )
-        try:
-            return str(passes(loader))
-        except BatchError as error:
-            return str(error)
-
-    return in_world(job)
+@in_world
+def disagree(world: World) -> str:
+    with pytest.raises(BatchError) as caught:
+        passes(of(world, DataLoader(Numbers(8), 2, sampler=Private(world.rank))))
+    return str(caught.value)
 
 
 def test_ranks_whose_samplers_disagree_are_told(ranks: Any) -> None:

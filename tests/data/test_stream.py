@@ -103,31 +103,27 @@ def test_ready_batches_are_dealt_in_turn(workers: int) -> None:
     assert [x.local_size for x in [loaders[1]] for _ in x] == [2, 1, 1]
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True)])
-@pytest.mark.parametrize("stop", [1, 5])
-def test_a_stream_goes_on_where_it_was_saved(workers: int, persistent: bool, stop: int) -> None:
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_stream_goes_on_where_it_was_saved(workers: dict[str, Any]) -> None:
     def make() -> Any:
-        return prepared(DataLoader(Stream(27), 2, num_workers=workers, persistent_workers=persistent), 1, 2)
+        return prepared(DataLoader(Stream(27), 2, **workers), 1, 2)
 
     loader = make()
     whole = passes(loader)[0]
-    for number, _ in enumerate(loader, 1):
-        if number == stop:
-            state = json.loads(json.dumps(loader.state_dict()))
-    resumed = make()
-    for _ in range(2):
-        resumed.load_state_dict(state)
-        assert passes(resumed, 2) == [whole[stop:], whole]
+    states = [json.loads(json.dumps(loader.state_dict())) for _ in loader]
+    for stop in (1, 5):
+        resumed = make()
+        for _ in range(2):
+            resumed.load_state_dict(states[stop - 1])
+            assert passes(resumed, 2) == [whole[stop:], whole]
 
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 30), before=st.integers(1, 3), after=st.integers(1, 3), data=st.data())
 def test_a_single_stream_goes_on_at_any_world_size(n, before, after, data):
     loader = prepared(DataLoader(Stream(n), 2), 0, before)
-    stop = data.draw(st.integers(1, -(-n // (2 * before))))
-    for number, _ in enumerate(loader, 1):
-        if number == stop:
-            state = loader.state_dict()
+    states = [loader.state_dict() for _ in loader]
+    state = data.draw(st.sampled_from(states))
     resumed = [prepared(DataLoader(Stream(n), 2), rank, after) for rank in range(after)]
     for rank in resumed:
         rank.load_state_dict(state)
@@ -136,9 +132,7 @@ def test_a_single_stream_goes_on_at_any_world_size(n, before, after, data):
 
 def test_another_number_of_workers_cannot_take_over() -> None:
     loader = prepared(DataLoader(Stream(8), 2, num_workers=2))
-    for _ in loader:
-        state = loader.state_dict()
-        break
+    state, *_ = [loader.state_dict() for _ in loader]
     with pytest.raises(BatchError, match="num_workers=2"):
         prepared(DataLoader(Stream(8), 2)).load_state_dict(state)
 
@@ -148,14 +142,11 @@ def test_a_stream_with_a_state_of_its_own_is_asked(workers: int) -> None:
     def make() -> Any:
         return prepared(DataLoader(Stateful(12), 2, num_workers=workers))
 
-    loader = make()
+    loader, resumed = make(), make()
     whole = passes(loader)[0]
-    for number, _ in enumerate(loader):
-        if number == 2:
-            state = json.loads(json.dumps(loader.state_dict()))
-    assert "data sets" in state
-    resumed = make()
-    resumed.load_state_dict(state)
+    states = [json.loads(json.dumps(loader.state_dict())) for _ in loader]
+    assert "data sets" in states[2]
+    resumed.load_state_dict(states[2])
     assert passes(resumed) == [whole[3:]]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
@@ -34,26 +33,25 @@ class Graph(Own):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """All samples, in order."""
-
     def __iter__(self) -> Any:
         yield from X
 
 
 def make(kind: str, rank: int, size: int) -> DataLoader[Any]:
     whole = TensorDataset(X)
-    return {
-        "plain": lambda: DataLoader(whole, batch_size=4),
-        "shuffled": lambda: DataLoader(whole, batch_size=4, shuffle=True),
-        "split off": lambda: DataLoader(Subset(whole, list(range(8))), batch_size=4, shuffle=True),
-        "own": lambda: DataLoader(Own(), batch_size=4),
-        "stream": lambda: DataLoader(Stream(), batch_size=4),
-        "sampler": lambda: DataLoader(whole, batch_size=4, sampler=DistributedSampler(whole, size, rank)),
-        "indices": lambda: DataLoader(Subset(whole, list(range(rank, 16, size))), batch_size=4, shuffle=True),
-        "tensors": lambda: DataLoader(TensorDataset(X[rank::size].clone()), batch_size=4, shuffle=True),
-        "files": lambda: DataLoader(Own(rank * 8), batch_size=4, shuffle=True),
-        "graph": lambda: DataLoader(Graph(), batch_size=4),
-    }[kind]()
+    data, how = {
+        "plain": (whole, {}),
+        "shuffled": (whole, {"shuffle": True}),
+        "split off": (Subset(whole, list(range(8))), {"shuffle": True}),
+        "own": (Own(), {}),
+        "stream": (Stream(), {}),
+        "sampler": (whole, {"sampler": DistributedSampler(whole, size, rank)}),
+        "indices": (Subset(whole, list(range(rank, 16, size))), {"shuffle": True}),
+        "tensors": (TensorDataset(X[rank::size].clone()), {"shuffle": True}),
+        "files": (Own(rank * 8), {"shuffle": True}),
+        "graph": (Graph(), {}),
+    }[kind]
+    return DataLoader(data, batch_size=4, **how)
 
 
 def train(kind: str, prepare: bool = False) -> tuple[list[str], str]:
@@ -76,28 +74,30 @@ def train(kind: str, prepare: bool = False) -> tuple[list[str], str]:
     return [str(w.message) for w in said if "prepare()" in str(w.message)], " ".join(line.split())
 
 
-@pytest.mark.parametrize("kind", ["plain", "split off", "own"])
-def test_ranks_that_read_the_same_are_warned_once(ranks, kind):
-    (first, line), (second, other) = ranks(train, kind)
-    assert len(first) == 1 and second == []
-    assert "2 ranks read the same data" in first[0] and "Pass the DataLoader to prepare()" in first[0]
-    assert line == other and line.startswith("data not prepared a DataLoader (")
+def train_each(kinds: list[str]) -> list[tuple[list[str], str]]:
+    return [train(kind) for kind in kinds]
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("sampler", "data as given no prepared DataLoader is read"),
-        ("stream", "data not prepared a DataLoader that was not passed to prepare() is read: Stream must"),
-        ("indices", "data not prepared a DataLoader (Subset, RandomSampler)"),
-        ("tensors", "data not prepared a DataLoader (TensorDataset, RandomSampler)"),
-        ("files", "data not prepared a DataLoader (Own, RandomSampler)"),
-        ("graph", "data not prepared a DataLoader (Graph, SequentialSampler)"),
-    ],
-)
-def test_a_program_that_may_split_its_data_is_not_warned(ranks, kind, words):
-    (first, line), other = ranks(train, kind)
-    assert first == [] and other == ([], line) and line.startswith(words)
+def test_ranks_that_read_the_same_are_warned_once(ranks):
+    for (first, line), (second, other) in zip(*ranks(train_each, ["plain", "split off", "own"])):
+        assert len(first) == 1 and second == []
+        assert "2 ranks read the same data" in first[0] and "Pass the DataLoader to prepare()" in first[0]
+        assert line == other and line.startswith("data not prepared a DataLoader (")
+
+
+APART = {  # what may be split by the program, and the plan's line
+    "sampler": "as given no prepared DataLoader is read",
+    "stream": "not prepared a DataLoader that was not passed to prepare() is read: Stream must",
+    "indices": "not prepared a DataLoader (Subset, RandomSampler)",
+    "tensors": "not prepared a DataLoader (TensorDataset, RandomSampler)",
+    "files": "not prepared a DataLoader (Own, RandomSampler)",
+    "graph": "not prepared a DataLoader (Graph, SequentialSampler)",
+}
+
+
+def test_a_program_that_may_split_its_data_is_not_warned(ranks):
+    for words, (first, line), other in zip(APART.values(), *ranks(train_each, list(APART))):
+        assert first == [] and other == ([], line) and line.startswith(f"data {words}")
 
 
 def test_a_prepared_loader_and_one_process_have_no_line(ranks):

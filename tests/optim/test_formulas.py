@@ -79,27 +79,18 @@ def larc_sgd(p, g, memory, group, step, optimizer):
         p[i] -= lr * (x + group["momentum"] * b[i] if group["nesterov"] else b[i])
 
 
+DECAY = {"lr": 1e-2, "weight_decay": 0.1}
+BARE = {"lr": 1e-2, "weight_decay": 0.0}
+OTHER_MEANS = {"grad_averaging": False, "maximize": True}
 OWN = [
     (lion, ours.Lion, {"lr": 1e-2}),
-    (lion, ours.Lion, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
+    (lion, ours.Lion, {**DECAY, "maximize": True}),
     (lamb, ours.LAMB, {"lr": 1e-2}),
-    (*(lamb, ours.LAMB), {"lr": 1e-2, "weight_decay": 0.0, "bias_correction": False, "max_grad_norm": None}),
-    (
-        *(lamb, ours.LAMB),
-        {"lr": 1e-2, "weight_decay": 0.0, "use_nvlamb": True, "grad_averaging": False, "maximize": True},
-    ),
+    (lamb, ours.LAMB, {**BARE, "bias_correction": False, "max_grad_norm": None}),
+    (lamb, ours.LAMB, {**BARE, **OTHER_MEANS, "use_nvlamb": True}),
     (lamb, ours.LAMB, {"lr": 1e-2, "adam_w_mode": False, "max_grad_norm": 1e6}),
-    (novograd, ours.NovoGrad, {"lr": 1e-2, "betas": (0.9, 0.98), "weight_decay": 0.1}),
-    (
-        *(novograd, ours.NovoGrad),
-        {
-            "lr": 1e-2,
-            "weight_decay": 0.1,
-            "reg_inside_moment": True,
-            "grad_averaging": False,
-            "maximize": True,
-        },
-    ),
+    (novograd, ours.NovoGrad, {**DECAY, "betas": (0.9, 0.98)}),
+    (novograd, ours.NovoGrad, {**DECAY, **OTHER_MEANS, "reg_inside_moment": True}),
     (novograd, ours.NovoGrad, {"lr": 1e-2, "init_zero": True, "bias_correction": False}),
     (larc_sgd, larc, {"weight_decay": 0.1, "nesterov": True}),
     (larc_sgd, larc, {"clip": False, "weight_decay": 0.1, "maximize": True}),
@@ -107,30 +98,31 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize(("formula", "make", "options"), OWN)
-def test_each_optimizer_is_its_papers_formula(formula, make, options, kernels, monkeypatch):
-    if kernels:
-        kernels_on_cpu(monkeypatch, CompiledLauncher())
+def test_each_optimizer_is_its_papers_formula(formula, make, options, monkeypatch):
+    kernels_on_cpu(monkeypatch, CompiledLauncher())
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(s)) for s in SHAPES]
-    optimizer = make(parameters, **options)
-    lists = [p.detach().flatten().tolist() for p in parameters]
-    kept = [{} for _ in lists]
-    group = optimizer.param_groups[0]
+    start = [torch.randn(s) for s in SHAPES]
+    several = [[torch.nn.Parameter(x.clone()) for x in start] for _ in range(2)]
+    fast, slow = optimizers = [make(p, **options, fused=fused) for p, fused in zip(several, (None, False))]
+    lists, kept, group = [x.flatten().tolist() for x in start], [{} for _ in start], fast.param_groups[0]
     for turn in range(3):
         generator = torch.Generator().manual_seed(turn)
-        for p in parameters:
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.found_inf = torch.tensor(1.0)  # an overflow: nothing happens
-        optimizer.step()
-        del optimizer.found_inf
-        optimizer.step()
-        gradients = [p.grad.flatten().tolist() for p in parameters]
-        most, whole = group.get("max_grad_norm"), norm([x for g in gradients for x in g])
+        gradients = [torch.randn(s, generator=generator) for s in SHAPES]
+        for parameters, optimizer in zip(several, optimizers):
+            for p, g in zip(parameters, gradients):
+                p.grad = g.clone()
+            optimizer.found_inf = torch.tensor(1.0)  # an overflow: nothing happens
+            optimizer.step()
+            del optimizer.found_inf
+            optimizer.step()
+        numbers = [g.flatten().tolist() for g in gradients]
+        most, whole = group.get("max_grad_norm"), norm([x for g in numbers for x in g])
         factor = most / whole if most and whole > most else 1.0
-        for g, flat, memory in zip(gradients, lists, kept):
-            formula(flat, [x * factor for x in g], memory, group, turn + 1, optimizer)
-    assert (getattr(optimizer, "optim", optimizer).engine.kernels is not None) is kernels
-    for p, flat in zip(parameters, lists):
-        torch.testing.assert_close(p.detach().flatten(), torch.tensor(flat), rtol=1e-5, atol=2e-6)
+        for g, flat, memory in zip(numbers, lists, kept):
+            formula(flat, [x * factor for x in g], memory, group, turn + 1, fast)
+    engines = [getattr(o, "optim", o).engine for o in (fast, slow)]
+    assert [engine.kernels is not None for engine in engines] == [True, False]
+    for parameters in several:
+        for p, flat in zip(parameters, lists):
+            torch.testing.assert_close(p.detach().flatten(), torch.tensor(flat), rtol=1e-5, atol=2e-6)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, SettingError, StepError, TensorParallelOptions
+from easymp import SettingError, StepError, TensorParallelOptions
 from easymp.optim import Muon, muon
+
+from ..strategies.models import under
 
 HEAD = ("5.*",)
 
@@ -28,30 +30,40 @@ def learn(model: nn.Module, step: Any, turns: Any, backward: Any = Tensor.backwa
         step()
 
 
-def plain(turns: range = range(6)) -> list[Tensor]:
-    """Parameters after steps of torch's own optimizers."""
-    model = net()
-    held = dict(model.named_parameters())
-    matrices = [held.pop(f"{number}.weight") for number in (1, 3, 4)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(held.values(), lr=0.01, weight_decay=0.0, betas=(0.9, 0.95)),
-    ]
+@pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"),
+    reason="an optional package is not installed: a torch with torch.optim.Muon",
+)
+def test_its_steps_are_torchs() -> None:
+    ends = []
+    for ours in (True, False):
+        model = net()
+        held = dict(model.named_parameters())
+        matrices = [held.pop(f"{number}.weight") for number in (1, 3, 4)]
+        optimizers = (
+            [made(model)]
+            if ours
+            else [
+                torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"),
+                torch.optim.AdamW(held.values(), lr=0.01, weight_decay=0.0, betas=(0.9, 0.95)),
+            ]
+        )
 
-    def step() -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
+        def step(optimizers: Any = optimizers) -> None:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
-    learn(model, step, turns)
-    return [p.detach() for p in model.parameters()]
+        learn(model, step, range(6))
+        ends.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*ends)
 
 
 def made(model: nn.Module) -> Muon:
     return Muon(model, lr=0.02, adamw=HEAD, adamw_lr=0.01, adamw_weight_decay=0.0)
 
 
-def trained(strategy: str, first: int, last: int, folder: str, **words: Any) -> tuple[list[Tensor], int]:
+def trained(strategy: str, first: int, last: int, folder: str) -> tuple[list[Tensor], int]:
     """Parameters after these steps, and the matrices that this rank orthogonalised. Steps after the first ones follow a resume."""
     count, orthogonalised = 0, muon.orthogonalised
 
@@ -60,62 +72,31 @@ def trained(strategy: str, first: int, last: int, folder: str, **words: Any) -> 
         count += len(stack)
         return orthogonalised(stack, steps)
 
-    muon.orthogonalised = counted
-    try:
-        with Accelerator(strategy=strategy, cpu=True, mixed_precision="no", **words) as acc:
-            model = net()
-            model, optimizer = acc.prepare(model, made(model))
-            if first:
-                acc.load_state(folder)
+    with pytest.MonkeyPatch.context() as patch, under(strategy, WAYS.get(strategy), cpu=True) as acc:
+        patch.setattr(muon, "orthogonalised", counted)
+        model = net()
+        model, optimizer = acc.prepare(model, made(model))
+        if first:
+            acc.load_state(folder)
 
-            def step() -> None:
-                optimizer.step()
-                optimizer.zero_grad()
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
 
-            learn(model, step, range(first, last), acc.backward)
-            if not first:
-                acc.save_state(folder)
-            whole = acc.get_state_dict(model)
-            return [value.clone() for value in whole.values()], count
-    finally:
-        muon.orthogonalised = orthogonalised
+        learn(model, step, range(first, last), acc.backward)
+        if not first:
+            acc.save_state(folder)
+        return [value.clone() for value in acc.get_state_dict(model).values()], count
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "zero1": {},
-    "fsdp": {},
-    "tensor_parallel": {"strategy_options": TensorParallelOptions(plan={"1": "colwise", "3": "rowwise"})},
+WAYS: dict[str, Any] = {
+    **dict.fromkeys(("ddp", "zero1", "fsdp")),
+    "tensor_parallel": TensorParallelOptions(plan={"1": "colwise", "3": "rowwise"}),
 }
 
 
 def every_way(folder: str) -> dict[str, Any]:
-    return {
-        name: [
-            trained(name, 0, 3, f"{folder}/{name}", **words),
-            trained(name, 3, 6, f"{folder}/{name}", **words),
-        ]
-        for name, words in WAYS.items()
-    }
-
-
-needs_torchs = pytest.mark.skipif(
-    not hasattr(torch.optim, "Muon"),
-    reason="an optional package is not installed: a torch with torch.optim.Muon",
-)
-
-
-@needs_torchs
-def test_its_steps_are_torchs() -> None:
-    model = net()
-    optimizer = made(model)
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    learn(model, step, range(6))
-    torch.testing.assert_close([p.detach() for p in model.parameters()], plain())
+    return {name: [trained(name, *part, f"{folder}/{name}") for part in ((0, 3), (3, 6))] for name in WAYS}
 
 
 def test_every_strategy_shares_the_matrices_and_resumes(ranks: Any, tmp_path: Any) -> None:
@@ -150,24 +131,24 @@ def test_who_moves_what() -> None:
     assert [group["lr"] for group in by_hand.param_groups] == [0.5, 0.2]
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
+def wrong_groups() -> list[tuple[Any, str]]:
+    return [
         (lambda: Muon(net().parameters()), "without names: pass the model"),
         (lambda: Muon([{"params": [torch.ones(2, 2)]}]), 'needs "use_muon"'),
-        (lambda: Muon([{"params": [torch.ones(2)], "use_muon": True}]), "shape (2,)"),
-        (lambda: Muon(net(), lr=-1.0), "lr=-1.0"),
-        (lambda: Muon(net(), lr="0.1"), "lr='0.1'"),
-        (lambda: Muon(net(), betas=(0.9, 1.5)), "betas=(0.9, 1.5)"),
-        (lambda: Muon(net(), momentum=1.0), "momentum=1.0"),
+        (lambda: Muon([{"params": [torch.ones(2)], "use_muon": True}]), r"shape \(2,\)"),
+        (lambda: Muon(net(), lr=-1.0), r"lr=-1\.0"),
+        (lambda: Muon(net(), lr="0.1"), r"lr='0\.1'"),
+        (lambda: Muon(net(), betas=(0.9, 1.5)), r"betas=\(0\.9, 1\.5\)"),
+        (lambda: Muon(net(), momentum=1.0), r"momentum=1\.0"),
         (lambda: Muon(net(), adjust_lr_fn="none"), "not one of original, match_rms_adamw"),
         (lambda: Muon(net(), adamw="head"), "must be a tuple"),
-    ],
-)
-def test_what_is_wrong_is_named(make: Any, said: str) -> None:
-    with pytest.raises(SettingError) as raised:
-        make()
-    assert said in str(raised.value)
+    ]
+
+
+def test_what_is_wrong_is_named() -> None:
+    for make, words in wrong_groups():
+        with pytest.raises(SettingError, match=words):
+            make()
 
 
 def test_sparse_gradients_are_refused() -> None:
