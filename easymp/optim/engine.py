@@ -17,12 +17,12 @@ from .. import cuda
 from ..base.dtensor import local
 from ..base.lazy import modules_at_first_use
 from ..errors import KernelError
-from ..precision.scaler import step_told, takes_found_inf
+from ..precision.scaler import inverse, step_told, takes_found_inf, to_device
 from ..protocols import Counting
 from .fused import FusedOptimizer
 from .masters import Averages, Masters
 from .sharded import ShardedOptimizer, holder_of
-from .torch_step import inverse, launcher_of, multiply, parameters_of, stacked, totals_of, watched, wide_norms
+from .torch_step import launcher_of, multiply, parameters_of, stacked, totals_of, watched, wide_norms
 
 if TYPE_CHECKING:
     from ..cuda.rule import Rule, Scale
@@ -206,16 +206,18 @@ class Engine:
             norm = torch.linalg.vector_norm(each).float()
             if scale is not None:
                 bad = (norm - norm != 0).float()  # of infinity and of no number
-                norm = norm * _to(inverse(scale), norm.device)
+                norm = norm * to_device(inverse(scale), norm.device)
         else:
             copies = [self.counting.copies(parameter) for parameter, _ in pairs]
             totals = totals_of([gradient for _, gradient in pairs], copies, self._home())
             if scale is not None:
-                totals[0] *= _to(inverse(scale), totals.device).to(totals.dtype).square()
+                totals[0] *= to_device(inverse(scale), totals.device).to(totals.dtype).square()
             over_ranks(totals)
             norm, bad = totals[0].sqrt().float(), (totals[1] > 0).float()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return Measured(norm, factor if scale is None else factor * _to(inverse(scale), norm.device), bad)
+        return Measured(
+            norm, factor if scale is None else factor * to_device(inverse(scale), norm.device), bad
+        )
 
     def _home(self) -> torch.device:
         # Not meta, as parameters of other stages: a collective does nothing there, and the other ranks wait for this one.
@@ -288,7 +290,7 @@ class Engine:
 
     def _here(self, number: Tensor | None) -> Tensor | None:
         """On the kernels' device: a loss, and so its scale, may be elsewhere."""
-        return None if number is None else _to(number, self._device)
+        return None if number is None else to_device(number, self._device)
 
 
 def _rule_for(optimizer: torch.optim.Optimizer) -> Rule | str:
@@ -302,7 +304,3 @@ def _rule_for(optimizer: torch.optim.Optimizer) -> Rule | str:
             return "fused or foreach was chosen by the caller"
     rules = (mine.rule for mine in own if mine.torchs is kind)
     return next(rules, f"there is no kernel for {kind.__name__}")
-
-
-def _to(number: Tensor, device: torch.device) -> Tensor:
-    return number.to(device, non_blocking=True)

@@ -15,8 +15,9 @@ from torch import Tensor
 from ..base.dtensor import local
 from ..cuda.rule import BETAS, Rule, direction
 from ..errors import SettingError
+from ..precision.scaler import widest
 from .fused import FusedOptimizer, OptionWords
-from .torch_step import wide, widest
+from .torch_step import wide
 
 
 @dataclass(frozen=True, eq=False)

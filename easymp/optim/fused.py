@@ -19,9 +19,10 @@ from .. import cuda
 from ..base.dtensor import local, meshes
 from ..cuda import EMA
 from ..errors import KernelError, SettingError, StepError
+from ..precision.scaler import inverse
 from ..protocols import Counting
 from .masters import Averages
-from .torch_step import Clip, evaluated, inverse, keep_implementation, launcher_of, totals_of, values
+from .torch_step import Clip, evaluated, keep_implementation, launcher_of, totals_of, values
 
 if TYPE_CHECKING:
     from ..cuda.rounding import Rounding

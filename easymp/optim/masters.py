@@ -13,6 +13,7 @@ from ..base.dtensor import local
 from ..cuda import EMA
 from ..errors import StepError
 from ..precision.policies import LOW
+from ..precision.scaler import to_device
 
 
 class Masters:
@@ -259,7 +260,7 @@ class Averages:
             share: Any = 1.0 - self.decay
             if found_inf is not None:
                 good = (found_inf <= 0) * share
-                shares = {a.device: good.to(a.device, non_blocking=True) for a in averages}
+                shares = {a.device: to_device(good, a.device) for a in averages}
                 share = [shares[a.device].to(a.dtype) for a in averages]
             with torch.no_grad():
                 torch._foreach_lerp_(averages, weights, share)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import cuda
 from ..base.dtensor import add_up, dense, local
 from ..errors import StepError
+from ..precision.scaler import widest
 
 if TYPE_CHECKING:
     from ..cuda.cupy_launcher import CupyLauncher
@@ -253,16 +254,6 @@ def totals_of(gradients: Sequence[Tensor], copies: Sequence[int], home: torch.de
     if any(held != 1 for held in shared):
         squares = squares / torch.tensor(shared, dtype=squares.dtype).to(each.device, non_blocking=True)
     return torch.stack([squares.sum(), (~each.isfinite()).sum().to(squares.dtype)])
-
-
-def widest(device: torch.device) -> torch.dtype:
-    """The widest float of a device: mps has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def inverse(scale: Tensor) -> Tensor:
-    """1 / scale in float32, rounded once."""
-    return scale.to(widest(scale.device)).reciprocal().float()
 
 
 @torch.no_grad()

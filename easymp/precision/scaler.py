@@ -97,7 +97,7 @@ class Scaler:
             )
         self._seen = True
         held = self._on(loss.device)
-        return loss * _to(held.scale, loss.device) if self.scales else loss
+        return loss * to_device(held.scale, loss.device) if self.scales else loss
 
     @property
     def current(self) -> Tensor:
@@ -135,7 +135,9 @@ class Scaler:
         found = self.agreed(self.divide(gradients, home), bool(gradients))
         if self.unscaled is not None:
             self.unscaled(found)
-        turn.found_inf = _to(found, home)  # where the step reads it: for shards in host memory, the host
+        turn.found_inf = to_device(
+            found, home
+        )  # where the step reads it: for shards in host memory, the host
         turn.enter(Phase.UNSCALED)
 
     def _check_scaled(self, here: bool) -> None:
@@ -153,13 +155,13 @@ class Scaler:
             grad = local(grad._values() if grad.is_sparse else grad)
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         scale = self._on(home).scale
-        inverse = scale.to(_widest(scale)).reciprocal().float()
+        factor = inverse(scale)
         found = torch.zeros_like(scale)
         for (device, _), grads in by_kind.items():
             here = found if device == found.device else torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, here, _to(inverse, device))
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, here, to_device(factor, device))
             if here is not found:
-                found = torch.maximum(found, _to(here, found.device))
+                found = torch.maximum(found, to_device(here, found.device))
         return found
 
     def agreed(self, found: Tensor, here: bool) -> Tensor:
@@ -313,7 +315,7 @@ class Scaler:
     def advance(self, found_inf: Tensor) -> None:
         """One step of the rule: `found_inf` is 0 after a good step and above 0 after an overflow."""
         rule, (_, scale, good, patience) = self.rule, self._on(found_inf.device)
-        found_inf = _to(found_inf, scale.device)
+        found_inf = to_device(found_inf, scale.device)
         if not rule.dynamic:
             return
         if (rule.growth_delay, rule.hysteresis, rule.min_scale, rule.max_scale) == (0, 1, 0.0, float("inf")):
@@ -385,19 +387,24 @@ class Scaler:
             self._on(before.state.device)
 
 
-def _to(number: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device`, without a wait unless it is the host, which would read before the copy has come."""
+def to_device(number: Tensor, device: torch.device) -> Tensor:
+    """Copy to `device`; without a wait unless it is the host, which would read before the copy has arrived."""
     return number.to(device, non_blocking=device.type != "cpu")
 
 
 def _times(scale: Tensor, factor: float) -> Tensor:
     """The product rounded once, as in torch's kernel and ours: ranks may run either."""
-    return (scale.to(_widest(scale)) * factor).float()
+    return (scale.to(widest(scale.device)) * factor).float()
 
 
-def _widest(tensor: Tensor) -> torch.dtype:
-    """The widest float of its device: mps has no float64."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale in float32, rounded once."""
+    return scale.to(widest(scale.device)).reciprocal().float()
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The widest float of a device: mps has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def step_told(
