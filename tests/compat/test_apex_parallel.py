@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import weakref
@@ -16,7 +15,7 @@ from easymp import RefusedError
 from easymp.compat.apex import amp, parallel
 
 from .test_apex_amp import as_before_initialize as as_before_initialize
-from .test_apex_amp import digits
+from .test_apex_amp import backward, initialize, network, train_digits
 
 
 def joined(function):
@@ -42,26 +41,26 @@ def layer(rank, dtype=torch.float32):
     return nn.Linear(2, 2, bias=False).to(dtype)
 
 
-OPTIONS = {
-    "plain": ({}, torch.float32, 1.5),
-    "sum": ({"gradient_average": False}, torch.float32, 3.0),
-    "predivided": ({"gradient_predivide_factor": 4.0}, torch.float32, 1.5),
-    "predivided sum": ({"gradient_average": False, "gradient_predivide_factor": 4.0}, torch.float32, 0.75),
-    "small buckets": ({"message_size": 1}, torch.float32, 1.5),
-    "delayed": ({"delay_allreduce": True}, torch.float32, 1.5),
-    "half": ({}, torch.float16, 1.5),
-    "half, travels in fp32": ({"allreduce_always_fp32": True}, torch.float16, 1.5),
-    "torch's second argument": ({"message_size": None}, torch.float32, 1.5),
-}
+OPTIONS = [
+    ({}, torch.float32, 1.5),
+    ({"gradient_average": False}, torch.float32, 3.0),
+    ({"gradient_predivide_factor": 4.0}, torch.float32, 1.5),
+    ({"gradient_average": False, "gradient_predivide_factor": 4.0}, torch.float32, 0.75),
+    ({"message_size": 1}, torch.float32, 1.5),
+    ({"delay_allreduce": True}, torch.float32, 1.5),
+    ({}, torch.float16, 1.5),
+    ({"allreduce_always_fp32": True}, torch.float16, 1.5),
+    ({"message_size": None}, torch.float32, 1.5),  # torch's second argument
+]
 
 
 @joined
 def reduced(rank):
     weights = layer(0).weight.detach()
-    for name, (how, dtype, expected) in OPTIONS.items():
+    for how, dtype, expected in OPTIONS:
         model = parallel.DistributedDataParallel(layer(rank, dtype), **how)
         model(torch.full((1, 2), rank + 1.0, dtype=dtype)).sum().backward()
-        assert model.module.weight.grad.tolist() == [[expected] * 2] * 2, name
+        assert model.module.weight.grad.tolist() == [[expected] * 2] * 2, (how, dtype)
         assert torch.equal(model.module.weight.detach(), weights.to(dtype))
     for wide in (False, True):  # a sum that is no number in fp16, and a mean that is
         model = parallel.DistributedDataParallel(layer(rank, torch.float16), allreduce_always_fp32=wide)
@@ -71,6 +70,13 @@ def reduced(rank):
 
 def test_gradients_by_option(ranks):
     ranks(reduced)
+
+
+def two_layers(**how):
+    """Of which one is used."""
+    model = parallel.DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]), **how)
+    model.module.forward = model.module[0].forward
+    return model
 
 
 @joined
@@ -88,13 +94,10 @@ def turned_off_and_on(rank):
     first, second = model(x), model(x)  # one backward through two calls
     (first + second).sum().backward()
     assert model.module.weight.grad[0, 0] == 2 * 1.5
-    unused = parallel.DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]), delay_allreduce=True)
-    unused.module.forward = unused.module[0].forward
+    unused, strict = two_layers(delay_allreduce=True), two_layers()
     for _ in range(2):
         unused(x).sum().backward()
     assert unused.module[0].weight.grad[0, 0] == 3.0 and unused.module[1].weight.grad is None
-    strict = parallel.DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]))
-    strict.module.forward = strict.module[0].forward
     strict(x).sum().backward()
     with pytest.raises(RuntimeError, match="pass delay_allreduce=True"):
         strict(x)
@@ -109,10 +112,9 @@ def test_reduction_is_turned_off_and_on_and_waits_for_no_unused_parameter(ranks)
 
 @joined
 def by_hand(rank):
-    module = nn.Sequential(layer(rank), layer(rank).half())
+    module, x = nn.Sequential(layer(rank), layer(rank).half()), torch.full((1, 2), rank + 1.0)
     reducer = parallel.Reducer(module)
-    module[0](torch.full((1, 2), rank + 1.0)).sum().backward()
-    module[1](torch.full((1, 2), rank + 1.0).half()).sum().backward()
+    (module[0](x).sum() + module[1](x.half()).sum()).backward()
     reducer.reduce()
     assert [p.grad.float().unique().tolist() for p in module.parameters()] == [[1.5], [1.5]]
     assert torch.equal(module[0].weight, layer(0).weight)
@@ -124,10 +126,6 @@ def by_hand(rank):
     assert parallel.create_syncbn_process_group(0) is None
     with pytest.raises(RuntimeError, match="group_size=5 does not divide the 2 ranks"):
         parallel.create_syncbn_process_group(5)
-
-
-def test_reducer_and_groups(ranks):
-    ranks(by_hand)
 
 
 def norms():
@@ -163,36 +161,21 @@ def over_ranks(rank):
     close(model[2][0].running_mean, exact[2][0].running_mean)
 
 
-def test_batch_norm_is_over_all_samples_and_the_converter_leaves_instance_norm(ranks):
-    ranks(over_ranks)
+@pytest.mark.parametrize("program", [by_hand, over_ranks])
+def test_reducers_groups_and_batch_norm_over_all_samples(ranks, program):
+    ranks(program)
 
 
 @joined
 def trained(rank, level, kind):
     """K1 and K2 on two ranks, each with its half of the batches; the accuracy, and the weights."""
-    torch.manual_seed(rank)
-    model = parallel.convert_syncbn_model(
-        nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)), None
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if kind == "torch":
-        model = nn.parallel.DistributedDataParallel(model)
-    else:
-        model = parallel.DistributedDataParallel(model, delay_allreduce=kind == "delayed")
-    x, y = (t.cpu() for t in digits())
-    loss_fn = nn.CrossEntropyLoss()
-    for _ in range(5):
-        for i in range(0, 1500, 100):
-            mine = slice(i + rank * 50, i + 50 + rank * 50)
-            optimizer.zero_grad()
-            loss = loss_fn(model(x[mine]), y[mine])
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        right = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
+    kinds = {
+        "torch": nn.parallel.DistributedDataParallel,
+        "apex": parallel.DistributedDataParallel,
+        "delayed": functools.partial(parallel.DistributedDataParallel, delay_allreduce=True),
+    }
+    how = {"make": lambda: parallel.convert_syncbn_model(network(), None), "wrap": kinds[kind]}
+    right, *_, model = train_digits(level, **how, rank=rank, size=2)
     with pytest.raises(RuntimeError, match="Parallel wrappers should only be applied"):
         amp.initialize(model)
     return right, {name: value.clone() for name, value in model.state_dict().items()}
@@ -230,23 +213,20 @@ def larc(order, level, overflow):
     if order == "before":
         optimizer = parallel.LARC(optimizer)
     if level is not None:
-        how = {"verbosity": 0, "max_loss_scale": 128.0}
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, **how)
+        model, optimizer = initialize(model, optimizer, opt_level=level, max_loss_scale=128.0)
     if order == "after":
         optimizer = parallel.LARC(optimizer)
     start = model.weight.detach().clone()
-    for i in range(2):
+    for factor in (float("inf") if overflow else 1.0, 1.0):
         optimizer.zero_grad()
-        loss = model(torch.ones(1, 3)).square().sum() * (float("inf") if overflow and i == 0 else 1.0)
+        loss = model(torch.ones(1, 3)).square().sum() * factor
         if level is None:
             loss.backward()
         else:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         optimizer.step()
-        if overflow and i == 0:
-            assert torch.equal(model.weight, start)
-    return copy.deepcopy(model.weight.detach().float())
+        assert factor == 1.0 or torch.equal(model.weight, start)
+    return model.weight.detach().float()
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
