@@ -1,28 +1,65 @@
-"""Each moment of a step belongs to one phase: on the host, and on a device that is not here."""
+"""Each moment of a step belongs to one phase, on the host and on a device that is not here; the table, and its sentences."""
 
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from easymp.profiling.breakdown import (
-    Breakdown,
-    Interval,
-    Mark,
-    common,
-    length,
-    read,
-    timeline,
-    union,
-    without,
-)
+from easymp.profiling import breakdown
+from easymp.profiling.breakdown import Breakdown, Mark, read, timeline
 
-from .events import BACKWARD, Event, gloo, kernel, mark, memory, step
+# -- events as kineto gives them, made by hand: also those of a GPU that is not here -----------------------------------
+
+ANNOTATION, FUNCTION, BACKWARD = 7, 0, 1
+FACTS = {
+    "start_thread_id": 1,
+    "correlation_id": 0,
+    "linked_correlation_id": 0,
+    "device_index": -1,
+    "nbytes": 0,
+}
+
+
+class Event:
+    """Times in µs; kineto's are in ns."""
+
+    def __init__(
+        self, what: str, begin: float, end: float, kind: int = FUNCTION, device: str = "CPU", **more: Any
+    ) -> None:
+        start, stop, place = int(begin * 1000), int(end * 1000), SimpleNamespace(name=device)
+        facts = {"name": what, "start_ns": start, "end_ns": stop, "duration_ns": stop - start, "scope": kind}
+        for name, fact in {**facts, "device_type": place, "is_async": False, **FACTS, **more}.items():
+            setattr(self, name, lambda fact=fact: fact)
+
+
+def step(number: int, begin: float, end: float) -> Event:
+    return Event(f"ProfilerStep#{number}", begin, end, ANNOTATION)
+
+
+def mark(phase: str, begin: float, end: float) -> Event:
+    return Event(f"easymp: {phase}", begin, end, ANNOTATION)
+
+
+def gloo(what: str, begin: float, end: float) -> Event:
+    return Event(f"gloo:{what}", begin, end, ANNOTATION, start_thread_id=3, is_async=True)
+
+
+def kernel(name: str, begin: float, end: float, of: Event | None, index: int = 0) -> Event:
+    return Event(
+        name,
+        begin,
+        end,
+        device="CUDA",
+        device_index=index,
+        linked_correlation_id=of.correlation_id() if of else 99999,
+    )
+
+
+def memory(at: float, size: int, device: str = "CPU", index: int = -1) -> Event:
+    return Event("[memory]", at, at, device=device, device_index=index, nbytes=size)
 
 
 def count(events: list[Any], steps: set[str], base: int = 0) -> Breakdown:
@@ -71,6 +108,7 @@ NODE = [
     Event("MmBackward0", 300, 650, BACKWARD),
     Event("aten::mm", 310, 640),
     Event("c10d::allreduce_", 650, 660),
+    Event("aten::view", 700, 700),
     Event("aten::copy_", 860, 890),
 ]
 REDISTRIBUTED = [
@@ -79,6 +117,8 @@ REDISTRIBUTED = [
     Event("_c10d_functional::wait_tensor", 20, 600),
     Event("aten::mm", 600, 800),
 ]
+PAUSES = [Event("aten::add", t, t + 10) for t in range(0, 1000, 60)]
+REGION = [Event("## Call CompiledFxGraph f00 ##", 0, 400, 7)]
 
 
 @pytest.mark.parametrize(
@@ -89,23 +129,11 @@ REDISTRIBUTED = [
         # As under tensor parallelism: the operation on a DTensor redistributes first.
         ("forward 0-800", (15, 600), REDISTRIBUTED, {"forward": 215, "communication": 585, "other": 200}, 0),
         # Short pauses between operations are not waiting.
-        (
-            "forward 0-1000",
-            (0, 840),
-            [Event("aten::add", t, t + 10) for t in range(0, 1000, 60)],
-            {"forward": 1000},
-            840,
-        ),
+        ("forward 0-1000", (0, 840), PAUSES, {"forward": 1000}, 840),
         # A batch that comes by a collective is data.
         ("data wait 0-400", (0, 400), [], {"data wait": 400, "other": 600}, 0),
         # torch.compile's regions are work.
-        (
-            "backward 0-1000",
-            (100, 450),
-            [Event("## Call CompiledFxGraph f00 ##", 0, 400, 7)],
-            {"backward": 950, "communication": 50},
-            300,
-        ),
+        ("backward 0-1000", (100, 450), REGION, {"backward": 950, "communication": 50}, 300),
     ],
 )
 def test_the_host_waits_for_a_collective_only_where_nothing_runs(
@@ -120,11 +148,11 @@ def test_the_host_waits_for_a_collective_only_where_nothing_runs(
 def on_gpu() -> list[Event]:
     """A step of 1000 µs on the host, with kernels until 1300."""
     mm, back, reduce, adam, copy = (
-        Event("aten::mm", 100, 120, correlation=1),
-        Event("aten::mm", 320, 330, correlation=2, thread=2),
-        Event("c10d::allreduce_", 340, 350, correlation=3, thread=2),
-        Event("aten::_fused_adamw_", 700, 720, correlation=4),
-        Event("aten::copy_", 10, 20, correlation=5),
+        Event("aten::mm", 100, 120, correlation_id=1),
+        Event("aten::mm", 320, 330, correlation_id=2, start_thread_id=2),
+        Event("c10d::allreduce_", 340, 350, correlation_id=3, start_thread_id=2),
+        Event("aten::_fused_adamw_", 700, 720, correlation_id=4),
+        Event("aten::copy_", 10, 20, correlation_id=5),
     )
     host = [
         step(3, 0, 1000),
@@ -150,16 +178,11 @@ def on_gpu() -> list[Event]:
 
 def test_on_a_device_kernels_belong_to_the_phase_that_launched_them() -> None:
     assert read(on_gpu(), {"ProfilerStep#3"}).device == 1  # the busiest card
-    result = count([e for e in on_gpu() if e.index != 1], {"ProfilerStep#3"})
+    result = count([e for e in on_gpu() if e.device_index() != 1], {"ProfilerStep#3"})
     assert result.steps == [1_000_000]
     # The copy alone runs for 110 µs; the host waits for data for 20 more. Idle from 400 to 450, while the host is in backward.
-    assert us(result.time) == {
-        "data wait": 130,
-        "forward": 270,
-        "backward": 500,
-        "communication": 200,
-        "optimizer": 200,
-    }
+    expected = {"data wait": 130, "forward": 270, "backward": 500, "communication": 200, "optimizer": 200}
+    assert us(result.time) == expected
     assert us(result.idle) == {"data wait": 20, "backward": 50}
     assert result.hidden == 100_000
 
@@ -167,22 +190,15 @@ def test_on_a_device_kernels_belong_to_the_phase_that_launched_them() -> None:
 @pytest.mark.parametrize("device", ["CPU", "CUDA"])
 def test_peaks_of_memory(device: str) -> None:
     index = -1 if device == "CPU" else 0
-    events = [
-        step(0, 0, 100),
-        mark("forward", 0, 40),
-        mark("backward", 40, 80),
-        memory(5, 1000, device, index),
-        memory(10, 500, device, index),
-        memory(30, -700, device, index),
-        memory(50, 50, device, index),
-        memory(55, -850, device, index),
-        memory(90, 10_000, "CUDA" if device == "CPU" else "CPU"),  # elsewhere
-        *([kernel("k", 10, 20, None)] if device == "CUDA" else []),
-    ]
+    sizes = {5: 1000, 10: 500, 30: -700, 50: 50, 55: -850}
+    elsewhere = memory(90, 10_000, "CUDA" if device == "CPU" else "CPU")
+    events = [step(0, 0, 100), mark("forward", 0, 40), mark("backward", 40, 80), elsewhere]
+    events += [memory(at, size, device, index) for at, size in sizes.items()]
+    events += [kernel("k", 10, 20, None)] if device == "CUDA" else []
     base = 4000 if device == "CUDA" else 0
     found = count(events, {"ProfilerStep#0"}, base).peak
     assert found == {"forward": base + 1500, "backward": base + 850, "other": base}
-    assert count([e for e in events if e.what != "[memory]"], {"ProfilerStep#0"}).peak == {}
+    assert count([e for e in events if e.name() != "[memory]"], {"ProfilerStep#0"}).peak == {}
 
 
 def test_complete_steps_count_and_without_any_all_counts_as_one() -> None:
@@ -194,24 +210,67 @@ def test_complete_steps_count_and_without_any_all_counts_as_one() -> None:
     assert count([], set()).total == 0
 
 
-# -- intervals, beside sets of moments ---------------------------------------------------------------------------------
+# -- the table, and the sentences below it -----------------------------------------------------------------------------
 
-STRETCHES = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=8
-)
+MS = 1_000_000
 
 
-def moments(stretches: list[Interval]) -> set[int]:
-    return {t for begin, end in stretches for t in range(begin, end)}
+def made(rank: int = 0, device: str = "cpu", idle: dict[str, int] | None = None, **phases: int) -> Breakdown:
+    """Two steps, with phases in ms a step and ``_`` for a blank."""
+    time = {name.replace("_", " "): ms * 2 * MS for name, ms in phases.items()}
+    return Breakdown(
+        rank, device, [sum(time.values()) // 2] * 2, time, {k: v * 2 * MS for k, v in (idle or {}).items()}
+    )
 
 
-@given(STRETCHES, STRETCHES)
-def test_as_sets_of_moments(a: list[Interval], b: list[Interval]) -> None:
-    one, two = union(a), union(b)
-    assert moments(one) == moments(a)
-    assert length(one) == len(moments(a))
-    assert moments(common(one, two)) == moments(a) & moments(b)
-    assert moments(without(one, two)) == moments(a) - moments(b)
-    for result in (one, common(one, two), without(one, two)):
-        assert all(begin < end for begin, end in result)
-        assert all(x[1] <= y[0] for x, y in pairwise(result))
+def test_the_table_adds_up_and_stands_in_columns() -> None:
+    own = made(device="cuda:0", data_wait=10, forward=20, backward=60, other=10, idle={"forward": 15})
+    own.peak = {"forward": 3 << 20, "backward": 5 << 20}
+    assert breakdown.table(own).splitlines() == [
+        "phase      ms a step  share  cuda:0 idle  peak memory",
+        "data wait      10.00   10 %         0.00",
+        "forward        20.00   20 %        15.00      3.0 MiB",
+        "backward       60.00   60 %         0.00      5.0 MiB",
+        "other          10.00   10 %         0.00",
+        "a step        100.00  100 %        15.00      5.0 MiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phases", "workers", "said"),
+    [
+        ({"forward": 30, "backward": 70}, 0, ["70 %"]),
+        ({"data_wait": 31, "backward": 69}, 0, ["69 %", "num_workers=2"]),
+        ({"data_wait": 31, "backward": 69}, 4, ["69 %", "num_workers=4"]),
+        ({"communication": 20, "backward": 80}, 0, ["80 %", "20.0 ms"]),
+        ({"optimizer": 40, "backward": 60}, 0, ["60 %", "40.0 ms"]),
+        ({"other": 50, "backward": 40}, 0, ["56 %", "50.0 ms"]),
+        ({"forward": 40, "backward": 60, "idle": {"forward": 30}}, 0, ["60 %", "30.0 ms of the step, the most in forward"]),
+    ],
+)  # fmt: skip
+def test_causes_of_waiting_have_a_sentence(phases: dict[str, Any], workers: int, said: list[str]) -> None:
+    own = made(**phases)
+    found = breakdown.sentences(own, [own], workers)
+    assert len(found) == len(said)
+    assert all(words in sentence for words, sentence in zip(said, found))
+
+
+def test_hidden_communication_and_unlike_steps() -> None:
+    own = made(communication=20, backward=80)
+    own.hidden, own.steps = 2 * 9 * MS, [20 * MS, 100 * MS]
+    found = breakdown.sentences(own)
+    assert "9.0 ms more" in found[1] and "100.0 ms, the shortest 20.0 ms" in found[-1]
+    assert breakdown.sentences(Breakdown(0, "cpu")) == []
+
+
+def test_ranks_have_a_line_each_and_the_slowest_is_named() -> None:
+    ranks = [made(0, forward=50, communication=50), made(1, forward=60, data_wait=40)]
+    assert breakdown.of_ranks(ranks).splitlines() == [
+        "rank  ms a step  own work  communication  data wait",
+        "0        100.00     50.00          50.00       0.00",
+        "1        100.00    100.00           0.00      40.00",
+    ]
+    assert "Rank 1 is the slowest (its loader)" in breakdown.sentences(ranks[0], ranks)[-1]
+    assert breakdown.straggler([ranks[0], made(1, forward=55, communication=45)]) == []
+    many = breakdown.of_ranks([made(r, forward=100 + r) for r in range(64)]).splitlines()
+    assert len(many) == 1 + breakdown.ROWS + 1 and many[1].startswith("0 ") and many[-2].startswith("63 ")

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,12 @@ class Script:
     """A small training."""
 
     def __init__(self, folder: Path, accumulation: int = 1, **options: Any) -> None:
-        self.acc = Accelerator(
-            cpu=True,
-            mixed_precision="no",
-            project_dir=folder,
-            gradient_accumulation_steps=accumulation,
-            **options,
-        )
+        how = {"mixed_precision": "no", "gradient_accumulation_steps": accumulation, **options}
+        self.acc = Accelerator(cpu=True, project_dir=folder, **how)
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer = torch.optim.AdamW(model.parameters())
+        loader = DataLoader(TensorDataset(torch.randn(64, 8)), 4)
         self.model, self.optimizer, self.loader = self.acc.prepare(
-            model, optimizer, DataLoader(TensorDataset(torch.randn(64, 8)), 4)
+            model, torch.optim.AdamW(model.parameters()), loader
         )
 
     def step(self, x: torch.Tensor) -> None:
@@ -75,11 +71,18 @@ def test_three_steps_after_two_without_a_word(script: Script) -> None:
     assert len(prof.breakdown.steps) == 3
     assert set(prof.breakdown.time) == {"data wait", "forward", "loss", "backward", "optimizer", "other"}
     assert set(prof.breakdown.peak) == set(prof.breakdown.time)
-    text = prof.summary()
+    text, (path,) = prof.summary(), prof.traces
     assert text.startswith("profile of cpu, 3 steps of ")
     assert "there at the end: weights " in text
-    assert text.endswith(f"\ntrace: {prof.traces[0]}")
+    assert text.endswith(f"\ntrace: {path}")
     assert all(len(line) <= 80 for line in text.splitlines()[:-1])
+    trace = json.loads(path.read_text())  # Chrome's format
+    complete = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert all({"name", "ts", "dur", "pid", "tid"} <= set(e) for e in complete)
+    assert {"easymp: forward", "ProfilerStep#2", "ProfilerStep#4"} <= {e["name"] for e in complete}
+    assert [p.name for p in path.parent.iterdir()] == ["rank0-001.json"]
+    prof.export_chrome_trace(str(path.with_name("copy.json")))  # torch writes each but once
+    assert path.with_name("copy.json").read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -88,12 +91,8 @@ def test_three_steps_after_two_without_a_word(script: Script) -> None:
 def test_short_runs_keep_what_there_was(script: Script, batches: int, steps: int, recorded: int) -> None:
     """A step is complete when the next batch is asked for: a loop that breaks off leaves its last one open."""
     with script.acc.profile() as prof:
-        if batches:
-            script.run(batches)
-        else:
-            script.step(torch.randn(4, 8))
-    assert len(prof.breakdown.steps) == steps
-    assert len(prof._complete) == recorded
+        script.run(batches) if batches else script.step(torch.randn(4, 8))
+    assert (len(prof.breakdown.steps), len(prof._complete)) == (steps, recorded)
     assert ("no step in it was complete" in prof.summary()) == (recorded == 0)
     assert names(prof)["backward"] >= 1
     assert len(prof.traces) == 1
@@ -116,16 +115,15 @@ def test_a_step_is_an_update_and_holds_nested_loops(tmp_path: Path) -> None:
     assert names(prof)["forward, no grad"] == 4
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_steps_by_hand_are_the_only_ones(script: Script, by_hand: bool) -> None:
+def test_steps_by_hand_are_the_only_ones(script: Script) -> None:
     with script.acc.profile(ProfileKwargs()) as prof:
-        for (x,) in script.loader:
+        script.run(99)
+    assert len(prof.breakdown.steps) == 16  # the last batch ends its step
+    with script.acc.profile(ProfileKwargs()) as prof:
+        for _, (x,) in zip(range(6), script.loader):
             script.step(x)
-            if by_hand:
-                prof.step()
-                if prof.step_num == 6:
-                    break
-    assert len(prof.breakdown.steps) == (6 if by_hand else 16)  # the last batch ends its step
+            prof.step()
+    assert len(prof.breakdown.steps) == 6
 
 
 def test_with_accelerates_programs(tmp_path: Path) -> None:
@@ -135,13 +133,10 @@ def test_with_accelerates_programs(tmp_path: Path) -> None:
         prof.export_chrome_trace(str(tmp_path / f"mine-{prof.step_num}.json.gz"))
         seen.append(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=3))
 
-    how = ProfileKwargs(
-        activities=["cpu"],
-        schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "skip_first": 1},
-        on_trace_ready=ready,
-        output_trace_dir=tmp_path / "traces",
-    )
-    script = Script(tmp_path, kwargs_handlers=[how])
+    schedule = {"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "skip_first": 1}
+    traces = tmp_path / "traces"
+    how = {"schedule_option": schedule, "on_trace_ready": ready, "output_trace_dir": traces}
+    script = Script(tmp_path, kwargs_handlers=[ProfileKwargs(activities=["cpu"], **how)])
     with script.acc.profile() as prof:
         for _ in range(12):
             script.step(torch.randn(4, 8))
@@ -149,28 +144,13 @@ def test_with_accelerates_programs(tmp_path: Path) -> None:
     with script.acc.profile(ProfileKwargs(with_flops=True)) as other, torch.no_grad():
         script.model(torch.randn(2, 8))
     script.acc.close()
-    assert len(seen) == 2
-    assert len(prof.breakdown.steps) == 4
-    assert [p.name for p in prof.traces] == ["rank0-001.json", "rank0-002.json"]
-    assert prof.traces[0].parent == tmp_path / "traces"
-    assert json.loads(gzip.decompress((tmp_path / "mine-5.json.gz").read_bytes())) == json.loads(
-        prof.traces[0].read_bytes()
-    )
+    assert (len(seen), len(prof.breakdown.steps)) == (2, 4)
+    assert prof.traces == [traces / "rank0-001.json", traces / "rank0-002.json"]
+    mine = gzip.decompress((tmp_path / "mine-5.json.gz").read_bytes())
+    assert json.loads(mine) == json.loads(prof.traces[0].read_bytes())
     assert not prof.breakdown.peak  # profile_memory was not asked for
     assert other.traces == [tmp_path / "profile" / "rank0-001.json"]
     assert "forward, no grad" in other.summary()
-
-
-def test_a_trace_is_chromes_format(script: Script) -> None:
-    with script.acc.profile() as prof:
-        script.run(9)
-    trace = json.loads(prof.traces[0].read_text())
-    complete = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert all({"name", "ts", "dur", "pid", "tid"} <= set(e) for e in complete)
-    assert {"easymp: forward", "ProfilerStep#2", "ProfilerStep#4"} <= {e["name"] for e in complete}
-    assert [p.name for p in prof.traces[0].parent.iterdir()] == ["rank0-001.json"]
-    prof.export_chrome_trace(str(prof.traces[0].with_name("copy.json")))  # torch writes each but once
-    assert prof.traces[0].with_name("copy.json").read_bytes() == prof.traces[0].read_bytes()
 
 
 def test_nothing_is_left_behind(script: Script) -> None:
@@ -194,13 +174,10 @@ def test_nothing_is_left_behind(script: Script) -> None:
         for i, (x,) in enumerate(script.loader):
             script.step(x)
             assert ("step" in optimizer.__dict__) == (i < 5)
-
-
-def test_who_wraps_a_step_meanwhile_keeps_it(script: Script) -> None:
     calls = []
-    with script.acc.profile():
-        inner = script.optimizer.step
-        script.optimizer.step = lambda *a: (calls.append(1), inner(*a))[1]
+    with acc.profile():
+        inner = optimizer.step
+        optimizer.step = lambda *a: (calls.append(1), inner(*a))[1]  # who wraps it meanwhile keeps it
     script.run(1)
     assert calls == [1]
 
@@ -228,13 +205,10 @@ def test_a_loader_that_makes_the_step_wait_is_named(script: Script) -> None:
 
 def test_training_is_the_same_with_a_profile(tmp_path: Path) -> None:
     ends = []
-    for profiled in (False, True):
+    for profile in (lambda acc: nullcontext(), Accelerator.profile):
         torch.manual_seed(0)
         script = Script(tmp_path)
-        if profiled:
-            with script.acc.profile():
-                script.run(9)
-        else:
+        with profile(script.acc):
             script.run(9)
         ends.append([p.detach().clone() for p in script.model.parameters()])
         script.acc.close()
@@ -249,20 +223,18 @@ def test_a_compiled_model_is_marked_and_not_compiled_again(tmp_path: Path) -> No
         compilations.append(graph)
         return graph.forward
 
-    acc = Accelerator(
-        cpu=True, mixed_precision="no", project_dir=tmp_path, compile=CompileOptions(backend=backend)
-    )
-    model = acc.prepare(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-    acc.backward(model(torch.randn(2, 8)).sum())
-    compiled, count = model._compiled_call_impl, len(compilations)
-    with acc.profile() as prof:
-        for _ in range(6):
-            acc.backward(model(torch.randn(2, 8)).sum())
-            prof.step()
-    assert names(prof)["forward"] == 3
-    assert len(compilations) == count
-    assert model._compiled_call_impl is compiled
-    acc.close()
+    compiling = CompileOptions(backend=backend)
+    with Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path, compile=compiling) as acc:
+        model = acc.prepare(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        acc.backward(model(torch.randn(2, 8)).sum())
+        compiled, count = model._compiled_call_impl, len(compilations)
+        with acc.profile() as prof:
+            for _ in range(6):
+                acc.backward(model(torch.randn(2, 8)).sum())
+                prof.step()
+        assert names(prof)["forward"] == 3
+        assert len(compilations) == count
+        assert model._compiled_call_impl is compiled
 
 
 @pytest.mark.parametrize(
@@ -292,12 +264,11 @@ def test_what_cannot_be_recorded_or_written_is_said_at_once(script: Script, tmp_
             acc.profile().start()
 
 
-def test_a_run_on_the_cpu_wakes_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_the_cpu_wakes_no_gpu(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although torch would record one that is here."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("initialises CUDA"))
-    with Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path) as acc:
-        profile = acc.profile()
-        profile.use_device = "cuda"
-        with profile:
-            torch.ones(2) + 1
+    profile = script.acc.profile()
+    profile.use_device = "cuda"
+    with profile:
+        torch.ones(2) + 1
     assert profile.breakdown.steps

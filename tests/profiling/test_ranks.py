@@ -41,21 +41,23 @@ def common(folder: str) -> list[Any]:
     with Accelerator(cpu=True, mixed_precision="no") as acc:
         prof = train(acc, 5, folder, sleepy=1)
         alone = train(acc, 5, folder, alone=True)
-        return [
-            prof.summary(),
-            [p.name for p in prof.traces],
-            len(prof.ranks),
-            alone.summary(),
-            len(alone.ranks),
-        ]
+        found = [prof.summary(), prof.traces[0].name, len(prof.ranks), alone.summary(), len(alone.ranks)]
+    acc = Accelerator(cpu=True, mixed_precision="no")
+    with acc.profile(ProfileKwargs(output_trace_dir=folder)) as prof:
+        model = acc.prepare(make("mlp"))
+        for _ in range(3):
+            acc.backward(model(torch.randn(4, 12)).sum())
+            prof.step()
+        acc.end_training()  # inside of the block
+    return [*found, prof.summary()]
 
 
 def test_all_ranks_or_one(ranks: Any, tmp_path: Path) -> None:
-    (text, traces, together, alone, one), (other, other_traces, own, nothing, none) = ranks(
-        common, str(tmp_path)
-    )
+    first, second = ranks(common, str(tmp_path))
+    text, trace, together, alone, one, ended = first
+    other, other_trace, own, nothing, none, other_ended = second
     assert (together, own) == (2, 1)  # the first of them tells
-    assert (traces, other_traces) == (["rank0-001.json"], ["rank1-001.json"])
+    assert (trace, other_trace) == ("rank0-001.json", "rank1-001.json")
     assert "rank  ms a step  own work  communication  data wait" in text
     assert "Rank 1 is the slowest" in text
     assert "communication" in other
@@ -63,45 +65,22 @@ def test_all_ranks_or_one(ranks: Any, tmp_path: Path) -> None:
     assert (one, none) == (1, 0)
     assert alone.startswith("profile of rank 0 of 2, 4 steps")
     assert nothing.startswith("profile: nothing was recorded")
+    assert ended.startswith("profile of rank 0 of 2, 3 steps")
+    assert other_ended.startswith("profile of rank 1 of 2, 3 steps")
     names = {e["name"] for e in json.loads((tmp_path / "rank1-001.json").read_text())["traceEvents"]}
     assert {"gloo:all_reduce", "easymp: backward"} <= names
 
 
-def outlived(folder: str) -> str:
-    acc = Accelerator(cpu=True, mixed_precision="no")
-    with acc.profile(ProfileKwargs(output_trace_dir=folder)) as prof:
-        model = acc.prepare(make("mlp"))
-        for _ in range(3):
-            acc.backward(model(torch.randn(4, 12)).sum())
-            prof.step()
-        acc.end_training()
-    return prof.summary()
-
-
-def test_a_training_that_ends_inside_the_block(ranks: Any, tmp_path: Path) -> None:
-    for rank, text in enumerate(ranks(outlived, str(tmp_path))):
-        assert text.startswith(f"profile of rank {rank} of 2, 3 steps")
-
-
 def in_a_way(strategy: str, options: dict[str, Any], folder: str) -> Any:
-    with Accelerator(
-        cpu=True,
-        mixed_precision="no",
-        strategy=strategy,
-        strategy_options=options or None,
-        gradient_accumulation_steps=1,
-    ) as acc:
+    how = {"strategy": strategy, "strategy_options": options or None, "gradient_accumulation_steps": 1}
+    with Accelerator(cpu=True, mixed_precision="no", **how) as acc:
         prof = train(acc, 4, folder)
-        return prof.breakdown.time, prof.breakdown.hidden, len(prof.ranks), prof.summary()
+        return prof.breakdown.time, len(prof.ranks), prof.summary()
 
 
-RUNS: dict[str, tuple[str, dict[str, Any], int]] = {
-    name: (way.strategy, dict(way.options), way.sizes[0]) for name, way in WAYS.items()
-}
-RUNS |= {
-    f"pipeline {schedule}": ("pipeline", {"schedule": schedule, "microbatches": 4}, 2)
-    for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
-}
+RUNS = {name: (way.strategy, dict(way.options), way.sizes[0]) for name, way in WAYS.items()}
+for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"):
+    RUNS[f"pipeline {schedule}"] = "pipeline", {"schedule": schedule, "microbatches": 4}, 2
 FAST = ("single", "fsdp", "pipeline")
 
 
@@ -109,8 +88,8 @@ FAST = ("single", "fsdp", "pipeline")
 def test_every_strategy(ranks: Any, tmp_path: Path, way: str) -> None:
     strategy, options, processes = RUNS[way]
     results = ranks(in_a_way, strategy, options, str(tmp_path), processes=processes)
-    assert results[0][2] == processes
-    for time_, _, _, text in results:
+    assert results[0][1] == processes
+    for time_, _, text in results:
         assert {"data wait", "forward", "backward", "optimizer"} <= set(time_)
         assert ("communication" in time_) == (processes > 1), text
     assert len(list(tmp_path.glob("rank*.json"))) == processes

@@ -1,4 +1,4 @@
-"""A small training that logs, may be killed, and goes on."""
+"""A small training that logs, may be killed, and goes on; and a row, images and a table."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def train(folder: str, log_with: Any, kill: bool = False, options: Any = None) -
             os.kill(os.getpid(), signal.SIGKILL)
     acc.end_training()
     return begin
+
+
+def log_all(folder: str, log_with: Any = "jsonl") -> None:
+    """A row, images and a table, of one step."""
+    with Accelerator(cpu=True, project_dir=folder, log_with=log_with, timeout=30) as acc:
+        acc.log({"loss": 0.5}, step=3)
+        acc.log_images("val/digits", torch.eye(4).repeat(2, 3, 1, 1), step=3)
+        acc.log_table("found", ["digit", "as"], [[torch.tensor(1), "one"], [2, None]], step=3)
 
 
 def rows(folder: Path | str, run: str = "log") -> list[dict[str, Any]]:

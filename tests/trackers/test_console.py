@@ -39,19 +39,20 @@ def train(
     options: Any = None,
     accumulation: int = 1,
     until: int = 0,
+    counted: bool = True,
 ) -> torch.Tensor:
     """Two epochs of three updates of two samples, or as far as `until`; returns the weights."""
     torch.manual_seed(0)
     how: dict[str, Any] = {"mixed_precision": "no", "gradient_accumulation_steps": accumulation}
     with Accelerator(cpu=True, project_dir=folder, log_with=log_with, seed=0, **how) as acc:
         if options is not None:
-            acc.init_trackers("run", init_kwargs=options)
+            acc.init_trackers("run", init_kwargs={"console": options})
         model = torch.nn.Linear(2, 1)
         data = TensorDataset(torch.ones(6 * accumulation * acc.num_processes, 2)) if data is None else data
         optimizer = torch.optim.SGD(model.parameters(), 0.125)
         model, optimizer, loader = acc.prepare(model, optimizer, DataLoader(data, 2))
         acc.resume()
-        for _ in acc.epochs(2):
+        for _ in acc.epochs(2) if counted else range(2):
             for batch in loader:
                 x = batch if isinstance(batch, torch.Tensor) else batch[0]
                 with acc.accumulate(model):
@@ -71,6 +72,12 @@ def lines(said: str) -> list[str]:
     return [line[10:] for line in said.splitlines() if re.match(r"\d\d:\d\d:\d\d  ", line)]
 
 
+def numbers(pattern: str, line: str) -> list[float]:
+    found = re.search(pattern, line)
+    assert found is not None, line
+    return [float(text.replace(",", "")) for text in found.groups()]
+
+
 # -- lines in a log file -----------------------------------------------------------------------------------------------
 
 
@@ -85,33 +92,25 @@ def test_the_first_update_and_the_end_are_lines_of_their_own(tmp_path: Path, cap
 
 
 def test_a_loss_that_is_older_than_its_line_stands_with_its_step(tmp_path: Path, capsys: Any) -> None:
-    with Accelerator(cpu=True, log_with="console", project_dir=tmp_path) as acc:
-        model = torch.nn.Linear(2, 1)
-        model, optimizer, loader = acc.prepare(
-            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(900, 2), 2)
-        )
-        for step, x in enumerate(loader, 1):
-            acc.backward(model(x).mean())
-            optimizer.step()
-            if step == 300:
-                break
+    train(tmp_path, data=TensorDataset(torch.ones(900, 2)), until=300, counted=False)
     last = lines(capsys.readouterr().err)[-1]
     found = re.search(r"step 300  loss -?[\d.]+(?: of step (\d+))?  ", last)
     assert found is not None and int(found[1] or 300) <= 300
-    assert last.startswith("epoch 1  step 300  ")  # of a loop that has ended
-    rates = re.search(r"([\d.,]+) updates/s  ([\d.,]+) samples/s", last)
-    assert rates is not None, last
-    updates, samples = (float(text.replace(",", "")) for text in rates.groups())
+    assert last.startswith("epoch 1  step 300  ")
+    updates, samples = numbers(r"([\d.,]+) updates/s  ([\d.,]+) samples/s", last)
     assert samples == pytest.approx(2 * updates, rel=0.01)
 
 
 def test_an_interval_of_log_lines_can_be_chosen(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(console, "SOON", 1e-6)
-    train(tmp_path, options={"console": {"every": 1e-6}})
+    train(tmp_path, options={"every": 1e-6})
     said = lines(capsys.readouterr().err)
     assert [re.search(r"step (\d)/6", line)[1] for line in said] == list("1234566")  # type: ignore[index]
     assert "left" in said[2]
     assert "left" not in said[-1]
+    train(tmp_path / "loop", options={"every": 1e-6}, counted=False)  # a loop of the script's own
+    fifth = lines(capsys.readouterr().err)[4]
+    assert fifth.startswith("epoch 2  step 5  ") and fifth.endswith("left of this epoch")
 
 
 def test_logged_values_take_the_place_of_what_is_read_from_the_run(tmp_path: Path, capsys: Any) -> None:
@@ -127,42 +126,19 @@ def test_logged_values_take_the_place_of_what_is_read_from_the_run(tmp_path: Pat
 def test_tokens_are_counted_where_backward_gets_their_number(tmp_path: Path, capsys: Any) -> None:
     train(tmp_path, items=50, accumulation=2)
     last = lines(capsys.readouterr().err)[-1]
-    found = re.search(r"([\d.,e+]+) updates/s  ([\d.,e+]+) tokens/s", last)
-    assert found is not None, last
-    updates, tokens = (float(text.replace(",", "")) for text in found.groups())
+    updates, tokens = numbers(r"([\d.,e+]+) updates/s  ([\d.,e+]+) tokens/s", last)
     assert tokens == pytest.approx(100 * updates, rel=0.02)  # two micro-batches of 50
 
 
-def test_a_loader_without_length_and_a_loop_of_the_script_show_what_is_known(
-    tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
-    train(tmp_path, data=Endless())
+def test_a_loader_without_length_and_a_resumed_run(tmp_path: Path, capsys: Any) -> None:
+    train(tmp_path / "stream", data=Endless())
     said = lines(capsys.readouterr().err)
-    assert said[0].startswith("epoch 1/2  step 1  ")
-    assert said[-1].startswith("epoch 2/2  step 12  ")
-    monkeypatch.setattr(console, "SOON", 1e-6)
-    with Accelerator(cpu=True, log_with="console", project_dir=tmp_path) as acc:
-        acc.init_trackers("run", init_kwargs={"console": {"every": 1e-6}})
-        model = torch.nn.Linear(2, 1)
-        model, optimizer, loader = acc.prepare(
-            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(6, 2), 2)
-        )
-        for _ in range(2):
-            for x in loader:
-                acc.backward(model(x).mean())
-                optimizer.step()
-    said = lines(capsys.readouterr().err)
-    assert said[4].startswith("epoch 2  step 5  ")
-    assert said[4].endswith("left of this epoch")
-
-
-def test_a_resumed_run_continues_at_its_step(tmp_path: Path, capsys: Any) -> None:
+    assert said[0].startswith("epoch 1/2  step 1  ") and said[-1].startswith("epoch 2/2  step 12  ")
     train(tmp_path, until=4)
     capsys.readouterr()
     train(tmp_path)
     said = lines(capsys.readouterr().err)
-    assert said[0].startswith("epoch 2/2  step 5/6")
-    assert said[-1].startswith("epoch 2/2  step 6/6")
+    assert said[0].startswith("epoch 2/2  step 5/6") and said[-1].startswith("epoch 2/2  step 6/6")
 
 
 def test_utilization_is_shown_where_the_peak_is_known(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -170,16 +146,16 @@ def test_utilization_is_shown_where_the_peak_is_known(tmp_path: Path, capsys: An
         monkeypatch.delitem(dynamo.utils.counters, "frames", raising=False)  # of other tests
     alone = train(tmp_path / "a", "none")
     monkeypatch.setattr(console, "peak_flops", lambda name, precision: 1e4 if precision == "fp32" else None)
-    watched = train(tmp_path / "b")
-    assert torch.equal(alone, watched)
-    found = re.search(r"([\d.,]+) updates/s .* MFU ([\d.]+)%", lines(capsys.readouterr().err)[-1])
-    assert found is not None
-    updates, utilization = (float(text.replace(",", "")) for text in found.groups())
+    assert torch.equal(alone, train(tmp_path / "b"))
+    last = lines(capsys.readouterr().err)[-1]
+    updates, utilization = numbers(r"([\d.,]+) updates/s .* MFU ([\d.]+)%", last)
     # Forward and the gradient of the weight, each 2 * 2 samples * 2 * 1 FLOPs; the input needs no gradient.
     assert utilization / 100 * 1e4 == pytest.approx(16 * updates, rel=0.01)
 
 
-def test_the_end_by_an_error_adds_no_line(tmp_path: Path, capsys: Any) -> None:
+def test_an_error_adds_no_line_and_a_closed_stream_ends_no_training(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, caplog: Any
+) -> None:
     def fail(acc: Accelerator, update: int, loss: torch.Tensor) -> None:
         if update == 2:
             raise ValueError("of the script")
@@ -187,17 +163,13 @@ def test_the_end_by_an_error_adds_no_line(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(ValueError, match="of the script"):
         train(tmp_path, logs=fail)
     assert len(lines(capsys.readouterr().err)) == 1
-
-
-def test_a_closed_stream_does_not_end_the_training(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     stream = io.StringIO()
     stream.close()
     stream.isatty = lambda: False  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", stream)
     train(tmp_path)
-    assert [r.message for r in caplog.records if "console" in r.message] == [
-        "tracker console: ValueError: I/O operation on closed file; the training goes on"
-    ]
+    said = "tracker console: ValueError: I/O operation on closed file; the training goes on"
+    assert [r.message for r in caplog.records if "console" in r.message] == [said]
 
 
 def watched(folder: str) -> str:
@@ -216,20 +188,16 @@ def test_of_several_processes_the_main_one_shows_the_line(tmp_path: Path, ranks:
 
 
 def test_its_options_are_checked_and_its_package_is_named(tmp_path: Path, monkeypatch: Any) -> None:
-    for options in ({"every": 0}, {"every": True}, {"eevry": 5}):
-        with pytest.raises(SettingError, match="it takes `every`, seconds above 0"):
-            train(tmp_path, options={"console": options})
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        SettingError, match=r"console needs the package tqdm, .*pip install 'easymp\[console\]'"
-    ):
-        Accelerator(cpu=True, log_with="console")
-
-
-def test_it_is_among_the_trackers_of_the_run(tmp_path: Path) -> None:
     with Accelerator(cpu=True, project_dir=tmp_path, log_with=["console", "jsonl"]) as acc:
         assert [tracker.name for tracker in acc.trackers] == ["jsonl", "console"]
         assert acc.get_tracker("console").name == "console"
+    for options in ({"every": 0}, {"every": True}, {"eevry": 5}):
+        with pytest.raises(SettingError, match="it takes `every`, seconds above 0"):
+            train(tmp_path, options=options)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    words = r"console needs the package tqdm, .*pip install 'easymp\[console\]'"
+    with pytest.raises(SettingError, match=words):
+        Accelerator(cpu=True, log_with="console")
 
 
 # -- the line on a terminal --------------------------------------------------------------------------------------------
@@ -241,20 +209,22 @@ from torch.utils.data import DataLoader
 from easymp import Accelerator
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
-acc = Accelerator(cpu=True, log_with="console", project_dir=sys.argv[1])
-model = torch.nn.Linear(2, 1)
-model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(8, 2), 2))
-for epoch in acc.epochs(2):
-    for x in loader:
-        loss = model(x).mean()
-        acc.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.3)
-    print("printed", epoch)
-    logging.warning("logged %d", epoch)
-    if sys.argv[2] == "fail" and epoch == 1:
-        raise ValueError("of the script")
+for end in ("well", "fail"):
+    acc = Accelerator(cpu=True, log_with="console", project_dir=sys.argv[1] + end)
+    model = torch.nn.Linear(2, 1)
+    data, optimizer = DataLoader(torch.ones(8, 2), 2), torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = acc.prepare(model, optimizer, data)
+    for epoch in acc.epochs(2):
+        for x in loader:
+            acc.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.3)
+        print("printed", epoch)
+        logging.warning("logged %d", epoch)
+        if end == "fail" and epoch == 1:
+            raise ValueError("of the script")
+    acc.end_training()
 """
 
 
@@ -274,32 +244,23 @@ def screen(text: str, columns: int = 200) -> list[str]:
     return [line.rstrip() for line in found if line.strip()]
 
 
-@pytest.mark.parametrize("end", [pytest.param("well", marks=pytest.mark.slow), "fail"])
-def test_on_a_terminal_one_line_is_updated_below_what_the_script_prints(tmp_path: Path, end: str) -> None:
-    pexpect = pytest.importorskip(
-        "pexpect", reason="an optional package is not installed: pexpect (of the extra 'test')"
-    )
+@pytest.mark.slow
+def test_on_a_terminal_one_line_is_updated_below_what_the_script_prints(tmp_path: Path) -> None:
+    words = "an optional package is not installed: pexpect (of the extra 'test')"
+    pexpect = pytest.importorskip("pexpect", reason=words)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHON_COLORS": "0"}  # in tracebacks, since Python 3.13
-    options: dict[str, Any] = {
-        "dimensions": (24, 200),
-        "timeout": 90,
-        "encoding": "utf-8",
-        "env": environment,
-    }
-    process = pexpect.spawn(sys.executable, [str(script), str(tmp_path), end], **options)
+    options = {"dimensions": (24, 200), "timeout": 90, "encoding": "utf-8", "env": environment}
+    process = pexpect.spawn(sys.executable, [str(script), f"{tmp_path}/"], **options)
     process.expect(pexpect.EOF)
     process.close()
-    assert process.exitstatus == (end == "fail")
-    assert process.before.count("step ") > 4
-    shown = screen(process.before)
-    assert shown[:4] == ["printed 0", "logged 0", "printed 1", "logged 1"]
-    if end == "well":
-        assert len(shown) == 5
-        assert re.match(r"100%\|.*\| epoch 2/2  step 8/8  loss .* in all$", shown[4])
-    else:
-        assert shown[4].startswith("Traceback") and shown[-1] == "ValueError: of the script"
+    assert process.exitstatus == 1
+    assert process.before.count("step ") > 8
+    shown, printed = screen(process.before), ["printed 0", "logged 0", "printed 1", "logged 1"]
+    assert shown[:4] == shown[5:9] == printed
+    assert re.match(r"100%\|.*\| epoch 2/2  step 8/8  loss .* in all$", shown[4])
+    assert shown[9].startswith("Traceback") and shown[-1] == "ValueError: of the script"
 
 
 def test_the_streams_are_as_before_when_the_run_is_over(tmp_path: Path, monkeypatch: Any) -> None:

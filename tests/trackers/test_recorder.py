@@ -15,7 +15,14 @@ from easymp.cli.compare.runs import Record, read
 from ..conftest import Ranks
 
 
-def train(accumulation: int = 1, batches: int = 6, updates: int = 1, **settings: Any) -> None:
+def train(
+    accumulation: int = 1,
+    batches: int = 6,
+    updates: int = 1,
+    epochs: int = 1,
+    counted: bool = False,
+    **settings: Any,
+) -> None:
     """A linear model on `batches` batches of 4, with `updates` of each."""
     settings = {"cpu": True, "log_with": "none", **settings}
     acc = Accelerator(gradient_accumulation_steps=accumulation, **settings)
@@ -23,16 +30,17 @@ def train(accumulation: int = 1, batches: int = 6, updates: int = 1, **settings:
     model, loader = torch.nn.Linear(1, 1), torch.utils.data.DataLoader(data, batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     model, optimizer, loader = acc.prepare(model, optimizer, loader)
-    for (x,) in loader:
-        for _ in range(updates):
-            with acc.accumulate(model):
-                loss = model(x).square().mean()
-                acc.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-        acc.log({"loss": loss, "deep": {"rate": 0.5}, "word": "no number", "lost": float("nan")})
-        if updates > 1:
-            break
+    for _ in acc.epochs(epochs) if counted else range(epochs):
+        for (x,) in loader:
+            for _ in range(updates):
+                with acc.accumulate(model):
+                    loss = model(x).square().mean()
+                    acc.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            acc.log({"loss": loss, "deep": {"rate": 0.5}, "word": "no number", "lost": float("nan")})
+            if updates > 1:
+                break
     acc.end_training()
 
 
@@ -50,17 +58,7 @@ def found(folder: Path) -> Record:
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_the_length_of_the_training_is_told_where_epochs_counts_it(counted: bool, folder: Path) -> None:
-    acc = Accelerator(cpu=True, log_with="none", gradient_accumulation_steps=2)
-    model = torch.nn.Linear(1, 1)
-    loader = torch.utils.data.DataLoader(torch.ones(20, 1), batch_size=4)
-    model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    for _ in acc.epochs(3) if counted else range(3):
-        for x in loader:
-            with acc.accumulate(model):
-                acc.backward(model(x).mean())
-                optimizer.step()
-                optimizer.zero_grad()
-    acc.end_training()
+    train(2, batches=5, epochs=3, counted=counted)
     lines = [json.loads(line) for line in (folder / "rank-0.jsonl").read_text().splitlines()]
     assert [line["total"] for line in lines if line["event"] == "first"] == [9 if counted else None]
     assert lines[-1]["updates"] == 9

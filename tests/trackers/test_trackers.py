@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import sys
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -65,21 +64,13 @@ def test_names_members_and_own_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names("none", tmp_path) == names([], tmp_path) == []
     for package in PACKAGES:
         monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SettingError, match=rf"needs the package {package}, .*'easymp\[{package}\]'"):
+            Accelerator(cpu=True, log_with=package)
     installed = names(["all", Theirs], tmp_path)
     assert {"jsonl", "theirs"} <= {*installed} <= {*TRACKERS, "theirs"} - {*PACKAGES, "console"}
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SettingError, match=rf"needs the package {name}, .*'easymp\[{name}\]'"):
-        Accelerator(cpu=True, log_with=name)
-
-
-def test_a_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wandb").mkdir()  # as wandb itself makes one
+    (tmp_path / "wandb").mkdir()  # as wandb itself makes one: a folder is not a package
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.delitem(sys.modules, "wandb")
     with pytest.raises(SettingError, match="needs the package wandb"):
         Accelerator(cpu=True, log_with="wandb")
 
@@ -108,18 +99,11 @@ def strict(text: str) -> Any:
 
 def test_values_of_all_kinds_become_json(tmp_path: Path) -> None:
     plain = {"int": 3, "float": 0.5, "bool": True, "word": "ü\u2028\n", "large": 10**30}
-    arrays = {
-        "np": np.float32(0.5),
-        "np0": np.array(2),
-        "np_bool": np.bool_(True),
-        "fraction": Fraction(1, 4),
-    }
+    numpy = {"np": np.float32(0.5), "np0": np.array(2), "np_bool": np.bool_(True)}
     words = {"a": math.nan, "b": math.inf, "c": -math.inf}
+    others = {"none": None, "d": {"e": {"f": 1}}, "loss": torch.tensor(2.0, requires_grad=True)}
     with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-        loss = torch.tensor(2.0, requires_grad=True)
-        acc.log(
-            {**plain, **arrays, **words, "none": None, "d": {"e": {"f": 1}}, "loss": loss}, step=np.int64(4)
-        )
+        acc.log({**plain, **numpy, **words, **others, "fraction": Fraction(1, 4)}, step=np.int64(4))
     (line,) = (tmp_path / "log.jsonl").read_text().split("\n")[:-1]
     row = strict(line)
     assert row.pop("_step") == 4 and row.pop("_time") > 1e9
@@ -127,20 +111,18 @@ def test_values_of_all_kinds_become_json(tmp_path: Path) -> None:
     assert row == {**plain, "np": 0.5, "np0": 2, "np_bool": True, "fraction": 0.25, "d/e/f": 1, "loss": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("values", "step", "words"),
-    [
-        ({1: 2}, 0, "got 1 as a name"),
-        ({"x": torch.tensor(1j)}, 0, "it has no real value"),
-        ({"x": torch.ones((), device="meta")}, 0, "on meta: it has no real value"),
-        ({"x": np.ones(2)}, 0, "got a ndarray, which is neither a number nor a word: for images"),
-        ({"x": 1}, True, "whole number"),
-        ({"x": 1}, "1", "whole number"),
-    ],
-)
-def test_wrong_values_are_refused(values: dict[Any, Any], step: Any, words: str, tmp_path: Path) -> None:
-    with Accelerator(cpu=True, project_dir=tmp_path) as acc, pytest.raises(SettingError, match=words):
-        acc.log(values, step=step)
+def test_wrong_values_are_refused(tmp_path: Path) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+        for values, step, words in (
+            ({1: 2}, 0, "got 1 as a name"),
+            ({"x": torch.tensor(1j)}, 0, "it has no real value"),
+            ({"x": torch.ones((), device="meta")}, 0, "on meta: it has no real value"),
+            ({"x": np.ones(2)}, 0, "got a ndarray, which is neither a number nor a word: for images"),
+            ({"x": 1}, True, "whole number"),
+            ({"x": 1}, "1", "whole number"),
+        ):
+            with pytest.raises(SettingError, match=words):
+                acc.log(values, step=step)
 
 
 @dataclass
@@ -153,22 +135,16 @@ class Model:
 
 def test_hyperparameters_of_all_kinds(tmp_path: Path) -> None:
     theirs = Theirs()
-    config = argparse.Namespace(
-        lr=0.1, name=None, model=Model(), tags={"b", "a"}, scale=torch.tensor(2.0), limit=math.inf
-    )
+    plain = {"lr": 0.1, "name": None}
+    more = {"model": Model(), "tags": {"b", "a"}, "scale": torch.tensor(2.0), "limit": math.inf}
     with Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path, log_with=[theirs, "jsonl"]) as acc:
-        acc.init_trackers("run", config)
+        acc.init_trackers("run", argparse.Namespace(**plain, **more))
         acc.log({"x": 1})
         cpu = acc.hardware.cpu.name
     given = strict((tmp_path / "run.json").read_text())["starts"][0]["config"]
+    assert given.pop("easymp")
     model = {"depth": 2, "sizes": [1, 2], "kind": "jsonl", "more": {"path": "a/b", "dtype": "torch.float16"}}
-    assert {name: given[name] for name in ("lr", "name", "model", "tags")} == {
-        "lr": 0.1,
-        "name": None,
-        "model": model,
-        "tags": ["a", "b"],
-    }
-    assert (given["scale"], given["limit"]) == (2.0, "Infinity")
+    assert given == {**plain, "model": model, "tags": ["a", "b"], "scale": 2.0, "limit": "Infinity"}
     flat = theirs.said[0]  # for lists of parameters
     assert flat["model/more/path"] == "a/b" and flat["model/sizes"] == "[1, 2]"
     assert (flat["easymp/plan/precision"], flat["easymp/machine/cpu"]) == ("fp32", cpu)
@@ -178,28 +154,18 @@ def test_hyperparameters_of_all_kinds(tmp_path: Path) -> None:
 # -- the file of JSON lines --------------------------------------------------------------------------------------------
 
 
-class FullDisk:
-    """A file whose next write stops halfway."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self._left = file, 20
-
-    def write(self, text: Any) -> int:
-        if self._left <= 0:
-            raise OSError("No space left on device")
-        self._left -= 20
-        return self._file.write(text[:20])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 def test_a_line_that_could_not_be_written_leaves_none_behind(tmp_path: Path) -> None:
     with Accelerator(cpu=True, project_dir=tmp_path) as acc:
         tracker = acc.get_tracker("jsonl")
         tracker.log({"a": 1}, 1)
-        whole = tracker._file
-        tracker._file = FullDisk(whole)
+        whole, left = tracker._file, [20]
+
+        def write(text: Any) -> int:
+            if not left:
+                raise OSError("No space left on device")
+            return whole.write(text[: left.pop()])
+
+        tracker._file = mock.Mock(wraps=whole, write=write)
         with pytest.raises(OSError, match="No space left"):
             tracker.log({"a": 2}, 2)
         tracker._file = whole
@@ -282,50 +248,25 @@ def test_one_that_resumes(tmp_path: Path) -> None:
 # -- rows on their way from a device -----------------------------------------------------------------------------------
 
 
-class Stream:
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.waited_for: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited_for.append(other)
-
-
-class Late:
-    """A device, played by the CPU, whose transfers arrive when `done` says so."""
-
-    def __init__(self) -> None:
-        self.done, self.waits, self.transfers, self.stream = False, 0, 0, Stream()
-
-    def event(self) -> Any:
-        def wait() -> None:
-            self.waits += 1
-
-        self.transfers += 1
-        return SimpleNamespace(record=lambda stream: None, query=lambda: self.done, synchronize=wait)
-
-
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Late:
-    device, empty = Late(), torch.empty
-    nothing = contextlib.nullcontext
-    module = SimpleNamespace(
-        current_stream=lambda d: device.stream, device=lambda d: nothing(), Event=device.event
-    )
+def late(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device, played by the CPU, whose transfers arrive when its event says so."""
+    empty, module = torch.empty, mock.MagicMock()
+    module.current_stream.return_value = mock.Mock(device=torch.device("cpu"))
+    module.Event.return_value.query.return_value = False
     monkeypatch.setattr(pending, "HOST", "elsewhere")
     monkeypatch.setattr(pending, "EVENTS", ("cpu",))
     monkeypatch.setattr(torch, "get_device_module", lambda d: module)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-    return device
+    return module
 
 
 def row(step: int, **values: Any) -> Row:
     return Row(step, 0.0, values)
 
 
-def test_rows_arrive_in_order_when_their_numbers_do(late: Late) -> None:
-    rows, loss = Pending(), torch.tensor(1.0)
+def test_rows_arrive_in_order_when_their_numbers_do(late: Any) -> None:
+    rows, loss, event = Pending(), torch.tensor(1.0), late.Event.return_value
     rows.add(row(1, loss=loss, count=torch.tensor(2**60), flag=torch.tensor(True), word="x"))
     loss.add_(1)
     rows.add(row(2, loss=loss, half=torch.tensor(0.5, dtype=torch.bfloat16)))
@@ -333,18 +274,21 @@ def test_rows_arrive_in_order_when_their_numbers_do(late: Late) -> None:
     rows.send()
     rows.add(row(4, loss=loss))
     assert rows.arrived() == [] and rows and len(rows) == 1
-    late.done = True
+    event.query.return_value = True
     assert [r.values for r in rows.arrived()] == [
         {"loss": 1.0, "count": 2**60, "flag": True, "word": "x"},
         {"loss": 2.0, "half": 0.5},
         {"plain": 3},
     ]
-    assert late.transfers == 4 and late.waits == 0  # one a dtype, whatever the number of rows
-    other, late.stream = late.stream, Stream()
+    assert (
+        late.Event.call_count == 4 and not event.synchronize.called
+    )  # one a dtype, whatever the number of rows
+    other, stream = late.current_stream.return_value, mock.Mock(device=torch.device("cpu"))
+    late.current_stream.return_value = stream
     rows.send()
-    assert late.stream.waited_for == [other]  # the copy of row 4 was made there
-    late.done = False
-    assert [r.step for r in rows.arrived(wait=True)] == [4] and late.waits == 1
+    stream.wait_stream.assert_called_once_with(other)  # the copy of row 4 was made there
+    event.query.return_value = False
+    assert [r.step for r in rows.arrived(wait=True)] == [4] and event.synchronize.call_count == 1
     assert not rows
 
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -61,18 +61,15 @@ class Offline:
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 self.id, self.project = record.run.run_id, record.run.project
-                self.config |= {
-                    u.key or "/".join(u.nested_key): json.loads(u.value_json)
-                    for u in record.run.config.update
-                }
+                self.config |= named(record.run.config.update)
             elif kind == "history":
-                items = {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
-                }
-                self.rows.append((record.history.step.num, items))
+                self.rows.append((record.history.step.num, named(record.history.item)))
             elif kind == "exit":
                 self.code = record.exit.exit_code
+
+
+def named(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def runs(folder: Path) -> list[Offline]:
@@ -102,62 +99,53 @@ def test_an_offline_run_that_was_killed_goes_on_under_its_id(ranks: Ranks, tmp_p
     assert second.code == 0
 
 
-class Service:
-    """`wandb.init` of a run that the service has up to step 8."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.step, self.resumed, self.config = (
-            9,
-            True,
-            SimpleNamespace(update=lambda values, allow_val_change: None),
-        )
-
-    def init(self, **given: Any) -> Service:
-        self.given, self.id = given, given.get("id", "new")
-        return self
-
-    def log(self, values: Any, step: int) -> None:
-        self.sent.append(step)
-
-    def finish(self, exit_code: int) -> None:
-        self.code = exit_code
-
-
 def test_the_service_is_sent_no_step_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=service.init))
+    run = mock.Mock(id="abc", step=9, resumed=True)  # a run that the service has up to step 8
+    init = mock.Mock(return_value=run)
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
     tracker = WandB(tmp_path, {"name": "mine", "project": "other"})
     tracker.start("run", {"lr": 0.1}, {"id": "abc"})
-    assert service.given["id"] == "abc" and service.given["resume"] == "allow"
-    assert (service.given["project"], service.given["name"]) == ("other", "mine")  # options win
+    given = init.call_args.kwargs
+    assert (given["id"], given["resume"], given["project"], given["name"]) == (
+        "abc",
+        "allow",
+        "other",
+        "mine",
+    )
     tracker.write([Row(step, 0.0, {"x": step}) for step in range(7, 12)])
     tracker.start("run", {"lr": 0.1}, {"id": "abc"})  # back to a checkpoint of this very run
     tracker.write([Row(12, 0.0, {"x": 12})])
-    assert service.sent == [9, 10, 11, 12]
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [9, 10, 11, 12]
     try:
         raise ValueError("the training failed")
     except ValueError:
         tracker.finish()
-    assert service.code == 1
+    run.finish.assert_called_once_with(exit_code=1)
+
+
+SCRIPT = """
+import sys, torch
+from easymp import Accelerator
+
+acc = Accelerator(cpu=True, project_dir=sys.argv[1], log_with=["wandb", "jsonl"])
+acc.get_tracker("wandb")
+for step in range(3):
+    acc.log({"x": step}, step=step)
+acc.log_images("val/digits", torch.eye(4).repeat(2, 3, 1, 1), step=3)
+acc.log_table("found", ["digit", "as"], [[torch.tensor(1), "one"], [2, None]], step=3)
+raise SystemError("at the end")
+"""
 
 
 @needs_wandb
 @pytest.mark.slow
-def test_rows_of_a_script_that_ends_without_end_training(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from easymp import Accelerator\n"
-        f"acc = Accelerator(cpu=True, project_dir={str(tmp_path)!r}, log_with=['wandb', 'jsonl'])\n"
-        "acc.get_tracker('wandb')\n"
-        "for step in range(3):\n"
-        "    acc.log({'x': step}, step=step)\n"
-        "raise SystemError('at the end')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env.merged(OFFLINE), capture_output=True, text=True, timeout=100
-    )
+def test_a_script_that_ends_without_end_training(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="an optional package is not installed: PIL")
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, env=env.merged(OFFLINE), capture_output=True, text=True, timeout=100)
     assert "SystemError: at the end" in done.stderr
     (run,) = runs(tmp_path)
-    assert [step for step, _ in run.rows] == [0, 1, 2] and run.code == 1
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+    assert [step for step, _ in run.rows][:3] == [0, 1, 2] and run.code == 1
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 6
+    media = sorted(path.suffix for path in tmp_path.rglob("media/*/**/*") if path.is_file())
+    assert media == [".json", ".png"]  # named by their content, which is the same
