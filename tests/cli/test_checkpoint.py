@@ -34,11 +34,9 @@ def told(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> s
     return out + err
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["lst", "x"], ["list"], ["verify", "--jsn", "x"], ["inspect", "a", "b"]]
-)
-def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "usage:" in told(capsys, *words, code=2)
+def test_wrong_usage_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("", "lst x", "list", "verify --jsn x", "inspect a b"):
+        assert "usage:" in told(capsys, *words.split(), code=2)
 
 
 def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,9 +61,8 @@ def test_inspect(samples: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert word in text
     assert "tied: model/head.weight = model/embed.weight" in text
     lines = told(capsys, "inspect", samples / OF_TWO, "--tensors").splitlines()
-    assert next(line for line in lines if line.startswith("model/embed.weight")).split()[1:] == (
-        ["float32", "[19,", "16]", "1.2", "KiB", "2"]
-    )
+    (row,) = [line for line in lines if line.startswith("model/embed.weight")]
+    assert row.split()[1:] == ["float32", "[19,", "16]", "1.2", "KiB", "2"]
     record = json.loads(told(capsys, "inspect", samples / OF_ONE, "--json"))
     assert record["step"] == 2
     assert {t["pieces"] for t in record["tensors"]} == {1}
@@ -78,10 +75,8 @@ def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "verify", folder) == f"{folder}: good, every byte\n"
     flip(folder / "model-00001-of-00002.safetensors", -1)
     text = told(capsys, "verify", folder, code=1)
-    assert (
-        "model-00001-of-00002.safetensors, block 0, is not what was written: it holds model/embed.weight"
-        in text
-    )
+    words = "model-00001-of-00002.safetensors, block 0, is not what was written: it holds model/embed.weight"
+    assert words in text
     assert "1 fault(s); load another checkpoint" in text
     (damage,) = json.loads(told(capsys, "verify", folder, "--json", code=1))
     assert damage["block"] == 0 and damage["tensors"]
@@ -98,12 +93,13 @@ def test_diff(samples: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "neither" in told(capsys, "diff", samples / OF_ONE, root / "none", code=1)
 
 
-@pytest.mark.parametrize("action", ["inspect", "verify"])
-def test_what_is_no_checkpoint_is_one_sentence(action, root, capsys):
-    for place in (root, root / "none"):
-        assert told(capsys, action, place, code=1).startswith(f"easymp: {place}: not a checkpoint")
+def test_what_is_no_checkpoint_is_one_sentence(root, capsys):
+    for action in ("inspect", "verify"):
+        for place in (root, root / "none"):
+            said = told(capsys, action, place, code=1)
+            assert said.startswith(f"easymp: {place}: not a checkpoint") and said.count("\n") == 1
     (root / OF_ONE / COMMIT).unlink()
-    assert "not committed" in told(capsys, action, root / OF_ONE, code=1)
+    assert "not committed" in told(capsys, "verify", root / OF_ONE, code=1)
 
 
 def test_a_reader_that_stops_early_is_no_error(samples: Path) -> None:
@@ -138,10 +134,8 @@ def test_no_damage_is_a_traceback_or_passes_for_good(root: Path, capsys: pytest.
     folder, other = root / OF_TWO, root / OF_ONE
     for file in sorted(folder.iterdir()):
         good = file.read_bytes()
-        damaged = [
-            good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
-            for at in (0, 7, 40, len(good) // 2, len(good) - 1)
-        ]
+        places = (0, 7, 40, len(good) // 2, len(good) - 1)
+        damaged = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in places]
         damaged += [good[:count] for count in (0, 7, 8, 60, len(good) - 1)]
         for content in damaged:
             file.write_bytes(content)

@@ -19,31 +19,52 @@ from easymp.cli import main
 from ..hardware.machines import MACHINES
 from ..strategies import models
 
-GB = 10**9
-
 
 @pytest.fixture
-def ask(on_machine: Callable[[str], None], capsys: Any, folder: Path) -> Callable[..., dict[str, Any]]:
-    """Runs ``easymp estimate --json`` on a machine of the table."""
+def ask(on_machine: Callable[[str], None], capsys: Any, folder: Path) -> Callable[..., Any]:
+    """Runs ``easymp estimate`` on a machine of the table; returns its JSON, or the error where `code` is 1."""
 
-    def run(words: str, machine: str = "8xH100") -> dict[str, Any]:
+    def run(words: str, machine: str = "8xH100", code: int = 0) -> Any:
         on_machine(machine)
-        assert main(["estimate", *words.split(), "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
+        assert main(["estimate", *words.split(), "--json"]) == code
+        said = capsys.readouterr()
+        return said.err if code else json.loads(said.out)
 
     return run
 
 
-@pytest.fixture
-def refused(on_machine: Callable[[str], None], capsys: Any, folder: Path) -> Callable[..., str]:
-    """Runs ``easymp estimate`` with wrong words; returns the error."""
+SCRIPT = """
+import torch
 
-    def run(words: str) -> str:
-        on_machine("8xH100")
-        assert main(["estimate", *words.split()]) == 1
-        return capsys.readouterr().err
+def make():
+    return torch.nn.Linear(3, 5)
 
-    return run
+def looks():
+    model = torch.nn.Linear(3, 5)
+    assert model.weight.sum().item() < 1e9
+    return model
+
+class Space:
+    model = torch.nn.Linear(3, 5)
+
+calls = []
+
+class Once(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        calls.append(1)
+        return self.layer(x).relu()
+"""
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path):
+    (tmp_path / "a_script_of_mine.py").write_text(SCRIPT)
+    yield "a_script_of_mine"
+    sys.modules.pop("a_script_of_mine", None)
 
 
 def names(record: dict[str, Any]) -> list[tuple[int, str, str]]:
@@ -76,15 +97,10 @@ def test_rows_are_those_of_the_arithmetic(ask):
         assert row["fits"] == (row["spare"] >= 0)
 
 
-FEWEST = (
-    "ddp on 8 with bf16 fits with 38.3 GiB to spare; the fewest processes are 1, by single on 1 with bf16"
-)
-
-
 @pytest.mark.parametrize(
     ("words", "machine", "said"),
     [
-        ("1.5B", "8xH100", FEWEST),
+        ("1.5B", "8xH100", "ddp on 8 with bf16 fits with 38.3 GiB to spare; the fewest processes are 1, by single on 1 with bf16"),
         ("7B", "8xH100", "fsdp on 8 with bf16 fits with"),
         ("7B --optimizer sgd --processes 2", "8xH100", "on 2 with"),
         ("70B --processes 8", "8xH100", "nothing fits: fsdp on 8 with bf16 comes nearest"),
@@ -93,8 +109,9 @@ FEWEST = (
         ("350M --processes 1", "laptop CPU", "single on 1 with fp32 fits"),
         ("350M --processes 1", "Sapphire Rapids", "single on 1 with bf16 fits"),
         ("7B --memory 80GB --processes 8", "laptop CPU", "fsdp on 8 with bf16 fits with 44.6 GiB to spare"),
+        ("7B --for 2x4xA100-80GB", "laptop CPU", "fsdp on 8 with bf16 fits with"),
     ],
-)
+)  # fmt: skip
 def test_what_is_suggested(ask, words, machine, said):
     record = ask(words, machine)
     assert said in record["suggestion"]
@@ -109,7 +126,8 @@ def test_processes_of_a_cpu_share_its_memory_and_devices_do_not(ask):
     for words, available in (
         ("1M --processes 1,16", eight.devices[0].memory),
         ("1M --processes 1 --cpu", eight.cpu.memory),
-        ("1M --memory 5GB", 5 * GB),
+        ("1M --memory 5GB", 5 * 10**9),
+        ("7B --for 2x4xA100-80GB", 80 * 10**9),
     ):
         assert {row["available"] for row in ask(words)["rows"]} == {available}
 
@@ -122,9 +140,8 @@ def test_what_is_impossible_is_left_out_and_said_where_it_was_asked_for(ask):
     assert {precision for _, _, precision in names(usual)} == {"fp32", "fp16"} and not usual["refused"]
     laptop = ask("1M --processes 1", "laptop CPU")
     assert [precision for _, _, precision in names(laptop)] == ["fp32", "bf16"]  # auto is fp32 there
-    elsewhere = ask(
-        "1M --precision bf16,fp8 --memory 1GB --processes 2 --strategy fsdp,tensor_parallel", "V100"
-    )
+    words = "1M --precision bf16,fp8 --memory 1GB --processes 2 --strategy fsdp,tensor_parallel"
+    elsewhere = ask(words, "V100")
     assert names(elsewhere) == [(2, "fsdp", "bf16"), (2, "fsdp", "fp8"), (2, "tensor_parallel", "bf16")]
     assert elsewhere["refused"][0].startswith("tensor_parallel on 2 with fp8: ")
     alone = ask("1M --strategy single,fsdp --processes 1,2")
@@ -163,11 +180,16 @@ def test_options_of_a_strategy_and_ranks_of_a_node(ask):
         ("torch.nn:Linear", "missing 2 required positional arguments"),
         ("math:pi", "is a float, neither a model nor a callable"),
         ("os:getcwd", "gives a str, not a model"),
+        ("a_script_of_mine:Once --input 32x63", "cannot be followed"),
+        ("a_script_of_mine:Once --input 32x64 --activation-checkpointing", "has none"),
+        ("7B --for 8xH100 --memory 3GB", "--for 8xH100 says it, and so does --memory 3GB"),
+        ("7B --for 4xcpu", "names no memory: write it, as in 4xcpu-64GB"),
+        ("7B --for 8xH101", "did you mean 'H100'?"),
     ],
 )
-def test_wrong_words(refused, words, said):
+def test_wrong_words(ask, words, said):
     Path("weights.bin").write_bytes(b"")
-    assert said in refused(words)
+    assert said in ask(words, code=1)
 
 
 @pytest.mark.parametrize(
@@ -193,27 +215,22 @@ def save(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Modu
     return model
 
 
-# No name says that a table is multiplied with, too: "tied" in fp32 only.
-@pytest.mark.parametrize(
-    ("kind", "precision"), [("mlp", "fp32"), ("mlp", "bf16"), ("conv", "bf16"), ("tied", "fp32")]
-)
-def test_a_file_needs_as_much_as_its_model(ask, folder, kind, precision):
-    model = save(kind, folder)
-    for row in ask(f"model.safetensors --processes 2 --precision {precision}")["rows"]:
-        need = memory.estimate(model, strategy=row["strategy"], precision=precision, world=2)
-        for name in ("weights", "buffers", "gradients", "states", "copies"):
-            assert row[name] == getattr(need, name), name
+def test_a_file_needs_as_much_as_its_model(ask, folder):
+    # No name says that a table is multiplied with, too: "tied" in fp32 only.
+    for kind, precision in (("mlp", "fp32"), ("mlp", "bf16"), ("conv", "bf16"), ("tied", "fp32")):
+        model = save(kind, folder)
+        for row in ask(f"model.safetensors --processes 2 --precision {precision}")["rows"]:
+            need = memory.estimate(model, strategy=row["strategy"], precision=precision, world=2)
+            for name in ("weights", "buffers", "gradients", "states", "copies"):
+                assert row[name] == getattr(need, name), (kind, precision, name)
 
 
 def test_types_of_a_file(ask, folder):
-    model = save("mlp", folder, torch.bfloat16)
-    count = sum(p.numel() for p in model.parameters())
+    count = sum(p.numel() for p in save("mlp", folder, torch.bfloat16).parameters())
     for dtype, itemsize, notes in (("", 4, 1), (" --dtype own", 2, 0), (" --dtype fp16", 2, 1)):
         record = ask(f"model.safetensors --processes 1 --precision fp32 --optimizer sgd{dtype}")
-        assert record["rows"][0]["weights"] == count * itemsize
-        assert record["parameters"] == count
-        said = [note for note in record["notes"] if note.startswith("the file holds bfloat16")]
-        assert len(said) == notes
+        assert (record["rows"][0]["weights"], record["parameters"]) == (count * itemsize, count)
+        assert sum(note.startswith("the file holds bfloat16") for note in record["notes"]) == notes
 
 
 def test_shards_with_an_index_and_names_of_all_kinds(ask, folder):
@@ -237,40 +254,6 @@ def test_shards_with_an_index_and_names_of_all_kinds(ask, folder):
     assert 0 < sharded["gathered"] < single["weights"] / 2  # the blocks are found
 
 
-SCRIPT = """
-import torch
-
-def make():
-    return torch.nn.Linear(3, 5)
-
-def looks():
-    model = torch.nn.Linear(3, 5)
-    assert model.weight.sum().item() < 1e9
-    return model
-
-class Space:
-    model = torch.nn.Linear(3, 5)
-
-calls = []
-
-class Once(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 64)
-
-    def forward(self, x):
-        calls.append(1)
-        return self.layer(x).relu()
-"""
-
-
-@pytest.fixture
-def script(folder: Path):
-    (folder / "a_script_of_mine.py").write_text(SCRIPT)
-    yield "a_script_of_mine"
-    sys.modules.pop("a_script_of_mine", None)
-
-
 def test_functions_classes_and_models(script, ask):
     before = list(sys.path)
     made, looked, kept = (ask(f"{script}:{name}") for name in ("make", "looks", "Space.model"))
@@ -280,7 +263,7 @@ def test_functions_classes_and_models(script, ask):
     assert sys.path == before
 
 
-def test_activations_of_a_batch_are_counted_once_a_precision(script, ask, refused, capsys):
+def test_activations_of_a_batch_are_counted_once_a_precision(script, ask, capsys):
     record = ask(f"{script}:Once --processes 1,2,4 --input 32x64")
     assert len(sys.modules[script].calls) == 2
     of_fp32 = {row["activations"] for row in record["rows"] if row["precision"] == "fp32"}
@@ -288,18 +271,3 @@ def test_activations_of_a_batch_are_counted_once_a_precision(script, ask, refuse
     assert any("--input" in note for note in ask(f"{script}:Once --processes 1")["notes"])
     assert main(["estimate", f"{script}:Once", "--processes", "1", "--input", "32x64"]) == 0
     assert "activations  total" in capsys.readouterr().out
-    assert "cannot be followed" in refused(f"{script}:Once --input 32x63")
-    assert "has none" in refused(f"{script}:Once --input 32x64 --activation-checkpointing")
-
-
-def test_a_machine_in_words(capsys):
-    assert main(["estimate", "7B", "--for", "2x4xA100-80GB", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["world"] for row in rows} == {8} and {row["available"] for row in rows} == {80 * 10**9}
-    for words, said in (
-        ("8xH100 --memory 3GB", "--for 8xH100 says it, and so does --memory 3GB"),
-        ("4xcpu", "names no memory: write it, as in 4xcpu-64GB"),
-        ("8xH101", "did you mean 'H100'?"),
-    ):
-        assert main(["estimate", "7B", "--for", *words.split()]) == 1
-        assert said in capsys.readouterr().err

@@ -1,34 +1,18 @@
-"""The command line's front: quick, helpful, and without torch."""
+"""The command line's front: quick, helpful, and without torch; and its completion."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import easymp.cli as cli
 from easymp import RefusedError, __version__
-
-
-@pytest.fixture
-def command(monkeypatch):
-    """Replaces the command ``env`` by one that does as told."""
-
-    def set_up(run):
-        class Command:
-            """A word."""
-
-            @staticmethod
-            def arguments(parser):
-                parser.add_argument("--loud", action="store_true")
-
-        Command.run = staticmethod(run)
-        monkeypatch.setattr(cli.importlib, "import_module", lambda name, package: Command)
-
-    return set_up
 
 
 def test_help_lists_every_command(capsys):
@@ -75,9 +59,8 @@ for line in {list(WITHOUT_TORCH)!r}:
         found[line] = main(line.split()), said.getvalue(), "torch" in sys.modules
 print(json.dumps(found))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path
-    )
+    words = {"capture_output": True, "text": True, "timeout": 100, "check": True, "cwd": tmp_path}
+    done = subprocess.run([sys.executable, "-c", code], **words)
     for line, (status, said, torch) in json.loads(done.stdout).items():
         wanted, words = WITHOUT_TORCH[line]
         assert (status, torch) == (wanted, False), (line, said)
@@ -85,52 +68,95 @@ print(json.dumps(found))
 
 
 def test_python_m_easymp():
-    done = subprocess.run(
-        [sys.executable, "-m", "easymp", "--version"], capture_output=True, text=True, timeout=100, check=True
-    )
+    command = [sys.executable, "-m", "easymp", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == f"easymp {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--nonsense"], ["lanch"], ["launch"], ["launch", "--proceses", "2", "x.py"]]
-)
-def test_wrong_usage_is_2(words, capsys):
-    assert cli.main(words) == 2
-    capsys.readouterr()
-
-
-def test_a_wrong_command_names_the_nearest(capsys):
-    cli.main(["lanch"])
+def test_wrong_usage_is_2_and_names_the_nearest(capsys):
+    for words in ([], ["--nonsense"], ["launch"], ["launch", "--proceses", "2", "x.py"], ["lanch"]):
+        assert cli.main(words) == 2
     assert "there is no command 'lanch', did you mean 'launch'? Known: launch, " in capsys.readouterr().err
 
 
-def test_an_error_of_ours_is_one_sentence(command, capsys):
-    def run(args):
-        raise RefusedError("not here; there")
+def test_exit_codes_and_errors_are_the_commands(monkeypatch, capsys):
+    class Command:
+        """A word."""
 
-    command(run)
+        error = None
+
+        @staticmethod
+        def arguments(parser):
+            parser.add_argument("--loud", action="store_true")
+
+        @classmethod
+        def run(cls, args):
+            if cls.error:
+                raise cls.error
+            return 40 + args.loud
+
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name, package: Command)
+    assert (cli.main(["env"]), cli.main(["env", "--loud"])) == (40, 41)
+    assert cli.main(["env", "--lou"]) == 2  # abbreviations would change their meaning with every new option
+    capsys.readouterr()
+    Command.error = RefusedError("not here; there")
     assert cli.main(["env"]) == 1
     assert capsys.readouterr().err == "easymp: not here; there\n"
-
-
-def test_other_errors_keep_their_traceback(command):
-    def run(args):
-        raise KeyError("a bug")
-
-    command(run)
+    Command.error = KeyboardInterrupt()
+    assert cli.main(["env"]) == 130
+    Command.error = KeyError("a bug")  # keeps its traceback
     with pytest.raises(KeyError):
         cli.main(["env"])
 
 
-def test_ctrl_c_is_130(command):
-    def run(args):
-        raise KeyboardInterrupt
+# -- completion, as the shells themselves do it -----------------------------------------------------------------------
 
-    command(run)
-    assert cli.main(["env"]) == 130
+BASH = """
+source {file}
+COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=()
+compopt() {{ :; }}
+_shtab_easymp; printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+FISH = "source {file}; complete -C '{line}'"
 
 
-def test_arguments_and_exit_code_are_the_commands(command):
-    command(lambda args: 40 + args.loud)
-    assert (cli.main(["env"]), cli.main(["env", "--loud"])) == (40, 41)
-    assert cli.main(["env", "--lou"]) == 2  # abbreviations would change their meaning with every new option
+def ask(shell: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """What `shell` offers for the last word of `line`."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"an optional package is not installed: the shell {shell}")
+    file = folder / f"easymp.{shell}"
+    if not file.exists():
+        assert cli.main(["completion", shell]) == 0
+        file.write_text(capsys.readouterr().out)
+    words = " ".join(f"'{word}'" for word in line.split(" "))
+    script = {"bash": BASH, "fish": FISH}[shell].format(file=file, words=words, line=line)
+    done = subprocess.run(
+        [shell, "--norc" if shell == "bash" else "-N", "-c", script], cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.stderr == ""
+    offered = [answer.split("\t")[0].strip() for answer in done.stdout.splitlines()]
+    return {word for word in offered if word.startswith(line.split(" ")[-1])}
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_what_can_follow_is_offered(shell, tmp_path, capsys):
+    pytest.importorskip("shtab", reason="an optional package is not installed: shtab (of the extra 'cli')")
+    (tmp_path / "train.py").touch()
+    assert ask(shell, "easymp la", tmp_path, capsys) == {"launch"}
+    assert ask(shell, "easymp ", tmp_path, capsys) >= set(cli.COMMANDS)
+    assert ask(shell, "easymp checkpoint ver", tmp_path, capsys) == {"verify"}
+    assert ask(shell, "easymp checkpoint merge --max", tmp_path, capsys) == {"--max-shard-size"}
+    assert "--processes" in ask(shell, "easymp launch --pro", tmp_path, capsys)
+    assert ask(shell, "easymp completion ", tmp_path, capsys) >= {"bash", "fish", "zsh"}
+    assert "--processes" not in ask(shell, "easymp env --", tmp_path, capsys)
+    assert "train.py" in ask(shell, "easymp launch tr", tmp_path, capsys)
+
+
+def test_every_command_and_flag_is_there_and_other_shells_are_refused(capsys):
+    for shell in ("bash", "zsh", "fish"):
+        assert cli.main(["completion", shell]) == 0
+        text = capsys.readouterr().out
+        assert all(name in text for name in cli.COMMANDS) and "max-shard-size" in text
+    assert cli.main(["completion", "tcsh"]) == 2
+    assert "invalid choice: 'tcsh'" in capsys.readouterr().err

@@ -73,17 +73,14 @@ def said_of(said: str, start: str) -> str:
 
 def test_a_sharded_training_of_accelerate(take):
     found, said = take(SHARDED)
+    options = {"cpu_offload": True, "reshard_after_forward": False, "wrap": ["GPT2Block", "BertLayer"]}
     assert found == {
         "debug": True,
         "strategy": "fsdp",
         "mixed_precision": "bf16",
         "activation_checkpointing": "blocks",
         "launch": {"main_address": "10.0.0.1", "main_port": 29501, "nodes": "2", "processes": 8},
-        "strategy_options": {
-            "cpu_offload": True,
-            "reshard_after_forward": False,
-            "wrap": ["GPT2Block", "BertLayer"],
-        },
+        "strategy_options": options,
     }
     assert "--node-rank 1" in said_of(said, "machine_rank")
 
@@ -119,14 +116,13 @@ def test_a_file_for_several_processes_on_a_machine_that_starts_one(config):
 
 
 def test_the_command_line_wins_over_the_foreign_file_and_that_over_ours(config):
-    Path("ds.json").write_text(
-        '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}, "train_batch_size": 1}'
-    )
+    theirs = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_batch_size": 1}
+    Path("ds.json").write_text(json.dumps(theirs))
     Path("easymp.toml").write_text("mixed_precision = 'bf16'\ngradient_accumulation_steps = 4\nseed = 3\n")
     config("2xA100 NVLink", "--yes", "--from", "ds.json", "--set", "project_dir=runs")
     found = resolve()
+    assert (found.mixed_precision, found.strategy, found.project_dir) == ("fp16", "fsdp", "runs")
     assert found.strategy_options == {"reshard_after_forward": False}
-    assert (found.mixed_precision, found.strategy) == ("fp16", "fsdp")
     assert (found.gradient_accumulation_steps, found.seed) == (4, 3)
     Path("bf16.json").write_text('{"bf16": {"enabled": true}}')
     said = config("T4", "--yes", "--from", "bf16.json", "--file", "new.toml", code=1)
@@ -157,13 +153,13 @@ DDP, FOUR, BF16 = {"strategy": "ddp"}, {"launch": {"processes": 4}}, {"mixed_pre
 ONE, TP = {"launch": {"processes": 1}}, {"strategy": "tensor_parallel", "strategy_options": {"size": 2}}
 HSDP = {"strategy": "hsdp", "strategy_options": {"shard_size": 2}}
 SPLIT = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
-DYNAMO = {
-    "dynamo_backend": "INDUCTOR",
+INDUCTOR = {"dynamo_backend": "INDUCTOR"}
+REGIONAL = {
     "dynamo_mode": "reduce-overhead",
     "dynamo_use_dynamic": False,
     "dynamo_use_regional_compilation": True,
 }
-PIPE, MEGATRON = {"strategy": "pipeline"}, "megatron_lm_config"
+REDUCED = {"compile": {"what": "blocks", "mode": "reduce-overhead"}}
 
 
 @pytest.mark.parametrize(
@@ -178,18 +174,15 @@ PIPE, MEGATRON = {"strategy": "pipeline"}, "megatron_lm_config"
         (multi(mixed_precision=False), DDP | FOUR | {"mixed_precision": "fp32"}),
         (multi("XLA"), FOUR),
         (multi(main_process_port=0, gpu_ids="0,1"), DDP | FOUR),
-        (multi(dynamo_config={"dynamo_backend": "INDUCTOR"}), DDP | FOUR | {"compile": "model"}),
-        (
-            multi(dynamo_config=DYNAMO),
-            DDP | FOUR | {"compile": {"what": "blocks", "mode": "reduce-overhead"}},
-        ),
+        (multi(dynamo_config=INDUCTOR), DDP | FOUR | {"compile": "model"}),
+        (multi(dynamo_config=INDUCTOR | REGIONAL), DDP | FOUR | REDUCED),
         (multi(dynamo_backend="AOT_EAGER"), DDP | FOUR | {"compile": {"backend": "aot_eager"}}),
         (multi("FSDP", fsdp_config={"fsdp_sharding_strategy": 4}), {"strategy": "hsdp"} | FOUR),
         (multi("FSDP", fsdp_config={"fsdp_sharding_strategy": "NO_SHARD"}), DDP | FOUR),
         (multi("DEEPSPEED", deepspeed_config={"zero_stage": 1}), {"strategy": "zero1"} | FOUR),
         (multi("DEEPSPEED", deepspeed_config={"zero_stage": 0}), DDP | FOUR),
         (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_tp_degree": 2}), TP | FOUR),
-        (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_pp_degree": 2}), PIPE | FOUR),
+        (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_pp_degree": 2}), {"strategy": "pipeline"} | FOUR),
         (multi(parallelism_config=SPLIT), HSDP | FOUR),
         ({"fp16": {"enabled": "auto"}, "train_batch_size": "auto"}, {}),
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, BF16 | {"strategy": "zero1"}),
@@ -197,7 +190,7 @@ PIPE, MEGATRON = {"strategy": "pipeline"}, "megatron_lm_config"
         ({"tensor_parallel": {"autotp_size": 2}}, TP),
         ({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}}, {"log_with": "tensorboard,wandb"}),
     ],
-)
+)  # fmt: skip
 def test_what_is_taken(take, given, taken):
     assert take(given)[0] == taken
 
@@ -287,8 +280,9 @@ def test_every_key_that_accelerate_writes_is_known(take) -> None:
         pytest.skip("an optional package is not installed: accelerate (the extra 'bench')")
     commands = Path(spec.origin).parent / "commands"
     tree = ast.parse((commands / "config" / "config_args.py").read_text())
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    nodes = [n for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
+    nodes = [
+        n for c in tree.body if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, ast.AnnAssign)
+    ]
     fields = {n.target.id for n in nodes if isinstance(n.target, ast.Name)}
     pattern = r'"--((fsdp|parallelism_config|megatron_lm|dynamo)_\w+)"'
     flags = re.findall(pattern, (commands / "launch.py").read_text())
@@ -304,15 +298,10 @@ def test_every_key_that_accelerate_writes_is_known(take) -> None:
 
 WORDS = [None, True, False, "no", "auto", "cpu", "nvme", "bf16", "DEEPSPEED", "NO_SHARD"]
 NUMBERS = [0, 1, 2, 3, 8, -1, 0.5, 1e40, "1e8"]
-TYPED = st.fixed_dictionaries(
-    {
-        "type": st.sampled_from(["Adam", "WarmupCosineLR", "StepLR", "x"]),
-        "params": st.just({"lr": 1, "x": []}),
-    }
-)
-VALUES = (
-    st.sampled_from([*WORDS, *NUMBERS]) | st.text(max_size=5) | st.lists(st.integers(), max_size=2) | TYPED
-)
+TYPES, PARAMS = st.sampled_from(["Adam", "WarmupCosineLR", "StepLR", "x"]), st.just({"lr": 1, "x": []})
+TYPED = st.fixed_dictionaries({"type": TYPES, "params": PARAMS})
+LISTS = st.lists(st.integers(), max_size=2)
+VALUES = st.sampled_from([*WORDS, *NUMBERS]) | st.text(max_size=5) | LISTS | TYPED
 KEYS = {
     "accelerate": """distributed_type num_processes num_machines machine_rank mixed_precision fp16 use_cpu gpu_ids
         main_process_port dynamo_backend gradient_accumulation_steps fsdp_config.fsdp_sharding_strategy

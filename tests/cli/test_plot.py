@@ -14,11 +14,10 @@ from easymp import Accelerator
 from easymp.cli import main
 
 for package in ("matplotlib", "jinja2"):
-    pytest.importorskip(
-        package, reason=f"an optional package is not installed: {package} (of the extra 'report')"
-    )
+    words = f"an optional package is not installed: {package} (of the extra 'report')"
+    pytest.importorskip(package, reason=words)
 
-pytestmark = pytest.mark.usefixtures("fonts")
+pytestmark = pytest.mark.usefixtures("fonts", "folder")
 
 
 @pytest.fixture(scope="module")
@@ -62,52 +61,34 @@ def test_all_runs_below_a_folder_are_drawn_together(runs: Path, tmp_path: Path, 
     assert "depth" not in text
 
 
-def test_names_and_the_axis_can_be_chosen(runs: Path, tmp_path: Path, capsys: Any) -> None:
-    page = tmp_path / "curves.html"
+def test_names_the_axis_and_the_file_can_be_chosen(runs: Path, capsys: Any) -> None:
     words = ["plot", str(runs / "fast" / "log.jsonl"), "--metric", "val/*", "--x", "time"]
-    assert main([*words, "--html", str(page)]) == 0
+    assert main([*words, "--html", "curves.html"]) == 0
     assert "loss" not in capsys.readouterr().out
-    assert len(svgs(page)) == 1
-
-
-def test_without_a_file_the_page_is_in_the_working_directory(
-    runs: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
+    assert len(svgs(Path("curves.html"))) == 1
     assert main(["plot", str(runs)]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["easymp-plot.html"]
+    assert {path.name for path in Path().iterdir()} == {"curves.html", "easymp-plot.html"}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nowhere"], "nowhere: there is no such file or folder"),
-        (["."], "no run has logged JSON lines below it"),
-        (["other.jsonl"], "has no rows of a run"),
-        (
-            ["{runs}", "--metric", "los"],
-            "no run has logged a number as 'los', did you mean 'loss'? Logged: loss",
-        ),
-        (["{runs}", "--output", "x.gif"], "ends with .png or .svg"),
-    ],
-)
-def test_mistakes_are_named(
-    words: list[str], said: str, runs: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other.jsonl").write_text(json.dumps({"event": "begin"}) + "\n")
-    assert main(["plot", *(word.format(runs=runs) for word in words)]) == 1
-    assert said in capsys.readouterr().err
+def test_mistakes_are_named(runs: Path, capsys: Any) -> None:
+    Path("other.jsonl").write_text(json.dumps({"event": "begin"}) + "\n")
+    for words, said in (
+        ("nowhere", "nowhere: there is no such file or folder"),
+        (".", "no run has logged JSON lines below it"),
+        ("other.jsonl", "has no rows of a run"),
+        (f"{runs} --metric los", "no run has logged a number as 'los', did you mean 'loss'? Logged: loss"),
+        (f"{runs} --output x.gif", "ends with .png or .svg"),
+    ):
+        assert main(["plot", *words.split()]) == 1
+        assert said in capsys.readouterr().err
 
 
-def test_runs_without_rows_or_finite_numbers(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_runs_without_rows_or_finite_numbers(capsys: Any) -> None:
     for name, values in (("begun", ()), ("nan", ("NaN",)), ("good", (1, 2))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "log.json").write_text("{}")
-        with open(tmp_path / name / "log.jsonl", "w") as file:
-            file.writelines(json.dumps({"_step": 1, "_time": 5, "loss": value}) + "\n" for value in values)
-            file.write('{"_step": 4, "_ti')
+        rows = [json.dumps({"_step": 1, "_time": 5, "loss": value}) + "\n" for value in values]
+        Path(name).mkdir()
+        Path(name, "log.json").write_text("{}")
+        Path(name, "log.jsonl").write_text("".join(rows) + '{"_step": 4, "_ti')
     assert main(["plot", ".", "--output", "all.svg"]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
     assert table == [["begun", "0", "0", "–"], ["good", "2", "1", "2"], ["nan", "1", "1", "nan"]]
