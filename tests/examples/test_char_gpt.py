@@ -14,7 +14,7 @@ from .run import number, run, within
 
 SCRIPT = "examples/char_gpt.py"
 FP32 = ("--precision", "fp32")
-SHORT = (*FP32, "--steps", "20", "--batch-size", "8", "--windows", "32")
+SHORT = (*FP32, "--steps", "12", "--batch-size", "8", "--windows", "32")
 
 # Processes, further arguments, and by how much the loss may differ from one process's.
 SPREAD: dict[str, tuple[int, tuple[str, ...], float]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ..conftest import Ranks
-from .run import ROOT, number, run, within
+from .run import ROOT, environment, number, run, within
 
 SCRIPT = "examples/digits.py"
 FP32 = ("--precision", "fp32")
@@ -57,16 +56,13 @@ exec(compile(open({str(ROOT / SCRIPT)!r}).read(), "digits.py", "exec"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_that_is_preempted_ends_as_one_that_is_not(tmp_path: Path) -> None:
+def test_a_run_that_is_preempted_ends_as_one_that_is_not(ranks: Ranks, tmp_path: Path) -> None:
     """By the launcher, to which the signal goes."""
-    folder = str(tmp_path / "run")
-    flags = ("--processes", "2", *FP32, "--epochs", "4", "--folder", folder)
+    folder, flags = str(tmp_path / "run"), (*FP32, "--epochs", "4")
     (tmp_path / "waiting.py").write_text(WAITING)
-    command = [sys.executable, str(tmp_path / "waiting.py"), *flags]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, str(tmp_path / "waiting.py"), "--processes", "2", *flags, "--folder", folder]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True)
     while process.poll() is None and not list(Path(folder).glob("checkpoints/step-*/COMMIT")):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
@@ -75,17 +71,19 @@ def test_a_run_that_is_preempted_ends_as_one_that_is_not(tmp_path: Path) -> None
     place = re.escape(f"{folder}/checkpoints/step-") + r"\d+"
     last = rf"stopped by SIGTERM \(signal 15\); the ranks saved {place} and can be started again\n\Z"
     assert re.search(last, said), said
-    again = run(SCRIPT, *flags)
+    again, _ = ranks(within, SCRIPT, *flags, "--folder", folder)
     assert f"resumed from {folder}/checkpoints/step-" in again
-    assert scores(again) == scores(run(SCRIPT, *flags[:-2]))
+    assert scores(again) == scores(ranks(within, SCRIPT, *flags)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_accuracy_in_each_precision_and_equal_losses_on_two_processes() -> None:
-    runs = {
-        flags: scores(run(SCRIPT, *flags))
-        for flags in [(), FP32, ("--precision", "bf16"), (*FP32, "--processes", "2")]
-    }
-    assert [flags for flags, (accuracy, _) in runs.items() if accuracy < 98.5] == []
-    assert runs[*FP32, "--processes", "2"][1] == pytest.approx(runs[FP32][1], abs=1e-5)
+def test_accuracy_in_each_precision_and_equal_losses_on_two_processes(ranks: Ranks) -> None:
+    launched = run(SCRIPT, *FP32, "--processes", "2")
+    alone, half = (
+        ranks(within, SCRIPT, "--precision", precision, processes=1)[0] for precision in ("fp32", "bf16")
+    )
+    assert [
+        scores(printed)[0] for printed in (launched, alone, half, run(SCRIPT)) if scores(printed)[0] < 98.5
+    ] == []
+    assert scores(launched)[1] == pytest.approx(scores(alone)[1], abs=1e-5)
