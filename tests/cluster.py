@@ -13,7 +13,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -54,11 +55,9 @@ PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> str:
     """A sentence, where this machine has no Slurm."""
-    lacking = [
-        name for name in (*DAEMONS, "sbatch", "srun", "scontrol") if shutil.which(name, path=PATH) is None
-    ]
-    words = f"optional packages are not installed: slurm-wlm and munge (Debian's), for {', '.join(lacking)}"
-    return words if lacking else ""
+    needed = (*DAEMONS, "sbatch", "srun", "scontrol")
+    lacking = ", ".join(name for name in needed if shutil.which(name, path=PATH) is None)
+    return lacking and f"optional packages are not installed: slurm-wlm and munge (Debian's), for {lacking}"
 
 
 class Cluster:
@@ -71,13 +70,11 @@ class Cluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        folder = Path(self.folder)
+        folder, ports = Path(self.folder), [free_port() for _ in range(3)]
         (folder / "key").write_bytes(os.urandom(128))
         (folder / "key").chmod(0o400)
         host = socket.gethostname().split(".")[0]
-        text = CONFIG.format(
-            folder=folder, host=host, user=getpass.getuser(), ports=[free_port() for _ in range(3)]
-        )
+        text = CONFIG.format(folder=folder, host=host, user=getpass.getuser(), ports=ports)
         (folder / "slurm.conf").write_text(text)
         files = {
             "key-file": "key",
@@ -86,17 +83,16 @@ class Cluster:
             "log-file": "munge.log",
             "seed-file": "seed",
         }
-        options = [f"--{option}={folder}/{name}" for option, name in files.items()]
         # --force: munged refuses a folder that only its owner may read.
-        self._daemon("munged", "--foreground", "--force", *options)
-        self.until(lambda: (folder / "munge").exists(), "munged listens")
+        self._daemon(
+            "munged", "--foreground", "--force", *(f"--{k}={folder}/{file}" for k, file in files.items())
+        )
+        self.until((folder / "munge").exists, "munged listens")
         self._daemon("slurmctld", "-D", "-c")
         for node in ("127.0.0.1", "127.0.0.2"):
             self._daemon("slurmd", "-D", "-N", node)
-        self.until(
-            lambda: self.run("sinfo", "-h", "-o", "%D %t", check=False).strip() == "2 idle",
-            "both nodes are idle",
-        )
+        idle = lambda: self.run("sinfo", "-h", "-o", "%D %t", check=False).strip() == "2 idle"  # noqa: E731
+        self.until(idle, "both nodes are idle")
 
     def stop(self) -> None:
         """End jobs and daemons; nothing of them is left, or the test fails."""
@@ -131,18 +127,16 @@ class Cluster:
                 found.append(process)
         return found
 
-    def run(self, *words: str, check: bool = True, cwd: str | Path | None = None, **variables: str) -> str:
+    def run(self, *words: str, check: bool = True, cwd: str | Path | None = None) -> str:
         """A command of Slurm's, or any other that talks to this cluster; its output."""
-        done = self.popen(words, cwd, variables)
+        done = self.popen(words, cwd)
         out, err = done.communicate(timeout=250)
         assert not check or done.returncode == 0, f"{words[0]} ended with {done.returncode}\n{out}\n{err}"
         return out
 
-    def popen(
-        self, words: Sequence[str], cwd: str | Path | None = None, variables: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    def popen(self, words: Sequence[str], cwd: str | Path | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            words, cwd=cwd, env={**self.variables, **(variables or {})}, text=True,
+            words, cwd=cwd, env=self.variables, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
@@ -155,17 +149,30 @@ class Cluster:
             assert time.monotonic() < deadline, f"{seconds:g} s have passed before {what}\n{self.words()}"
             time.sleep(0.1)
 
-    def words(self) -> str:
-        return "\n".join(
-            f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(Path(self.folder).glob("*.out"))
+    def until_state(self, job: str, state: str) -> None:
+        self.until(
+            lambda: f"JobState={state}" in self.run("scontrol", "show", "job", job), f"{job} is {state}"
         )
+
+    def words(self) -> str:
+        logs = sorted(Path(self.folder).glob("*.out"))
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in logs)
 
     def _daemon(self, name: str, *words: str) -> None:
         program = shutil.which(name, path=PATH)
         assert program is not None
         with open(f"{self.folder}/{len(self._daemons)}-{name}.out", "wb") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    [program, *words], env=self.variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-                )
-            )
+            how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "env": self.variables}
+            self._daemons.append(subprocess.Popen([program, *words], **how))
+
+
+@contextmanager
+def running(**variables: str) -> Iterator[Cluster]:
+    """A cluster whose commands have these variables, too."""
+    cluster = Cluster()
+    cluster.variables.update(variables)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

@@ -43,10 +43,8 @@ def test_the_size_of_the_package() -> None:
 
 def test_imports_run_down(monkeypatch: pytest.MonkeyPatch) -> None:
     linter = pytest.importorskip("importlinter.cli")
-    contract = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["importlinter"][
-        "contracts"
-    ][0]
-    assert len(contract["layers"]) <= LAYERS
+    tool = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]
+    assert len(tool["importlinter"]["contracts"][0]["layers"]) <= LAYERS
     monkeypatch.chdir(PACKAGE.parent)
     monkeypatch.setattr("logging.config.dictConfig", lambda config: None)  # switches existing loggers off
     assert linter.lint_imports(no_cache=True) == 0
@@ -59,11 +57,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     imports: dict[str, set[str]] = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
     while True:
         imported = set().union(*imports.values())
-        rest = {
-            m: found & imports.keys()
-            for m, found in imports.items()
-            if m in imported and found & imports.keys()
-        }
+        rest = {m: f & imports.keys() for m, f in imports.items() if m in imported and f & imports.keys()}
         if rest == imports:
             break
         imports = rest
@@ -74,9 +68,7 @@ def comparisons(tree: ast.Module) -> Iterator[tuple[int, set[str]]]:
     """Lines that compare something with the name of a strategy or precision, or match on it."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Compare, ast.MatchValue)):
-            words = {
-                n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-            }
+            words = {str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant)}
             if words & NAMES:
                 yield node.lineno, words & NAMES
 
@@ -107,37 +99,28 @@ def loads_code(tree: ast.Module) -> Iterator[tuple[int, set[str]]]:
         names: set[str] = set()
         if isinstance(node, (ast.Attribute, ast.Name)):
             names = {ast.unparse(node)} & {"torch.save", "torch.load", "eval"}
-        elif isinstance(node, ast.Import):
-            names = {a.name for a in node.names} & {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
-        elif isinstance(node, ast.ImportFrom):
-            names = {str(node.module)} & {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            imported = {a.name for a in node.names} if isinstance(node, ast.Import) else {str(node.module)}
+            names = imported & {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
         if names:
             yield getattr(node, "lineno", 0), names
 
 
-@pytest.mark.parametrize(
-    ("found", "allowed", "examples"),
-    [
-        (
-            comparisons,
-            KNOW_NAMES,
-            ["x == 'ddp'", "x in ('bf16', 'fp16')", "match x:\n    case 'single': pass"],
-        ),
-        (environment_uses, ("base/env.py",), ["import os\nos.environ['X']", "from os import environ"]),
-        (
-            late_imports,
-            ("launcher/",),
-            ["def f():\n    from . import plan", "def f():\n    import easymp.plan"],
-        ),
-        (
-            loads_code,
-            ("checkpoint/accelerate", "compat/deepspeed/engine", "distributed/hang_watch"),
-            ["import pickle", "torch.load('x')", "eval('x')"],
-        ),
-    ],
-)
-def test_where_it_is_done(found: object, allowed: tuple[str, ...], examples: list[str]) -> None:
-    assert callable(found)
+# A rule, the files that are free of it, and code that breaks it.
+RULES = [
+    (comparisons, KNOW_NAMES, ["x == 'ddp'", "x in ('bf16', 'fp16')", "match x:\n    case 'single': pass"]),
+    (environment_uses, ("base/env.py",), ["import os\nos.environ['X']", "from os import environ"]),
+    (late_imports, ("launcher/",), ["def f():\n    from . import plan", "def f():\n    import easymp.plan"]),
+    (
+        loads_code,
+        ("checkpoint/accelerate", "compat/deepspeed/engine", "distributed/hang_watch"),
+        ["import pickle", "torch.load('x')", "eval('x')"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "allowed", "examples"), RULES)
+def test_where_it_is_done(found, allowed, examples) -> None:
     for text in examples:
         assert list(found(ast.parse(text))), text
     assert not [(n, *f) for n, tree in trees() if not n.startswith(allowed) for f in found(tree)]
@@ -150,6 +133,5 @@ def test_every_file_says_what_it_holds() -> None:
 def test_the_page_lists_every_file() -> None:
     page = (PACKAGE.parent / "docs/contributing/architecture.md").read_text(encoding="utf-8")
     listed = {line.split()[0] for line in page.partition("```text tree\n")[2].splitlines() if ".py " in line}
-    assert listed == {
-        name for name, text in sources().items() if text and not name.endswith("__init__.py")
-    }, "run python docs/contributing/tree.py"
+    files = {name for name, text in sources().items() if text and not name.endswith("__init__.py")}
+    assert listed == files, "run python docs/contributing/tree.py"

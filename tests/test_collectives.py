@@ -27,6 +27,13 @@ class Pair(NamedTuple):
     y: Any
 
 
+broadcast = easymp.broadcast_object_list
+
+
+def padded(acc: Accelerator, *shape: int) -> Any:
+    return acc.pad_across_processes(torch.ones(shape), dim=1)
+
+
 # What ranks 0 and 1 do, what rank 2 does, and what all of them say.
 Call = Callable[[Accelerator], Any]
 UNLIKE: list[tuple[Call, Call, str]] = [
@@ -38,29 +45,17 @@ UNLIKE: list[tuple[Call, Call, str]] = [
     (lambda a: a.gather(Pair(F, F)), lambda a: a.gather(Pair(F, (F,))), "at [1]: rank 2 has nothing"),
     (lambda a: a.gather(F), lambda a: a.gather(1.0), "rank 2 has a float, the others float32[2]"),
     (lambda a: a.gather(F), lambda a: a.reduce(F), "rank 2 calls reduce(reduction='sum', scale=1.0)"),
-    (
-        lambda a: a.reduce(F),
-        lambda a: a.reduce(F, "mean"),
-        "rank 2 calls reduce(reduction='mean', scale=1.0)",
-    ),
+    (lambda a: a.reduce(F), lambda a: a.reduce(F, "mean"), "rank 2 calls reduce(reduction='mean', scale=1.0)"),
     (lambda a: a.gather(F), lambda a: easymp.gather_object([F]), "rank 2 calls gather_object, the others"),
     (lambda a: a.wait_for_everyone(), lambda a: a.check_trigger(), "rank 2 calls check_trigger"),
-    (
-        lambda a: a.pad_across_processes(torch.ones(2, 2), dim=1),
-        lambda a: a.pad_across_processes(torch.ones(3, 5), dim=1),
-        "rank 2 has float32[3, *], the others float32[2, *].",
-    ),
+    (lambda a: padded(a, 2, 2), lambda a: padded(a, 3, 5), "rank 2 has float32[3, *], the others float32[2, *]."),
     (lambda a: a.mean(1.0), lambda a: a.mean([1.0, 2.0]), "at the value: rank 2 has float32[2]"),
     (lambda a: easymp.broadcast(F, 0), lambda a: easymp.broadcast(F, 1), "rank 2 calls broadcast("),
-    (
-        lambda a: easymp.broadcast_object_list([1]),
-        lambda a: easymp.broadcast_object_list([1, 2]),
-        "rank 2 has a list of 2, the others a list of 1",
-    ),
+    (lambda a: broadcast([1]), lambda a: broadcast([1, 2]), "rank 2 has a list of 2, the others a list of 1"),
     (lambda a: easymp.gather_object([1]), lambda a: easymp.gather_object("text"), "not a str"),
     (lambda a: easymp.gather(F), lambda a: easymp.reduce(F), "rank 2 calls reduce(reduction='mean'"),
     (lambda a: a.gather(F), lambda a: a.gather_for_metrics(F), "rank 2 calls gather_for_metrics"),
-]
+]  # fmt: skip
 
 
 def said(call: Callable[..., Any], *args: Any) -> str:
@@ -174,6 +169,11 @@ def test_a_first_process_that_is_gone_is_not_waited_for(ranks, tmp_path: Path, n
     assert waiting.message.startswith("rank 1 gave up in main_process_first: ")
 
 
+def busy(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
+
+
 def trained_in_a_thread(path: Path) -> str:
     """As Ray Train does: the main thread waits elsewhere."""
     found: list[str] = []
@@ -191,11 +191,6 @@ def trained_in_a_thread(path: Path) -> str:
     thread.start()
     thread.join()
     return "".join(found)
-
-
-def busy(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.05)
 
 
 def test_a_hang_shows_the_line_of_the_thread_that_trains(ranks, tmp_path: Path) -> None:

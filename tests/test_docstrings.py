@@ -68,13 +68,8 @@ def public() -> dict[str, Public]:
     places += [(f"optim.{name}", getattr(easymp.optim, name)) for name in OPTIM]
     places.append(("compat.explain", easymp.compat.explain))
     places += [(f"nn.{name}", getattr(easymp.nn, name)) for name in easymp.nn.__all__]
-    memory = vars(easymp.memory).items()
-    places += [
-        (f"memory.{name}", value)
-        for name, value in memory
-        if getattr(value, "__module__", "") == "easymp.training.memory"
-        and name in ("Memory", "Table", "bytes_saved", "estimate", "fits", "table")
-    ]
+    memory = ("Memory", "Table", "estimate", "fits", "table")
+    places += [(f"memory.{name}", getattr(easymp.memory, name)) for name in memory]
     for name, value in places:
         if isinstance(value, str):
             continue

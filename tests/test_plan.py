@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,16 +17,15 @@ from easymp.plan import candidates
 from easymp.precision import PRECISIONS
 from easymp.settings import NAMES
 from easymp.strategies import STRATEGIES
-from easymp.training.memory import Memory, by_memory, estimate, fits
+from easymp.training.memory import by_memory, estimate, fits
 
 from .hardware.machines import MACHINES
 
 ONE = Ranks()
 
 
-def several(size: int, rank: int = 0, local_size: int | None = None) -> Ranks:
-    local_size = local_size or size
-    return Ranks(rank, size, rank % local_size, local_size, "RANK and WORLD_SIZE")
+def several(size: int, rank: int = 0) -> Ranks:
+    return Ranks(rank, size, rank, size, "RANK and WORLD_SIZE")
 
 
 def plan(machine: str | Hardware, ranks: Ranks = ONE, **asked: object) -> Plan:
@@ -54,35 +53,29 @@ AUTO = {
     "Intel XPU": ("xpu:0", "bf16", r"native bf16 on Intel\(R\) Data Center GPU Max 1550"),
     "M-series Mac": ("mps", "fp32", "on Apple GPUs half precision is not reliably faster"),
     "laptop CPU": ("cpu", "fp32", "this CPU has no bf16 instructions"),
-    "Zen 4 server": (
-        "cpu",
-        "auto",
-        "avx512_bf16 instructions: the first training step times bf16 against fp32",
-    ),
+    "Zen 4 server": ("cpu", "auto", "avx512_bf16 instructions: the first training step times bf16 against"),
     "Sapphire Rapids": ("cpu", "auto", "amx_bf16 instructions: the first training step times"),
     "Graviton 4": ("cpu", "auto", "sve_bf16 instructions: the first training step times"),
 }
 
 
-def test_every_machine_has_its_row() -> None:
+def test_every_machine_has_its_row():
     assert AUTO.keys() == MACHINES.keys()
 
 
 @pytest.mark.parametrize("machine", AUTO)
-def test_auto(machine: str) -> None:
+def test_auto(machine):
     device, precision, why = AUTO[machine]
-    made = plan(machine)
+    made, hardware = plan(machine), MACHINES[machine]
     assert (made.device.value, made.precision.value, made.strategy.value) == (device, precision, "single")
     assert re.search(why, made.precision.reason)
-    assert made.precision.source is Source.DETECTED
-    assert made.device.source is Source.DETECTED
-    hardware = MACHINES[machine]
+    assert made.precision.source is made.device.source is Source.DETECTED
     assert made.device.reason == (hardware.devices[0].name if hardware.devices else hardware.looked_for[0])
     assert made.strategy.reason == "one process"
 
 
 @pytest.mark.parametrize("machine", ["2xA100 NVLink", "8xH100", "laptop CPU"])
-def test_several_processes(machine: str) -> None:
+def test_several_processes(machine):
     devices = MACHINES[machine].devices
     size = len(devices) or 3
     for rank in range(size):
@@ -91,13 +84,34 @@ def test_several_processes(machine: str) -> None:
         assert (made.strategy.value, made.strategy.reason) == ("ddp", f"{size} processes")
 
 
-def test_pods_with_one_gpu_each() -> None:
+def test_pods_with_one_gpu_each():
     """RANK and WORLD_SIZE without LOCAL_RANK: before ranks are counted by host (`easymp env`), and after."""
     announced = Ranks(1, 2, 1, 2, "RANK and WORLD_SIZE", unknown="rank")
     counted = announced._replace(local_rank=0, local_size=1, unknown="")
     assert [plan("A100", ranks).device.value for ranks in (announced, counted)] == ["cuda:0"] * 2
     with pytest.raises(RefusedError, match="this is process 1 of its node"):  # two ranks are on one host
         plan("A100", announced._replace(unknown=""))
+
+
+def mixed(*machines: str) -> Hardware:
+    """One machine with the cards of several, of the first one's kind."""
+    cards = [
+        card
+        for name in machines
+        for card in MACHINES[name].devices
+        if card.kind == MACHINES[machines[0]].kind
+    ]
+    return replace(MACHINES[machines[0]], devices=tuple(replace(c, index=i) for i, c in enumerate(cards)))
+
+
+@pytest.mark.parametrize(
+    ("other", "precision"),
+    [("T4", "fp16"), ("V100", "fp16"), ("P100", "fp32"), ("GTX 1660", "fp32"), ("L4", "bf16")],
+)
+def test_unlike_cards_decide_alike(other, precision):
+    for cards in (("A100", other), (other, "A100")):
+        assert {plan(mixed(*cards), several(2, rank)).precision.value for rank in (0, 1)} == {precision}
+        assert len({plan(mixed(*cards), several(2, rank)).precision for rank in (0, 1)}) == 1
 
 
 # -- by memory ---------------------------------------------------------------------------------------------------------
@@ -107,21 +121,8 @@ def gpt(parameters: float, layers: int = 32) -> torch.nn.Module:
     """So many parameters in blocks, on the meta device."""
     wide = int((parameters / layers / 2) ** 0.5)
     with torch.device("meta"):
-        blocks = (
-            torch.nn.Sequential(torch.nn.Linear(wide, wide), torch.nn.Linear(wide, wide))
-            for _ in range(layers)
-        )
-        return torch.nn.Sequential(*blocks)
-
-
-def needs(model: torch.nn.Module, made: Plan) -> dict[str, Memory]:
-    ranks = made.ranks
-    return {
-        name: estimate(
-            model, strategy=name, precision=made.precision.value, world=ranks.size, per_node=ranks.local_size
-        )
-        for name in candidates(made)
-    }
+        two = lambda: (torch.nn.Linear(wide, wide), torch.nn.Linear(wide, wide))  # noqa: E731
+        return torch.nn.Sequential(*(torch.nn.Sequential(*two()) for _ in range(layers)))
 
 
 @pytest.mark.parametrize(
@@ -137,17 +138,16 @@ def needs(model: torch.nn.Module, made: Plan) -> dict[str, Memory]:
         ("H100", 1, 70e9, "single"),
     ],
 )
-def test_the_first_strategy_that_there_is_memory_for(
-    machine: str, processes: int, parameters: float, strategy: str
-) -> None:
-    made = plan(machine, several(processes) if processes > 1 else ONE)
-    each = needs(gpt(parameters), made)
+def test_the_first_strategy_that_there_is_memory_for(machine, processes, parameters, strategy):
+    made, model = plan(machine, several(processes) if processes > 1 else ONE), gpt(parameters)
+    how = {"precision": made.precision.value, "world": processes, "per_node": processes}
+    each = {name: estimate(model, strategy=name, **how) for name in candidates(made)}
     choice = by_memory(each, made.memory)
     assert (choice.value, choice.source) == (strategy, Source.DETECTED)
     assert ("too much" in choice.reason) == (not fits(each[strategy], made.memory))
 
 
-def test_what_a_rank_has() -> None:
+def test_what_a_rank_has():
     assert plan("8xH100", several(8, 3)).memory == MACHINES["8xH100"].devices[3].memory
     assert plan("M-series Mac").memory == MACHINES["M-series Mac"].devices[0].memory
     assert plan("laptop CPU", several(4)).memory == MACHINES["laptop CPU"].cpu.memory // 4
@@ -157,30 +157,26 @@ def test_what_a_rank_has() -> None:
 
 # -- asked for ---------------------------------------------------------------------------------------------------------
 
-# Which precisions each machine takes when asked by name.
-LEVELS = {"O0", "O1", "O2", "O3"}
+# Which precisions each machine takes when asked by name; the others take all.
+OLD, NO_FP8 = {"fp32", "fp16", "fp16-true", "O0", "O1", "O2", "O3"}, {*PRECISIONS} - {"fp8"}
+NO_TF32 = ("MI300X", "M-series Mac", "laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")
 TAKES = {
-    **{name: {"fp32", "fp16", "fp16-true", *LEVELS} for name in ("P100", "V100", "T4")},
+    **dict.fromkeys(("P100", "V100", "T4"), OLD),
     "GTX 1660": {"fp32", "O0"},
-    **{name: {*PRECISIONS} - {"fp8"} for name in ("A100", "2xA100 NVLink", "2xRTX 3090")},
-    "Intel XPU": {*PRECISIONS} - {"fp8"},
-    **{name: {*PRECISIONS} - {"fp8", "tf32"} for name in ("MI300X", "M-series Mac")},
-    **{
-        name: {*PRECISIONS} - {"fp8", "tf32"}
-        for name in ("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")
-    },
+    **dict.fromkeys(("A100", "2xA100 NVLink", "2xRTX 3090", "Intel XPU"), NO_FP8),
+    **dict.fromkeys(NO_TF32, NO_FP8 - {"tf32"}),
 }
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_precision_by_name_is_honoured_or_refused(machine: str, precision: str) -> None:
-    if precision in TAKES.get(machine, set(PRECISIONS)):
-        choice = plan(machine, mixed_precision=precision).precision
-        assert (choice.value, choice.source) == (precision, Source.ASKED)
-    else:
-        with pytest.raises(RefusedError, match=r"cannot run here: .+; use .*fp32"):
-            plan(machine, mixed_precision=precision)
+def test_a_precision_by_name_is_honoured_or_refused(machine):
+    for precision in PRECISIONS:
+        if precision in TAKES.get(machine, PRECISIONS):
+            choice = plan(machine, mixed_precision=precision).precision
+            assert (choice.value, choice.source) == (precision, Source.ASKED)
+        else:
+            with pytest.raises(RefusedError, match=r"cannot run here: .+; use .*fp32"):
+                plan(machine, mixed_precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -195,46 +191,23 @@ def test_a_precision_by_name_is_honoured_or_refused(machine: str, precision: str
         ("laptop CPU", ONE, {"strategy": "ddp"}, "'ddp' averages gradients over processes, .*easymp launch"),
     ],
 )
-def test_refusals_say_why_not_and_what_would(
-    machine: str, ranks: Ranks, asked: dict[str, str], words: str
-) -> None:
+def test_refusals_say_why_not_and_what_would(machine, ranks, asked, words):
     with pytest.raises(RefusedError, match=words):
         plan(machine, ranks, **asked)
 
 
-def test_a_refusal_names_the_variable_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_names_the_variable_that_asked(monkeypatch):
     monkeypatch.setenv("EASYMP_MIXED_PRECISION", "tf32")
     with pytest.raises(RefusedError, match="EASYMP_MIXED_PRECISION in the environment cannot run here"):
         make_plan(resolve(), MACHINES["laptop CPU"], ONE)
 
 
-def test_a_torch_that_is_not_built_for_the_card() -> None:
+def test_a_torch_that_is_not_built_for_the_card():
     machine = MACHINES["B200"]
-    stranger = dataclasses.replace(
-        machine, devices=(dataclasses.replace(machine.devices[0], built_for=False),)
-    )
+    stranger = replace(machine, devices=(replace(machine.devices[0], built_for=False),))
     with pytest.raises(RefusedError, match="NVIDIA B200 is sm_100, for which this build of torch"):
         plan(stranger)
     assert plan(stranger, cpu=True).device.value == "cpu"
-
-
-def mixed(*machines: str) -> Hardware:
-    """One machine with the cards of several."""
-    cards = [MACHINES[name].devices[0] for name in machines]
-    return dataclasses.replace(
-        MACHINES[machines[0]], devices=tuple(dataclasses.replace(c, index=i) for i, c in enumerate(cards))
-    )
-
-
-@pytest.mark.parametrize(
-    ("other", "precision"),
-    [("T4", "fp16"), ("V100", "fp16"), ("P100", "fp32"), ("GTX 1660", "fp32"), ("L4", "bf16")],
-)
-def test_unlike_cards_decide_alike(other: str, precision: str) -> None:
-    for cards in (("A100", other), (other, "A100")):
-        choices = {plan(mixed(*cards), several(2, rank)).precision for rank in (0, 1)}
-        assert len(choices) == 1
-        assert choices.pop().value == precision
 
 
 # -- purity ------------------------------------------------------------------------------------------------------------
@@ -252,31 +225,23 @@ asked = st.fixed_dictionaries(
 worlds = st.integers(1, 9).flatmap(lambda size: st.builds(several, st.just(size), st.integers(0, size - 1)))
 
 
-def outcome(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan | str:
+def outcome(hardware: Hardware, ranks: Ranks, **asked: object) -> Plan | str:
     try:
-        return make_plan(settings, hardware, ranks)
+        return plan(hardware, ranks, **asked)
     except RefusedError as error:
         return str(error)
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(asked=asked, names=st.lists(st.sampled_from(sorted(MACHINES)), min_size=1, max_size=3), ranks=worlds)
-def test_the_same_in_gives_the_same_out_and_nothing_is_ever_silent(
-    asked: dict, names: list[str], ranks: Ranks
-) -> None:
+def test_the_same_in_gives_the_same_out_and_nothing_is_ever_silent(asked, names, ranks):
     """A plan or a refusal; what was asked for is what is planned."""
-    kind = MACHINES[names[0]].kind
-    cards = [d for name in names for d in MACHINES[name].devices if d.kind == kind]
-    hardware = dataclasses.replace(
-        MACHINES[names[0]], devices=tuple(dataclasses.replace(d, index=i) for i, d in enumerate(cards))
-    )
-    settings = Settings(**asked)
-    made = outcome(settings, hardware, ranks)
-    assert made == outcome(Settings(**asked), hardware, ranks)
+    hardware = mixed(*names)
+    made = outcome(hardware, ranks, **asked)
+    assert made == outcome(hardware, ranks, **asked)
     if isinstance(made, str):
         return
-    word = asked.get("mixed_precision", "auto")
-    if word != "auto":
+    if asked.get("mixed_precision", "auto") != "auto":
         assert made.precision.source is Source.ASKED
     assert made.precision.value in {*PRECISIONS, "auto"}
     assert made.strategy.value in STRATEGIES
@@ -285,10 +250,7 @@ def test_the_same_in_gives_the_same_out_and_nothing_is_ever_silent(
     assert all(choice.reason for choice in made.choices.values())
 
 
-# -- shown -------------------------------------------------------------------------------------------------------------
-
-
-def test_explain() -> None:
+def test_explain():
     assert plan("T4", gradient_accumulation_steps=4).explain().splitlines() == [
         "processes     1       no launcher announced others",
         "device        cuda:0  Tesla T4",

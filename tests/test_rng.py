@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -12,11 +11,9 @@ from torch import nn
 
 from easymp import Accelerator, set_seed
 
-from .conftest import Ranks
-
 
 @pytest.fixture(autouse=True)
-def _streams() -> Iterator[None]:
+def _streams():
     before = random.getstate(), numpy.random.get_state(), torch.random.get_rng_state()
     yield
     random.setstate(before[0])
@@ -29,15 +26,14 @@ def drawn(seed: int, **options: bool) -> tuple[float, float, float]:
     return random.random(), float(numpy.random.rand()), torch.rand(1).item()
 
 
-def test_one_seed_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_seed_one_stream(monkeypatch):
     first = drawn(5)
     assert drawn(5) == first
     streams = [first, drawn(6)]
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         streams.append(drawn(5, device_specific=True))
-    for column in zip(*streams):
-        assert len(set(column)) == 4
+    assert all(len(set(column)) == 4 for column in zip(*streams))
 
 
 def dropout_and_weights() -> tuple[list[float], list[float], list[float]]:
@@ -53,9 +49,7 @@ def dropout_and_weights() -> tuple[list[float], list[float], list[float]]:
     return weights, mask, order
 
 
-def test_ranks_start_alike_then_differ(ranks: Ranks) -> None:
+def test_ranks_start_alike_then_differ(ranks):
     (weights, mask, order), (others_weights, others_mask, others_order) = ranks(dropout_and_weights)
-    assert weights == others_weights
-    assert mask != others_mask
-    assert order == others_order
-    assert sorted(order) == list(range(8))
+    assert weights == others_weights and mask != others_mask
+    assert order == others_order and sorted(order) == list(range(8))

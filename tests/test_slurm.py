@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 
-from easymp import EasympWarning, WorldError
+from easymp import Accelerator, EasympWarning, WorldError
 from easymp.base import env
 from easymp.base.ranks import hosts
-from easymp.distributed import Ranks, World, read_ranks
+from easymp.distributed import Ranks, read_ranks
 
 # Rank 5 of 8, on the second of two nodes.
 TASK = {
     "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[007-008]",
     "SLURM_JOB_ID": "120345", "SLURM_JOB_NAME": "train",
 }  # fmt: skip
+SIZES = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")  # of a job, and of a step of it
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}  # what srun adds in a real one
 # before its srun
 BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "ENVIRONMENT": "BATCH"}
@@ -76,11 +76,7 @@ def test_task(slurm, changes, task):
         ({"SLURM_PROCID": None}, "srun did not start this process"),  # a shell of salloc
         ({"SLURM_JOB_NAME": "bash"}, "Slurm's job is interactive, by its name 'bash'"),
         ({"SLURM_JOB_NAME": "interactive"}, "Slurm's job is interactive, by its name 'interactive'"),
-        ({"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, "Slurm's srun started one task"),
-        (
-            {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1},
-            "Slurm's srun started one task",
-        ),  # in a job of eight
+        *(({"SLURM_PROCID": 0, name: 1}, "Slurm's srun started one task") for name in SIZES),
         ({**BATCH, "SLURM_NTASKS": 1}, "this is Slurm's batch script, before any srun"),
         ({**BATCH, "SLURM_NTASKS": None}, "this is Slurm's batch script, before any srun"),
     ],
@@ -90,17 +86,14 @@ def test_no_task(slurm, changes, why):
     assert read_ranks() == Ranks(alone=f"no launcher announced others: {why}" if why else Ranks().alone)
 
 
-def test_a_shell_at_a_terminal_is_no_task(slurm, monkeypatch):
+def test_a_shell_and_a_batch_script_that_forgets_srun_are_no_tasks(slurm, monkeypatch):
     """`srun -n 8 --pty bash`, and then python: the other seven never come."""
-    slurm(**STEP, SLURM_JOB_NAME="bash", SLURM_PROCID=0)
-    monkeypatch.setattr(os, "isatty", lambda number: number == 0)
-    assert read_ranks().size == 1
-
-
-def test_a_batch_script_that_forgets_srun_is_told_so(slurm):
     slurm(**BATCH)
     with pytest.warns(EasympWarning, match="one process trains, of the 8 tasks of Slurm's job.*with srun"):
         assert read_ranks().size == 1
+    slurm(**STEP, SLURM_JOB_NAME="bash", SLURM_PROCID=0)
+    monkeypatch.setattr(os, "isatty", lambda number: number == 0)
+    assert read_ranks().size == 1
 
 
 @pytest.mark.parametrize(
@@ -126,25 +119,16 @@ def test_contradictions(slurm, changes, words):
         read_ranks()
 
 
-def as_tasks(size: int, timeout: float) -> tuple[float, int]:
-    """The pool's ranks as srun would have started them; the place to meet is the pool's, as one's own."""
-    rank = os.environ["RANK"]
-    task = {**TASK, **STEP, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
-    task |= {"SLURM_TASKS_PER_NODE": str(size), "SLURM_STEP_NUM_TASKS": str(size)}
+def alone() -> None:
+    """A rank of the pool as the first of three tasks; they meet at the pool's place, as at one's own."""
+    task = {**TASK, **STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    task |= {"SLURM_TASKS_PER_NODE": "3", "SLURM_STEP_NUM_TASKS": "3"}
     with env.override(RANK=None, WORLD_SIZE=None, LOCAL_RANK=None, LOCAL_WORLD_SIZE=None, **task):
-        world = World(read_ranks(), torch.device("cpu"), timeout)
-        try:
-            return world.reduce(torch.tensor(10.0 + world.rank)).item(), world.local_size
-        finally:
-            world.close()
-
-
-def test_tasks_are_ranks(ranks):
-    assert ranks(as_tasks, 2, 30.0) == [(21.0, 2), (21.0, 2)]
+        Accelerator(cpu=True, timeout=0.5)
 
 
 def test_a_task_that_never_comes_is_named(ranks):
-    (failure,) = ranks.fails(as_tasks, 3, 0.5, processes=1)
+    (failure,) = ranks.fails(alone, processes=1)
     assert "Slurm's srun announced 3 tasks, but rank 1, 2 did not arrive within 0.5 s" in failure.message
     assert "RANK" not in failure.message
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .cluster import Cluster, missing
+from .cluster import missing, running
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 LAUNCH = (sys.executable, "-m", "easymp", "launch")
@@ -30,8 +29,9 @@ model, optimizer, loader = acc.prepare(model, optimizer, loader)
 heard = []
 signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
 resumed = acc.resume()
+ranks = open(sys.argv[1] + ".ranks", "a")
+ranks.write(f"rank {{acc.process_index}} of {{acc.num_processes}}\\n")
 log = open(sys.argv[1] + ".log", "a")
-log.write(f"rank {{acc.process_index}} of {{acc.num_processes}}\\n")
 for _ in acc.epochs(1):
     for inputs, targets in loader:
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
@@ -55,14 +55,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    cluster.variables.update(VARIABLES)
-    try:
-        cluster.start()
+def cluster():
+    with running(**VARIABLES) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture(scope="module")
@@ -72,64 +67,53 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+def lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
 @pytest.fixture(scope="module")
-def ranks_log(cluster, folder) -> list[str]:
-    """What the training writes as two tasks of one node, without a launcher."""
+def losses(cluster, folder) -> list[str]:
+    """Those of two tasks of one node, without a launcher."""
     cluster.run("srun", "-N", "1", "-n", "2", sys.executable, "train.py", "plain", "go on", cwd=folder)
-    return (folder / "plain.log").read_text().splitlines()
+    assert sorted(lines(folder / "plain.ranks")) == ["rank 0 of 2", "rank 1 of 2"]
+    return lines(folder / "plain.log")
 
 
-def test_tasks_of_srun_are_ranks(ranks_log):
-    assert sorted(line for line in ranks_log if line.startswith("rank")) == ["rank 0 of 2", "rank 1 of 2"]
-    assert [int(line.split()[0]) for line in ranks_log if not line.startswith("rank")] == list(
-        range(1, STEPS + 1)
-    )
+def test_tasks_of_srun_are_ranks(losses):
+    assert [int(line.split()[0]) for line in losses] == list(range(1, STEPS + 1))
 
 
 def test_a_script_that_asks_slurm_itself(cluster, folder):
     """examples/approaches/with_slurm.py: ranks by variables, and where to meet by scontrol."""
-    script = f"{ROOT}/examples/approaches/with_slurm.py"
-    told = cluster.run(
-        "srun", "-N", "2", "--ntasks-per-node=1", sys.executable, script, "--epochs", "1", cwd=folder
-    )
+    words = [sys.executable, f"{ROOT}/examples/approaches/with_slurm.py", "--epochs", "1"]
+    told = cluster.run("srun", "-N", "2", "--ntasks-per-node=1", *words, cwd=folder)
     assert told.count("test accuracy  9") == 1
 
 
-def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, ranks_log):
+def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, losses):
     """`easymp launch --slurm submit`, one task on each of two nodes."""
     log = folder / "job.log"
     asked = "submit --nodes=2 --time=10 --partition=tests"
     said = cluster.run(*LAUNCH, "--slurm", asked, "--processes", "1", "train.py", "job", "wait", cwd=folder)
     job = said.split()[-1]
-
-    def state(word: str) -> bool:
-        return f"JobState={word}" in cluster.run("scontrol", "show", "job", job)
-
-    cluster.until(lambda: log.exists() and len(log.read_text().splitlines()) > 10, "ten steps are done")
+    cluster.until(lambda: len(lines(log)) > 10, "ten steps are done")
     # What --signal has Slurm do when the time is up: to all tasks, not to the script. They wait for it.
     cluster.run("scancel", "--signal=USR1", job)
-    cluster.until(lambda: state("PENDING"), "the job is in the queue again")
+    cluster.until_state(job, "PENDING")
     # Slurm would give it two minutes' rest, lest a node takes the new start for the old one; it counts in seconds
     time.sleep(2)
     cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
-    cluster.until(lambda: state("COMPLETED"), "the job is done")
-
-    lines = log.read_text().splitlines()
-    assert (
-        sorted(line for line in lines if line.startswith("rank")) == ["rank 0 of 2"] * 2 + ["rank 1 of 2"] * 2
-    )
-    losses = [line for line in lines if not line.startswith("rank")]
-    # bit for bit, as if nothing had been
-    assert losses == [line for line in ranks_log if not line.startswith("rank")]
+    cluster.until_state(job, "COMPLETED")
+    assert sorted(lines(folder / "job.ranks")) == ["rank 0 of 2"] * 2 + ["rank 1 of 2"] * 2
+    assert lines(log) == losses  # bit for bit, as if nothing had been
     output = (folder / f"train-{job}.out").read_text()
     assert re.search(r"the ranks saved \S*/checkpoints/step-\d+ and can be started again", output)
     assert "Traceback" not in output
 
 
 def test_launchers_of_several_tasks_on_one_node_share_its_local_ranks(cluster, folder):
-    (folder / "tell.py").write_text(
-        "import os\nprint(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))\n"
-    )
+    names = "('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')"
+    (folder / "tell.py").write_text(f"import os\nprint(*(os.environ[n] for n in {names}))\n")
     told = cluster.run("srun", "-N", "1", "-n", "2", *LAUNCH, "tell.py", cwd=folder)
     assert sorted(told.splitlines()) == ["0 2 0 2", "1 2 1 2"]
 

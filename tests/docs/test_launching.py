@@ -13,20 +13,19 @@ from typing import Any
 
 import pytest
 
-from ..cluster import Cluster, missing
+from ..cluster import missing, running
 from ..examples.run import ROOT, environment
 from ..pool import free_port
-from ..test_announced import announces, clear, seat, train
-from .blocks import Block, blocks
+from ..test_announced import announces, seats, train
+from .blocks import blocks
 
 yaml = pytest.importorskip("yaml")
-GUIDES = ROOT / "docs/guides/launching"
 
 
-def block(page: str, title: str) -> Block:
+def code(page: str, title: str) -> str:
     """The block that is written to the file `title`."""
-    found = blocks(page, (GUIDES / page).read_text(encoding="utf-8"))
-    return next(block for block in found if block.title == title)
+    path = ROOT / "docs/guides/launching" / page
+    return next(b.code for b in blocks(page, path.read_text(encoding="utf-8")) if b.title == title)
 
 
 def start(words: list[str], variables: dict[str, str], folder: Path) -> subprocess.Popen[str]:
@@ -45,69 +44,51 @@ def ended(*processes: subprocess.Popen[str], seconds: float = 250) -> list[str]:
     return [out for out, _ in told]
 
 
-# -- Kubernetes --------------------------------------------------------------------------------------------------------
+# -- Kubernetes: the command of the pods, and the variables of each; "{port}" is the first pod's, on this machine ------
+
+FIRST = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}
+Pods = tuple[list[str], list[dict[str, str]]]
 
 
-def trainjob(title: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The command of the pods of a TrainJob, and the variables of each (kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go)."""
-    job = yaml.safe_load(block("kubernetes.md", title).code)
-    policy = yaml.safe_load(block("kubernetes.md", "runtime.yaml").code)["spec"]["mlPolicy"]
-    trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
+def trainjob(title: str) -> Pods:
+    """As kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go, sets them."""
+    job = yaml.safe_load(code("kubernetes.md", title))
+    policy = yaml.safe_load(code("kubernetes.md", "runtime.yaml"))["spec"]["mlPolicy"]
+    trainer = job["spec"]["trainer"]
     each = trainer.get("numProcPerNode", policy["torch"].get("numProcPerNode", "auto"))
     nodes = trainer.get("numNodes", policy["numNodes"])
-    pods = [
-        {
-            "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": str(each), "PET_NODE_RANK": str(index),
-            "PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29500",
-        }
-        for index in range(nodes)
-    ]  # fmt: skip
-    return trainer["command"] + trainer["args"], pods
+    same = {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": str(each)}
+    same |= {f"PET_{name}": value for name, value in FIRST.items()}
+    return trainer["command"] + trainer["args"], [{**same, "PET_NODE_RANK": str(k)} for k in range(nodes)]
 
 
-def pytorchjob(each: str = "") -> tuple[list[str], list[dict[str, str]]]:
-    """The same of the PyTorchJob (kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go); `each` replaces nprocPerNode."""
-    job = yaml.safe_load(block("kubernetes.md", "pytorchjob.yaml").code)
-    each = each or job["spec"]["nprocPerNode"]
-    replicas = job["spec"]["pytorchReplicaSpecs"]
+def pytorchjob(each: str = "") -> Pods:
+    """As kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go, sets them; `each` replaces nprocPerNode."""
+    spec = yaml.safe_load(code("kubernetes.md", "pytorchjob.yaml"))["spec"]
+    each, replicas = each or spec["nprocPerNode"], spec["pytorchReplicaSpecs"]
     total = sum(spec["replicas"] for spec in replicas.values())
-    pods = [
-        {
-            "PYTHONUNBUFFERED": "0", "MASTER_ADDR": f"{job['metadata']['name']}-master-0", "MASTER_PORT": "23456",
-            "WORLD_SIZE": str(total * (int(each) if each.isdecimal() else 1)), "RANK": str(rank), "PET_NODE_RANK": str(rank),
-            "PET_NPROC_PER_NODE": each, "PET_NNODES": str(total),
-        }
-        for rank in range(total)
-    ]  # fmt: skip
+    world = str(total * (int(each) if each.isdecimal() else 1))
+    same = {
+        "PYTHONUNBUFFERED": "0",
+        "WORLD_SIZE": world,
+        "PET_NPROC_PER_NODE": each,
+        "PET_NNODES": str(total),
+        **FIRST,
+    }
     container = replicas["Master"]["template"]["spec"]["containers"][0]
+    pods = [{**same, "RANK": str(rank), "PET_NODE_RANK": str(rank)} for rank in range(total)]
     return container["command"] + container["args"], pods
 
 
-def here(pod: dict[str, str], port: int | str) -> dict[str, str]:
-    """The variables of a pod whose first pod is this machine, as its name server would have it."""
-    changed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {name: changed.get(name.removeprefix("PET_"), value) for name, value in pod.items()}
+def in_pods(each: list[list[dict[str, str]]]) -> list[Any]:
+    return seats([pods[int(os.environ["RANK"])] for pods in each])
 
 
-def in_pod(pods: list[dict[str, str]]) -> tuple[int, int, int, float, str]:
-    pod = here(pods[int(os.environ["RANK"])], os.environ["MASTER_PORT"])
-    clear()
-    os.environ.update(pod)
-    return seat()
-
-
-@pytest.mark.parametrize(
-    ("pods", "by"),
-    [
-        pytest.param(
-            trainjob("trainjob-one-gpu.yaml")[1], "PET_NNODES and PET_NPROC_PER_NODE", id="TrainJob"
-        ),
-        pytest.param(pytorchjob("1")[1], "RANK and WORLD_SIZE", id="PyTorchJob"),
-        pytest.param(pytorchjob("auto")[1], "RANK and WORLD_SIZE", id="PyTorchJob, auto"),
-    ],
-)
-def test_plain_python_in_pods_with_one_accelerator(ranks: Any, pods: list[dict[str, str]], by: str) -> None:
-    assert ranks(in_pod, pods) == [(0, 2, 0, 1.0, by), (1, 2, 1, 1.0, by)]
+def test_plain_python_in_pods_with_one_accelerator(ranks: Any) -> None:
+    jobs = [trainjob("trainjob-one-gpu.yaml"), pytorchjob("1"), pytorchjob("auto")]
+    by = ["PET_NNODES and PET_NPROC_PER_NODE", *["RANK and WORLD_SIZE"] * 2]
+    found = ranks(in_pods, [pods for _, pods in jobs])
+    assert found == [[(rank, 2, rank, 1.0, words) for words in by] for rank in (0, 1)]
 
 
 # One write a line: unbuffered ranks share a pipe.
@@ -119,47 +100,37 @@ os.write(1, f"{line} {sys.argv[1:]}\\n".encode())
 
 
 @pytest.mark.parametrize(
-    ("job", "launcher"),
+    "job",
     [
-        pytest.param(trainjob("trainjob.yaml"), "easymp", id="TrainJob"),
-        pytest.param(trainjob("trainjob.yaml"), "torchrun", marks=pytest.mark.slow, id="TrainJob, torchrun"),
-        pytest.param(pytorchjob(), "easymp", marks=pytest.mark.slow, id="PyTorchJob"),
+        pytest.param(trainjob("trainjob.yaml"), id="TrainJob"),
+        pytest.param(pytorchjob(), marks=pytest.mark.slow, id="PyTorchJob"),
     ],
 )
-def test_the_command_of_pods_with_several_accelerators(
-    tmp_path: Path, job: tuple[list[str], list[dict[str, str]]], launcher: str
-) -> None:
+def test_the_command_of_pods_with_several_accelerators(tmp_path: Path, job: Pods) -> None:
     words, pods = job
     assert words == ["easymp", "launch", "/workspace/train.py", "--lr", "0.01"]
     (tmp_path / "train.py").write_text(TELL)
-    words = [*(["easymp", "launch"] if launcher == "easymp" else ["torchrun"]), "train.py", *words[3:]]
-    port = free_port()
-    told = ended(*(start(words, here(pod, port), tmp_path) for pod in pods))
-    arguments = ["--lr", "0.01"]
+    words, port = ["easymp", "launch", "train.py", *words[3:]], free_port()
+    each = [{name: value.format(port=port) for name, value in pod.items()} for pod in pods]
+    told = ended(*(start(words, variables, tmp_path) for variables in each))
     for node, out in enumerate(told):
-        each = [f"{4 * node + local} 8 {local} 4 {arguments}" for local in range(4)]
-        assert sorted(out.splitlines()) == each
+        lines = [f"{4 * node + local} 8 {local} 4 ['--lr', '0.01']" for local in range(4)]
+        assert sorted(out.splitlines()) == lines
 
 
-# -- SkyPilot ----------------------------------------------------------------------------------------------------------
+# -- SkyPilot, submitit, Ray -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_task_of_skypilot(tmp_path: Path) -> None:
-    task = yaml.safe_load(block("skypilot.md", "train.yaml").code)
+    task = yaml.safe_load(code("skypilot.md", "train.yaml"))
     (tmp_path / "train.py").write_text(TELL)
-    nodes = task["num_nodes"]
+    nodes, gpus = task["num_nodes"], task["resources"]["accelerators"].split(":")[1]
     said = {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * nodes)}
-    said |= {
-        "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].split(":")[1],
-        "MASTER_PORT": str(free_port()),
-    }
+    said |= {"SKYPILOT_NUM_GPUS_PER_NODE": gpus, "MASTER_PORT": str(free_port())}
     each = [{**said, "SKYPILOT_NODE_RANK": str(node)} for node in range(nodes)]
     told = ended(*(start(["bash", "-c", task["run"]], variables, tmp_path) for variables in each))
     assert told == ["0 2 0 1 ['--lr', '0.01']\n", "1 2 0 1 ['--lr', '0.01']\n"]
-
-
-# -- submitit ----------------------------------------------------------------------------------------------------------
 
 
 def lacks(name: str) -> Any:
@@ -167,20 +138,9 @@ def lacks(name: str) -> Any:
     return pytest.mark.skipif(absent, reason=f"an optional package is not installed: {name}")
 
 
-@lacks("submitit")
-@pytest.mark.slow
-def test_submitit_on_this_machine(tmp_path: Path) -> None:
-    for name in ("training.py", "submit.py"):
-        (tmp_path / name).write_text(block("submitit.md", name).code)
-    (told,) = ended(start([sys.executable, "submit.py"], {}, tmp_path))
-    first, second = told.splitlines()
-    assert first.startswith("rank 0 of 2: loss ")
-    assert second == first.replace("rank 0", "rank 1")
-
-
 ON_SLURM = """
 import submitit
-from training import Train
+from training import Slow
 
 executor = submitit.SlurmExecutor(folder="jobs")
 executor.update_parameters(nodes=2, ntasks_per_node=1, time=10, stderr_to_stdout=True)
@@ -192,16 +152,13 @@ print(*job.results(), sep="\\n")
 SLOW = """
 import os, time
 from easymp import Accelerator
-save = Accelerator.save_state
+save, resume = Accelerator.save_state, Accelerator.resume
 
-def save_and_wait(acc, *args, **options):
-    found = save(acc, *args, **options)
+def save_and_wait(acc):
+    save(acc)
     while not os.path.exists("signalled"):
         open("saved", "w").close()
         time.sleep(0.1)
-    return found
-
-resume = Accelerator.resume
 
 class Slow(Train):
     def __call__(self, lr):
@@ -217,37 +174,26 @@ class Slow(Train):
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_submitit_on_slurm(tmp_path: Path) -> None:
     """A job of two nodes that gets submitit's signal is put into the queue again, and continues from its checkpoint."""
-    (tmp_path / "training.py").write_text(block("submitit.md", "training.py").code + SLOW)
-    (tmp_path / "submit.py").write_text(ON_SLURM.replace("import Train", "import Slow"))
-    cluster = Cluster()
-    try:
-        cluster.start()
-        process = start(
-            [sys.executable, "submit.py"], {"SLURM_CONF": cluster.variables["SLURM_CONF"]}, tmp_path
-        )
+    (tmp_path / "training.py").write_text(code("submitit.md", "training.py") + SLOW)
+    (tmp_path / "submit.py").write_text(ON_SLURM)
+    with running() as cluster:
+        conf = {"SLURM_CONF": cluster.variables["SLURM_CONF"]}
+        process = start([sys.executable, "submit.py"], conf, tmp_path)
         cluster.until((tmp_path / "saved").exists, "the first epoch is saved")
         job = process.stdout.readline().strip()
         cluster.run("scancel", "--signal=USR2", job)
-        cluster.until(
-            lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", job),
-            "the job is in the queue again",
-        )
+        cluster.until_state(job, "PENDING")
         (tmp_path / "signalled").touch()
         time.sleep(2)  # as in test_slurm_real
         cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
         (told,) = ended(process, seconds=400)
-    finally:
-        cluster.stop()
-    results = [
-        line for line in told.splitlines() if line.startswith("rank")
-    ]  # submitit warns that there is no sacct
-    assert [line.partition(":")[0] for line in results] == ["rank 0 of 2", "rank 1 of 2"]
+    # submitit warns that there is no sacct
+    results = [line.partition(":")[0] for line in told.splitlines() if line.startswith("rank")]
+    assert results == ["rank 0 of 2", "rank 1 of 2"]
     log = "".join(log.read_text() for log in (tmp_path / "jobs").glob("*_log.out"))
     assert "resumed from None" in log
     assert re.search(r"resumed from \S+/step-", log)
 
-
-# -- Ray ---------------------------------------------------------------------------------------------------------------
 
 RAY = """
 import os, signal, sys, time
@@ -298,7 +244,7 @@ TorchTrainer(train, train_loop_config={}, scaling_config=scaling, run_config=run
 @pytest.mark.timeout(600)
 def test_ray_train(ranks: Any, tmp_path: Path) -> None:
     """Its workers train in a thread. One is killed, then one hangs; the bridge of the page resumes from what Ray has stored."""
-    bridge = block("ray.md", "train_ray.py").code.partition("def train(config)")[0]
+    bridge = code("ray.md", "train_ray.py").partition("def train(config)")[0]
     (tmp_path / "work.py").write_text(f"{bridge}{RAY}")
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     ended(start([sys.executable, "work.py", str(tmp_path)], variables, tmp_path), seconds=580)
