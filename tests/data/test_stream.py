@@ -16,6 +16,8 @@ from easymp import BatchError
 
 from .loaders import Numbers, Stream, gathered, numbers, passes, prepared
 
+YES = st.booleans()
+
 
 class Counted(Stream):
     def __len__(self) -> int:
@@ -64,19 +66,13 @@ class Epochs(IterableDataset[int]):
 
 @settings(max_examples=40, deadline=None)
 @pytest.mark.filterwarnings("ignore::easymp.errors.EasympWarning")
-@given(
-    n=st.integers(1, 40),
-    batch=st.integers(1, 5),
-    size=st.integers(1, 4),
-    even=st.booleans(),
-    drop=st.booleans(),
-)
+@given(n=st.integers(1, 40), batch=st.integers(1, 5), size=st.integers(1, 4), even=YES, drop=YES)
 def test_a_stream_is_cut_as_a_map_style_data_set_is(n, batch, size, even, drop):
     for rank in range(size):
-        stream = prepared(DataLoader(Stream(n), batch, drop_last=drop), rank, size, even_batches=even)
-        mapped = prepared(DataLoader(Numbers(n), batch, drop_last=drop), rank, size, even_batches=even)
         seen, expected = (
-            [(numbers(b), x.position, x.surplus, x.local_size, x.last) for b in x] for x in (stream, mapped)
+            [(numbers(b), x.position, x.surplus, x.local_size, x.last) for b in x]
+            for data in (Stream(n), Numbers(n))
+            for x in [prepared(DataLoader(data, batch, drop_last=drop), rank, size, even_batches=even)]
         )
         assert seen == expected
 

@@ -10,29 +10,6 @@ from torch import Tensor, nn
 
 from easymp.optim import fuse
 
-from ..strategies.models import make
-
-KINDS = [
-    (torch.optim.AdamW, {"lr": torch.tensor(0.01), "amsgrad": True}),
-    (torch.optim.SGD, {"lr": 0.001, "momentum": 0.9, "nesterov": True, "maximize": True}),
-    (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
-]
-
-
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_the_same_numbers_and_state(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    found = []
-    for wanted in (True, False):
-        model = make("mlp")
-        optimizer = kind(model.parameters(), **options)
-        assert not wanted or (fuse(optimizer) is None and optimizer.param_groups[0]["fused"])
-        for x in torch.randn(5, 5, 12, generator=torch.Generator().manual_seed(1)):
-            optimizer.zero_grad()
-            model(x).pow(2).sum().backward()
-            optimizer.step()
-        found.append((dict(model.state_dict()), optimizer.state_dict()["state"]))
-    close(*found)
-
 
 def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

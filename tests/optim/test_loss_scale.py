@@ -88,18 +88,18 @@ def test_reading_the_scaler_between_two_steps_moves_nothing() -> None:
     for reads in (False, True):
         with fp16() as acc:
             body, head = make("mlp"), make("mlp")
-            one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (body, head))
-            body, head, one, two = acc.prepare(body, head, one, two)
-            for step in range(5):
+            optimizers = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (body, head))
+            body, head, one, two = acc.prepare(body, head, *optimizers)
+            for step, scale in enumerate((1024, 1024, 512, 512, 512)):
                 x = torch.ones(2, 12) * (1e30 if step == 2 else 1)
                 acc.backward((body(x) * head(torch.ones(2, 12))).sum())
                 one.step()
                 if reads:
                     acc.scaler.state_dict()
-                    assert acc.scaler.get_scale() == [1024, 1024, 512, 512, 512][step]
+                    assert acc.scaler.get_scale() == scale
                 two.step()
-                one.zero_grad(), two.zero_grad()
+                one.zero_grad()
+                two.zero_grad()
             weights = [p.detach() for p in [*body.parameters(), *head.parameters()]]
             found.append((acc.scaler.state_dict(), weights))
-    assert found[0][0] == found[1][0]
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+    torch.testing.assert_close(*found, rtol=0, atol=0)

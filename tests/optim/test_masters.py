@@ -65,7 +65,8 @@ def test_the_tools_of_the_step_take_the_models_own_parameters() -> None:
             optimizer.step()
         assert acc._prepared.optimizers_of([master]) == [optimizer]
         later = acc.prepare(nn.Linear(2, 2))
-        optimizer.add_param_group({"params": list(later.parameters()), "lr": 0.1})
+        optimizer.add_param_group({"params": [later.weight], "lr": 0.1})
+        optimizer.given.add_param_group({"params": [later.bias], "lr": 0.1})
         assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {FP32}
         kept = optimizer.optimizer
     assert [p.dtype for group in kept.param_groups for p in group["params"]] == [FP16] * 3

@@ -144,16 +144,6 @@ def test_the_state_has_what_is_left_of_hysteresis() -> None:
     assert again.get_scale() == 128
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_an_update_by_hand(used: bool) -> None:
-    scaler = Scaler(GradScalerKwargs(4.0))
-    if used:
-        scaler.scale(torch.ones(()))
-    for new in (8.0, torch.tensor(16.0)):
-        scaler.update(new)
-        assert scaler.get_scale() == float(new)
-
-
 def test_each_wrong_order_says_which_call_came_too_early() -> None:
     scaler, p = Scaler(GradScalerKwargs(2.0)), parameter()
     optimizer = sgd(p)
