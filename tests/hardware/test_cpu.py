@@ -87,19 +87,6 @@ def test_this_processor():
     assert 2**28 < here.memory <= psutil.virtual_memory().total
 
 
-@pytest.mark.skipif(
-    not hasattr(psutil.Process, "cpu_affinity"), reason="needs hardware whose system has affinity"
-)
-def test_affinity_counts():
-    process = psutil.Process()
-    before = process.cpu_affinity()
-    try:
-        process.cpu_affinity(before[:1])
-        assert detect(use_accelerators=False).cpu.threads == 1
-    finally:
-        process.cpu_affinity(before)
-
-
 V1 = ("memory/memory.limit_in_bytes", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
 NESTED = {
     "slurm/memory.max": 8 * GIB,

@@ -1,4 +1,4 @@
-"""Prepared optimizers and schedulers: the user's own, stepped once a window."""
+"""Prepared optimizers and schedulers: the user's own, stepped once a window; fused steps where torch has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from easymp import Accelerator, GradScalerKwargs, StepError
-from easymp.optim import PreparedOptimizer
+from easymp.optim import PreparedOptimizer, fuse
 
 from ..strategies.models import under
 
@@ -207,3 +207,56 @@ def test_a_scheduler_that_is_asked_to_steps_at_every_call() -> None:
                 optimizer.step()
                 scheduler.step()
         assert scheduler.last_epoch == 4
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [
+        (torch.optim.SGD, nn.Embedding(5, 2, sparse=True)),
+        (torch.optim.Adagrad, nn.EmbeddingBag(5, 2, mode="sum", sparse=True)),
+    ],
+)
+def test_sparse_gradients_take_the_plain_step(kind: Any, table: nn.Module) -> None:
+    model = nn.ModuleDict({"table": table, "head": nn.Linear(2, 1)})
+    optimizer = kind(model.parameters(), lr=0.1)
+    assert "does not take the sparse gradients of 'table'" in str(fuse(optimizer, [model]))
+    model["head"](table(torch.tensor([[1, 2]]))).sum().backward()
+    optimizer.step()
+    assert fuse(kind(model["head"].parameters(), lr=0.1), [model]) is None  # the rest of the model
+
+
+def test_a_gradient_that_comes_later_than_the_others() -> None:
+    """A branch that the first batches do not take: torch's fused SGD alone fails on it."""
+
+    def run(fused: bool) -> list[Tensor]:
+        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([a, b], lr=0.1, momentum=0.9)
+        if fused:
+            assert fuse(optimizer) is None
+        for step in range(3):
+            a.grad = torch.full((2,), 1.0 + step)
+            b.grad = torch.full((2,), 2.0) if step else None
+            optimizer.step()
+        return [a.data, b.data]
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(torch.optim.SGD, torch.float16), (torch.optim.AdamW, torch.bfloat16)]
+)
+def test_low_precision_steps_are_those_of_the_plain_step(kind, dtype):
+    """torch 2.13's fused SGD is not, on CPUs."""
+    found = []
+    for wanted in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        p = nn.Parameter(torch.randn(70, generator=generator).to(dtype))
+        optimizer = kind([p], lr=0.05, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+        if wanted:
+            fuse(optimizer)
+        for _ in range(3):
+            p.grad = torch.randn(70, generator=generator).to(dtype)
+            optimizer.step()
+        found.append(p.detach())
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
