@@ -44,6 +44,28 @@ class Stream(IterableDataset[int]):
         yield from range(self.n) if info is None else range(info.id, self.n, info.num_workers)
 
 
+class Placed(Stream):
+    """One that says where it is, goes on where its state says, and begins anew at its end."""
+
+    at = 0
+
+    def item(self, i: int) -> Any:
+        return i
+
+    def __iter__(self) -> Iterator[Any]:
+        mine = list(super().__iter__())
+        while self.at < len(mine):
+            self.at += 1
+            yield self.item(mine[self.at - 1])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
 def prepared(loader, rank=0, size=1, *, seed=7, **config):
     window = config.pop("window", None) or UpdateWindow()
     world = config.pop("world", None) or World(Ranks(), config.pop("device", CPU))

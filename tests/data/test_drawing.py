@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from easymp.data import prepare
 
-from .loaders import Numbers, Stream, prepared
+from .loaders import Numbers, Placed, prepared
 
 Draw = tuple[int, float, float, float]
 
@@ -38,24 +38,9 @@ class Shuffled(IterableDataset[Any]):
         yield from map(drawn, order if info is None else order[info.id :: info.num_workers])
 
 
-class Placed(Stream):
-    """One that says where it is, and begins anew at its end."""
-
-    at = 0
-
-    def __iter__(self) -> Iterator[Draw]:
-        info = get_worker_info()
-        mine = range(self.n) if info is None else range(info.id, self.n, info.num_workers)
-        while self.at < len(mine):
-            self.at += 1
-            yield drawn(mine[self.at - 1])
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+class Augmenting(Placed):
+    def item(self, i: int) -> Any:
+        return drawn(i)
 
 
 def collate(items: list[Draw]) -> list[Any]:
@@ -68,7 +53,7 @@ def everything(loader: Any, times: int) -> list[list[Any]]:
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 @pytest.mark.parametrize(
-    "data", [lambda: Augmented(22), Shuffled, lambda: Placed(22)], ids=["map", "shuffled", "placed"]
+    "data", [lambda: Augmented(22), Shuffled, lambda: Augmenting(22)], ids=["map", "shuffled", "placed"]
 )
 def test_draws_are_replayed_in_the_pass_that_goes_on_and_after_it(data, workers, monkeypatch):
     monkeypatch.setattr(prepare, "reads_ahead", lambda device, non_blocking: True)  # as to a GPU

@@ -14,14 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from easymp import BatchError
 
-from .loaders import Numbers, Stream, gathered, numbers, passes, prepared
+from .loaders import Numbers, Placed, Stream, gathered, numbers, passes, prepared
 
 YES = st.booleans()
-
-
-class Counted(Stream):
-    def __len__(self) -> int:
-        return self.n
 
 
 class Ready(Stream):
@@ -33,25 +28,6 @@ class Ready(Stream):
             size = size % 3 + 1
             yield torch.arange(at, min(at + size, self.n))
             at += size
-
-
-class Stateful(Stream):
-    """Goes on where its state says, without reading what lies before."""
-
-    at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        begin, self.at = self.at, 0
-        for i in range(begin, self.n):
-            self.at = i + 1
-            yield i
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 class Epochs(IterableDataset[int]):
@@ -136,7 +112,7 @@ def test_another_number_of_workers_cannot_take_over() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_with_a_state_of_its_own_is_asked(workers: int) -> None:
     def make() -> Any:
-        return prepared(DataLoader(Stateful(12), 2, num_workers=workers))
+        return prepared(DataLoader(Placed(12), 2, num_workers=workers))
 
     loader, resumed = make(), make()
     whole = passes(loader)[0]

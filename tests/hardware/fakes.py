@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
+WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # torch 2.13+cu130
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from easymp import detect
 from easymp.hardware import accelerators
 
-from .fakes import FakeCard, install, properties, pynvml
+from .fakes import WHEEL, FakeCard, install, properties, pynvml
 from .machines import MACHINES
 
 GIB = 2**30
@@ -57,9 +57,6 @@ def test_turing_with_and_without_tensor_cores(monkeypatch):
         **dict.fromkeys(WITHOUT.split(","), False),
         **dict.fromkeys(WITH.split(","), True),
     }
-
-
-WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # torch 2.13+cu130
 
 
 @pytest.mark.parametrize(
@@ -155,6 +152,13 @@ def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch, cards, text, n
     assert ", ".join(device.name for device in here.devices) == names
     assert [device.index for device in here.devices] == list(range(len(here.devices)))
     assert names or f"CUDA_VISIBLE_DEVICES={text!r} shows none of the {len(cards)} here" in here.looked_for[0]
+
+
+def test_asked_again_where_other_devices_are_visible(monkeypatch):
+    install(monkeypatch, pynvml([FakeCard(uuid="GPU-a"), FakeCard(uuid="GPU-b")]))
+    assert len(detect().devices) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert len(detect().devices) == 1
 
 
 # -- NVIDIA by torch ---------------------------------------------------------------------------------------------------

@@ -22,12 +22,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 16), *layers, nn.Linear(16, 11))
 
 
-def learn(model: nn.Module, step: Any, turns: Any, backward: Any = Tensor.backward) -> None:
+def learn(model: nn.Module, optimizers: Any, turns: Any, backward: Any = Tensor.backward) -> None:
     """Each rank has the same batch, so that gradients are those of one process to the last bit."""
     for turn in turns:
         x = torch.randint(11, (64,), generator=torch.Generator().manual_seed(turn))
         backward(nn.functional.cross_entropy(model(x), (x * 3 + 1) % 11))
-        step()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.skipif(
@@ -35,28 +37,16 @@ def learn(model: nn.Module, step: Any, turns: Any, backward: Any = Tensor.backwa
     reason="an optional package is not installed: a torch with torch.optim.Muon",
 )
 def test_its_steps_are_torchs() -> None:
-    ends = []
-    for ours in (True, False):
-        model = net()
-        held = dict(model.named_parameters())
-        matrices = [held.pop(f"{number}.weight") for number in (1, 3, 4)]
-        optimizers = (
-            [made(model)]
-            if ours
-            else [
-                torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"),
-                torch.optim.AdamW(held.values(), lr=0.01, weight_decay=0.0, betas=(0.9, 0.95)),
-            ]
-        )
-
-        def step(optimizers: Any = optimizers) -> None:
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        learn(model, step, range(6))
-        ends.append([p.detach() for p in model.parameters()])
-    torch.testing.assert_close(*ends)
+    ours, theirs = net(), net()
+    held = dict(theirs.named_parameters())
+    matrices = [held.pop(f"{number}.weight") for number in (1, 3, 4)]
+    two = (
+        torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(held.values(), lr=0.01, weight_decay=0.0, betas=(0.9, 0.95)),
+    )
+    learn(ours, [made(ours)], range(6))
+    learn(theirs, two, range(6))
+    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()])
 
 
 def made(model: nn.Module) -> Muon:
@@ -78,12 +68,7 @@ def trained(strategy: str, first: int, last: int, folder: str) -> tuple[list[Ten
         model, optimizer = acc.prepare(model, made(model))
         if first:
             acc.load_state(folder)
-
-        def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        learn(model, step, range(first, last), acc.backward)
+        learn(model, [optimizer], range(first, last), acc.backward)
         if not first:
             acc.save_state(folder)
         return [value.clone() for value in acc.get_state_dict(model).values()], count

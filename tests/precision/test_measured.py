@@ -25,14 +25,14 @@ ALONE = World(Ranks(), CPU)
 def outcome(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says what the clock shall find: ``outcome(0.5)`` is bf16 in half the time. The model still runs, a few times."""
 
-    def set_ratio(ratio: float, pairs: tuple[int, int] = (2, 3)) -> None:
+    def set_ratio(ratio: float) -> None:
         real = measured.time_pairs
 
         def fixed(*args: Any) -> Any:
             found = real(*args)
             return found if isinstance(found, str) else (ratio, found[1])
 
-        monkeypatch.setattr(measured, "PAIRS", pairs)
+        monkeypatch.setattr(measured, "PAIRS", (2, 3))
         monkeypatch.setattr(measured, "BUDGET", 1e9)  # however busy this machine is
         monkeypatch.setattr(measured, "time_pairs", fixed)
 

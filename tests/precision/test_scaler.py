@@ -178,3 +178,26 @@ def test_momentum_of_a_skipped_first_step_is_not_left_to_chance(monkeypatch: pyt
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(p.data, torch.full((3,), 0.9))
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_an_update_by_hand(used: bool) -> None:
+    scaler = Scaler(GradScalerKwargs(4.0))
+    if used:
+        scaler.scale(torch.ones(()))
+    for new in (8.0, torch.tensor(16.0)):
+        scaler.update(new)
+        assert scaler.get_scale() == float(new)
+
+
+def test_off_is_the_identity() -> None:
+    scaler, p = Scaler(enabled=False), parameter()
+    optimizer, loss = sgd(p), (p * 2).sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    for _ in range(2):
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(p.data, torch.full((3,), 0.6))
+    assert (scaler.get_scale(), scaler.state_dict(), scaler.skipped(optimizer)) == (1.0, {}, False)
