@@ -375,3 +375,11 @@ def test_larc_multiplies_gradients_of_half_precision_by_the_factor_of_a_scale() 
     optimizer.grad_scale = torch.tensor(4.0)
     optimizer.step()
     assert weight.tolist() == [0.5] * 4
+
+
+def test_low_precision_and_double():
+    for optimizer, dtype in ((ours.LAMB, torch.bfloat16), (ours.NovoGrad, torch.float64)):
+        held = made(dtype)
+        give(held, 0)
+        optimizer(held, lr=0.1, **({"norm_type": math.inf} if optimizer is ours.NovoGrad else {})).step()
+        assert all(p.dtype == dtype and p.isfinite().all() for p in held)
