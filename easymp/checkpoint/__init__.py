@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .conversion import convert as convert
     from .conversion import merge as merge
     from .storage import Progress as Progress
+    from .weight_stream import WeightStream as WeightStream
 
 _HOMES = {
     "accelerate": ("AccelerateStates", "read_accelerate"),
@@ -34,6 +35,7 @@ _HOMES = {
     ),
     "conversion": ("convert", "merge"),
     "storage": ("Progress",),
+    "weight_stream": ("WeightStream",),
 }
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

@@ -12,9 +12,11 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..base import units
 from ..base.lazy import modules_at_first_use
 from ..errors import CheckpointError, RefusedError, SettingError, StepError, WorldError
 from ..logging import get_logger
@@ -27,7 +29,19 @@ if TYPE_CHECKING:
     from ..trackers.logbook import Logbook
     from ..training.prepare import Preparation
     from ..training.state import Run
-    from . import accelerate, commit, folders, hooks, huggingface, load, run_state, save, snapshot, storage
+    from . import (
+        accelerate,
+        commit,
+        folders,
+        hooks,
+        huggingface,
+        load,
+        run_state,
+        save,
+        snapshot,
+        storage,
+        weight_stream,
+    )
     from .load import Loaded
     from .save import Saves
     from .snapshot import Kept
@@ -35,7 +49,7 @@ if TYPE_CHECKING:
 modules_at_first_use(
     globals(),
     *("accelerate", "commit", "folders", "hooks", "huggingface"),
-    *("load", "run_state", "save", "snapshot", "storage"),
+    *("load", "run_state", "save", "snapshot", "storage", "weight_stream"),
 )
 
 logger = get_logger(__name__)
@@ -631,6 +645,57 @@ class Checkpoints:
             ['weight', 'bias']
         """
         return huggingface.get_state_dict(self._run.world, model, unwrap)
+
+    def weights(
+        self,
+        model: nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket: int | str = "1GiB",
+    ) -> weight_stream.WeightStream:
+        """Stream a model's whole weights: for another program, such as an inference server, or a file format of your own.
+
+        All ranks loop over the stream together, under every strategy, and each gets every tensor. A rank holds its own part of the model
+        and about one bucket. `each_bucket` of what this returns calls a function with each bucket, on all ranks or on one.
+
+        Where every rank holds the whole model, its tensors are the live ones (clone what must not change), nothing is communicated, and
+        ranks may loop alone. Else all ranks run the loop to its end, or leave it after the same tensor: the others raise an error for a
+        rank that leaves early, with its number. (An iterator that a rank keeps open and never ends is not noticed while that rank lives.)
+
+        Args:
+            model: prepared or not; None: the one that is prepared.
+            dtype: of floating-point tensors, which travel in it; None: as they are.
+            bucket: bytes that are gathered together, or as "500MB"; a larger tensor travels by itself.
+
+        Returns:
+            An iterable of (name, tensor) with the names of the plain model's `state_dict`, tensors on the run's device. Names of tied
+            weights follow one another, with one tensor.
+
+        Raises:
+            StepError: without `model`, where none or several are prepared.
+            SettingError: another `dtype`, or `bucket` is not a size.
+            CheckpointError: a state that is not a tensor; or, during the loop, the ranks together do not have all of a tensor, or one of
+                them has left.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> model = acc.prepare(nn.Linear(2, 1))
+            >>> for name, tensor in acc.weights(dtype=torch.bfloat16, bucket="500MB"):
+            ...     print(name, tuple(tensor.shape), tensor.dtype)
+            weight (1, 2) torch.bfloat16
+            bias (1,) torch.bfloat16
+        """
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise SettingError(
+                f"weights(dtype={dtype!r}): pass a floating-point dtype, such as torch.bfloat16"
+            )
+        size, prepared = units.read_bytes(bucket, "bucket="), self._prepared.models
+        if model is None and len(prepared) != 1:
+            raise StepError(
+                f"weights() of {len(prepared) or 'no'} prepared models: say which, by weights(model)"
+            )
+        chosen = prepared[0].view if model is None else model
+        return weight_stream.WeightStream(self._run.world, chosen, dtype, size)
 
     def save_model(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +20,15 @@ from torch import Tensor, nn
 from ..distributed import World
 from ..errors import CheckpointError, RefusedError
 from ..settings import read_bytes
-from ..strategies.meta_init import left_to_others
 from ..training.wrapper import unwrap as unwrapped
 from . import manifest
 from .codec import dumps, encode_header, loads, nbytes, pack, unpack
 from .folders import file_in, found_at, inside, open_storage, read_header
 from .load import Want, plan, stream
-from .manifest import Box, Piece, Shape, Stored, whole
-from .save import Barrier
-from .snapshot import encode_index, on_all
+from .manifest import Piece, Shape, Stored, whole
+from .snapshot import encode_index
 from .storage import Part, Progress, Storage, Tick, as_bytes, no_tick
+from .weight_stream import Bucket, distinct, drained, gather, is_sharded, tensors_of
 from .weights import SINGLE, memory
 
 SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
@@ -38,9 +37,9 @@ TREE = "easymp"  # key of an object's structure in the metadata
 LARGEST = 2**28  # bytes of JSON
 OF_TORCH_SAVE = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
-EACH = 2**28  # bytes of tensors from one word of rank 0 to the next
+EACH = 2**28  # bytes of tensors that are gathered together
 
-Bring = Callable[[str], Tensor | None]
+Bring = Callable[[str], Tensor]
 
 
 class Item(NamedTuple):
@@ -133,10 +132,10 @@ def _parts(header: bytes, names: Sequence[str], bring: Bring) -> Iterator[Part]:
     """The bytes of a file. No name is bound to a tensor, so that each can go when it is written."""
     yield header
     for name in names:
-        yield as_bytes(bring(name))  # type: ignore[arg-type]  # rank 0 gets tensors
+        yield as_bytes(bring(name))
 
 
-# -- whole tensors of a live model, one after the other on rank 0 -------------------------------------------------------
+# -- whole tensors of a live model -------------------------------------------------------------------------------------
 
 
 def get_state_dict(world: World, model: nn.Module, unwrap: bool) -> dict[str, Any]:
@@ -145,15 +144,22 @@ def get_state_dict(world: World, model: nn.Module, unwrap: bool) -> dict[str, An
     module = unwrapped(model, keep_torch_compile=not unwrap)
     state = module.state_dict(keep_vars=True)
     names = {name: manifest.canonical(name) if unwrap else name for name in state}
-    if not _is_sharded(module, state):
+    if not is_sharded(module, state):
         return {names[n]: v.detach() if isinstance(v, Tensor) else v for n, v in state.items()}
-    first, aliases = _distinct(state)
-    gathering = Gathering(world, first)
-    gathered = {name: gathering.bring(name) for name in first}
+    first, aliases = distinct(state)
+    gathered: dict[str, Any] = gather_on_host(world, first)
     if world.rank:
         return {}
     gathered |= {name: gathered[of] for name, of in aliases.items()}
     return {names[name]: gathered.get(name, value) for name, value in state.items()}
+
+
+def gather_on_host(world: World, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors in rank 0's memory; {} on other ranks. All ranks call it."""
+    found: dict[str, Tensor] = {}
+    for bucket in gather(world, tensors, EACH, target=0, device=torch.device("cpu")):
+        found |= {name: manifest.on_host(tensor, name) for name, tensor in bucket}
+    return found
 
 
 def save_model(world: World, model: nn.Module, place: str, max_shard_size: int | str) -> None:
@@ -161,19 +167,10 @@ def save_model(world: World, model: nn.Module, place: str, max_shard_size: int |
     most = read_bytes(max_shard_size, "max_shard_size=")
     world.settle()
     module = unwrapped(model, keep_torch_compile=False)
-    state = module.state_dict(keep_vars=True)
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{name!r} in the state_dict of this {type(module).__name__} is a {type(value).__name__}, and files of weights hold "
-                "tensors: save_state keeps it, or let get_extra_state return a tensor"
-            )
-    first, aliases = _distinct(state)
-    tensors = {manifest.canonical(name): tensor for name, tensor in first.items()}
-    others = {manifest.canonical(name): manifest.canonical(of) for name, of in aliases.items()}
+    tensors, others = tensors_of(module)
     shards = cut([Item(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], most)
 
-    def write(bring: Bring) -> str:
+    def write(bring: Bring) -> None:
         try:
             with Progress(f"saving {place}", f"saved {place}") as tick:
                 tick.expect(sum(item.bytes for shard in shards for item in shard))
@@ -183,118 +180,23 @@ def save_model(world: World, model: nn.Module, place: str, max_shard_size: int |
                     storage = open_storage(above)
                 write_model(storage, name, shards, bring, others, tick)
         except (OSError, CheckpointError) as error:
-            return f"{place}: the model was not saved ({error})"
-        return ""
+            raise CheckpointError(f"{place}: the model was not saved ({error})") from error
 
-    if _is_sharded(module, state):
-        said = hand_over(world, Gathering(world, tensors), shards, write)
-    else:
-        said = "" if world.rank else write(lambda name: manifest.on_host(tensors[name], name))
-    if said:
-        raise CheckpointError(said)
-
-
-def _is_sharded(module: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether ranks hold different parts of the model; all ranks get the same answer."""
-    return left_to_others(module) or any(hasattr(t, "to_local") for t in state.values())
-
-
-def _distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the distinct tensors by their first names, and map further names to these."""
-    seen: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and seen.setdefault(id(value), name) != name:
-            aliases[name] = seen[id(value)]
-    return {name: state[name] for name in seen.values()}, aliases
-
-
-class Spread(NamedTuple):
-    """A tensor, and the first rank that holds each of its boxes."""
-
-    dtype: torch.dtype
-    shape: Shape
-    holders: tuple[tuple[Box, int], ...]
-
-
-class Gathering:
-    """Gathers whole tensors on rank 0. All ranks make it together with the same names in the same order; `bring` is a collective."""
-
-    def __init__(self, world: World, tensors: Mapping[str, Tensor]) -> None:
-        self._world = world
-        self._parts: dict[str, dict[Box, Tensor]] = {}
-        kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-        def boxes() -> Any:
-            for name, place in zip(tensors, manifest.places_of(tensors.values())):
-                self._parts[name] = {} if place is None else dict(place.parts)
-            return kinds, {name: list(parts) for name, parts in self._parts.items()}
-
-        everyones = on_all(world, boxes)
-        if apart := [rank for rank, (theirs, _) in enumerate(everyones) if theirs != everyones[0][0]]:
-            raise CheckpointError(f"rank {apart[0]} has other tensors than rank 0: all ranks pass one model")
-        self._tensors: dict[str, Spread] = {}
-        for name, (dtype, shape) in kinds.items():
-            holders: dict[Box, int] = {}
-            for rank, (_, held) in enumerate(everyones):
-                for box in held[name]:
-                    holders.setdefault(box, rank)
-            if wrong := manifest.fault(shape, list(holders)):
-                raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
-            self._tensors[name] = Spread(dtype, shape, tuple(holders.items()))
-
-    def bring(self, name: str) -> Tensor | None:
-        """The whole tensor on rank 0, contiguous on the CPU (the live tensor itself if it is that already); None on other ranks."""
-        spread, rank, parts = self._tensors[name], self._world.rank, self._parts[name]
-        if rank == 0 and spread.holders == ((whole(spread.shape), 0),):
-            return manifest.on_host(next(iter(parts.values())), name)
-        complete = torch.empty(spread.shape, dtype=spread.dtype) if rank == 0 else None
-        for box, holder in spread.holders:
-            if rank == holder and complete is None:
-                self._world.send(parts[box], 0)
-            elif complete is not None:
-                part = parts[box] if holder == 0 else self._world.receive(box.shape, spread.dtype, holder)
-                complete[tuple(slice(o, o + n) for o, n in zip(*box))] = part
-        return complete
-
-
-def hand_over(
-    world: World, gathering: Gathering, shards: Sequence[Sequence[Item]], write: Callable[[Bring], str]
-) -> str:
-    """Call `write` on rank 0 with a function that gathers the tensors of `shards` in order. All ranks call this, and get its result.
-
-    Rank 0 may write for longer than a collective's timeout, so the others wait for its message in the store before they send. If `write`
-    fails, the remaining tensors are still sent, and dropped.
-    """
-    turns: dict[str, str] = {}  # the first tensor of each file, and of each EACH bytes of it
-    for shard in shards:
-        held = EACH
-        for item in shard:
-            if held >= EACH:
-                turns[item.name], held = f"turn/{len(turns)}", 0
-            held += item.bytes
-    waiting = iter([item.name for shard in shards for item in shard])
-    with Barrier(world).start() as barrier:
-
-        def bring(name: str) -> Tensor | None:
-            if name in turns and world.rank == 0:
-                barrier.put(turns[name], b"")
-            elif name in turns:
-                barrier.take(turns[name])
-            return gathering.bring(name)
-
+    if not is_sharded(module, tensors):
         if world.rank == 0:
-            said = write(lambda name: bring(next(waiting)))
-        for name in waiting:
-            bring(name)
-        if world.rank:
-            said = barrier.take("end").decode()
-            barrier.put(f"done/{world.rank}", b"")
-        else:
-            barrier.put("end", said.encode())
-            barrier.gather("done", b"")
-            barrier.forget(turns.values())
-    return said
+            write(lambda name: manifest.on_host(tensors[name], name))
+        return
+    ordered = {item.name: tensors[item.name] for shard in shards for item in shard}
+    buckets = gather(world, ordered, EACH, target=0, device=torch.device("cpu"))
+    first = next(buckets, Bucket())  # all ranks begin, also where the write fails at once
+    pairs = chain.from_iterable(map(drained, chain([first], buckets)))
+    if world.rank == 0:
+        try:
+            write(lambda name: manifest.on_host(next(pairs)[1], name))
+        except CheckpointError as error:
+            buckets.throw(error)
+    for _ in pairs:  # of which there are none, but the ranks meet once more
+        pass
 
 
 # -- one object in one file ---------------------------------------------------------------------------------------------

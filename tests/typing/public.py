@@ -184,6 +184,9 @@ assert_type(acc.resume(), str | None)
 for epoch in acc.epochs(3):
     assert_type(epoch, int)
 assert_type(acc.get_state_dict(net), dict[str, Any])
+for pair in acc.weights(net, dtype=torch.bfloat16, bucket="500MB"):
+    assert_type(pair, tuple[str, torch.Tensor])
+assert_type(acc.weights(bucket=10**9).each_bucket(print, rank=0), None)
 acc.save_model(net, Path("model"), max_shard_size="5GB")
 acc.register_save_state_pre_hook(lambda models, weights, folder: models.clear())
 acc.register_load_state_pre_hook(lambda models, folder: models.clear())

@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ...accelerator import Accelerator
 from ...base.dtensor import local
 from ...base.pytree import leaves
-from ...checkpoint.huggingface import Gathering, load
+from ...checkpoint.huggingface import gather_on_host, load
 from ...data import PreparedLoader
 from ...launcher.worker import run_module, run_script
 from ...optim import PreparedOptimizer
@@ -228,9 +228,7 @@ class Writer:
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, on rank 0."""
-        gathering = Gathering(self.acc._world, tensors)
-        found = {name: gathering.bring(name) for name in tensors}
-        return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
+        return gather_on_host(self.acc._world, tensors)
 
     def _save(self, name: str, tree: dict[str, Any]) -> None:
         self.acc.save(tree, self.folder / name)
