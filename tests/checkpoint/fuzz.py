@@ -7,23 +7,23 @@ in, a reader returns or raises CheckpointError, soon and in little memory; what 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy
 import safetensors
 import torch
 
-from easymp import CheckpointError
+from easymp import Accelerator, CheckpointError
 from easymp.checkpoint import codec, manifest
-from easymp.checkpoint.manifest import Box, whole
 
 LONGEST = 4096  # bytes of an input
 SECONDS, MEGABYTES = 10, 1500  # for one input; torch alone takes some 300 MB
@@ -96,99 +96,72 @@ READERS: dict[str, Callable[[bytes], bool]] = {
 }
 
 
+class Kinds:
+    """An object whose state has a value of each kind."""
+
+    def state_dict(self) -> dict[str, Any]:
+        kinds = [(1, 2.5), {3}, frozenset({None}), b"a", bytearray(b"a"), 1j, float("nan"), 2**70, "\ud800"]
+        kinds += [torch.Size([2]), torch.float32, torch.device("cpu"), range(3), slice(1), OrderedDict(a=1)]
+        kinds += [{1: "a", (2,): "b"}, numpy.ones(2), numpy.float32(0.5), random.Random(0).getstate()[1][:3]]
+        tensors = [torch.zeros(2).to(dtype) for dtype in (torch.int8, torch.float8_e4m3fn, torch.complex128)]
+        return {"kinds": kinds, "tensors": tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def always(file: Path) -> bytes:
+    """A manifest without the time and the machine, so that each run has the same examples."""
+    said = json.loads(file.read_bytes()) | {"written": "2026-01-01", "plan": {"a": [1]}}
+    return json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+@cache
 def seeds(target: str) -> list[bytes]:
     """Real ones, as we write them."""
-    kinds = [torch.float32, torch.int8, torch.complex128, torch.float4_e2m1fn_x2]
-    head, slots = codec.encode_header(
-        [(f"w{i}", dtype, (2, 3)) for i, dtype in enumerate(kinds)], {"format": "pt"}
-    )
-    state = {
-        "kinds": [
-            (1, 2.5),
-            {3},
-            frozenset({None}),
-            b"bytes",
-            bytearray(b"a"),
-            1j,
-            float("nan"),
-            2**70,
-            "\ud800",
-            torch.Size([2]),
-        ],
-        "torch": [
-            torch.float32,
-            torch.device("cpu"),
-            range(3),
-            slice(1),
-            OrderedDict(a=1),
-            {1: "a", (2,): "b"},
-        ],
-        "random": random.Random(0).getstate()[1][:3],
-        "w": torch.zeros(2),
-    }
-    tensors: dict[str, torch.Tensor] = {}
-    packed = codec.pack(state, "state", tensors)
-    packed["array"] = {"$": "array", "name": "state/w"}
-    packed["scalar"] = {"$": "scalar", "dtype": "float32", "value": 0.5}
-    rows = (Box((0, 0), (1, 3)), Box((1, 0), (1, 3)))
-    file, size = "model-00001-of-00001.safetensors", slots[-1].end
-    stored = {
-        "model/w0": manifest.Stored(
-            torch.float32, (2, 3), tuple(manifest.Piece(b, file, 4096 + 12 * i) for i, b in enumerate(rows))
-        ),
-        "state/w": manifest.Stored(torch.int8, (), (manifest.Piece(whole(()), file, 4130),)),
-    }
-    record = manifest.FileRecord(size, (7,))
-    made = manifest.Manifest(
-        1, 2, "2026-01-01", "easymp", {"a": [1]}, stored, {file: record}, {"state": packed}, {"b": "state/w"}
-    )
-    hooked = dataclasses.replace(
-        made, extra={"unet/a.bin": record, "unet/.b": manifest.FileRecord(0, ()), "c": record}
-    )
-    real = {
-        "header": [
-            head + bytes(slots[-1].end - len(head)),
-            (slots[-1].end - len(head)).to_bytes(2, "little") + head[8:].rstrip(),
-        ],
-        "manifest": [made.encode(), hooked.encode()],
-        "strict": [codec.dumps(packed), b'[1e5,-0.0,"\\ud83d\\ude00\\n",{"a":{}}]'],
-        "trees": [
-            codec.dumps(part)
-            for part in (packed, *packed["kinds"], *packed["torch"], packed["array"], packed["scalar"])
-        ],
-    }
-    return real[target]
+    with tempfile.TemporaryDirectory() as folder, Accelerator(cpu=True, seed=0, log_with="none") as acc:
+        acc.prepare(torch.nn.Linear(2, 2))
+        acc.register_for_checkpointing(Kinds())
+        place = Path(acc.save_state(f"{folder}/a"))
+        text = always(place / manifest.MANIFEST)
+        acc.register_save_state_pre_hook(lambda models, weights, to: Path(to, "a.bin").write_bytes(b"a"))
+        hooked = always(Path(acc.save_state(f"{folder}/b"), manifest.MANIFEST))
+        file = next(place.glob("model-*.safetensors")).read_bytes()
+    states = json.loads(text)["states"]
+    (kept,) = (it for it in states.values() if "kinds" in it)
+    size = int.from_bytes(file[:8], "little")
+    data = len(file) - 8 - size
+    packed = [kept, *kept["kinds"], *states.values()]
+    return {
+        "header": [file, data.to_bytes(2, "little") + file[8 : 8 + size].rstrip()],
+        "manifest": [text, hooked],
+        "strict": [codec.dumps(kept), b'[1e5,-0.0,"\\ud83d\\ude00\\n",{"a":{}}]'],
+        "trees": [codec.dumps(part) for part in packed],
+    }[target]
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
     """Other JSON with one value changed, removed, or repeated, or a key renamed; `content` itself where that is none."""
-    start = content.find(b"{") if content[:1] not in (b"[", b"{") else 0
+    start = max(content.find(b"{"), 0) if content[:1] not in (b"[", b"{") else 0
     try:
-        value = json.loads(content[max(start, 0) :].rstrip(b"\0"))
+        value = json.loads(content[start:].rstrip(b"\0"))
     except (ValueError, RecursionError):
         return content
     places: list[tuple[Any, Any]] = []
     queue = [value]
     while queue and len(places) < 2000:
         at = queue.pop()
-        items = (
-            list(at.items()) if isinstance(at, dict) else list(enumerate(at)) if isinstance(at, list) else []
-        )
-        places += [(at, key) for key, _ in items]
-        queue += [item for _, item in items]
+        keys = list(at) if isinstance(at, dict) else range(len(at)) if isinstance(at, list) else ()
+        places += [(at, key) for key in keys]
+        queue += [at[key] for key in keys]
     if not places:
         return content
-    at, key = rng.choice(places)
+    (at, key), (other, place) = rng.choice(places), rng.choice(places)
     change = rng.randrange(6)
     if change == 0:
-        del at[key]
+        at[key] = json.loads(json.dumps(other[place]))
     elif change == 1:
-        other, place = rng.choice(places)
-        at[key] = json.loads(
-            json.dumps(
-                other.get(place) if isinstance(other, dict) else other[place] if place < len(other) else None
-            )
-        )
+        del at[key]
     elif change == 2 and isinstance(at, list):
         at.insert(key, at[key])
     elif change == 2:
@@ -197,20 +170,18 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
         at[key] += rng.choice((-1, 1, 8, -8))
     else:
         at[key] = rng.choice(ODD)
-    return content[: max(start, 0)] + json.dumps(value).encode()
+    return content[:start] + json.dumps(value).encode()
 
 
 def functions() -> list[FunctionType]:
     """All of ours that read."""
     found = []
     for module in (codec, manifest):
-        classes = [
-            c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
+        classes = [it for it in vars(module).values() if isinstance(it, type)]
+        things = [thing for held in (module, *classes) for thing in vars(held).values()]
+        found += [
+            it for it in things if isinstance(it, FunctionType) and it.__code__.co_filename == module.__file__
         ]
-        for held in (module, *classes):
-            for thing in vars(held).values():
-                if isinstance(thing, FunctionType) and thing.__code__.co_filename == module.__file__:
-                    found.append(thing)
     return found
 
 

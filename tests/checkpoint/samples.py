@@ -1,15 +1,18 @@
-"""Checkpoints of real trainings, for tests that look at them; written once a session and copied by who damages one."""
+"""Checkpoints of real trainings, for tests that look at them; written once a session and copied by who damages one; small trainings."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset
 
 from easymp import Accelerator
 from tests.conftest import Ranks
@@ -17,18 +20,17 @@ from tests.pool import Pool
 from tests.strategies.models import make
 
 
-def train(strategy: str, kind: str, folder: str, steps: int, seed: int = 0) -> None:
-    """A few updates, then `folder`."""
+def train(strategy: str, folder: str, steps: int) -> None:
+    """A few updates of the model "tied", then `folder`."""
     acc = Accelerator(strategy=strategy)
-    model = make(kind)
+    model = make("tied")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 20)
     model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         x = torch.randn(8, 12, generator=generator)
-        loss = nn.functional.cross_entropy(model(x), torch.arange(8) % 5)
-        acc.backward(loss)
+        acc.backward(nn.functional.cross_entropy(model(x), torch.arange(8) % 5))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -38,14 +40,20 @@ def train(strategy: str, kind: str, folder: str, steps: int, seed: int = 0) -> N
 
 @pytest.fixture(scope="session")
 def samples(_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``step-00000002`` of one process, and ``step-00000003`` of two with fsdp, both of the model "tied", on one
-    line."""
+    """``step-00000002`` of one process, and ``step-00000003`` of two with fsdp, both of the model "tied", on one line."""
     root = tmp_path_factory.mktemp("samples")
     ranks = Ranks(_pool)
-    ranks(train, "single", "tied", str(root / "step-00000002"), 2, processes=1)
-    ranks(train, "fsdp", "tied", str(root / "step-00000003"), 3, processes=2)
+    ranks(train, "single", str(root / "step-00000002"), 2, processes=1)
+    ranks(train, "fsdp", str(root / "step-00000003"), 3, processes=2)
     rewrite(root / "step-00000003", lineage={**lineage_of(root / "step-00000002"), "parent": "step-00000002"})
     return root
+
+
+@pytest.fixture
+def root(samples: Path, tmp_path: Path) -> Path:
+    """A copy of `samples`, to damage."""
+    shutil.copytree(samples, tmp_path, dirs_exist_ok=True)
+    return tmp_path
 
 
 def lineage_of(folder: Path) -> dict[str, Any]:
@@ -60,23 +68,14 @@ def rewrite(folder: Path, lineage: dict[str, Any] | None, **more: Any) -> None:
         said["written"] = f"{said['written'][:19]}+00:00"
     else:
         said["plan"]["lineage"] = lineage
-    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+    seal(folder, said)
+
+
+def seal(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write a manifest, and the COMMIT of its bytes."""
+    text = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False).encode()
     (folder / "manifest.json").write_bytes(text)
     (folder / "COMMIT").write_text(hashlib.sha256(text).hexdigest() + "\n")
-
-
-@pytest.fixture
-def root(samples: Path, tmp_path: Path) -> Path:
-    """A copy of `samples`, to damage."""
-    for folder in samples.iterdir():
-        target = tmp_path / folder.name
-        if folder.is_dir():
-            target.mkdir()
-            for file in folder.iterdir():
-                (target / file.name).write_bytes(file.read_bytes())
-        else:
-            target.write_bytes(folder.read_bytes())
-    return tmp_path
 
 
 def flip(file: Path, at: int) -> None:
@@ -84,3 +83,65 @@ def flip(file: Path, at: int) -> None:
     content = bytearray(file.read_bytes())
     content[at] ^= 1
     file.write_bytes(content)
+
+
+SAMPLES = 40
+
+
+class Numbered(Dataset[tuple[int, Tensor, Tensor]]):
+    """Samples that say which they are."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(count, 12, generator=generator)
+        self.y = torch.randint(0, 5, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[int, Tensor, Tensor]:
+        return i, self.x[i], self.y[i]
+
+
+class Small:
+    """A training of a few updates: one layer, unless a model is given, and all that a training has."""
+
+    def __init__(self, folder: Any = None, model: nn.Module | None = None, **options: Any) -> None:
+        settings = {"mixed_precision": "no", "seed": 3, "project_dir": folder, "log_with": "none"}
+        self.acc = Accelerator(**settings | options)
+        model = nn.Linear(12, 5) if model is None else model
+        optimizer: Any = torch.optim.AdamW(model.parameters(), 0.1)
+        schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        loader = DataLoader(Numbered(), 8, shuffle=True)
+        prepared = self.acc.prepare(model, optimizer, schedule, loader)
+        self.model, self.optimizer, self.schedule, self.loader = prepared
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.acc.close()
+
+    def step(self, batch: Any = None) -> None:
+        first = next(self.model.parameters())
+        x = torch.ones(4, first.shape[-1], dtype=first.dtype) if batch is None else batch[1]
+        self.acc.backward(self.model(x).square().mean())
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def weight(self) -> Tensor:
+        return next(self.model.parameters()).detach().clone()
+
+    def image(self) -> str:
+        """All that is live on this rank."""
+
+        def said(value: Any) -> Any:
+            local = value.to_local() if hasattr(value, "to_local") else value
+            return (str(local.dtype), local.tolist()) if isinstance(local, Tensor) else value
+
+        parts = (self.model, self.optimizer, self.schedule, self.loader, self.acc.scaler)
+        live = [part.state_dict() for part in parts]
+        return str(
+            tree_map(said, [live, self.optimizer.updates, self.acc.save_iteration, torch.get_rng_state()])
+        )

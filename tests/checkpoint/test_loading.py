@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -19,76 +21,43 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from easymp import Accelerator, CheckpointError
 
-
-def net(*widths: int, names: Sequence[str] = (), dtype: torch.dtype = torch.float32) -> nn.Module:
-    layers = [nn.Linear(a, b, dtype=dtype) for a, b in pairwise(widths)]
-    model = nn.Sequential()
-    for name, layer in zip(names or map(str, range(len(layers))), layers):
-        model.add_module(name, layer)
-    return model
+from .samples import Small, flip, seal
 
 
-class Run:
-    """A model, an AdamW that has stepped, and a schedule."""
+def net(*widths: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b, dtype=dtype) for a, b in pairwise(widths)))
 
-    def __init__(self, model: nn.Module, steps: int = 1, **settings: Any) -> None:
-        self.acc = Accelerator(cpu=True, timeout=50, **settings)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), 0.1)
-        schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        self.model, self.optimizer, self.schedule = self.acc.prepare(model, optimizer, schedule)
-        for _ in range(steps):
-            for p in self.model.parameters():
-                p.grad = torch.ones_like(p)
-            self.optimizer.step()
-            self.schedule.step()
 
-    def image(self) -> list[Any]:
-        """All that is live here, copied."""
-
-        def copied(tensor: Any) -> Any:
-            return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().clone()
-
-        tensors = [copied(t) for t in self.model.state_dict().values()]
-        tensors += [copied(t) for s in self.optimizer.state.values() for t in s.values()]
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        return [
-            tensors,
-            groups,
-            self.optimizer.updates,
-            self.schedule.state_dict(),
-            self.acc.scaler.state_dict(),
-        ]
+def trained(model: nn.Module, steps: int = 1, **options: Any) -> Small:
+    run = Small(None, model, cpu=True, timeout=50, **options)
+    for _ in range(steps):
+        run.step()
+    return run
 
 
 @contextmanager
-def unchanged(run: Run) -> Iterator[None]:
+def unchanged(run: Small) -> Iterator[None]:
     before = run.image()
     yield
-    after = run.image()
-    assert len(before[0]) == len(after[0]) and all(torch.equal(a, b) for a, b in zip(before[0], after[0]))
-    assert before[1:] == after[1:]
+    assert run.image() == before
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    with Run(net(3, 4, 2)).acc as acc:
-        acc.save_state(tmp_path / "a")
+    with trained(net(3, 4, 2)) as run:
+        run.acc.save_state(tmp_path / "a")
     return tmp_path / "a"
 
 
-def test_a_schedule_of_another_length_is_named_with_both_numbers(tmp_path: Path, caplog: Any) -> None:
-    def schedule(length: int) -> tuple[Accelerator, Any]:
-        acc, model = Accelerator(cpu=True), net(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        inner = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, length)]
-        return acc, acc.prepare(model, optimizer, SequentialLR(optimizer, inner, [2]))[2]
-
-    acc, _ = schedule(10)
-    with acc:
-        acc.save_state(tmp_path / "a")
-    for length in (10, 20):
-        acc, made = schedule(length)
-        with acc:
+def test_a_schedule_of_another_length_is_named_with_both_numbers(tmp_path, caplog):
+    for length in (10, 10, 20):
+        with Accelerator(cpu=True) as acc:
+            model = net(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            inner = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, length)]
+            *_, made = acc.prepare(model, optimizer, SequentialLR(optimizer, inner, [2]))
+            if not (tmp_path / "a").exists():
+                acc.save_state(tmp_path / "a")
             acc.load_state(tmp_path / "a")
             assert made.scheduler._schedulers[1].T_max == 10
     (said,) = [record.message for record in caplog.records if "continues with" in record.message]
@@ -96,119 +65,108 @@ def test_a_schedule_of_another_length_is_named_with_both_numbers(tmp_path: Path,
 
 
 MISFITS = {
-    "names": (net(3, 4, 2, names=("0", "last")), r"model: not in the checkpoint: 'last\.weight', did you mean '1\.weight'\?"),
-    "more": (net(3, 4, 2, 2), r"not in the checkpoint: '2\.weight'.*; '2\.bias'"),
-    "fewer": (net(3, 4), r"only in the checkpoint: '1\.weight'; '1\.bias'"),
-    "shapes": (net(3, 4, 5), r"model: 1\.weight has shape \[2, 4\] in the checkpoint, and \[5, 4\] here; 1\.bias has shape \[2\]"),
-    "dtypes": (net(3, 4, 2, dtype=torch.float64), r"0\.weight is torch\.float32 in the checkpoint, and torch\.float64 here"),
-}  # fmt: skip
+    r"model: not in the checkpoint: 'last\.weight', did you mean '1\.weight'\?": lambda: renamed(
+        net(3, 4, 2)
+    ),
+    r"not in the checkpoint: '2\.weight'.*; '2\.bias'": lambda: net(3, 4, 2, 2),
+    r"only in the checkpoint: '1\.weight'; '1\.bias'": lambda: net(3, 4),
+    r"model: 1\.weight has shape \[2, 4\] in the checkpoint, and \[5, 4\] here; 1\.bias": lambda: net(
+        3, 4, 5
+    ),
+    r"0\.weight is torch\.float32 in .*torch\.float64 here": lambda: net(3, 4, 2, dtype=torch.float64),
+}
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_another_model_is_an_error_that_says_how_it_differs(saved: Path, name: str) -> None:
-    model, pattern = MISFITS[name]
-    with (
-        (run := Run(model)).acc as acc,
-        unchanged(run),
-        pytest.raises(CheckpointError, match=pattern) as caught,
-    ):
-        acc.load_state(saved)
-    assert "nothing has changed" in str(caught.value) and "strict=False" in str(caught.value)
+def renamed(model: nn.Sequential) -> nn.Module:
+    other = nn.Sequential(model[0])
+    other.add_module("last", model[1])
+    return other
 
 
-def test_without_strict_what_fits_is_loaded_and_what_does_not_is_said(saved: Path, caplog: Any) -> None:
+def test_another_model_is_an_error_that_says_how_it_differs(saved):
+    for words, model in MISFITS.items():
+        with trained(model()) as run, unchanged(run):
+            with pytest.raises(CheckpointError, match=words) as caught:
+                run.acc.load_state(saved)
+        assert "nothing has changed" in str(caught.value) and "strict=False" in str(caught.value)
+
+
+def test_without_strict_what_fits_is_loaded_and_what_does_not_is_said(saved, caplog):
     with Accelerator(cpu=True) as acc:
         one = acc.prepare(net(3, 4, 2))
         acc.load_state(saved, strict=False)
-    with (run := Run(net(3, 4, 5))).acc as acc:
-        before = run.model[1].weight.detach().clone()
-        found = acc.load_state(saved, strict=False)
-        assert torch.equal(run.model[0].weight, one[0].weight) and torch.equal(run.model[1].weight, before)
-        assert run.optimizer.state[run.model[0].weight]["exp_avg"].shape == (4, 3)
-        assert any("1.weight has shape" in words for words in found.skipped)
-        assert any(
-            "remembers parameters of another shape: model/1.weight" in words for words in found.skipped
-        )
-        acc.backward(run.model(torch.ones(1, 3)).sum())
-        run.optimizer.step()
+    with trained(net(3, 4, 5)) as run:
+        model, before = run.model, run.model[1].weight.detach().clone()
+        found = run.acc.load_state(saved, strict=False)
+        assert torch.equal(model[0].weight, one[0].weight) and torch.equal(model[1].weight, before)
+        assert run.optimizer.state[model[0].weight]["exp_avg"].shape == (4, 3)
+        said = " ".join(found.skipped)
+        assert "1.weight has shape" in said and "parameters of another shape: model/1.weight" in said
+        run.step()
     assert "skipped: model: 1.weight has shape" in caplog.text
 
 
-def test_what_was_saved_and_is_not_prepared_is_named(saved: Path) -> None:
+def test_what_was_saved_and_is_not_prepared_is_named(saved):
     with Accelerator(cpu=True) as acc:
         with pytest.raises(CheckpointError, match=r"nothing here takes model; optimizer; .*prepare it"):
             acc.load_state(saved)
     with Accelerator(cpu=True) as acc:
-        nets = acc.prepare(net(3, 4, 2), net(2, 2))
+        acc.prepare(net(3, 4, 2), net(2, 2))
         with pytest.raises(CheckpointError, match="the checkpoint has no model_1"):
             acc.load_state(saved)
         assert "the checkpoint has no model_1" in acc.load_state(saved, strict=False).skipped
-        assert nets[1][0].weight.shape == (2, 2)
 
 
-def damaged(folder: Path, which: str) -> str:
-    """fsdp: rank 1's shard is damaged, which rank 0 does not read; or rank 1's schedule refuses its state."""
-    with (run := Run(net(8, 8, 8), strategy="fsdp")).acc as acc:
-        acc.save_state(folder)
-    with (run := Run(net(8, 8, 8), 2, strategy="fsdp")).acc as acc:
-        if which == "file" and acc.is_main_process:
-            (file,) = folder.glob("model-00002*")
-            content = bytearray(file.read_bytes())
-            content[-1] ^= 1
-            file.write_bytes(content)
-        acc.wait_for_everyone()
-        if which == "schedule":
-            take = run.schedule.scheduler.load_state_dict
+def refusing(run: Small, always: bool = False) -> None:
+    """From now on the schedule takes no state of the first update, and raises, or takes none at all."""
+    take = run.schedule.scheduler.load_state_dict
 
-            def refuse(state: Any) -> None:
-                take(state)
-                if acc.process_index == 1 and state["last_epoch"] == 1:
-                    raise ValueError("not this one")
+    def refuse(state: Any) -> None:
+        take(state)
+        if always or state["last_epoch"] == 1:
+            raise ValueError("not this one")
 
-            run.schedule.scheduler.load_state_dict = refuse
-        with unchanged(run), pytest.raises(CheckpointError) as caught:
-            acc.load_state(folder)
-        acc.backward(run.model(torch.ones(2, 8)).sum())  # the run goes on
-        run.optimizer.step()
-    return str(caught.value)
+    run.schedule.scheduler.load_state_dict = refuse
 
 
-@pytest.mark.parametrize(
-    ("which", "words"),
-    [("file", "model-00002-of-00002"), ("schedule", "state/scheduler_0: ValueError: not this one")],
-)
-def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(ranks, tmp_path, which, words):
-    said = ranks(damaged, tmp_path / "a", which)
-    assert said[0] == said[1]
-    assert "rank 1: " in said[0] and words in said[0] and "nothing has changed" in said[0]
+def damaged(folder: Path) -> list[str]:
+    """fsdp: rank 1's schedule refuses its state; and rank 1's shard is damaged, which rank 0 does not read."""
+    said = []
+    with trained(net(8, 8, 8), strategy="fsdp") as run:
+        run.acc.save_state(folder)
+    for which in ("schedule", "file"):
+        with trained(net(8, 8, 8), 2, strategy="fsdp") as run:
+            if which == "schedule" and run.acc.process_index == 1:
+                refusing(run)
+            if which == "file" and run.acc.is_main_process:
+                flip(next(folder.glob("model-00002*")), -1)
+            run.acc.wait_for_everyone()
+            with unchanged(run), pytest.raises(CheckpointError) as caught:
+                run.acc.load_state(folder)
+            run.step()  # the run goes on
+        said.append(str(caught.value))
+    return said
 
 
-def test_an_object_that_cannot_be_put_back_is_named(saved: Path) -> None:
-    with (run := Run(net(3, 4, 2), 2)).acc as acc:
-
-        def refuse(state: Any) -> None:
-            raise ValueError("never")
-
-        run.schedule.scheduler.load_state_dict = refuse
-        with pytest.raises(CheckpointError, match="was not loaded: state/scheduler_0: ValueError: never;"):
-            acc.load_state(saved)
+def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(ranks, tmp_path):
+    one, other = ranks(damaged, tmp_path / "a")
+    assert one == other
+    for said, words in zip(one, ("state/scheduler_0: ValueError: not this one", "model-00002-of-00002")):
+        assert "rank 1: " in said and words in said and "nothing has changed" in said
 
 
-def test_without_strict_an_object_that_fails_is_put_back_and_the_rest_is_loaded(saved: Path) -> None:
-    with (run := Run(net(3, 4, 2), 3)).acc as acc:
-        take = run.schedule.scheduler.load_state_dict
-
-        def refuse(state: Any) -> None:
-            take(state)
-            if state["last_epoch"] == 1:
-                raise ValueError("not this one")
-
-        run.schedule.scheduler.load_state_dict = refuse
-        assert acc.load_state(saved, strict=False).skipped == ("state/scheduler_0: ValueError: not this one",)
+def test_an_object_that_fails_is_named_and_put_back_and_without_strict_the_rest_is_loaded(saved):
+    words = "state/scheduler_0: ValueError: not this one"
+    with trained(net(3, 4, 2), 3) as run:
+        refusing(run)
+        assert run.acc.load_state(saved, strict=False).skipped == (words,)
         assert run.schedule.state_dict()["last_epoch"] == 3 and run.optimizer.updates == 1
+        refusing(run, always=True)  # not even what it had
+        with pytest.raises(CheckpointError, match=f"was not loaded: {words};"):
+            run.acc.load_state(saved)
 
 
-def meanwhile(run: Run, act: Callable[[], Any]) -> None:
+def meanwhile(run: Small, act: Callable[[], Any]) -> None:
     """Do it once, when all has been verified, and nothing has been read into live tensors."""
     take = run.schedule.scheduler.load_state_dict
 
@@ -220,45 +178,26 @@ def meanwhile(run: Run, act: Callable[[], Any]) -> None:
     run.schedule.scheduler.load_state_dict = acting
 
 
-def flip(file: Path) -> None:
-    """In place: a process that has it open reads it."""
-    with file.open("r+b") as there:
-        there.seek(-1, 2)
-        (byte,) = there.read(1)
-        there.seek(-1, 2)
-        there.write(bytes([byte ^ 1]))
-
-
-def shorten(file: Path) -> None:
-    with file.open("r+b") as there:
-        there.truncate(100)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(flip, "block 0 .* is not what was written"), (shorten, "ends at byte 100 while it is read")],
-)
-def test_a_file_that_changes_after_it_was_verified_is_said(saved, change, words):
+def test_a_file_that_changes_after_it_was_verified_is_said(saved):
     (file,) = saved.glob("model-0*")
     content = file.read_bytes()
-    with (run := Run(net(3, 4, 2), 2)).acc as acc:
-        meanwhile(run, lambda: change(file))
-        with pytest.raises(
-            CheckpointError, match=f"was loaded in part, .* load this or another checkpoint .*{words}"
-        ) as caught:
-            acc.load_state(saved)
-        assert "nothing has changed" not in str(caught.value)
-        file.write_bytes(content)
-        acc.load_state(saved)
+    changed = content[:-1] + bytes([content[-1] ^ 1])
+    with trained(net(3, 4, 2), 2) as run:
+        for now, words in (
+            (changed, "block 0 .* is not what was written"),
+            (content[:100], "ends at byte 100 while it is read"),
+        ):
+            meanwhile(run, lambda now=now: file.write_bytes(now))
+            words = f"was loaded in part, .* load this or another checkpoint .*{words}"
+            with pytest.raises(CheckpointError, match=words) as caught:
+                run.acc.load_state(saved)
+            assert "nothing has changed" not in str(caught.value)
+            file.write_bytes(content)
+        run.acc.load_state(saved)
         assert run.optimizer.updates == 1
-
-
-def test_a_checkpoint_that_is_removed_after_it_was_verified_is_loaded(saved: Path) -> None:
-    with Run(net(3, 4, 2)).acc as acc:
-        one = acc.load_state(saved)
-    with (run := Run(net(3, 4, 2), 2)).acc as acc:
-        meanwhile(run, lambda: shutil.rmtree(saved))
-        assert acc.load_state(saved).manifest == one.manifest
+        run.step()
+        meanwhile(run, lambda: shutil.rmtree(saved))  # open files stay
+        run.acc.load_state(saved)
         assert run.optimizer.updates == 1 and not saved.exists()
 
 
@@ -272,20 +211,73 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def test_a_load_takes_no_second_copy_of_the_state(tmp_path: Path) -> None:
-    with (run := Run(net(1024, 2048))).acc as acc:  # 24 MiB with its states
-        acc.save_state(tmp_path / "a")
-        states = [t for state in run.optimizer.state.values() for t in state.values() if t.ndim]
-        places = [t.data_ptr() for t in [*run.model.parameters(), *states]]
-        expected = [t.detach().clone() for t in [*run.model.parameters(), *states]]
+def test_a_load_takes_no_second_copy_of_the_state(tmp_path):
+    with trained(net(1024, 2048)) as run:  # 24 MiB with its states
+
+        def live() -> list[Any]:
+            states = [t for state in run.optimizer.state.values() for t in state.values() if t.ndim]
+            return [*run.model.parameters(), *states]
+
+        run.acc.save_state(tmp_path / "a")
+        places = [t.data_ptr() for t in live()]
+        expected = [t.detach().clone() for t in live()]
         with torch.no_grad():
-            for t in [*run.model.parameters(), *states]:
+            for t in live():
                 t.zero_()
         if REFERENCES.exists():
             REFERENCES.write_text("5")
         before = peak()
-        acc.load_state(tmp_path / "a")
+        run.acc.load_state(tmp_path / "a")
         assert peak() - before < 12 * 2**20
-        now = [t for state in run.optimizer.state.values() for t in state.values() if t.ndim]
-        assert [t.data_ptr() for t in [*run.model.parameters(), *now]] == places
-        assert all(torch.equal(a, b) for a, b in zip([*run.model.parameters(), *now], expected))
+        assert [t.data_ptr() for t in live()] == places
+        assert all(torch.equal(a, b) for a, b in zip(live(), expected))
+
+
+WRONG: list[tuple[list[Any], Any]] = [
+    (["world_size"], 2**40),
+    (["world_size"], 10**7),
+    (["step"], 2**64 - 1),
+    (["states", "optimizer", "updates"], None),
+    (["states", "optimizer", "updates"], [0]),
+    (["states", "optimizer", "groups", 0, "lr"], "a"),
+    (["states", "optimizer", "groups", 0, "betas", "items"], []),
+    (["states", "optimizer/state", "model/0.weight"], True),
+    (["states", "optimizer/state", "model/0.weight", "exp_avg"], "a"),
+    (["states", "optimizer/state", "model/0.weight", "step"], 2**64 - 1),
+    (["states", "state/scheduler_0", "last_epoch"], {}),
+    (["states", "state/scheduler_0/behind"], [None, "a"]),
+    (["states", "state/each_update"], 3),
+    (["states", "state/loader_0", "position"], "a"),
+    (["states", "state/run", "iteration"], "a"),
+    (["states", "state/epochs", "finished"], "a"),
+    (["states", "ranks/00000/state/random", "seed"], "a"),
+    (["states", "ranks/00000/state/random", "streams", "devices"], []),
+]
+
+
+@pytest.mark.timeout(60)
+def test_what_cannot_be_is_refused_before_anything_live_changes(tmp_path):
+    folder = tmp_path / "saved"
+    with Small(tmp_path, nn.Sequential(nn.Linear(12, 5))) as run:
+        for i, batch in enumerate(run.loader):
+            run.step(batch)
+            if i == 1:
+                run.acc.save_state(folder)
+            if i == 3:
+                break
+        real = json.loads((folder / "manifest.json").read_bytes())
+        before = run.image()
+        for path, value in WRONG:
+            manifest = at = copy.deepcopy(real)
+            for word in path[:-1]:
+                at = at[word]
+            assert at[path[-1]] != value
+            at[path[-1]] = value
+            seal(folder, manifest)
+            with pytest.raises(CheckpointError) as caught:
+                run.acc.load_state(folder)
+            assert len(str(caught.value)) < 500, path
+            assert run.image() == before, path
+        seal(folder, real)
+        run.acc.load_state(folder)
+        assert run.image() != before

@@ -1,24 +1,32 @@
-"""Saving: what is saved is there, bit for bit; what replaces it does so at once; trouble on one rank is every rank's, and costs nothing."""
+"""Saving: what is saved is there, bit for bit; one writer; trouble on one rank is every rank's, and costs nothing; progress is told."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, redirect_stderr
 
 import pytest
+import torch
 
-from easymp import CheckpointError
-from easymp.checkpoint import folders, storage_local
+from easymp import Accelerator, CheckpointError
+from easymp.checkpoint import commit, folders, snapshot, storage, storage_local
+from easymp.checkpoint.commit import Heartbeat, claim, lock_of, words
 from easymp.checkpoint.folders import committed
-from easymp.checkpoint.load import load_checkpoint as load
-from easymp.checkpoint.save import Saves, Target
+from easymp.checkpoint.manifest import whole
+from easymp.checkpoint.save import Saves
+from easymp.checkpoint.snapshot import Brought, Image, contents, divide
+from easymp.checkpoint.storage import Progress, expect
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.checkpoint.storage_remote import RemoteStorage
 
-from .things import Fails, Rows, alone, loaded, save, target, values, world
+from .things import Fails, Rows, loaded, save, target, values, world
 
 STEP = "step-00000001"
 
@@ -27,44 +35,30 @@ def listed(root):
     return sorted(os.listdir(root))
 
 
-@pytest.fixture(params=["swaps", "renames", "neither"])
-def storage(request, monkeypatch):
-    """What a file system may be able to do."""
-    if request.param == "renames":
-        monkeypatch.setattr(LocalStorage, "exchange", lambda self, one, other: False)
-    if request.param == "neither":
-        monkeypatch.setattr(LocalStorage, "renames", False)
-    return request.param
-
-
-def test_any_name_will_do_but_not_every_one(tmp_path):
+def test_any_name_will_do_and_what_is_no_checkpoint_is_not_replaced(tmp_path):
+    for name in ("folder", "empty"):
+        (tmp_path / name).mkdir()
+    for name in ("file", "folder/notes.txt"):
+        (tmp_path / name).write_text("mine")
     saves = Saves(world())
-    saves.save(target(tmp_path, 7, "best"), [Rows(0, 1, 7)])
-    assert listed(tmp_path) == ["best"]  # no step, so no hint
-    assert loaded(tmp_path, "best") == values(7)
+    for name in ("file", "folder"):
+        words = rf"/{name} is there and is not a checkpoint .*pass another name"
+        with pytest.raises(CheckpointError, match=words):
+            saves.save(target(tmp_path, 1, name), [Rows(0, 1, 1)])
+    saves.save(target(tmp_path, 1, "empty"), [Rows(0, 1, 1)])
+    assert loaded(tmp_path, "empty") == values(1)
+    assert listed(tmp_path) == ["empty", "file", "folder"]  # no step, so no hint
+    assert (tmp_path / "folder" / "notes.txt").read_text() == "mine"
     for name in ("", "a/b", ".tmp-best", "best.save-2"):
         with pytest.raises(CheckpointError, match="is not a name for a checkpoint"):
             saves.save(target(tmp_path, 7)._replace(name=name), [])
 
 
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("mine")
-    (tmp_path / "empty").mkdir()
-    saves = Saves(world())
-    for name in ("file", "folder"):
-        with pytest.raises(
-            CheckpointError, match=rf"/{name} is there and is not a checkpoint .*pass another name"
-        ):
-            saves.save(target(tmp_path, 1, name), [Rows(0, 1, 1)])
-    saves.save(target(tmp_path, 1, "empty"), [Rows(0, 1, 1)])
-    assert loaded(tmp_path, "empty") == values(1)
-    assert listed(tmp_path) == ["empty", "file", "folder"]
-    assert (tmp_path / "folder" / "notes.txt").read_text() == "mine"
-
-
-def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, storage):
+@pytest.mark.parametrize("can", ["swap", "rename", "neither"])
+def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, monkeypatch, can):
+    if can == "rename":
+        monkeypatch.setattr(LocalStorage, "exchange", lambda self, one, other: False)
+    monkeypatch.setattr(LocalStorage, "renames", can != "neither")
     for name in ("step-00000000", "mine", ".tmp-mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
@@ -75,9 +69,8 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, storage):
     for step in (1, 2, 3, 4):
         saves.save(target(tmp_path, step), [Rows(0, 1, step)], limit=2)
         kept.append([it.folder.removeprefix("step-0000000") for it in committed(LocalStorage(tmp_path))])
-    assert kept == [
-        ["9", *more] for more in (["1"], ["1", "2"], ["1", "2", "3"], ["2", "3", "4"])
-    ]  # 9: another run
+    ours = (["1"], ["1", "2"], ["1", "2", "3"], ["2", "3", "4"])
+    assert kept == [["9", *more] for more in ours]  # 9: another run
     assert loaded(tmp_path, "best") == values(9)
     saves.save(target(tmp_path, 2), [Rows(0, 1, 2)], limit=0)  # a lower step than others, and saved last
     last = folders.current(LocalStorage(tmp_path), "step-00000002")
@@ -86,188 +79,303 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, storage):
 
 
 @contextmanager
-def broken(monkeypatch, operation, word):
-    """That operation on a path with that word finds no space."""
+def refusing(operation, word=".tmp-", act=None):
+    """That operation on a path with that word, but for locks, finds a broken disk, or `act` is called instead."""
     real = storage_local.do
 
     def do(what, path, call, *arguments):
-        if what == operation and word in path:
-            raise OSError(28, "No space left on device", path)
+        if what == operation and word in path and not path.endswith(".lock"):
+            if act is None:
+                raise OSError(5, "Input/output error", path)
+            act()
         return real(what, path, call, *arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(storage_local, "do", do)
+    storage_local.do = do
+    try:
         yield
+    finally:
+        storage_local.do = real
 
 
-def test_a_store_where_nothing_is_renamed(monkeypatch):
-    place = f"memory://saves-{os.getpid()}"
-    storage, saves = RemoteStorage(place), Saves(world())
-    for step, seed, limit in ((1, 1, None), (1, 2, None), (2, 3, None), (3, 4, 1)):
-        saves.save(Target(storage, f"step-{step:08d}", step, {}), [Rows(0, 1, seed)], seed % 2 == 0, limit)
-    saves.wait()
-    assert storage.list() == ["latest", "step-00000002", "step-00000003"]
-    with broken(monkeypatch, "replace", "COMMIT"), pytest.raises(CheckpointError, match="was not written"):
-        saves.save(Target(storage, "step-00000003", 3, {}), [Rows(0, 1, 5)])
-    assert storage.list() == ["latest", "step-00000002", "step-00000003"]
-    rows = Rows(0, 1, 0)
-    load(alone(), storage, "step-00000003", [rows])
-    assert rows.values() == values(4)
-
-
-@pytest.mark.parametrize("call", ["save", "wait", "close"])
-def test_trouble_in_the_background_comes_back_once(tmp_path, monkeypatch, call):
+@pytest.mark.parametrize("call", ["save", "wait", "close", "none"])
+def test_trouble_in_the_background_comes_back_once(tmp_path, call):
     saves = Saves(world())
-    with broken(monkeypatch, "create", "model"):
+    with refusing("create", "model"):
         saves.save(target(tmp_path, 1), [Rows(0, 1, 1)], asynchronous=True)
         saves._thread.join()
+    if call == "none":  # a run that fails ends by its own error
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            saves.close()
+        return
     arguments = (target(tmp_path, 2), [Rows(0, 1, 2)]) if call == "save" else ()
-    with pytest.raises(CheckpointError, match=r"step-00000001 was not written.*No space left on device"):
+    with pytest.raises(CheckpointError, match=r"step-00000001 was not written.*Input/output error"):
         getattr(saves, call)(*arguments)
     saves.save(target(tmp_path, 2), [Rows(0, 1, 2)])
     saves.close()
     assert listed(tmp_path) == ["latest", "step-00000002"]
 
 
-def test_a_run_that_fails_ends_by_its_own_error(tmp_path, monkeypatch):
-    saves = Saves(world())
-    with broken(monkeypatch, "create", "model"):
-        try:
-            saves.save(target(tmp_path, 1), [Rows(0, 1, 1)], asynchronous=True)
-            raise ZeroDivisionError
-        except ZeroDivisionError:
-            saves.close()  # says nothing
-
-
 ENDS = """
 import sys, time
-from easymp.checkpoint import storage_local
-from tests.checkpoint.things import Rows, target, world
 from easymp.checkpoint.save import Saves
-from easymp.checkpoint.save import Target
-real = storage_local.do
-def slow(what, path, call, *arguments):
-    time.sleep(0.02)
-    return real(what, path, call, *arguments)
-storage_local.do = slow
-saves = Saves(world())
-saves.save(target(sys.argv[1], 1), [Rows(0, 1, 1)], asynchronous=True)
-if sys.argv[2] == "error":
-    raise RuntimeError("the training failed")
+from tests.checkpoint.test_saves import Rows, refusing, target, world
+with refusing("create", act=lambda: time.sleep(0.5)):
+    saves = Saves(world())
+    saves.save(target(sys.argv[1], 1), [Rows(0, 1, 1)], asynchronous=True)
+    if sys.argv[2] == "error":
+        raise RuntimeError("the training failed")
 """
 
 
 @pytest.mark.parametrize("end", ["error", pytest.param("end", marks=pytest.mark.slow)])
 def test_the_end_of_the_process_waits(tmp_path, end):
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS, str(tmp_path), end],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    command = [sys.executable, "-c", ENDS, str(tmp_path), end]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == (end == "error"), done.stderr
     assert loaded(tmp_path, STEP) == values(1)
 
 
-def _one_fails(root, where, asynchronous):
-    ranks = world(timeout=20)
-    saves, rows = Saves(ranks), Rows(ranks.rank, ranks.size, 1)
-    saves.save(target(root, 1), [rows])
-    real = storage_local.do
+TROUBLE = [
+    ("bring", 1, False),
+    ("create", 1, False),
+    ("write", 1, True),
+    ("fsync", 0, True),
+    ("mkdir", 0, False),
+    ("exchange", 0, False),
+]
 
-    def do(what, path, call, *arguments):
-        if ranks.rank == where[1] and what == where[0] and ".tmp-" in path and not path.endswith(".lock"):
-            raise OSError(5, "Input/output error", path)
-        return real(what, path, call, *arguments)
 
-    rows = Rows(ranks.rank, ranks.size, 2)
-    storage_local.do = do
-    said = ""
-    try:
-        saves.save(target(root, 1), [Fails(where[1])] if where[0] == "bring" else [rows], asynchronous)
+def one_fails(root):
+    """What is said, left, kept and saved again when one rank has trouble; and when the ranks do not share a folder."""
+    ranks, found = world(timeout=20), []
+    saves = Saves(ranks)
+    for number, (operation, rank, asynchronous) in enumerate(TROUBLE):
+        place, said = f"{root}/{number}", ""
+        saves.save(target(place, 1), [Rows(ranks.rank, ranks.size, 1)])
+        rows = [Rows(ranks.rank, ranks.size, 2)]
+        with refusing(operation if ranks.rank == rank else "nothing"):
+            try:
+                saves.save(target(place, 1), [Fails(rank)] if operation == "bring" else rows, asynchronous)
+                saves.wait()
+            except CheckpointError as error:
+                said = str(error)
+        left, kept = listed(place), loaded(place, STEP, ranks) == values(1, ranks.rank, ranks.size)
+        saves.save(target(place, 1), rows, asynchronous)
         saves.wait()
-    except CheckpointError as error:
-        said = str(error)
-    finally:
-        storage_local.do = real
-    left = listed(root)
-    kept = loaded(root, STEP, ranks) == values(1, ranks.rank, ranks.size)
-    saves.save(target(root, 1), [rows], asynchronous)
-    saves.wait()
-    again = loaded(root, STEP, ranks) == values(2, ranks.rank, ranks.size)
+        again = loaded(place, STEP, ranks) == values(2, ranks.rank, ranks.size)
+        found.append((said, left, kept, again))
+    with pytest.raises(CheckpointError, match=r"rank 1: .*must share the file system"):
+        saves.save(target(f"{root}/own-{ranks.rank}", 1), rows)
     saves.close()
     ranks.close()
-    return said, left, kept, again
+    return found
 
 
-@pytest.mark.parametrize(
-    ("operation", "rank", "asynchronous"),
-    [
-        ("bring", 1, False), ("create", 1, False), ("write", 1, True), ("fsync", 0, True), ("mkdir", 0, False), ("exchange", 0, False),
-    ],
-)  # fmt: skip
-def test_trouble_on_one_rank_is_every_ranks(ranks, tmp_path, operation, rank, asynchronous):
-    for said, left, kept, again in ranks(_one_fails, str(tmp_path), (operation, rank), asynchronous):
-        reason = (
-            "ValueError: the state is lost" if operation == "bring" else r"\[Errno 5\] Input/output error: '/"
-        )
-        assert re.search(rf"rank {rank}: {reason}", said), said
-        assert left == ["latest", STEP]
-        assert kept
-        assert again
+def test_trouble_on_one_rank_is_every_ranks(ranks, tmp_path):
+    for found in ranks(one_fails, str(tmp_path)):
+        for (operation, rank, _), (said, left, kept, again) in zip(TROUBLE, found, strict=True):
+            broken = r"\[Errno 5\] Input/output error: '/"
+            reason = "ValueError: the state is lost" if operation == "bring" else broken
+            assert re.search(rf"rank {rank}: {reason}", said), said
+            assert left == ["latest", STEP]
+            assert kept and again, operation
+    assert listed(tmp_path / "own-0") == []
 
 
-def _elsewhere(root):
-    ranks = world(timeout=20)
-    with pytest.raises(CheckpointError) as found:
-        Saves(ranks).save(target(f"{root}/{ranks.rank}", 1), [Rows(ranks.rank, ranks.size, 1)])
-    ranks.close()
-    return str(found.value)
-
-
-def test_ranks_that_do_not_share_a_folder_are_told_so(ranks, tmp_path):
-    for said in ranks(_elsewhere, str(tmp_path)):
-        assert "rank 1: " in said
-        assert "must share the file system" in said
-    assert listed(tmp_path / "0") == []
-
-
-def _dies(root, when, asynchronous):
+def dies(root, when, asynchronous):
     ranks = world()
     ranks.timeout = 3  # for this, not for coming here
     saves = Saves(ranks)
     saves.save(target(root, 1), [Rows(ranks.rank, ranks.size, 1)])
-    real = storage_local.do
-
-    def do(what, path, call, *arguments):
-        if what == when and ".tmp-" in path and ranks.rank == ranks.size - 1:
-            os.kill(os.getpid(), 9)
-        return real(what, path, call, *arguments)
-
-    storage_local.do = do
+    last = ranks.rank == ranks.size - 1
     try:
-        saves.save(target(root, 2), [Rows(ranks.rank, ranks.size, 2)], asynchronous)
-        saves.wait()
+        with refusing(when if last else "nothing", act=lambda: os.kill(os.getpid(), 9)):
+            saves.save(target(root, 2), [Rows(ranks.rank, ranks.size, 2)], asynchronous)
+            saves.wait()
     except CheckpointError as error:
         return str(error)
     finally:
-        storage_local.do = real
         saves.close()
         ranks.close()
     return "saved"
 
 
 @pytest.mark.parametrize(
-    ("processes", "asynchronous"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
+    ("size", "asynchronous"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
 )
-def test_a_rank_that_is_killed_is_missed(ranks, tmp_path, processes, asynchronous):
-    *alive, dead = ranks.fails(_dies, str(tmp_path), "write", asynchronous, processes=processes)
+def test_a_rank_that_is_killed_is_missed(ranks, tmp_path, size, asynchronous):
+    *alive, dead = ranks.fails(dies, str(tmp_path), "write", asynchronous, processes=size)
     assert dead.type == "SIGKILL"
     for said in alive:
-        assert re.search(
-            rf"was not written.*untouched: rank {processes - 1}: no sign of life for 3 s", said
-        ), said
+        assert re.search(rf"was not written.*untouched: rank {size - 1}: no sign of life for 3 s", said), said
     assert listed(tmp_path) == ["latest", STEP]
     save(tmp_path, 2)
     assert loaded(tmp_path, "step-00000002") == values(2)
+
+
+@pytest.mark.parametrize("kind", ["lock", "heartbeat"])
+def test_one_owner_within_a_process(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(commit, "BEAT", 0.05)
+    monkeypatch.setattr(commit, "PATIENCE", 30.0)  # who lives is seen to do so, however busy the machine
+    storage = LocalStorage(tmp_path / "new" / "root")  # made for the claim
+
+    def take():
+        if kind == "lock":
+            return claim(storage, "best")
+        return Heartbeat(storage, lock_of("best"), "best", words())
+
+    claim(storage, "other").release()
+    first = take()
+    said = rf"best is being written by process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(CheckpointError, match=said):
+        take()
+    first.release()
+    assert storage.list() == []
+    second = take()
+    assert second.left == {}
+    second.release()
+
+
+def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(tmp_path):
+    storage = LocalStorage(tmp_path)
+    dead = {**json.loads(words(folder="mine")), "started": "1"}  # this process's number, long ago
+    storage.replace(lock_of("best"), json.dumps(dead).encode())
+    assert commit.abandoned(storage, lock_of("best")) == (commit.started(os.getpid()) != "")
+    storage.replace(lock_of("best"), json.dumps({**dead, "space": "another container"}).encode())
+    assert not commit.abandoned(storage, lock_of("best"))
+
+
+def test_forked_children_do_not_keep_the_claim(tmp_path):
+    storage = LocalStorage(tmp_path)
+    held = claim(storage, "best")
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        held.release()
+        claim(storage, "best").release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_of_many_at_once_one_has_it(tmp_path):
+    storage, got, refused = LocalStorage(tmp_path), [], []
+    start = threading.Barrier(8)
+
+    def attempt():
+        start.wait()
+        try:
+            got.append(claim(storage, "best"))
+        except CheckpointError:
+            refused.append(1)
+
+    threads = [threading.Thread(target=attempt) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(got), len(refused)) == (1, 7)
+    got[0].release()
+
+
+MIB = 2**20
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(seconds: float, step: float, stream: io.StringIO) -> str:
+    """64 MiB in even steps over so many seconds; what was written."""
+    now = [100.0]
+    with Progress("saving x", "saved x", stream=stream, clock=lambda: now[0]) as tick:
+        steps = round(seconds / step)
+        expect(tick, 64 * MIB)
+        for _ in range(steps):
+            now[0] += step
+            tick(64 * MIB // steps)
+    return stream.getvalue()
+
+
+def test_a_terminal_has_one_line_that_is_rewritten():
+    text = run(4, 0.125, Terminal())
+    assert text.count("\n") == 1 and text.endswith("\r" + "saved x: 64.0 MiB in 4.0 s, 16.0 MiB/s\n")
+    states = [state for state in text.split("\r")[1:-1] if state.strip()]
+    assert states[0].rstrip() == "saving x: 32.0 MiB of 64.0 MiB (50%), 16.0 MiB/s"
+    assert 5 < len(states) < 12
+    before_the_end = text.split("\r")[-2]
+    assert before_the_end.isspace() and len(before_the_end) == len(states[-1].rstrip())  # nothing of it stays
+
+
+def test_a_file_has_a_line_every_ten_seconds():
+    assert run(32, 0.5, io.StringIO()).splitlines() == [
+        "saving x: 20.0 MiB of 64.0 MiB (31%), 2.0 MiB/s",
+        "saving x: 40.0 MiB of 64.0 MiB (62%), 2.0 MiB/s",
+        "saving x: 60.0 MiB of 64.0 MiB (94%), 2.0 MiB/s",
+        "saved x: 64.0 MiB in 32.0 s, 2.0 MiB/s",
+    ]
+    assert run(4, 0.5, io.StringIO()) == "saved x: 64.0 MiB in 4.0 s, 16.0 MiB/s\n"
+
+
+def told(folder: str) -> list[str]:
+    """What a rank says of saves and loads when all are long."""
+    storage.SILENT = 0.0
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said), Accelerator(strategy="fsdp") as acc:
+            model = acc.prepare(torch.nn.Linear(100, 100))
+            for asynchronous in (False, True):
+                acc.save_state(folder, async_=asynchronous)
+                acc._settle_saves()
+                acc.load_state(folder)
+        del model
+    finally:
+        storage.SILENT = 2.0
+    return [line for line in said.getvalue().splitlines() if line.startswith(("sav", "load"))]
+
+
+def test_an_accelerator_speaks_on_its_main_process(tmp_path, ranks):
+    first, second = ranks(told, str(tmp_path / "x"))
+    for line, done in zip(
+        first, ("saved", "loaded", "loaded"), strict=True
+    ):  # none of a save in the background
+        assert re.match(rf"{done} {re.escape(str(tmp_path))}/x \(rank 0 of 2\): [\d.]+ KiB in", line)
+    assert second == []
+
+
+TENSORS = {
+    "bools": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "bf16": torch.randn(5, 3).bfloat16(),
+    "transposed": torch.randn(40, 30).t(),
+    "every other": torch.randn(64, 6)[:, ::2],
+    "conjugated": torch.randn(4, 4, dtype=torch.complex64).conj(),
+    "fp8": torch.randn(9).to(torch.float8_e4m3fn),
+    "large": torch.randn(300, 300),
+}
+
+
+@pytest.mark.gpu
+def test_a_copy_from_a_gpu_is_of_the_moment_of_the_call(monkeypatch):
+    for name, size in {"CHUNK": 64, "SMALL": 1000, "LARGE": 50_000}.items():
+        monkeypatch.setattr(snapshot, name, size)
+    parts = {(f"model/{n}", whole(tuple(t.shape))): t.to("cuda") for n, t in TENSORS.items()}
+    (plan,) = divide([[Brought(n, t.dtype, tuple(t.shape), box) for (n, box), t in parts.items()]]).files
+    full = [parts[at].cpu() for at in plan.contents if parts[at].numel()]
+    rows = [part.resolve_conj().contiguous().view(-1).view(torch.uint8) for part in full]
+    right, image = plan.header + torch.cat(rows).numpy().tobytes(), Image()
+    for _ in range(3):
+        content = image.take([plan], parts)[plan.name]
+        kept = {at: tensor.clone() for at, tensor in parts.items()}
+        for tensor in parts.values():
+            tensor.zero_()  # enqueued behind the copy
+        image.wait()
+        assert image.memory.is_pinned() and bytes(content) == right
+        parts = kept
+    assert b"".join(contents(plan, parts)) == right

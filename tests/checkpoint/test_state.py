@@ -1,9 +1,11 @@
-"""save_state, load_state and resume: where checkpoints go, which one is taken, and what is refused."""
+"""save_state, load_state and resume: where checkpoints go, which one is taken, where loops go on, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader
 from easymp import (
     Accelerator,
     CheckpointError,
+    DataLoaderConfiguration,
     ProjectConfiguration,
     RefusedError,
     SettingError,
@@ -22,40 +25,11 @@ from easymp import (
     checkpoint,
 )
 
-from ..conftest import Ranks
-from .runs import Numbered
-from .samples import flip, lineage_of, rewrite
+from .samples import Numbered, Small, flip, lineage_of, rewrite
 
 
-class Run:
-    """A small training, as far as saves care."""
-
-    def __init__(self, folder: Path | None = None, **options: Any) -> None:
-        self.acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder, **options)
-        model = nn.Linear(12, 5)
-        given = torch.optim.AdamW(model.parameters(), 0.1)
-        self.model, self.optimizer, self.loader = self.acc.prepare(
-            model, given, DataLoader(Numbered(), 8, shuffle=True)
-        )
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.acc.close()
-
-    def step(self, batch: Any = None) -> None:
-        x = torch.randn(4, 12) if batch is None else batch[1]
-        self.acc.backward(self.model(x).square().mean())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def weight(self) -> torch.Tensor:
-        return self.model.weight.detach().clone()
-
-
-def test_names_follow_updates_and_go_on_after_a_load(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
+def test_names_follow_updates_and_go_on_after_a_load(tmp_path):
+    with Small(tmp_path) as run:
         assert run.acc.project_dir == run.acc.logging_dir == str(tmp_path)
         run.step()
         run.step()
@@ -64,7 +38,7 @@ def test_names_follow_updates_and_go_on_after_a_load(tmp_path: Path) -> None:
         assert run.acc.save_iteration == run.acc.project_configuration.iteration == 1
         weight = run.weight()
         run.step()
-    with Run(tmp_path) as run:
+    with Small(tmp_path) as run:
         assert run.acc.load_state().place == place
         assert torch.equal(run.weight(), weight) and run.acc.save_iteration == 1
         assert run.acc.save_state() == place  # the same step again takes its place
@@ -74,14 +48,13 @@ def test_names_follow_updates_and_go_on_after_a_load(tmp_path: Path) -> None:
     assert names == ["step-00000002", "step-00000003"]
 
 
-def test_a_checkpoint_or_the_folder_above_it_is_loaded_by_the_peers_names_too(tmp_path: Path) -> None:
-    with Run() as run:
+def test_a_checkpoint_or_the_folder_above_it_is_loaded_by_the_peers_names_too(tmp_path):
+    with Small() as run:
         run.acc.save_state(output_dir=tmp_path / "own")
         own = run.weight()
-        run.step()
-        run.acc.save_state(tmp_path / "all" / "step-00000001")
-        run.step()
-        run.acc.save_state(tmp_path / "all" / "step-00000002")
+        for step in (1, 2):
+            run.step()
+            run.acc.save_state(tmp_path / "all" / f"step-0000000{step}")
         newest = run.weight()
         run.acc.load_state(input_dir=tmp_path / "own")
         assert torch.equal(run.weight(), own)
@@ -91,13 +64,14 @@ def test_a_checkpoint_or_the_folder_above_it_is_loaded_by_the_peers_names_too(tm
             run.acc.load_state(tmp_path / "nowhere")
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    with Run(tmp_path, gradient_accumulation_steps=2) as run:
+def test_what_is_refused(tmp_path):
+    with Small(tmp_path, gradient_accumulation_steps=2) as run:
         acc = run.acc
         for words, act in {
             "two names for one thing": lambda: acc.save_state(tmp_path / "a", output_dir=tmp_path / "b"),
             "runs code": lambda: acc.save_state(safe_serialization=False),
             "hold no pickles": lambda: acc.load_state(tmp_path / "a", allow_pickle=True),
+            "is not a name for a checkpoint": lambda: acc.save_state(tmp_path / "best.save-2"),
             "a dict cannot be kept: no state_dict and no load": lambda: acc.register_for_checkpointing({}),
             "is not a number of epochs": lambda: acc.epochs(-1),
             "save_on_each_node=True cannot be honoured": lambda: ProjectConfiguration(save_on_each_node=True),
@@ -112,8 +86,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
                 acc.save_state()
 
 
-def test_gradients_that_wait_for_a_step_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Run(tmp_path) as run:
+def test_gradients_that_wait_for_a_step_are_named(tmp_path, caplog):
+    with Small(tmp_path) as run:
         run.step()
         run.acc.save_state()
         run.optimizer.zero_grad(set_to_none=False)
@@ -136,17 +110,17 @@ def damaged(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["uncommitted", "manifest", "flipped bit"])
 def test_resume_leaves_out_what_is_not_whole(tmp_path, how, caplog):
-    with Run(tmp_path) as run:
+    with Small(tmp_path) as run:
         places = []
         for _ in range(2):
             run.step()
             places.append(run.acc.save_state())
     damaged(Path(places[1]), how)
-    with Run(tmp_path) as run:
+    with Small(tmp_path) as run:
         assert run.acc.resume() == places[0]
     assert "left out" in caplog.text and "step-00000002" in caplog.text
     damaged(Path(places[0]), how)
-    with Run(tmp_path) as run:
+    with Small(tmp_path) as run:
         if how == "uncommitted":
             assert run.acc.resume() is None
         else:  # a person should look before the training begins anew
@@ -154,13 +128,14 @@ def test_resume_leaves_out_what_is_not_whole(tmp_path, how, caplog):
                 run.acc.resume()
 
 
-def test_a_checkpoint_of_another_model_is_an_error_and_not_left_out(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
+def test_a_checkpoint_of_another_model_is_an_error_and_not_left_out(tmp_path):
+    with Small(tmp_path) as run:
         run.acc.save_state()
-    with Accelerator(mixed_precision="no", project_dir=tmp_path) as acc:
-        acc.prepare(nn.Linear(3, 2))
-        with pytest.raises(CheckpointError, match="nothing has changed"):
-            acc.resume()
+    with (
+        Small(tmp_path, nn.Linear(12, 2)) as run,
+        pytest.raises(CheckpointError, match="nothing has changed"),
+    ):
+        run.acc.resume()
 
 
 class Counter:
@@ -174,24 +149,22 @@ class Counter:
         self.seen = state
 
 
-def test_objects_of_the_user_come_back(tmp_path: Path) -> None:
+def test_objects_of_the_user_come_back(tmp_path):
     counter, fresh = Counter(), Counter()
     counter.seen = {"best": float("-inf"), "last": torch.arange(3)}
-    with Run(tmp_path) as run:
-        run.acc.register_for_checkpointing(counter, nn.Linear(2, 2))
-        run.acc.save_state()
-    with Run(tmp_path) as run:
-        run.acc.register_for_checkpointing(fresh, nn.Linear(2, 2))
-        run.acc.load_state()
+    for it in (counter, fresh):
+        with Small(tmp_path) as run:
+            run.acc.register_for_checkpointing(it, nn.Linear(2, 2))
+            run.acc.save_state() if it is counter else run.acc.load_state()
     assert fresh.seen["best"] == float("-inf") and fresh.seen["last"].tolist() == [0, 1, 2]
-    with Run(tmp_path) as run:
+    with Small(tmp_path) as run:
         with pytest.raises(CheckpointError, match="object_0"):
             run.acc.load_state()
         assert run.acc.load_state(strict=False).skipped
 
 
-def test_missing_random_streams_are_an_error_unless_that_is_allowed(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
+def test_missing_random_streams_are_an_error_unless_that_is_allowed(tmp_path):
+    with Small(tmp_path) as run:
         place = Path(run.acc.save_state())
         states = json.loads((place / "manifest.json").read_bytes())["states"]
         kept = {name: state for name, state in states.items() if "random" not in name}
@@ -202,13 +175,12 @@ def test_missing_random_streams_are_an_error_unless_that_is_allowed(tmp_path: Pa
 
 
 def draw(folder: str, save: bool) -> Any:
-    with Accelerator(mixed_precision="no", seed=3, project_dir=folder) as acc:
-        acc.prepare(nn.Linear(2, 2))
-        acc.save_state() if save else acc.load_state()
+    with Small(folder) as run:
+        run.acc.save_state() if save else run.acc.load_state()
         return torch.rand(1).item(), random.random()
 
 
-def test_ranks_that_are_new_draw_something_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_are_new_draw_something_of_their_own(ranks, tmp_path):
     then = ranks(draw, str(tmp_path), True, processes=2)
     now = ranks(draw, str(tmp_path), False, processes=4)
     assert now[:2] == then
@@ -216,7 +188,7 @@ def test_ranks_that_are_new_draw_something_of_their_own(ranks: Ranks, tmp_path: 
     assert ranks(draw, str(tmp_path), False, processes=1) == then[:1]
 
 
-def test_auto_goes_on_in_the_measured_precision(tmp_path: Path) -> None:
+def test_auto_goes_on_in_the_measured_precision(tmp_path):
     for first in (True, False):
         with Accelerator(mixed_precision="auto", project_dir=tmp_path, cpu=True) as acc:
             acc.prepare(nn.Linear(4, 4))
@@ -235,9 +207,9 @@ def indices(batches: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("with_epoch", [False, True])
-def test_the_peers_idiom(tmp_path: Path, with_epoch: bool) -> None:
+def test_the_peers_idiom(tmp_path, with_epoch):
     seen: list[list[int]] = []
-    with Run(tmp_path) as run:
+    with Small(tmp_path) as run:
         for epoch in range(3):
             run.loader.set_epoch(epoch)
             seen.append([])
@@ -246,7 +218,7 @@ def test_the_peers_idiom(tmp_path: Path, with_epoch: bool) -> None:
                 if (epoch, number) == (1, 2):
                     run.acc.save_state()
     for done, expected in ((3, seen[1][24:]), (1, seen[1][8:]), (0, seen[1][24:])):
-        with Run(tmp_path) as run:
+        with Small(tmp_path) as run:
             run.acc.load_state()
             if with_epoch:
                 run.loader.set_epoch(1)
@@ -265,7 +237,7 @@ def two_passes(folder: Path, save_at: str = "", load: bool = False) -> list[str]
         if said[-1] == save_at:
             run.acc.save_state()
 
-    with Run(folder) as run:
+    with Small(folder) as run:
         test = run.acc.prepare(DataLoader(Numbered(24), 8))
         if load:
             run.acc.load_state()
@@ -280,59 +252,57 @@ def two_passes(folder: Path, save_at: str = "", load: bool = False) -> list[str]
     return said
 
 
-@pytest.mark.parametrize(
-    ("where", "number", "first"),
-    [
-        ("1 begin", 0, "1 begin 0"),
-        ("1 train", 1, None),
-        ("1 train", 4, None),
-        ("1 between", 0, "2 begin 0"),
-        ("1 test", 0, None),
-        ("1 test", 2, None),
-        ("1 end", 0, "2 begin 0"),
-        ("2 end", 0, "nothing"),
-    ],
-)
-def test_epochs_go_on_where_the_save_was(tmp_path: Path, where: str, number: int, first: str | None) -> None:
+PLACES = [
+    ("1 begin", 0, "1 begin 0"),
+    ("1 train", 1, None),
+    ("1 train", 4, None),
+    ("1 between", 0, "2 begin 0"),
+    ("1 test", 0, None),
+    ("1 test", 2, None),
+    ("1 end", 0, "2 begin 0"),
+    ("2 end", 0, "nothing"),
+]
+
+
+def test_epochs_go_on_where_the_save_was(tmp_path):
     straight = two_passes(tmp_path)
-    place = [line for line in straight if line.startswith(where)][number]
-    two_passes(tmp_path, place)
-    again = two_passes(tmp_path, load=True)
-    if first == "nothing":
-        assert again == []
-    elif first is not None:
-        assert again == straight[straight.index(first) :]
-    else:  # the body begins again, with the rest of its passes
-        ended = ["1 between 0"] if "test" in where else []
-        assert again == ["1 begin 0", *ended, *straight[straight.index(place) + 1 :]]
+    for where, number, first in PLACES:
+        place = [line for line in straight if line.startswith(where)][number]
+        two_passes(tmp_path / place, place)
+        again = two_passes(tmp_path / place, load=True)
+        if first is not None:
+            assert again == straight[straight.index(first) if first in straight else len(straight) :]
+        else:  # the body begins again, with the rest of its passes
+            ended = ["1 between 0"] if "test" in where else []
+            assert again == ["1 begin 0", *ended, *straight[straight.index(place) + 1 :]]
 
 
-def test_epochs_is_range_and_loops_are_told_apart(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
+def test_epochs_is_range_and_loops_are_told_apart(tmp_path):
+    with Small(tmp_path) as run:
         assert list(run.acc.epochs(0)) == [] and list(run.acc.epochs(2)) == [0, 1]
         for epoch in run.acc.epochs(4):
             for batch in run.loader:
                 run.step(batch)
             if epoch == 1:
                 run.acc.save_state()
-    with Run(tmp_path) as run:
+    with Small(tmp_path) as run:
         run.acc.resume()
         assert [list(run.acc.epochs(n)) for n in (0, 2, 4, 3)] == [[], [], [2, 3], [0, 1, 2]]
 
 
-def test_a_save_in_another_kind_of_loop_does_not_say_which_epochs_are_left(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
+def test_a_save_in_another_kind_of_loop_does_not_say_which_epochs_are_left(tmp_path):
+    with Small(tmp_path) as run:
         for batch in run.loader:
             run.step(batch)
         run.acc.save_state()
-    with Run(tmp_path) as run:
+    with Small(tmp_path) as run:
         run.acc.resume()
         with pytest.raises(StepError, match=r"outside of accelerator.epochs\(\)"):
             list(run.acc.epochs(2))
 
 
-def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
+def test_a_load_within_a_pass_ends_it(tmp_path):
+    with Small(tmp_path) as run:
         order = indices(run.loader)
         run.loader.set_epoch(0)
         read = []
@@ -343,3 +313,124 @@ def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
             if number == 3:
                 run.acc.load_state()
         assert read == order[:32] and indices(run.loader) == order[16:]
+
+
+class Died(Exception):
+    pass
+
+
+class Run(Small):
+    """A training on two loaders, whose loop says where it is; it dies with the save at the place `at`."""
+
+    def __init__(self, folder, at="", lengths=(12, 12), **options):
+        super().__init__(folder, **options)
+        loaders = [DataLoader(Numbered(n), 4, shuffle=True) for n in lengths]
+        self.a, self.b = self.acc.prepare(*loaders)
+        self.said: list[Any] = []
+        self._at = at
+        self.acc.resume()
+
+    def train(self, *batches: Any) -> None:
+        with self.acc.accumulate(self.model):
+            for _, x, _ in batches:
+                self.acc.backward(self.model(x).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.said += [*(indices.tolist() for indices, *_ in batches), random.random()]
+        self.place(f"step {self.optimizer.updates}")
+
+    def place(self, name: str) -> None:
+        if name == self._at:
+            self.acc.save_state()
+            raise Died
+
+    def epochs(self, number: int = 3) -> Any:
+        for epoch in self.acc.epochs(number):
+            yield epoch
+            self.place(f"end {epoch}")
+
+
+def zipped(run: Run) -> None:
+    for _ in run.epochs():
+        for both in zip(run.a, run.b):
+            run.train(*both)
+
+
+def endless_beside(run: Run) -> None:
+    other = (batch for _ in count() for batch in run.b)
+    for _ in run.epochs():
+        for batch in run.a:
+            run.train(batch, next(other))
+
+
+def begun_again_when_empty(run: Run) -> None:
+    other = iter(run.b)
+    for _ in run.epochs():
+        for batch in run.a:
+            try:
+                more = next(other)
+            except StopIteration:
+                other = iter(run.b)
+                more = next(other)
+            run.train(batch, more)
+
+
+def a_count_of_steps(run: Run) -> None:
+    for epoch in run.epochs():
+        batches = iter(run.a)
+        while run.optimizer.updates < 2 * epoch + 2:
+            run.train(next(batches))
+
+
+def two_zips(run: Run) -> None:
+    for _ in run.epochs(2):
+        for _ in range(2):
+            for both in zip(run.a, run.b):
+                run.train(*both)
+
+
+def plain(run: Run) -> None:
+    for _ in run.epochs():
+        for batch in run.a:
+            run.train(batch)
+
+
+UNSEEDED = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=False)}
+WINDOWS = {"gradient_accumulation_steps": 2}
+OTHER = {"lengths": (12, 16)}
+# A loop, options of a Run, and places; the first one is the most telling.
+LOOPS: dict[str, tuple[Callable[[Run], None], dict[str, Any], str]] = {
+    "zip": (zipped, {}, "step 3, step 2, end 0, step 6"),
+    "zip with a longer one": (zipped, {"lengths": (12, 20)}, "step 3, step 5"),
+    "zip with a shorter one": (zipped, {"lengths": (12, 8)}, "step 2, end 1"),
+    "an endless one beside": (endless_beside, OTHER, "end 1, step 2, end 0, step 5"),
+    "zip in windows": (zipped, {"lengths": (12, 8), **WINDOWS}, "step 1, step 2, step 3"),
+    "an endless one in windows": (endless_beside, OTHER | WINDOWS, "step 3, step 1, step 2, end 1"),
+    "one that is begun again": (begun_again_when_empty, {"lengths": (12, 8)}, "end 1, step 2, step 3, end 2"),
+    "a count of steps": (a_count_of_steps, {}, "step 3, step 1, step 2, end 0, end 1"),
+    "two zips": (two_zips, {}, "step 4, step 1, step 3, step 6, end 0"),
+    "the sampler's own random order": (plain, UNSEEDED, "step 3, step 2, end 0, step 6"),
+}
+
+
+def life(folder: Path, loop: Callable[[Run], None], at: str = "", **options: Any) -> list[Any]:
+    """What it saw until it died, or ended; its weights are last then."""
+    with Run(folder, at, **options) as run:
+        try:
+            loop(run)
+        except Died:
+            return run.said
+        assert not at
+        return [*run.said, *run.model.state_dict().values()]
+
+
+@pytest.mark.parametrize("which", [slice(0, 1), pytest.param(slice(1, None), marks=pytest.mark.slow)])
+def test_the_rest_of_the_loop_comes(tmp_path, which):
+    for name, (loop, options, places) in LOOPS.items():
+        straight = life(tmp_path / name, loop, **options)
+        for place in places.split(", ")[which]:
+            folder = tmp_path / f"{name}, {place}"
+            rest = straight[len(life(folder, loop, place, **options)) :]
+            went_on = life(folder, loop, **options)
+            assert [str(seen) for seen in went_on] == [str(seen) for seen in rest], (name, place)
+            assert all(torch.equal(weights, other) for weights, other in zip(went_on[-2:], rest[-2:]))

@@ -1,24 +1,30 @@
-"""What every kind of storage does."""
+"""Storage of every kind: what is put is there, whole or not at all; and what the system or a store may do to a file."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import fsspec
 import pytest
 
 from easymp import CheckpointError
 from easymp.checkpoint import storage_local
+from easymp.checkpoint.folders import open_storage
 from easymp.checkpoint.manifest import BLOCK, COMMIT
 from easymp.checkpoint.storage import SourceFile, Storage, aligned, as_bytes
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.checkpoint.storage_remote import RemoteStorage
+from easymp.cli import main
 
 MEGABYTE = random.Random(0).randbytes(2**20 - 1)  # no period that fits a page
-SIZES = [0, 1, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 12_345]
+LARGE = 2 * BLOCK + 12_345
+Do = Callable[..., Any]
 
 
 def content(size: int) -> bytes:
@@ -37,9 +43,8 @@ def storage(request, tmp_path, monkeypatch):
     root = tmp_path / "root"
     match request.param:
         case "buffered" | "direct":
-            monkeypatch.setattr(
-                storage_local, "past_is_quicker", {os.stat(tmp_path).st_dev: request.param == "direct"}
-            )
+            chosen = {os.stat(tmp_path).st_dev: request.param == "direct"}
+            monkeypatch.setattr(storage_local, "past_is_quicker", chosen)
             yield LocalStorage(root)
         case "memory":
             yield RemoteStorage(f"memory://{root}")
@@ -51,18 +56,14 @@ def storage(request, tmp_path, monkeypatch):
             yield RemoteStorage(f"{request.getfixturevalue('s3')}{root}")
 
 
+NEAR = pytest.mark.parametrize("storage", KINDS[:4], indirect=True)  # megabytes take seconds with the server
+FAR = pytest.mark.parametrize("storage", KINDS[2:], indirect=True)
+
+
 @pytest.fixture
 def folder(storage: Storage) -> str:
     storage.make("step-1")
     return "step-1"
-
-
-def one(data: bytes) -> list[bytes | memoryview]:
-    return [data]
-
-
-def writable(data: bytes) -> list[bytes | memoryview]:
-    return [memoryview(bytearray(data))]
 
 
 def staged(data: bytes) -> list[bytes | memoryview]:
@@ -71,137 +72,214 @@ def staged(data: bytes) -> list[bytes | memoryview]:
     return [view[:4096], view[4096:]]
 
 
-def many(data: bytes) -> Iterator[bytes | memoryview]:
-    return (data[at : at + 7_777] for at in range(0, len(data), 7_777))
+PARTS: list[Callable[[bytes], Any]] = [
+    lambda data: [data],
+    lambda data: [memoryview(bytearray(data))],
+    staged,
+    lambda data: (data[at : at + 7_777] for at in range(0, len(data), 7_777)),
+]
 
 
-WHOLE = [(k, one, s) for k in KINDS for s in SIZES if k != "s3" or s in (0, 1, BLOCK + 1)]
-PUTS = WHOLE + [(k, p, s) for k in KINDS[:-1] for p in (writable, staged, many) for s in (4096, SIZES[-1])]
-
-
-@pytest.mark.parametrize(
-    ("storage", "parts", "size"), PUTS, indirect=["storage"], ids=lambda x: getattr(x, "__name__", None)
-)
-def test_what_is_put_is_there_with_its_checksums(storage, folder, parts, size):
-    data, told = content(size), []
-    checksums = storage.put(f"{folder}/file", parts(data), size, told.append)
-    assert checksums == crcs(data) and sum(told) == size
-    assert storage.size(f"{folder}/file") == size and storage.head(f"{folder}/file", 100) == data[:100]
-    SourceFile(storage, f"{folder}/file", size, checksums).verify()
-    back = bytearray(size)
-    SourceFile(storage, f"{folder}/file", size, checksums).fetch([(0, memoryview(back))])
-    assert back == data
-
-
-NEAR = pytest.mark.parametrize(
-    "storage", KINDS[:-1], indirect=True
-)  # megabytes take seconds with the S3 server
-
-
-@NEAR
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("longest", [100, 5_000, 3_000_000])
-def test_any_runs_are_fetched(storage: Storage, folder: str, longest: int, checked: bool) -> None:
-    data = content(2 * BLOCK + 12_345)
-    checksums = storage.put(f"{folder}/file", [data], len(data))
-    dice, wanted, at = random.Random(longest), [], max(50, BLOCK - 1000 * longest)
-    while at < len(data) and len(wanted) < 5_000:
-        count = min(dice.randint(0, longest), len(data) - at)
-        wanted.append((at, memoryview(bytearray(count))))
-        at += count + dice.choice([0, dice.randint(0, 4 * longest)])
-    told: list[int] = []
-    SourceFile(storage, f"{folder}/file", len(data), checksums if checked else None).fetch(
-        wanted, told.append
-    )
-    assert all(view == data[at : at + len(view)] for at, view in wanted)
-    touched = {place // BLOCK for at, view in wanted if view for place in (at, at + len(view) - 1)}
-    blocks = sum(min(BLOCK, len(data) - number * BLOCK) for number in touched)
-    assert sum(told) == (blocks if checked else sum(len(view) for _, view in wanted))
+def test_what_is_put_is_there_with_its_checksums(storage, folder, request):
+    s3 = storage.place.startswith("s3")
+    sizes = (0, 1, BLOCK + 1) if s3 else (0, 1, 4096, BLOCK - 1, BLOCK, BLOCK + 1, LARGE)
+    for size, parts in [(size, PARTS[0]) for size in sizes] + [
+        (LARGE, parts) for parts in PARTS[1:] * (not s3)
+    ]:
+        data, told = content(size), []
+        checksums = storage.put(f"{folder}/file", parts(data), size, told.append)
+        assert checksums == crcs(data) and sum(told) == size
+        assert storage.size(f"{folder}/file") == size and storage.head(f"{folder}/file", 100) == data[:100]
+        SourceFile(storage, f"{folder}/file", size, checksums).verify()
+        back = bytearray(size)
+        SourceFile(storage, f"{folder}/file", size, checksums).fetch([(0, memoryview(back))])
+        assert back == data
+        storage.remove(f"{folder}/file")
 
 
 @NEAR
-def test_only_touched_blocks_are_read(storage: Storage, folder: str) -> None:
-    data = content(3 * BLOCK)
+def test_any_runs_are_fetched_and_only_touched_blocks_are_read(storage, folder):
+    data = content(LARGE)
     checksums = storage.put(f"{folder}/file", [data], len(data))
-    wrong = (checksums[0], checksums[1] ^ 1, checksums[2])
+    for longest, checked in [(n, known) for n in (100, 5_000, 3_000_000) for known in (True, False)]:
+        dice, wanted, at = random.Random(longest), [], max(50, BLOCK - 1000 * longest)
+        while at < len(data) and len(wanted) < 5_000:
+            count = min(dice.randint(0, longest), len(data) - at)
+            wanted.append((at, memoryview(bytearray(count))))
+            at += count + dice.choice([0, dice.randint(0, 4 * longest)])
+        told: list[int] = []
+        file = SourceFile(storage, f"{folder}/file", len(data), checksums if checked else None)
+        file.fetch(wanted, told.append)
+        assert all(view == data[at : at + len(view)] for at, view in wanted)
+        touched = {place // BLOCK for at, view in wanted if view for place in (at, at + len(view) - 1)}
+        blocks = sum(min(BLOCK, len(data) - number * BLOCK) for number in touched)
+        assert sum(told) == (blocks if checked else sum(len(view) for _, view in wanted))
+    file = SourceFile(storage, f"{folder}/file", len(data), (checksums[0], checksums[1] ^ 1, checksums[2]))
     view, told = memoryview(bytearray(8)), []
-    SourceFile(storage, f"{folder}/file", len(data), wrong).fetch([(BLOCK - 8, view)], told.append)
+    file.fetch([(BLOCK - 8, view)], told.append)
     assert view == data[BLOCK - 8 : BLOCK] and sum(told) == BLOCK
-    SourceFile(storage, f"{folder}/file", len(data), wrong).fetch([])
+    file.fetch([])
     with pytest.raises(CheckpointError, match=r"file: block 1 \(from byte 16777216\) is not what was"):
-        SourceFile(storage, f"{folder}/file", len(data), wrong).fetch([(BLOCK - 4, view)])
+        file.fetch([(BLOCK - 4, view)])
     with pytest.raises(CheckpointError, match="block 1 "):
-        SourceFile(storage, f"{folder}/file", len(data), wrong).verify()
+        file.verify()
 
 
-def test_a_file_that_is_held_is_the_same_when_it_is_read_again(storage: Storage, folder: str) -> None:
+def test_a_file_that_is_missing_or_of_another_size_is_refused(storage, folder):
     (crc,) = storage.put(f"{folder}/file", [b"abc"], 3)
-    with storage.held() as again:
-        SourceFile(storage, f"{folder}/file", 3, (crc,)).verify()
-        assert again == isinstance(storage, LocalStorage)
-        if again:
-            storage.remove(folder)
-            found = bytearray(3)
-            SourceFile(storage, f"{folder}/file", 3, (crc,)).fetch([(0, memoryview(found))])
-            assert found == b"abc"
-    if again:
-        with pytest.raises(CheckpointError, match="no such file"):
-            SourceFile(storage, f"{folder}/file", 3, (crc,)).verify()
-
-
-def test_a_file_that_is_missing_or_of_another_size_is_refused(storage: Storage, folder: str) -> None:
-    (crc,) = storage.put(f"{folder}/file", [b"abc"], 3)
-    for size, checksums, why in [
-        (4, (crc,), "3 bytes, and 4 were"),
-        (2, (crc,), "3 bytes, and 2 were"),
-        (3, (), "0 checksums for 1"),
+    for name, size, checksums, why in [
+        ("file", 4, (crc,), "3 bytes, and 4 were"),
+        ("file", 2, (crc,), "3 bytes, and 2 were"),
+        ("file", 3, (), "0 checksums for 1"),
+        ("other", 3, (crc,), "other: no such file"),
     ]:
         with pytest.raises(CheckpointError, match=why):
-            SourceFile(storage, f"{folder}/file", size, checksums).verify()
+            SourceFile(storage, f"{folder}/{name}", size, checksums).verify()
         with pytest.raises(CheckpointError, match=why):
-            SourceFile(storage, f"{folder}/file", size, checksums).fetch([(0, memoryview(bytearray(1)))])
-    with pytest.raises(CheckpointError, match="other: no such file"):
-        SourceFile(storage, f"{folder}/other", 3, (crc,)).verify()
+            SourceFile(storage, f"{folder}/{name}", size, checksums).fetch([(0, memoryview(bytearray(1)))])
 
 
-def test_folders(storage: Storage, folder: str) -> None:
+def test_folders_and_small_files(storage, folder):
     assert storage.list("nowhere") == []
-    storage.put(f"{folder}/b", [b"1"], 1)
-    storage.put(f"{folder}/a", [b"1"], 1)
+    for name in ("b", COMMIT, "a"):
+        storage.put(f"{folder}/{name}", [b"1"], 1)
     storage.sync(folder)
     storage.sync()
-    assert storage.list(folder) == ["a", "b"] and storage.list() == [folder]
-    assert storage.modified(f"{folder}/a") > 1.7e9
-    assert storage.size(folder) is None
-
-
-def test_a_file_is_replaced_at_once(storage: Storage, folder: str) -> None:
+    assert storage.list(folder) == [COMMIT, "a", "b"] and storage.list() == [folder]
+    assert storage.modified(f"{folder}/a") > 1.7e9 and storage.size(folder) is None
     for text in (b"one", b"another", b""):
         storage.replace("latest", text)
         assert storage.get("latest", 100) == text
         storage.replace(f"{folder}/x", text)
-    assert storage.list() == ["latest", folder] and storage.list(folder) == ["x"]
-
-
-def test_a_folder_is_removed_with_what_is_in_it(storage: Storage, folder: str) -> None:
-    for name in (COMMIT, "a", "b"):
-        storage.put(f"{folder}/{name}", [b"1"], 1)
+    assert storage.list() == ["latest", folder] and storage.list(folder) == [COMMIT, "a", "b", "x"]
     storage.put("step-10", [b"a file of which the folder's name is a prefix"], 45)
     storage.remove(folder)
-    assert storage.list() == ["step-10"] and storage.list(folder) == []
+    assert storage.list() == ["latest", "step-10"] and storage.list(folder) == []
     storage.remove(folder)
-    storage.remove("step-10")
-    assert storage.list() == []
     with pytest.raises(CheckpointError, match="is not removed"):
         storage.remove("")
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a//x", "./x", "a/.", "x\0y"])
-def test_no_name_leads_out_of_the_folder(storage: Storage, folder: str, name: str) -> None:
-    for call in (storage.size, storage.list, storage.remove, storage.modified, storage.make, storage.sync):
-        with pytest.raises(CheckpointError, match="is not a file's name below"):
-            call(name)
-    with pytest.raises(CheckpointError, match="is not a file's name below"):
-        storage.put(name, [b""], 0)
-    with pytest.raises(CheckpointError, match="is not a file's name below"):
-        storage.get(name, 1)
+def test_no_name_leads_out_of_the_folder(storage):
+    calls = [storage.size, storage.list, storage.remove, storage.modified, storage.make, storage.sync]
+    calls += [lambda name: storage.put(name, [b""], 0), lambda name: storage.get(name, 1)]
+    for name in ("../x", "/x", "a/../../x", "a//x", "./x", "a/.", "x\0y"):
+        for call in calls:
+            with pytest.raises(CheckpointError, match="is not a file's name below"):
+                call(name)
+
+
+def through(monkeypatch: pytest.MonkeyPatch, hook: Do) -> None:
+    """`hook(do, operation, path, call, *arguments)` instead of every call."""
+    do = storage_local.do
+    monkeypatch.setattr(storage_local, "do", lambda *call: hook(do, *call))
+
+
+@FAR
+@pytest.mark.parametrize("operation", ["write", "replace"])
+def test_a_store_that_fails_is_an_error_with_the_url(storage, operation, monkeypatch):
+    def fail(do: Do, name: str, *call: Any) -> Any:
+        if name == operation:
+            raise RuntimeError("the token has expired")
+        return do(name, *call)
+
+    with monkeypatch.context() as patch:
+        through(patch, fail)
+        with pytest.raises(OSError, match="RuntimeError: the token has expired") as caught:
+            storage.put("file", [content(BLOCK + 1)], BLOCK + 1)
+    named = caught.value.filename
+    assert caught.value.errno == errno.EIO and named.endswith("/file") and "://" in named
+    assert storage.list() == []
+
+
+@FAR
+def test_an_upload_that_is_broken_off_leaves_nothing_and_a_file_that_came_short_is_refused(
+    storage, monkeypatch
+):
+    def breaking(size: int) -> Iterator[bytes]:
+        yield content(size)
+        raise KeyboardInterrupt
+
+    for size in (100, BLOCK + 100):
+        with pytest.raises(KeyboardInterrupt):
+            storage.put("file", breaking(size), size + 1)
+        assert storage.list() == [] and storage.size("file") is None
+    if storage.place.startswith("s3"):
+        bucket, _, prefix = storage.place.removeprefix("s3://").partition("/")
+        assert "Uploads" not in storage._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+    checksums = storage.put("file", [b"abcdef"], 6)
+    through(
+        monkeypatch,
+        lambda do, name, *call: [c[:-1] for c in do(name, *call)] if name == "read" else do(name, *call),
+    )
+    with pytest.raises(CheckpointError, match="file: 5 bytes came of 6"):
+        SourceFile(storage, "file", 6, checksums).verify()
+
+
+def test_links_pipes_and_folders_are_no_files(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "file")
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    os.mkfifo(tmp_path / "pipe")
+    storage = LocalStorage(tmp_path)
+    for name, why in {
+        "link": "a link, ",
+        "linked/file": "a link",
+        "pipe": "not a reg",
+        "real": "not a reg",
+    }.items():
+        with pytest.raises(CheckpointError, match=why):
+            storage.get(name, 10)
+        with pytest.raises(CheckpointError, match=why):
+            SourceFile(storage, name, 3, crcs(b"abc")).fetch([(0, memoryview(bytearray(3)))])
+    names = ("link", "pipe", "real", "linked/file", "real/file")
+    assert [storage.size(name) for name in names] == [None] * 4 + [3]
+    found = [storage.list(name) for name in ("link", "linked", "linked/real", "real")]
+    assert found == [[], [], [], ["file"]]
+    assert LocalStorage(tmp_path / "linked").list() == ["file"], "what the user names may be a link"
+    for name in ("linked/file", "linked/other"):
+        with pytest.raises(CheckpointError, match="a link"):
+            storage.put(name, [b"abc"], 3)
+
+
+def test_short_reads_go_on_where_they_stopped(monkeypatch, tmp_path):
+    data, storage = content(BLOCK + 100), LocalStorage(tmp_path)
+    checksums = storage.put("file", [data], len(data))
+
+    def shorten(do: Do, name: str, path: str, call: Do, *arguments: Any) -> Any:
+        if name == "read":
+            descriptor, views, at = arguments
+            arguments = (descriptor, [views[0][:60_001]], at)
+        return do(name, path, call, *arguments)
+
+    through(monkeypatch, shorten)
+    wanted = [(at, memoryview(bytearray(70_000))) for at in range(3, BLOCK, 100_000)]
+    SourceFile(storage, "file", len(data), checksums).fetch(wanted)
+    assert all(view == data[at : at + len(view)] for at, view in wanted)
+
+
+def test_an_import_that_draws_changes_no_random_number_of_the_training(tmp_path, monkeypatch):
+    (tmp_path / "drawing_store.py").write_text(
+        "import random\nfrom fsspec.implementations.memory import MemoryFileSystem\n\n"
+        "random.random()\n\n\nclass Drawing(MemoryFileSystem):\n    protocol = 'drawing'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    fsspec.register_implementation("drawing", "drawing_store.Drawing", clobber=True)
+    before = random.getstate()
+    assert RemoteStorage("simplecache::drawing://run").place == "simplecache::drawing://run"
+    assert "drawing_store" in sys.modules and random.getstate() == before
+    sys.modules.pop("drawing_store")
+
+
+def test_places_that_cannot_be_opened_are_refused_and_no_password_is_shown(capfd):
+    for place, words in {
+        "file://elsewhere/a": "names a machine, not a folder: write file:///",
+        "nowhere://a": "Protocol not known: nowhere.*Install the package",
+    }.items():
+        with pytest.raises(CheckpointError, match=words):
+            open_storage(place)
+    for place in ("ftp://me:secret@127.0.0.1:9/run", "nowhere://me:secret@127.0.0.1/run"):
+        assert main(["checkpoint", "list", place]) != 0
+    said = "".join(capfd.readouterr())
+    assert "me:***@" in said and "secret" not in said
