@@ -31,12 +31,12 @@ class Counter:
         self.count = state["count"]
 
 
-def prepared(acc: Any, order: int = 1) -> tuple[Any, ...]:
+def prepared(acc: Any) -> tuple[Any, ...]:
     """Two models, their optimizers, and a schedule; an object that is registered."""
     model, other = nn.Sequential(make("tied"), nn.Dropout(0.2)), make("mlp")
     inner: Any = model[0]
     groups = [{"params": list(inner.blocks.parameters())}, {"params": [inner.embed.weight], "lr": 0.02}]
-    optimizer = torch.optim.AdamW(groups[::order], lr=0.01)
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 20)
     counter = Counter()
     acc.register_for_checkpointing(counter)
@@ -194,12 +194,3 @@ def test_a_training_goes_on_from_it(ranks, theirs):
     for _, weights, _ in (*alone, *ranks(ours, folder / "True", "fsdp")):
         for got, expected in zip(weights, live["models"], strict=True):
             assert all(torch.equal(got[name], value) for name, value in expected.items())
-
-
-def test_another_order_of_parameters_is_an_error(theirs):
-    with Accelerator(cpu=True) as acc:
-        model, *_ = prepared(acc, order=-1)
-        before = [p.detach().clone() for p in model.parameters()]
-        with pytest.raises(CheckpointError, match=r"param groups of \[\d+, 1\] parameters, and has"):
-            acc.load_state(theirs[0] / "True", allow_pickle=True)
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
