@@ -131,9 +131,16 @@ def test_going_on_from_an_older_step_leaves_the_newer_ones_aside(place, caplog):
     assert [name for name, state in listed(place).items() if state == "abandoned"] == steps(20, 12, 14, 15)
 
 
-def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place, caplog):
-    trained(place, 8, 10, 12)
-    trained(place, 10, 12, load="step-00000008", pace=2.0)
+@pytest.mark.parametrize("same_run", [False, True])
+def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place, caplog, same_run):
+    with run(place) as it:
+        it.to(8, 10, 12)
+        if same_run:  # a run that goes back leaves its own later checkpoints aside
+            it.acc.load_state(f"{place}/checkpoints/step-00000008")
+            it.pace = 2.0
+            it.to(10, 12)
+    if not same_run:
+        trained(place, 10, 12, load="step-00000008", pace=2.0)
     assert "is of another line of checkpoints, and is named step-00000010.line-" in caplog.text
     assert resumed(place) == ("step-00000012", 16)
     assert listed(place) == states(s8="", s10_="abandoned", s12_="abandoned", s10="", s12="newest")
@@ -144,16 +151,6 @@ def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place, caplog):
         assert it.weight == 12
         it.to(14)
     assert resumed(place) == ("step-00000014", 14)
-
-
-def test_a_run_that_goes_back_leaves_its_own_later_checkpoints_aside(place):
-    with run(place) as it:
-        it.to(8, 10, 12)
-        it.acc.load_state(f"{place}/checkpoints/step-00000008")
-        it.pace = 2.0
-        it.to(10)
-    assert resumed(place) == ("step-00000010", 12)
-    assert listed(place) == states(s8="", s10_="abandoned", s12="abandoned", s10="newest")
 
 
 def test_a_run_without_resume_begins_a_line_and_the_older_one_stays(place, caplog):

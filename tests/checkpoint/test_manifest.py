@@ -56,21 +56,19 @@ def test_one_without_files_of_hooks_is_of_the_version_that_knew_none():
 FILE = {"size": 0, "crc32": []}
 
 
+SHORT: dict[str, Any] = {"w": "model/w", "b": "model/b", "A": A, "0": 0, "1": 1, "2": 2, "3": 3}
+
+
 def edited(**changes: Any) -> bytes:
     raw = json.loads(GOOD.encode())
     for path, value in changes.items():
-        at: Any = raw
-        *steps, last = path.split("__")
+        at, (*steps, last) = raw, (SHORT.get(step, step) for step in path.split("__"))
         for step in steps:
-            at = at[
-                int(step)
-                if isinstance(at, list)
-                else {"w": "model/w", "b": "model/b", "A": A, "B": B, "index": "index.json"}.get(step, step)
-            ]
-        if isinstance(value, type(...)):
+            at = at[step]
+        if value is ...:
             del at[last]
         else:
-            at[int(last) if isinstance(at, list) else {"w": "model/w", "A": A}.get(last, last)] = value
+            at[last] = value
     return json.dumps(raw).encode()
 
 
@@ -161,7 +159,7 @@ def some(dtype: torch.dtype) -> dict[str, Tensor]:
     return found
 
 
-def test_the_library_reads_what_we_write(tmp_path):
+def test_the_library_reads_what_we_write_and_we_what_it_writes(tmp_path):
     path = tmp_path / "a.safetensors"
     for dtype in NAMES:
         tensors = some(dtype)
@@ -179,19 +177,16 @@ def test_the_library_reads_what_we_write(tmp_path):
         read, metadata = decode_header(path.read_bytes(), path.stat().st_size, "a")
         assert metadata == {"format": "pt"}
         assert read == {n: Slot(*filed(s.dtype, s.shape), s.begin, s.end) for n, s in zip(tensors, slots)}
-
-
-def test_we_read_what_the_library_writes(tmp_path):
-    path = tmp_path / "a.safetensors"
-    for dtype in (dtype for dtype in NAMES if dtype not in PARTS):
-        tensors = some(dtype) | {"odd": torch.ones(3, dtype=torch.uint8)}
+        if dtype in PARTS:
+            continue
+        tensors["odd"] = torch.ones(3, dtype=torch.uint8)
         safetensors.torch.save_file(tensors, path, {"any": "word"})
         text = path.read_bytes()
         read, _ = decode_header(text, len(text), "a")
-        assert set(read) == set(tensors)
-        for name, (found, shape, begin, end) in read.items():
-            assert (found, shape) == (tensors[name].dtype, tuple(tensors[name].shape))
-            assert text[begin:end] == content(tensors[name])
+        assert {n: (s.dtype, s.shape) for n, s in read.items()} == {
+            n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()
+        }
+        assert all(text[s.begin : s.end] == content(tensors[name]) for name, s in read.items())
 
 
 def test_metadata_null_is_read_as_the_library_reads_it(tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,21 +150,18 @@ def holds(tensors: Any, expected: State) -> tuple[list[str], int]:
     return wrong, sum(part.nbytes for _, _, part in parts)
 
 
-class counting:
-    """Inside, calling it says how many bytes were fetched."""
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """The bytes that are fetched inside, a call each."""
+    fetch, sizes = SourceFile.fetch, []
 
-    def __enter__(self) -> Callable[[], int]:
-        self.bytes, self.before = 0, SourceFile.fetch
+    def count(file: SourceFile, wanted: Any, *rest: Any) -> None:
+        sizes.append(sum(len(view) for _, view in wanted))
+        fetch(file, wanted, *rest)
 
-        def fetch(file: SourceFile, wanted: Any, *rest: Any) -> None:
-            self.bytes += sum(len(view) for _, view in wanted)
-            self.before(file, wanted, *rest)
-
-        SourceFile.fetch = fetch  # type: ignore[method-assign, assignment]
-        return lambda: self.bytes
-
-    def __exit__(self, *_: object) -> None:
-        SourceFile.fetch = self.before  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SourceFile, "fetch", count)
+        yield sizes
 
 
 def loaded(labels: list[str], place: dict[str, str], late: bool = True) -> list[str]:
@@ -176,7 +174,7 @@ def loaded(labels: list[str], place: dict[str, str], late: bool = True) -> list[
                 if not late:
                     load_weights(model, path)
                 model = acc.prepare(model)
-                with counting() as count:
+                with counting() as read:
                     if late:  # a pipeline is cut by its first call
                         spread = acc._prepared.strategy
                         with torch.no_grad():
@@ -184,8 +182,8 @@ def loaded(labels: list[str], place: dict[str, str], late: bool = True) -> list[
                         load_weights(model, path)
                 wrong, held = holds([*model.named_parameters(), *model.named_buffers()], values(kind))
                 found += [f"{label}, {kind}: {what}" for what in wrong]
-                if late and count() != held:
-                    found.append(f"{label}, {kind}: read {count()} bytes, holds {held}")
+                if late and sum(read) != held:
+                    found.append(f"{label}, {kind}: read {read} bytes, holds {held}")
     return found
 
 
