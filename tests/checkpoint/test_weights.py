@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from easymp import Accelerator, CheckpointError, SettingError, load_weights
 from easymp.checkpoint.manifest import places_of
 from easymp.checkpoint.storage import SourceFile
 
-from ..strategies.models import BATCH, MODELS, Tied, make
+from ..strategies.models import BATCH, MODELS, Tied, make, mean_square, train_step, whole
 from ..strategies.ways import WAYS
 from .samples import flip
 
@@ -111,6 +110,31 @@ def under(label: str, kind: str) -> Accelerator:
     return Accelerator(mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30)
 
 
+def saved_and_loaded(rows: list[tuple[str, str]], folder: Path) -> list[str]:
+    """Train a step, save, load the checkpoint into a plain model on each rank: the names that differ from the live ones."""
+    wrong = []
+    for label, kind in rows:
+        with under(label, kind) as acc:
+            given = make(kind)
+            model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.05))
+            spread = acc._prepared.strategy
+            x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1))
+            train_step(acc, model, mean_square, x.chunk(spread.data_size)[spread.data_rank])
+            optimizer.step()
+            acc.save_state(folder / label)
+            plain = make(kind)
+            load_weights(plain, folder / label)
+            there = {name: whole(p) for name, p in model.named_parameters() if not p.is_meta}
+            wrong += [n for n, p in plain.named_parameters() if n in there and not torch.equal(p, there[n])]
+    return wrong
+
+
+def test_checkpoints_load(ranks, tmp_path):
+    assert saved_and_loaded([("single", "conv")], tmp_path) == []
+    rows = [("fsdp", "tied"), ("tensor_parallel in fsdp", "mlp"), ("pipeline", "tied")]
+    assert ranks(saved_and_loaded, rows, tmp_path, processes=4) == [[]] * 4
+
+
 def test_one_of_several_models_and_a_damaged_one(tmp_path):
     with Accelerator(mixed_precision="no", cpu=True) as acc:
         acc.prepare(make("mlp"), make("conv"))
@@ -150,18 +174,21 @@ def holds(tensors: Any, expected: State) -> tuple[list[str], int]:
     return wrong, sum(part.nbytes for _, _, part in parts)
 
 
-@contextmanager
-def counting() -> Iterator[list[int]]:
-    """The bytes that are fetched inside, a call each."""
-    fetch, sizes = SourceFile.fetch, []
+class counting:
+    """Inside, calling it says how many bytes were fetched."""
 
-    def count(file: SourceFile, wanted: Any, *rest: Any) -> None:
-        sizes.append(sum(len(view) for _, view in wanted))
-        fetch(file, wanted, *rest)
+    def __enter__(self) -> Callable[[], int]:
+        self.bytes, self.before = 0, SourceFile.fetch
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SourceFile, "fetch", count)
-        yield sizes
+        def fetch(file: SourceFile, wanted: Any, *rest: Any) -> None:
+            self.bytes += sum(len(view) for _, view in wanted)
+            self.before(file, wanted, *rest)
+
+        SourceFile.fetch = fetch  # type: ignore[method-assign, assignment]
+        return lambda: self.bytes
+
+    def __exit__(self, *_: object) -> None:
+        SourceFile.fetch = self.before  # type: ignore[method-assign]
 
 
 def loaded(labels: list[str], place: dict[str, str], late: bool = True) -> list[str]:
@@ -174,7 +201,7 @@ def loaded(labels: list[str], place: dict[str, str], late: bool = True) -> list[
                 if not late:
                     load_weights(model, path)
                 model = acc.prepare(model)
-                with counting() as read:
+                with counting() as count:
                     if late:  # a pipeline is cut by its first call
                         spread = acc._prepared.strategy
                         with torch.no_grad():
@@ -182,8 +209,8 @@ def loaded(labels: list[str], place: dict[str, str], late: bool = True) -> list[
                         load_weights(model, path)
                 wrong, held = holds([*model.named_parameters(), *model.named_buffers()], values(kind))
                 found += [f"{label}, {kind}: {what}" for what in wrong]
-                if late and sum(read) != held:
-                    found.append(f"{label}, {kind}: read {read} bytes, holds {held}")
+                if late and count() != held:
+                    found.append(f"{label}, {kind}: read {count()} bytes, holds {held}")
     return found
 
 
