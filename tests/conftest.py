@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +62,9 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
-    """An Accelerator that closes collects garbage: from now on that looks at what tests made, and not at torch and pytest."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _modules_of_former_tests_are_not_garbage() -> None:
-    """What tests before have imported, torch._dynamo above all, is left out of collections, too."""
+    """An Accelerator that closes collects garbage: that looks at what tests made, and not at torch, pytest and what tests imported."""
     gc.collect()
     gc.freeze()
 
@@ -87,15 +83,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if "slow" not in item.keywords]
     gpu = [item for item in items if "gpu" in item.keywords]
-    if gpu and (why := _no_gpu()):
+    if gpu and not torch.cuda.is_available():
+        why = "none is here" if torch.version.cuda else "this torch is built without CUDA"
         for item in gpu:
-            item.add_marker(pytest.mark.skip(reason=why))
-
-
-def _no_gpu() -> str:
-    if torch.version.cuda is None:
-        return "needs an NVIDIA GPU; this torch is built without CUDA"
-    return "" if torch.cuda.is_available() else "needs an NVIDIA GPU; none is here"
+            item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; {why}"))
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -108,15 +99,9 @@ class Ranks:
         self._pool = pool
 
     def _run(
-        self,
-        function: Any,
-        args: Any,
-        patient: bool,
-        processes: int = 2,
-        timeout: float = BOUND,
-        env: Any = None,
-    ) -> list[Any]:
-        return self._pool.run(function, args, processes, timeout, env, patient=patient)
+        self, call: Any, patient: bool, processes: int = 2, timeout: float = BOUND, env: Any = None
+    ) -> Any:
+        return self._pool.run(*call, processes, timeout, env, patient=patient)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
         """Each rank's return value; a rank that fails, fails the test.
@@ -124,7 +109,7 @@ class Ranks:
         RANK, WORLD_SIZE and so on are set, and `env`; `how` is processes (2), timeout (`BOUND`) and env.
         """
         __tracebackhide__ = True
-        outcomes = self._run(function, args, False, **how)
+        outcomes = self._run((function, args), False, **how)
         if any(o.failure for o in outcomes):
             raise RanksFailed(explain(outcomes))
         return [o.value for o in outcomes]
@@ -135,7 +120,7 @@ class Ranks:
         The test fails if none failed.
         """
         __tracebackhide__ = True
-        outcomes = self._run(function, args, True, **how)
+        outcomes = self._run((function, args), True, **how)
         if not any(o.failure for o in outcomes):
             raise RanksFailed(f"no rank failed; they returned {[o.value for o in outcomes]}")
         return [o.failure if o.failure is not None else o.value for o in outcomes]
@@ -146,6 +131,16 @@ def _pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test marked ``on_ranks(processes)`` runs on each of them, with its arguments."""
+    if (mark := pyfuncitem.get_closest_marker("on_ranks")) is None:
+        return None
+    arguments = [pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters]
+    Ranks(pyfuncitem._request.getfixturevalue("_pool"))(pyfuncitem.obj, *arguments, processes=mark.args[0])
+    return True
 
 
 @pytest.fixture
@@ -163,39 +158,28 @@ def _nothing_left_behind() -> Iterator[None]:
     environment, directory, threads = dict(os.environ), os.getcwd(), set(threading.enumerate())
     descriptors, switches = _descriptors(), _switches()
     yield
+    threads_left = leaked_threads(threads, lambda t: not t.daemon or t.name.startswith("easymp"))
     left = [
         *_changed_variables(environment),
-        *_changed_directory(directory),
-        *_running(threads),
+        *([f"working directory {os.getcwd()}"] if os.getcwd() != directory else []),
+        *(f"thread {name}" for name in threads_left),
         *_open(),
-        *_group(),
         *_unclosed(descriptors),
         *_changed_switches(switches),
     ]
+    os.chdir(directory)
     if left:
         pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
 
 
-def _changed_variables(before: dict[str, str]) -> Iterator[str]:
+def _changed_variables(before: dict[str, str]) -> list[str]:
     after = dict(os.environ)
-    for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name) and not name.startswith(FOREIGN_VARIABLES):
-            yield f"environment variable {name}={after.get(name)!r}, was {before.get(name)!r}"
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
-
-
-def _changed_directory(before: str) -> Iterator[str]:
-    if os.getcwd() != before:
-        yield f"working directory {os.getcwd()}"
-        os.chdir(before)
-
-
-def _running(before: set[threading.Thread]) -> Iterator[str]:
-    for name in leaked_threads(before, lambda thread: not thread.daemon or thread.name.startswith("easymp")):
-        yield f"thread {name}"
+    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    os.environ.clear()
+    os.environ.update(before)
+    ours = sorted(name for name in changed if not name.startswith(FOREIGN_VARIABLES))
+    os.environ.update({name: after[name] for name in changed if name not in ours and name in after})
+    return [f"environment variable {name}={after.get(name)!r}, was {before.get(name)!r}" for name in ours]
 
 
 def _open() -> Iterator[str]:
@@ -208,11 +192,8 @@ def _open() -> Iterator[str]:
     # the world of one process, which easymp's functions join by themselves
     if state is not None and state.is_open():
         state.PartialState().destroy_process_group()
-
-
-def _group() -> Iterator[str]:
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized():
         yield "a process group"
         dist.destroy_process_group()
 
@@ -255,35 +236,37 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
         yield f"{len(new)} new descriptors"
 
 
+SWITCHES: dict[str, tuple[Any, Any]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "num_threads": (torch.get_num_threads, torch.set_num_threads),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "cpu autocast": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda on: torch.set_autocast_enabled("cpu", on),
+    ),
+}
+for _name in ("allow_tf32", "deterministic", "benchmark"):
+    SWITCHES[f"cudnn.{_name}"] = (
+        partial(getattr, torch.backends.cudnn, _name),
+        partial(setattr, torch.backends.cudnn, _name),
+    )
+
+
 def _switches() -> dict[str, Any]:
     """torch's process-wide settings."""
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "num_threads": torch.get_num_threads(),
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
-        "cudnn.deterministic": torch.backends.cudnn.deterministic,
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "grad mode": torch.is_grad_enabled(),
-        "cpu autocast": torch.is_autocast_enabled("cpu"),
-    }
+    return {name: read() for name, (read, _) in SWITCHES.items()}
 
 
 def _changed_switches(before: dict[str, Any]) -> Iterator[str]:
-    after = _switches()
-    for name, value in before.items():
-        if after[name] != value:
-            yield f"torch {name}={after[name]}, was {value}"
-    if before != after:
-        torch.set_default_dtype(before["default dtype"])
-        torch.use_deterministic_algorithms(before["deterministic algorithms"])
-        torch.set_num_threads(before["num_threads"])
-        torch.set_float32_matmul_precision(before["matmul precision"])
-        torch.backends.cudnn.allow_tf32 = before["cudnn.allow_tf32"]
-        torch.backends.cudnn.deterministic = before["cudnn.deterministic"]
-        torch.backends.cudnn.benchmark = before["cudnn.benchmark"]
-        torch.set_grad_enabled(before["grad mode"])
+    for name, value in _switches().items():
+        if value != before[name]:
+            yield f"torch {name}={value}, was {before[name]}"
+            SWITCHES[name][1](before[name])
 
 
 __all__ = ["Failure", "Ranks"]

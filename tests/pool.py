@@ -1,10 +1,8 @@
 """Functions on N real processes, out of a warm pool.
 
-A fresh `spawn` imports torch in every process, 16 s a test; a plain `fork` hangs once the parent has trained on more than
-one thread. So a fork server that has only imported torch and easymp, and never computed, forks the workers; they stay alive over the
-tests of a session, and a worker that failed is killed, not cleaned. Functions travel by module and name.
-
-Nothing here knows pytest; `conftest.py` makes it the fixture `ranks`.
+A fork server that has imported torch and easymp, and never computed, forks the workers: a `spawn` imports torch in each process,
+and a `fork` of a parent that has trained on several threads hangs. Workers live as long as the session; one that failed is killed.
+Functions travel by module and name. `conftest.py` makes a fixture of it.
 """
 
 from __future__ import annotations
@@ -35,24 +33,17 @@ PRELOAD = [
     "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim",
     "torch.utils.data", "torch.distributed.algorithms.join", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "easymp.accelerator", "easymp.training.prepare", "easymp.trackers.logbook",
-    "easymp.checkpoint.run_state", "easymp.checkpoint.resume", "easymp.training.oom",
-    "easymp.training.nonfinite", "easymp.strategies.transforms", "easymp.strategies.transforms",
-    "easymp.checkpoint.load", "easymp.checkpoint.save", "easymp.strategies.ddp", "easymp.strategies.fsdp",
-    "easymp.strategies.zero1", "tests.frozen",
+    "easymp.accelerator", "easymp.training.prepare", "easymp.training.oom", "easymp.training.nonfinite", "easymp.trackers.logbook",
+    "easymp.checkpoint.run_state", "easymp.checkpoint.resume", "easymp.checkpoint.load", "easymp.checkpoint.save",
+    "easymp.strategies.transforms", "easymp.strategies.ddp", "easymp.strategies.fsdp", "easymp.strategies.zero1", "tests.frozen",
 ]  # fmt: skip
 
 GRACE = 3.0  # seconds that the other ranks have to answer once one has failed
 HEAD_START = 0.01  # seconds for rank 0 to open its store: a rank that knocks too early waits about 0.5 s to knock again
 PATIENCE = 10.0  # seconds that a thread told to end, or a file told to close, has to do so: a busy machine takes some
 READY = b"ready"  # what a worker says when it has begun
-HARMLESS_THREADS = (
-    "tqdm_monitor",
-    "fsspecIO",
-    "asyncio_0",
-    "asyncio_1",  # fsspec keeps one loop, which looks names up by threads
-    "(_read_thread)",  # torch 2.8's, of the processes that compile
-)
+# fsspec keeps one loop, which looks names up by threads; the last one is torch 2.8's, of the processes that compile.
+HARMLESS_THREADS = ("tqdm_monitor", "fsspecIO", "asyncio_0", "asyncio_1", "(_read_thread)")
 
 
 class Failure(NamedTuple):
@@ -71,7 +62,6 @@ class Outcome:
     failure: Failure | None = None
     traceback: str = ""
     time: float = field(default_factory=time.monotonic)  # one clock for all processes of a machine
-    reusable: bool = True
 
 
 class RanksFailed(AssertionError):
@@ -103,14 +93,7 @@ def _work(pipe: Connection, log: str, directory: str) -> None:
             rank, task, env = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
-        outcome = _call(rank, task, env)
-        try:
-            answer = pickle.dumps(outcome)
-        except Exception as error:
-            outcome = Outcome(
-                rank, failure=Failure(type(error).__name__, f"the result cannot be pickled: {error}")
-            )
-            answer = pickle.dumps(outcome)
+        answer = _call(rank, task, env)
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -122,8 +105,8 @@ def _work(pipe: Connection, log: str, directory: str) -> None:
 def names_from_the_hosts_file_only() -> None:
     """Let this process ask no name server (glibc's own call; elsewhere nothing happens).
 
-    torch looks up the name of both ends of every connection it makes, as ``::ffff:127.0.0.1``, which no hosts file knows. A
-    name server that loses one of these questions costs 5 seconds.
+    torch looks up both ends of each connection, as ``::ffff:127.0.0.1``, which no hosts file knows. A name server that loses one of
+    these questions costs 5 seconds.
     """
     try:
         ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
@@ -131,32 +114,30 @@ def names_from_the_hosts_file_only() -> None:
         pass
 
 
-def _call(rank: int, task: bytes, env: Mapping[str, str | None]) -> Outcome:
+def _call(rank: int, task: bytes, env: Mapping[str, str | None]) -> bytes:
+    """The function's `Outcome`, pickled, with variables and directory as they were."""
     environment, directory, threads = dict(os.environ), os.getcwd(), set(threading.enumerate())
     _fresh()
     try:
         for name, value in env.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
         function, args = pickle.loads(task)
-        outcome = Outcome(rank, value=function(*args))
-        # Whatever frees itself with its last reference does so now, not in the next test.
-        gc.collect()
+        answer = pickle.dumps(Outcome(rank, value=function(*args)))
+        gc.collect()  # what frees itself with its last reference does so now, not in the next test
         if left := _left_behind(threads):
-            outcome = Outcome(rank, failure=Failure("Leak", left), reusable=False)
+            answer = pickle.dumps(Outcome(rank, failure=Failure("Leak", left)))
     except BaseException as error:
-        # Popping from the traceback: the frames above the function are this file's.
+        # without the frame of this file
         lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
-        outcome = Outcome(
-            rank, failure=Failure(type(error).__name__, str(error)), traceback="".join(lines), reusable=False
-        )
+        failure = Failure(type(error).__name__, str(error))
+        answer = pickle.dumps(Outcome(rank, failure=failure, traceback="".join(lines)))
     finally:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
-    return outcome
+    return answer
 
 
 def _fresh() -> None:
@@ -182,9 +163,7 @@ def _left_behind(before: set[threading.Thread]) -> str:
     if dist.is_initialized():
         return "left a process group running: destroy it (World.close does) before the function returns"
     threads = leaked_threads(before)
-    if threads:
-        return f"left threads running: {', '.join(threads)}"
-    return ""
+    return f"left threads running: {', '.join(threads)}" if threads else ""
 
 
 def leaked_threads(
@@ -214,6 +193,7 @@ class Worker:
 
     def __init__(self, context: Any, directory: Path, number: int) -> None:
         self.log = directory / f"worker{number}.log"
+        self.log.touch()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, str(self.log), os.getcwd()), daemon=True)
         self.process.start()
@@ -225,37 +205,25 @@ class Worker:
         assert self.pipe.recv_bytes() == READY
 
     def send(self, message: bytes) -> None:
-        self.read = self.log.stat().st_size if self.log.exists() else 0
+        self.read = self.log.stat().st_size
         self.pipe.send_bytes(message)
 
-    def output(self) -> str:
+    def printed(self) -> str:
         """What the worker printed since the last `send`."""
-        if not self.log.exists():
-            return ""
-        with self.log.open("rb") as file:
-            file.seek(self.read)
-            return file.read().decode(errors="replace")
+        text = self.log.read_bytes()[self.read :].decode(errors="replace").strip()
+        return f"\nIt had printed:\n{text[-8000:]}\n" if text else ""
 
-    def stacks(self) -> str:
-        """Where each thread of the worker is, now."""
-        before, said = len(self.output()), ""
-        try:
-            os.kill(self.process.pid, signal.SIGUSR1)
-        except ProcessLookupError:
-            return ""
-        for _ in range(50):  # until nothing more comes
-            time.sleep(0.1)
-            last, said = said, self.output()[before:]
-            if said and said == last:
-                break
-        return said
+    def print_stacks(self) -> None:
+        """Have each thread of the worker print where it is, and wait for that."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
         self.process.close()
         self.pipe.close()
-        self.log.unlink(missing_ok=True)
+        self.log.unlink()
 
 
 class Pool:
@@ -279,7 +247,6 @@ class Pool:
         patient: bool,
     ) -> list[Outcome]:
         """`function(*args)` on ranks 0 to `processes` - 1. `patient`: one rank's failure does not cut the others short."""
-        check_sendable(function)
         task = pickle.dumps((function, args))
         new = [rank for rank in range(processes) if rank not in self._workers]
         for rank in new:
@@ -303,7 +270,7 @@ class Pool:
         finally:
             held.close()
             for rank, worker in enumerate(workers):
-                if rank not in outcomes or not outcomes[rank].reusable:
+                if rank not in outcomes or outcomes[rank].failure is not None:
                     worker.kill()
                     del self._workers[rank]
         return [outcomes[rank] for rank in range(processes)]
@@ -322,16 +289,15 @@ class Pool:
                 rank = waiting[pipe]  # type: ignore[index]
                 outcomes[rank] = self._answer(rank, workers[rank])
                 if outcomes[rank].failure is not None:
-                    outcomes[rank].traceback += self._printed(workers[rank])
+                    outcomes[rank].traceback += workers[rank].printed()
                     if not patient:
                         deadline = min(deadline, time.monotonic() + GRACE)
             if time.monotonic() >= deadline:
                 for rank, worker in enumerate(workers):
                     if rank not in outcomes:
-                        said = self._printed(worker)
                         failure = Failure("Timeout", f"still running, {timeout:g} s allowed")
-                        text = f"Still running at:\n{worker.stacks()}{said}"
-                        outcomes[rank] = Outcome(rank, failure=failure, traceback=text, reusable=False)
+                        worker.print_stacks()
+                        outcomes[rank] = Outcome(rank, failure=failure, traceback=worker.printed())
 
     def _answer(self, rank: int, worker: Worker) -> Outcome:
         try:
@@ -343,14 +309,7 @@ class Pool:
             failure = Failure(signal.Signals(-code).name, f"killed by signal {-code}")
         else:
             failure = Failure("exit", f"exit code {code}")
-        return Outcome(
-            rank, failure=failure, traceback=f"{failure.type}: {failure.message}\n", reusable=False
-        )
-
-    @staticmethod
-    def _printed(worker: Worker) -> str:
-        text = worker.output().strip()
-        return f"\nIt had printed:\n{text[-8000:]}\n" if text else ""
+        return Outcome(rank, failure=failure, traceback=f"{failure.type}: {failure.message}\n")
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -359,19 +318,10 @@ class Pool:
         self._directory.cleanup()
 
 
-def check_sendable(function: Callable[..., Any]) -> None:
-    """Raises TypeError for a function that cannot be sent by name."""
-    name = getattr(function, "__qualname__", repr(function))
-    if "<" in name:
-        raise TypeError(
-            f"{name} is defined inside a function: move it to the module's top level, workers find it by name"
-        )
-
-
 def hold_port() -> tuple[socket.socket, int]:
-    """What keeps a port that nobody had, and its number, from below the range that the system hands out.
+    """A socket that holds a free port below the range that the system hands out, and the port.
 
-    Who opens it with SO_REUSEADDR, as torch's store does, may listen there meanwhile; elsewhere than on Linux nobody could.
+    On Linux who opens it with SO_REUSEADDR, as torch's store does, may listen there meanwhile; elsewhere the socket is closed.
     """
     source = random.SystemRandom()  # tests seed the global generator, and several sessions may run at once
     while True:
@@ -395,28 +345,20 @@ def free_port() -> int:
     return port
 
 
-def in_order_of_blame(outcomes: list[Outcome]) -> list[Outcome]:
-    """Failed ranks, the likeliest cause first: killed or gone, then by time, those that were still running last."""
+def explain(outcomes: list[Outcome]) -> str:
+    """The likeliest cause with its traceback, the others in one line each: killed or gone, then by time, at last still running."""
 
-    def key(outcome: Outcome) -> tuple[int, float]:
+    def blame(outcome: Outcome) -> tuple[int, float]:
         kind = outcome.failure.type  # type: ignore[union-attr]
         return (
-            0 if kind.startswith("SIG") or kind == "exit" else 2 if kind == "Timeout" else 1,
-            outcome.time,
-        )
+            0 if kind.startswith("SIG") or kind == "exit" else 2 if kind == "Timeout" else 1
+        ), outcome.time
 
-    return sorted((o for o in outcomes if o.failure is not None), key=key)
-
-
-def explain(outcomes: list[Outcome]) -> str:
-    """The first failing rank's own traceback, the others in one line each."""
-    first, *others = in_order_of_blame(outcomes)
-    assert first.failure is not None
+    first, *others = sorted((o for o in outcomes if o.failure is not None), key=blame)
     lines = [
         f"rank {first.rank} of {len(outcomes)} failed first: {first.failure.type}: {first.failure.message}"
     ]
     for other in others:
-        assert other.failure is not None
         message = other.failure.message.splitlines()
         lines.append(f"  rank {other.rank}: {other.failure.type}: {message[0] if message else ''}")
     return "\n".join([*lines, "", first.traceback.rstrip()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,12 +15,10 @@ from easymp import (
     Accelerator,
     CompileOptions,
     DataLoaderConfiguration,
+    EasympError,
     GradScalerKwargs,
     PrepareError,
-    RefusedError,
 )
-
-from ..strategies.models import message
 
 PRECISE = 1e-6
 
@@ -33,57 +32,47 @@ def share(strategy: str | None, rank: int) -> tuple[int, int]:
     return (rank, 2) if strategy not in (None, "tensor_parallel", "pipeline") else (0, 1)
 
 
-# -- ranks that run out of batches --------------------------------------------------------------------------------------
-
-
-def regression() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def regression() -> tuple[Any, ...]:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    return model, torch.randn(68, 6, generator=generator), torch.randn(68, 1, generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    x, y = torch.randn(68, 6, generator=generator), torch.randn(68, 1, generator=generator)
+    return model, optimizer, schedule, x, y
 
 
-def joined(precision: str) -> tuple[int, float, list[torch.Tensor]]:
+def update(model: nn.Module, optimizer: Any, schedule: Any, x: Any, y: Any, backward: Any) -> None:
+    backward(nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+
+
+def joined() -> tuple[int, float, list[torch.Tensor]]:
     config = DataLoaderConfiguration(even_batches=False)
-    with Accelerator(mixed_precision=precision, strategy="ddp", dataloader_config=config) as acc:
-        model, x, y = regression()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-        model, optimizer, schedule, loader = acc.prepare(
-            model, optimizer, schedule, DataLoader(TensorDataset(x, y), batch_size=4)
-        )
+    with Accelerator(mixed_precision="no", strategy="ddp", dataloader_config=config) as acc:
+        *parts, x, y = regression()
+        *parts, loader = acc.prepare(*parts, DataLoader(TensorDataset(x, y), batch_size=4))
         seen = 0
         for _ in range(2):
-            with acc.join_uneven_inputs([model]):
-                for inputs, targets in loader:
-                    acc.backward(nn.functional.mse_loss(model(inputs), targets))
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
+            with acc.join_uneven_inputs([parts[0]]):
+                for batch in loader:
+                    update(*parts, *batch, acc.backward)
                     seen += 1
-        rate = schedule.get_last_lr()[0] * acc.scaler.get_scale()
-        return seen, rate, [p.detach().clone() for p in model.parameters()]
+        return seen, parts[2].get_last_lr()[0], [p.detach().clone() for p in parts[0].parameters()]
 
 
 def test_joined_ranks_train_as_one_process_with_the_same_samples(ranks) -> None:
-    model, x, y = regression()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    model, optimizer, schedule, x, y = regression()
     for _ in range(2):
-        # a batch of each rank; the last one is a single rank's
-        for inputs, targets in zip(x.split(8), y.split(8)):
-            nn.functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    (n0, rate0, there0), (n1, rate1, there1) = ranks(joined, "no")
+        for batch in zip(x.split(8), y.split(8)):  # a batch of each rank; the last one is a single rank's
+            update(model, optimizer, schedule, *batch, torch.Tensor.backward)
+    (n0, rate0, there0), (n1, rate1, there1) = ranks(joined)
     assert (n0, n1) == (18, 16)
     assert rate0 == rate1 == schedule.get_last_lr()[0]
     assert far(there0, there1) == 0
     assert far(there0, [p.detach() for p in model.parameters()]) < PRECISE
-
-
-# -- one loop for several models and losses ----------------------------------------------------------------------------
 
 
 class Bag(nn.Module):
@@ -109,15 +98,19 @@ class Critic(nn.Module):
         return self.head(x)
 
 
+class Frozen(Critic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+
 class Tower(Critic):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8))
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x * self.scale
+        return nn.Sequential(*self.blocks)(x) * self.scale
 
     @easymp.forward_method
     def score(self, h: torch.Tensor) -> torch.Tensor:
@@ -137,14 +130,21 @@ def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (slope.norm(dim=1) - 1).square().mean() + out.mean()
 
 
+def thawed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    model.head.requires_grad_(True)
+    return out
+
+
 # Ways to compute outputs; the loss is made of them.
-WAYS = {
+WAYS: dict[str, Any] = {
     "call": lambda m, x: m(x),
     "forward": lambda m, x: m.forward(x),
     "methods": lambda m, x: m.score(m.embed(x)),
     "twice": lambda m, x: m.score(m.embed(x) * m.embed(-x)) + m(x) + m.around(x),
     "embed": lambda m, x: m.embed(x),
     "child": lambda m, x: m.head(x),
+    "thawed": thawed,
 }
 
 
@@ -153,13 +153,12 @@ def trained(
     kind: type[nn.Module],
     way: str,
     how: dict[str, Any],
-    *,
+    names: tuple[str, ...] = (),
     clip: str = "",
     **options: Any,
 ) -> list[torch.Tensor] | None:
     """Rank 0's parameters after four windows of a small training by `way`."""
     torch.manual_seed(0)
-    names = options.pop("names", ())
     with Accelerator(**{"mixed_precision": "no", "cpu": True, **how}, strategy=strategy) as acc:
         model = kind(**options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -189,48 +188,29 @@ def trained(
 # -- sparse gradients ---------------------------------------------------------------------------------------------------
 
 
-def looked_up(
-    strategy: str | None, precision: str, clip: str, steps: int, sparse: bool
-) -> list[torch.Tensor] | None:
+def looked_up(strategies: Any, precision: str, clip: str, steps: int, sparse: bool = True) -> list[Any]:
     how = {"mixed_precision": precision, "gradient_accumulation_steps": steps}
     how["kwargs_handlers"] = [GradScalerKwargs(init_scale=1024.0)]  # that no gradient here overflows
-    return trained(strategy, Bag, "call", how, clip=clip, sparse=sparse)
-
-
-KINDS = [("no", "", 1), ("no", "norm", 2), ("no", "value", 1), ("fp16", "norm", 1)]
-
-
-@pytest.mark.parametrize(("precision", "clip", "steps"), KINDS)
-def test_sparse_gradients_train_as_dense_ones(precision: str, clip: str, steps: int) -> None:
-    got, want = (looked_up(None, precision, clip, steps, sparse) for sparse in (True, False))
-    assert far(got, want) < (PRECISE if precision == "no" else 1e-3)
+    return [trained(strategy, Bag, "call", how, clip=clip, sparse=sparse) for strategy in strategies]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision", "clip", "steps"),
-    [("ddp", *KINDS[1]), ("ddp", *KINDS[3]), ("tensor_parallel", *KINDS[2]), ("pipeline", *KINDS[1])],
+    ("strategies", "precision", "clip", "steps"),
+    [
+        ([], "no", "", 1),
+        (["ddp", "pipeline"], "no", "norm", 2),
+        (["tensor_parallel"], "no", "value", 1),
+        (["ddp"], "fp16", "norm", 1),
+    ],
 )
-def test_sparse_gradients_among_ranks(ranks, strategy: str, precision: str, clip: str, steps: int) -> None:
-    got = ranks(looked_up, strategy, precision, clip, steps, True)[0]
-    assert far(got, looked_up(None, precision, clip, steps, False)) < (PRECISE if precision == "no" else 1e-3)
-
-
-def refused(strategy: str, precision: str) -> str:
-    with Accelerator(mixed_precision=precision, strategy=strategy, cpu=True) as acc:
-        return message(PrepareError, acc.prepare, Bag(True))
-
-
-@pytest.mark.parametrize(("strategy", "precision"), [("zero1", "no"), ("fsdp", "no"), ("ddp", "O2")])
-def test_sparse_gradients_are_refused_by_name(ranks, strategy: str, precision: str) -> None:
-    assert all("'words' has sparse gradients, and" in said for said in ranks(refused, strategy, precision))
+def test_sparse_gradients_train_as_dense_ones(ranks, strategies, precision, clip, steps) -> None:
+    (want,) = looked_up([None], precision, clip, steps, sparse=False)
+    several = ranks(looked_up, strategies, precision, clip, steps)[0] if strategies else []
+    for got in looked_up([None], precision, clip, steps) + several:
+        assert far(got, want) < (PRECISE if precision == "no" else 1e-3)
 
 
 # -- the gradient of a gradient -----------------------------------------------------------------------------------------
-
-
-def penalised(strategy: str | None, how: dict[str, Any]) -> list[torch.Tensor] | None:
-    return trained(strategy, Critic, "penalty", how)
-
 
 HOWS: list[dict[str, Any]] = [
     {},
@@ -242,76 +222,28 @@ HOWS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
 def test_a_gradient_penalty_trains(ranks, how: dict[str, Any]) -> None:
-    one = penalised(None, how)
+    one = trained(None, Critic, "penalty", how)
     if "gradient_accumulation_steps" not in how:
-        assert far(one, penalised(None, {})) < PRECISE
-    assert far(ranks(penalised, "ddp", how)[0], one) < PRECISE
-
-
-@pytest.mark.parametrize(
-    ("strategy", "how", "words"),
-    [
-        ("fsdp", {}, "fsdp frees a block's gathered parameters"),
-        ("tensor_parallel", {}, "DTensor keeps no graph"),
-        ("ddp", {"strategy_options": {"static_graph": True}}, "Leave static_graph out"),
-        ("pipeline", {}, "an input of a pipelined model requires a gradient"),
-    ],
-    ids=str,
-)
-def test_a_gradient_penalty_is_refused_when_its_graph_is_asked_for(
-    ranks, strategy: str, how: Any, words: str
-) -> None:
-    for failure in ranks.fails(penalised, strategy, how):
-        assert failure.type == "StepError"
-        assert words in failure.message
+        assert far(one, trained(None, Critic, "penalty", {})) < PRECISE
+    assert far(ranks(trained, "ddp", Critic, "penalty", how)[0], one) < PRECISE
 
 
 # -- methods that compute as forward does -------------------------------------------------------------------------------
 
-
-def through(strategy: str | None, way: str, how: dict[str, Any], named: bool = True) -> Any:
-    return trained(strategy, Tower, way, how, names=("embed", "around") if named else ())
+NAMES = ("embed", "around")
 
 
-def through_all(strategy: str | None) -> list[Any]:
+def by_all_ways(strategy: str | None) -> list[Any]:
     ways = {"forward": 1, "methods": 1, "twice": 2}
-    return [through(strategy, way, {"gradient_accumulation_steps": n}) for way, n in ways.items()]
+    return [
+        trained(strategy, Tower, way, {"gradient_accumulation_steps": n}, NAMES) for way, n in ways.items()
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor_parallel"])
 def test_methods_train_as_forward_does(ranks, strategy: str) -> None:
-    for got, want in zip(ranks(through_all, strategy)[0], through_all(None)):
+    for got, want in zip(ranks(by_all_ways, strategy)[0], by_all_ways(None), strict=True):
         assert far(got, want) < PRECISE
-
-
-@pytest.mark.parametrize("way", ["embed", "child"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_gradients_that_no_rank_averages_are_an_error(ranks, strategy: str, way: str) -> None:
-    for failure in ranks.fails(through, strategy, way, {}, way == "child"):
-        assert failure.type == "StepError"
-        assert "forward_methods=('" in failure.message
-
-
-class Late(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.late = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.late(self.inner(x))
-
-
-def unfrozen_late() -> None:
-    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
-        model = acc.prepare(Late())
-        acc.backward(model(torch.ones(1, 2)).sum())
-        model.late.requires_grad_(True)
-        acc.backward(model(torch.ones(1, 2)).sum())
-
-
-def test_a_parameter_that_is_unfrozen_late_is_said(ranks) -> None:
-    for failure in ranks.fails(unfrozen_late):
-        assert "'late.weight' had requires_grad=False when the model was prepared" in failure.message
 
 
 def test_forward_methods_are_methods_of_a_model() -> None:
@@ -329,15 +261,42 @@ def test_forward_methods_are_methods_of_a_model() -> None:
         assert first.embed(torch.ones(1, 8)).shape == (1, 8)
 
 
-def refused_by_pipeline() -> str:
-    with Accelerator(mixed_precision="no", strategy="pipeline") as acc:
-        return message(RefusedError, acc.prepare, Tower())
+# -- what cannot train --------------------------------------------------------------------------------------------------
+
+SPARSE = "PrepareError: .*'words' has sparse gradients, and"
+NOT_AVERAGED = r"StepError: .*forward_methods=\('"
+REFUSED: list[tuple[tuple[Any, ...], str]] = [
+    (("zero1", Bag, "call", {}), SPARSE),
+    (("fsdp", Bag, "call", {}), SPARSE),
+    (("ddp", Bag, "call", {"mixed_precision": "O2"}), SPARSE),
+    (("fsdp", Critic, "penalty", {}), "StepError: .*fsdp frees a block's gathered parameters"),
+    (("tensor_parallel", Critic, "penalty", {}), "StepError: .*DTensor keeps no graph"),
+    (
+        ("ddp", Critic, "penalty", {"strategy_options": {"static_graph": True}}),
+        "StepError: .*Leave static_graph out",
+    ),
+    (("pipeline", Critic, "penalty", {}), "StepError: .*an input of a pipelined model requires a gradient"),
+    *((("ddp", Tower, way, {}, NAMES[: 2 * (way == "child")]), NOT_AVERAGED) for way in ("embed", "child")),
+    *((("zero1", Tower, way, {}, NAMES[: 2 * (way == "child")]), NOT_AVERAGED) for way in ("embed", "child")),
+    *((("fsdp", Tower, way, {}, NAMES[: 2 * (way == "child")]), NOT_AVERAGED) for way in ("embed", "child")),
+    (("ddp", Frozen, "thawed", {}), "'head.weight' had requires_grad=False when the model was prepared"),
+    (("pipeline", Tower, "forward", {}), "RefusedError: .*strategy 'pipeline' divides forward into stages"),
+]
 
 
-def test_a_pipeline_runs_forward_alone(ranks) -> None:
-    assert all(
-        "strategy 'pipeline' divides forward into stages" in said for said in ranks(refused_by_pipeline)
-    )
+def refusals() -> list[str]:
+    said = []
+    for case, _ in REFUSED:
+        with pytest.raises(EasympError) as caught:
+            trained(*case)
+        said.append(f"{caught.type.__name__}: {caught.value}")
+    return said
+
+
+def test_what_would_have_wrong_gradients_is_refused(ranks) -> None:
+    for found in ranks(refusals):
+        for said, (case, words) in zip(found, REFUSED, strict=True):
+            assert re.search(words, said), (case, said)
 
 
 # -- what sharded ranks must do together --------------------------------------------------------------------------------

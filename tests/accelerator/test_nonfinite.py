@@ -12,45 +12,35 @@ from torch import nn
 from easymp import Accelerator, CompileOptions, NonfiniteError, StepError
 
 from ..strategies.models import under, whole
-from .models import heard
+from .models import heard, make
 
 NAN, INF = float("nan"), float("inf")
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
-
-
 LOG = "easymp.training.nonfinite"
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+def prepared(acc: Accelerator) -> tuple[Any, Any]:
+    model = make()
+    return acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-def train(
-    acc: Accelerator, factors: list[Any], clip: bool = False, kind: Any = torch.optim.AdamW
-) -> list[bool]:
-    """Steps whose loss is multiplied by each of `factors`, or is what one of them makes of it; whether each has moved the weights."""
-    model = net()
-    model, optimizer = acc.prepare(model, kind(model.parameters(), lr=0.01))
-    moved = []
-    for factor in factors:
-        before = [whole(p) for p in model.parameters() if not p.is_meta]
-        loss = model(X).square().mean()
-        acc.backward(factor(loss) if callable(factor) else loss * factor)
-        if clip:
-            acc.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        after = [whole(p) for p in model.parameters() if not p.is_meta]
-        moved.append(any(not torch.equal(a, b) for a, b in zip(after, before)))
-        assert acc.optimizer_step_was_skipped == (not moved[-1])
-        optimizer.zero_grad()
-    return moved
+def here(model: nn.Module) -> list[torch.Tensor]:
+    return [whole(p) for p in model.parameters() if not p.is_meta]
+
+
+def unlike(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return any(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
 def test_it_is_said_once(precision: str) -> None:
     with heard(LOG) as said, Accelerator(mixed_precision=precision, cpu=True) as acc:
-        assert train(acc, [1, 1, NAN, NAN]) == [True] * 4  # what is NaN is equal to nothing
+        model, optimizer = prepared(acc)
+        for factor in (1, 1, NAN, NAN):
+            acc.backward(model(X).square().mean() * factor)
+            optimizer.step()
+            assert not acc.optimizer_step_was_skipped
+            optimizer.zero_grad()
     ((_, line),) = said
     assert line.startswith(f"rank 0, step 3: the loss is nan (precision {precision}, no loss scale)")
     assert "nonfinite='skip'" in line
@@ -59,16 +49,13 @@ def test_it_is_said_once(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true", "fp16"])
 def test_raised(precision: str) -> None:
     with Accelerator(mixed_precision=precision, cpu=True, nonfinite="raise") as acc:
-        model = net()
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
-        before = [p.detach().clone() for p in model.parameters()]
+        model, optimizer = prepared(acc)
+        before = here(model)
         acc.backward(model(X).sum() * NAN)
-        with pytest.raises(
-            NonfiniteError,
-            match=rf"step 1: the loss is not finite on rank 0 \(precision {precision}, .*loss scale",
-        ):
+        words = rf"step 1: the loss is not finite on rank 0 \(precision {precision}, .*loss scale"
+        with pytest.raises(NonfiniteError, match=words):
             optimizer.step()
-        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before))
+        assert not unlike(here(model), before)
         optimizer.zero_grad()
         acc.backward(model(X).sum())  # a script that catches it goes on
         optimizer.step()
@@ -82,19 +69,13 @@ def among_ranks(strategy: str, mode: str, steps: int, items: bool) -> dict[str, 
     """Three updates; in the second, one micro-batch of rank 1 has a NaN."""
     options = {"every": 1} if strategy == "local_sgd" else None
     found: dict[str, Any] = {"skipped": [], "moved": [], "error": ""}
-    more = {"nonfinite": mode, "cpu": True}
-    with heard(LOG) as said, under(strategy, options, steps, "bf16", **more) as acc:
-        model = net()
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    with heard(LOG) as said, under(strategy, options, steps, "bf16", nonfinite=mode, cpu=True) as acc:
+        model, optimizer = prepared(acc)
         for update in range(3):
-            before = [whole(p) for p in model.parameters() if not p.is_meta]
+            before = here(model)
             for micro in range(steps):
                 x = X.clone()
-                if (
-                    update == 1
-                    and micro == 0
-                    and (acc.process_index == 1 or strategy in ("pipeline", "tensor_parallel"))
-                ):
+                if (update, micro) == (1, 0) and (acc.process_index == 1 or strategy in ONE_BATCH):
                     x[0, 0] = NAN
                 with acc.accumulate(model):
                     loss = model(x).square().sum()
@@ -104,12 +85,17 @@ def among_ranks(strategy: str, mode: str, steps: int, items: bool) -> dict[str, 
                     except NonfiniteError as error:
                         found["error"] = str(error)
                     optimizer.zero_grad()
-            after = [whole(p) for p in model.parameters() if not p.is_meta]
-            found["moved"].append(any(not torch.equal(a, b) for a, b in zip(after, before)))
+            found["moved"].append(unlike(here(model), before))
             found["skipped"].append(acc.optimizer_step_was_skipped)
     return {**found, "said": said}
 
 
+def skip_and_raise(*how: Any) -> list[dict[str, Any]]:
+    strategy, *more = how
+    return [among_ranks(strategy, mode, *more) for mode in ("skip", "raise")]
+
+
+ONE_BATCH = ("pipeline", "tensor_parallel")
 CASES = [
     ("ddp", 1, False),
     ("ddp", 2, True),
@@ -124,25 +110,21 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "steps", "items"), CASES)
 def test_all_ranks_skip_or_raise(ranks: Any, strategy: str, steps: int, items: bool) -> None:
-    skipping = ranks(among_ranks, strategy, "skip", steps, items)
-    assert [got["moved"] for got in skipping] == [[True, False, True]] * 2
-    assert [got["skipped"] for got in skipping] == [[False, True, False]] * 2
-    ((_, line),) = [line for got in skipping for line in got["said"]]
+    both = ranks(skip_and_raise, strategy, steps, items)
+    where = "rank 0, 1" if strategy in ONE_BATCH else "rank 1"
+    for skipping, raising in both:
+        assert skipping["moved"] == raising["moved"] == [True, False, True]
+        assert skipping["skipped"] == [False, True, False]
+        assert raising["error"].startswith(f"step 2: the loss is not finite on {where} (")
+    ((_, line),) = [line for skipping, _ in both for line in skipping["said"]]
     assert "step 2: the loss is nan (precision bf16, no loss scale)" in line
-    raising = ranks(among_ranks, strategy, "raise", steps, items)
-    assert [got["moved"] for got in raising] == [[True, False, True]] * 2
-    where = "rank 0, 1" if strategy in ("pipeline", "tensor_parallel") else "rank 1"
-    assert {got["error"].partition(" (")[0] for got in raising} == {
-        f"step 2: the loss is not finite on {where}"
-    }
 
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("precision", "mode"), [("fp16", None), ("bf16", "skip")])
 def test_a_plain_backward_is_named(precision: str, mode: str | None, clip: bool) -> None:
     with Accelerator(mixed_precision=precision, nonfinite=mode, cpu=True) as acc:
-        model = net()
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
+        model, optimizer = prepared(acc)
         model(X).sum().backward()
         act = (lambda: acc.clip_grad_norm_(model.parameters(), 1.0)) if clip else optimizer.step
         said = r"loss.backward\(\) was called by itself.*Replace it by accelerator.backward\(loss\)"
@@ -186,9 +168,8 @@ def planted(
     torch.manual_seed(0)
     with heard(LOG) as said, under(strategy, None, 2, precision, cpu=True, **more) as acc:
         layers = [Layer() for _ in range(12)]
-        model, optimizer = acc.prepare(
-            (whole_model := nn.Sequential(*layers)), torch.optim.AdamW(whole_model.parameters())
-        )
+        given = nn.Sequential(*layers)
+        model, optimizer = acc.prepare(given, torch.optim.AdamW(given.parameters()))
         for micro in range(44):
             late = micro >= 5 and micro % 2 and acc.process_index == acc.num_processes - 1
             layers[7].fault = where if late else ""
@@ -215,10 +196,8 @@ PARAMETER = "16 of 24 parameters have such gradients; the last of them in the mo
 EAGER = CompileOptions("blocks", backend="eager")
 PLANTED = [
     ({"where": "forward", "nonfinite": "warn"}, FORWARD),
-    (
-        {"where": "forward"},
-        "makes them an error, and finds the first module",
-    ),  # calls of a plain model are not seen
+    # calls of a plain model are not seen
+    ({"where": "forward"}, "makes them an error, and finds the first module"),
     ({"where": "forward", "precision": "bf16"}, FORWARD),
     ({"where": "forward", "precision": "bf16", "nonfinite": "skip"}, FORWARD),
     ({"where": "forward", "nonfinite": "raise", "compile": EAGER}, FORWARD),
@@ -249,24 +228,25 @@ def test_the_rank_is_named(ranks: Any, strategy: str) -> None:
 
 
 def test_a_second_forward_leaves_no_trace() -> None:
-    def run(mode: str) -> list[torch.Tensor]:
+    def build() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+    def run(mode: str) -> list[torch.Tensor]:
+        model = build()
         with heard(LOG) as said, Accelerator(cpu=True, nonfinite=mode) as acc:  # type: ignore[arg-type]
             prepared, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
             acc.backward(prepared(X).sum() * NAN)
             if mode == "raise":
-                with pytest.raises(
-                    NonfiniteError, match="outputs of the model are finite, so the loss function"
-                ):
+                words = "outputs of the model are finite, so the loss function"
+                with pytest.raises(NonfiniteError, match=words):
                     optimizer.step()
             else:
                 assert "A second forward, with other random numbers, is finite" in said[0][1]
         return [torch.rand(1), *model.buffers()]
 
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    plain = build()
     plain(X)
     expected = [torch.rand(1), *plain.buffers()]
     for mode in ("warn", "raise"):
-        assert all(torch.equal(a, b) for a, b in zip(run(mode), expected))
+        assert not unlike(run(mode), expected)

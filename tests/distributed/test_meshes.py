@@ -8,23 +8,18 @@ from typing import Any
 
 import torch
 
-from easymp import Accelerator
 from easymp.base import env
 
-from ..strategies.models import BATCH, make, whole
+from ..strategies.models import BATCH, make, mean_square, under, whole
 from ..versions import TORCH
 
 
 def gathered() -> list[str]:
-    """Train a step on a mesh of two dimensions, with shards of unequal length, and name the parameters that no longer are as they were."""
-    options = {"size": 2}
-    with Accelerator(
-        mixed_precision="no", strategy="tensor_parallel", strategy_options=options, timeout=30
-    ) as acc:
-        model, optimizer = acc.prepare(
-            given := make("mlp"), torch.optim.SGD(given.parameters(), lr=0.0, momentum=0.9)
-        )
-        acc.backward(model(torch.ones(BATCH, 12)).square().mean())
+    """Parameters that a step of length 0 changes, on a mesh of two dimensions, with shards of unequal length."""
+    with under("tensor_parallel", {"size": 2}, timeout=30) as acc:
+        given = make("mlp")
+        model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.0, momentum=0.9))
+        acc.backward(mean_square(model(torch.ones(BATCH, 12))))
         acc.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         there = {name: whole(p) for name, p in given.named_parameters()}
@@ -52,8 +47,5 @@ def test_a_process_may_be_another_rank_in_its_next_world(ranks: Any) -> None:
     """torch keeps lengths of shards in caches, under equal meshes: those of the rank that asked first."""
     found = ranks(as_one_rank_and_another, processes=4)
     assert [changed for *changed, _ in found] == [[[], []]] * 4
-    if TORCH < (2, 10) or TORCH >= (
-        2,
-        13,
-    ):  # in between torch's C++ keeps operands of its own, in no cache: 2.11 does
+    if not (2, 10) <= TORCH < (2, 13):  # torch's C++ keeps operands of its own, in no cache: 2.11 does
         assert [meshes for *_, meshes in found] == [0] * 4

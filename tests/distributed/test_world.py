@@ -22,8 +22,8 @@ DTYPES = (
 
 
 @contextmanager
-def joined(**options):
-    world = World(read_ranks(), CPU, **options)
+def joined(ranks=None, **options):
+    world = World(ranks or read_ranks(), CPU, **options)
     try:
         yield world
     finally:
@@ -31,57 +31,46 @@ def joined(**options):
 
 
 def test_alone_every_collective_is_the_identity():
-    world = World(Ranks(), CPU)
-    tensor = torch.arange(3.0)
-    assert world.size == 1
-    assert world.backend is None
-    assert not dist.is_initialized()
-    world.barrier()
-    for op in ("sum", "mean", "max", "min", "product"):
-        assert torch.equal(world.reduce(tensor, op), tensor)
-    assert world.reduce(tensor) is not tensor
-    assert torch.equal(world.gather(tensor), tensor)
-    assert world.gather(torch.tensor(4.0)).tolist() == [4.0]
-    assert torch.equal(world.gather_uneven(tensor), tensor)
-    assert world.gather_uneven(torch.tensor(1)).tolist() == [1]
-    assert world.broadcast(tensor) is tensor
-    assert world.gather_objects("x") == ["x"]
-    assert world.broadcast_objects([1, 2]) == [1, 2]
-    assert world.any(True)
-    assert not world.any(False)
-    world.close()
-    world.close()
+    with joined(Ranks()) as world:
+        tensor = torch.arange(3.0)
+        assert (world.size, world.backend, dist.is_initialized()) == (1, None, False)
+        world.barrier()
+        for op in ("sum", "mean", "max", "min", "product"):
+            assert torch.equal(world.reduce(tensor, op), tensor)
+        assert world.reduce(tensor) is not tensor
+        assert world.broadcast(tensor) is tensor
+        for gather in (world.gather, world.gather_uneven):
+            assert torch.equal(gather(tensor), tensor) and gather(torch.tensor(4.0)).tolist() == [4.0]
+        assert world.gather_objects("x") == ["x"] and world.broadcast_objects([1, 2]) == [1, 2]
+        assert world.any(True) and not world.any(False)
+        world.close()  # twice does no harm
 
 
-def collectives():
+@pytest.mark.on_ranks(2)
+def test_collectives_of_every_dtype_of_uneven_tensors_and_of_objects():
     with joined() as world:
         for dtype in DTYPES:
             wide = torch.complex64 if dtype.is_complex else torch.float32
             given = torch.tensor([[0, 1], [1, world.rank]]).to(dtype)
-            whole, sent = world.gather(given), world.broadcast(given, source=1)
-            assert whole.dtype == sent.dtype == dtype
-            turned = world.gather(given.t())  # not contiguous
-            assert (
-                whole.to(wide).real.tolist()
-                == turned.to(wide).real.tolist()
-                == [[0, 1], [1, 0], [0, 1], [1, 1]]
-            )
-            assert sent.to(wide).real.tolist() == [[0, 1], [1, 1]]
-            assert world.gather(torch.tensor(world.rank).to(dtype)).to(wide).real.tolist() == [0, 1]
+            found = world.gather(given), world.gather(given.t()), world.broadcast(given, source=1)
+            found += (world.gather(torch.tensor(world.rank).to(dtype)),)
+            both = [[0, 1], [1, 0], [0, 1], [1, 1]]  # also of what is not contiguous
+            assert [got.to(wide).real.tolist() for got in found] == [both, both, both[2:], [0, 1]]
+            assert all(got.dtype == dtype for got in found)
             if dtype.is_complex or dtype == torch.bool:
                 continue
             given = (torch.tensor([1, 2, 3]) * (world.rank + 1)).to(dtype)
             before, mean = given.clone(), [1.5, 3.0, 4.5] if dtype.is_floating_point else [1.0, 3.0, 4.0]
-            means = {
+            wanted = {
                 "sum": [3, 6, 9],
                 "max": [2, 4, 6],
                 "min": [1, 2, 3],
                 "product": [2, 8, 18],
                 "mean": mean,
             }
-            for op, wanted in means.items():
-                found = world.reduce(given, op)
-                assert found.dtype == dtype and found.float().tolist() == wanted, (dtype, op)
+            for op, values in wanted.items():
+                reduced = world.reduce(given, op)
+                assert reduced.dtype == dtype and reduced.float().tolist() == values, (dtype, op)
             assert torch.equal(given.float(), before.float())
         for shape in ((), (2,)):
             uneven = world.gather_uneven(torch.full((1 + world.rank, *shape), float(world.rank)))
@@ -91,10 +80,6 @@ def collectives():
         assert world.broadcast_objects(items, source=1) is items and items == [1, {"of": 1}]
         assert world.gather_objects(("rank", world.rank)) == [("rank", 0), ("rank", 1)]
         assert world.any(world.rank == 1) and not world.any(False)
-
-
-def test_collectives_of_every_dtype_of_uneven_tensors_and_of_objects(ranks):
-    ranks(collectives)
 
 
 @pytest.mark.parametrize("device", [torch.device("cuda", 1), torch.device("xpu", 3)])
@@ -129,22 +114,18 @@ def test_a_group_has_a_backend_for_the_host_and_is_bound_where_it_can_be_split(
     assert (asked["backend"], asked["device_id"]) == (backend, bound)
 
 
-def adopt():
+@pytest.mark.on_ranks(2)
+def test_a_running_group_is_adopted_and_left_running():
     for _ in range(2):  # a world can be left and joined again
         with joined() as world:
             world.barrier()
         assert not dist.is_initialized()
     dist.init_process_group("gloo")
-    world = World(read_ranks(), CPU)
-    total = world.reduce(torch.ones(1)).item()
-    world.close()
-    running = dist.is_initialized()
+    with joined() as world:
+        assert (world.owned, world.ranks.announced) == (False, "the process group")
+        assert world.reduce(torch.ones(1)).item() == 2.0
+    assert dist.is_initialized()
     dist.destroy_process_group()
-    return total, world.owned, running, world.ranks.announced
-
-
-def test_a_running_group_is_adopted_and_left_running(ranks):
-    assert ranks(adopt) == [(2.0, False, True, "the process group")] * 2
 
 
 @contextmanager
@@ -194,19 +175,12 @@ def test_a_rank_that_works_on_alone_is_left_in_peace(ranks, tmp_path, late):
 
 
 def fail_and_leave():
-    world = World(read_ranks(), CPU)
-    if world.rank == 1:
+    with patient(1000.0), joined() as world:
+        if world.rank == 0:
+            world.reduce(torch.ones(1))
         sys.last_value = ValueError("as the interpreter does")
-        try:
-            with patient(1000.0):
-                world.close()
-        finally:
-            del sys.last_value
-        return "gone"
-    try:
-        world.reduce(torch.ones(1))
-    finally:
-        world.close()
+    del sys.last_value
+    return "gone"
 
 
 def test_a_failing_rank_leaves_at_once_and_the_others_hear_of_it(ranks):
@@ -222,11 +196,7 @@ def alone(ranks=None):
 @pytest.mark.parametrize(
     ("env", "ranks_", "words"),
     [
-        (
-            {"WORLD_SIZE": "3"},
-            None,
-            "=3 was announced, but rank 1, 2 did not arrive within 0.5 s.*unset RANK and WORLD",
-        ),
+        ({"WORLD_SIZE": "3"}, None, "=3 was .* rank 1, 2 did not arrive within 0.5 s.*unset RANK and WORLD"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": None}, None, "MASTER_ADDR is not"),
         ({"WORLD_SIZE": "2", "MASTER_PORT": None}, None, "MASTER_PORT is not"),
         ({}, Ranks(1, 2, 1, 2, "test"), "rank 1 of 2 could not reach rank 0 at 127.0.0.1:"),  # nobody listens
@@ -244,33 +214,22 @@ def late_here(path):
         time.sleep(0.05)
 
 
-@contextmanager
-def given_up(path):
+def one_is_late_in_a_group(path):
     """Rank 0 waits for a second, and rank 1 until it has given up: where it is looked for, it is."""
     try:
         with joined() as world:
             world.barrier()
-            yield world
+            group = dist.new_group()
+            world.barrier()  # until here: to come may take long on a busy machine
+            if world.rank == 1:
+                late_here(path)
+                return
+            world.timeout = 1.0
+            world.hurry_groups()
+            with world.explained("a group's reduce"):
+                dist.all_reduce(torch.ones(3), group=group)
     finally:
         path.touch()
-
-
-def hurry(world):
-    """From now on collectives of this rank wait a second for the others. To come may take long on a busy machine."""
-    world.timeout = 1.0
-    world.hurry_groups()
-
-
-def one_is_late_in_a_group(path):
-    with given_up(path) as world:
-        group = dist.new_group()
-        world.barrier()
-        if world.rank == 1:
-            late_here(path)
-            return
-        hurry(world)
-        with world.explained("a group's reduce"):
-            dist.all_reduce(torch.ones(3), group=group)
 
 
 @pytest.mark.timeout(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator
+from easymp.base.dtensor import local
 
-STEPS, BATCH, WIDTH, WORDS, LENGTH = 20, 24, 16, 19, 6
+STEPS, BATCH, WIDTH, WORDS, LENGTH = 8, 24, 16, 19, 6
 
 
 class Of(nn.Module):
@@ -56,7 +58,7 @@ class Tied(nn.Module):
 
 
 class Idle(nn.Module):
-    """Frozen parameters, and others that no output depends on: single ones, and a whole block."""
+    """Frozen parameters, and others that no output depends on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,9 +87,9 @@ def conv() -> nn.Module:
 MODELS = {"mlp": mlp, "conv": conv, "tied": Tied, "idle": Idle}
 
 
-def make(kind: str) -> nn.Module:
+def make(kind: str | Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
-    return MODELS[kind]()
+    return MODELS[kind]() if isinstance(kind, str) else kind()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -107,11 +109,16 @@ def part(acc: Accelerator, batch: Tensor) -> Tensor:
     return batch.chunk(acc.num_processes)[acc.process_index]
 
 
-def message(error: type[Exception], call: Any, *args: Any, **how: Any) -> str:
+def message(error: Any, call: Any, *args: Any, **how: Any) -> str:
     """What the error says that `call` raises."""
     with pytest.raises(error) as caught:
         call(*args, **how)
     return str(caught.value)
+
+
+def refuses(error: Any, words: str, call: Any, *args: Any, **how: Any) -> None:
+    """`call` raises this error, which holds these words."""
+    assert words in (said := message(error, call, *args, **how)), said
 
 
 def mean_square(outputs: Tensor) -> Tensor:
@@ -127,39 +134,52 @@ def train_step(acc: Accelerator, model: nn.Module, loss_fn: Any, x: Any, y: Any 
     return loss.detach()
 
 
-def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = True) -> dict[str, Any]:
+def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def classes(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(BATCH, 12, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
+
+
+def train(
+    acc: Accelerator, kind: Any, clip: float | None = None, optimizer: Any = adamw, draw: Any = classes
+) -> dict[str, Any]:
     """`STEPS` updates, in which the ranks share each micro-batch: losses, gradient norms and skipped steps, parameters, buffers."""
     model = make(kind)
-    given: Any = list(model.parameters())
-    sgd = torch.optim.SGD(given, lr=0.05, momentum=0.9)
-    optimizer: Any = torch.optim.AdamW(given, lr=0.01) if adam else sgd
-    schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, STEPS)
-    model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
+    given: Any = optimizer(list(model.parameters()))
+    schedule: Any = torch.optim.lr_scheduler.LinearLR(given, 1.0, 0.2, STEPS)
+    model, given, schedule = acc.prepare(model, given, schedule)
     spread = acc._prepared.strategy
     generator = torch.Generator().manual_seed(7)
     losses, norms, skipped = [], [], []
     for _ in range(STEPS):
         total = torch.zeros(())
         for _ in range(acc.gradient_accumulation_steps):
-            x = torch.randn(BATCH, 12, generator=generator)
-            y = torch.randint(0, 5, (BATCH,), generator=generator)
-            x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
+            x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in draw(generator))
             with acc.accumulate(model):
                 total += train_step(acc, model, nn.functional.cross_entropy, x, y)
                 norm = acc.clip_grad_norm_(model.parameters(), clip or 1e9)
-                optimizer.step()
+                given.step()
                 schedule.step()
-                optimizer.zero_grad()
+                given.zero_grad()
         losses.append(float(acc.reduce(total, "mean")))
         norms.append(float(norm))
         skipped.append(acc.optimizer_step_was_skipped)
+    states = [v for per in given.state.values() for v in per.values() if isinstance(v, Tensor) and v.ndim]
     return {
         "losses": losses,
         "norms": norms,
         "skipped": skipped,
         "parameters": {name: whole(p) for name, p in model.named_parameters()},
+        "here": {name: local(p).detach().clone() for name, p in model.named_parameters()},
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
         "kinds": sorted({type(p).__name__ for p in model.parameters()}),
+        "states": sorted({type(v).__name__ for v in states}),
         "lr": schedule.get_last_lr()[0],
     }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from easymp import Accelerator, PrepareError, RefusedError, SyncBatchNorm, convert_sync_batchnorm
+from easymp import PrepareError, RefusedError, SyncBatchNorm, convert_sync_batchnorm
 from easymp.distributed import World, read_ranks
 
-from .models import make, message
+from .models import make, message, refuses, under
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 SHAPES = {2: (3,), 3: (3, 5), 4: (3, 4, 2), 5: (3, 2, 2, 3)}
@@ -46,17 +47,23 @@ def ran(model: nn.Module, batches: list[Tensor], autocast: bool = False) -> dict
     return {"outputs": outputs, "inputs": of_inputs, "parameters": parameters, "buffers": buffers}
 
 
-def spread(model: nn.Module, batches: list[list[Tensor]], autocast: bool = False) -> dict[str, Any]:
-    """`ran` on this rank's part of each batch, synchronised; gradients of parameters are summed over the ranks."""
+@contextmanager
+def joined() -> Iterator[World]:
     world = World(read_ranks(), torch.device("cpu"), 20)
     try:
+        yield world
+    finally:
+        world.close()
+
+
+def spread(model: nn.Module, batches: list[list[Tensor]], autocast: bool = False) -> dict[str, Any]:
+    """`ran` on this rank's part of each batch, synchronised; gradients of parameters are summed over the ranks."""
+    with joined() as world:
         convert_sync_batchnorm(model)
         found = ran(model, [parts[world.rank] for parts in batches], autocast)
         for name, gradient in found["parameters"].items():
             found["parameters"][name] = None if gradient is None else world.reduce(gradient)
         return found
-    finally:
-        world.close()
 
 
 def batches(dims: int, counts: list[int], center: float = 3.0, dtype: Any = None) -> list[list[Tensor]]:
@@ -67,11 +74,10 @@ def batches(dims: int, counts: list[int], center: float = 3.0, dtype: Any = None
     ]
 
 
-def compare(
-    ranks: Any, model: nn.Module, given: Any, rtol: float = 1e-5, atol: float = 2e-5, **how: Any
-) -> None:
-    one = ran(copy.deepcopy(model), [torch.cat(parts) for parts in given], **how)
-    several = ranks(spread, model, given, *how.values(), processes=len(given[0]))
+def compare(ranks: Any, model: nn.Module, given: Any, rtol: float, atol: float, *how: bool) -> list[Any]:
+    """Each rank's results, which are those of one process."""
+    one = ran(copy.deepcopy(model), [torch.cat(parts) for parts in given], *how)
+    several = ranks(spread, model, given, *how, processes=len(given[0]))
     for kind in ("outputs", "inputs"):
         for step, whole in enumerate(one[kind]):
             parts = torch.cat([got[kind][step] for got in several])
@@ -82,6 +88,7 @@ def compare(
         for kind in ("parameters", "buffers"):
             assert got[kind].keys() == one[kind].keys()
             torch.testing.assert_close(got[kind], one[kind], rtol=rtol, atol=20 * atol)
+    return several
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,7 @@ def test_it_is_batch_norm_of_all_ranks_samples(ranks, dims, counts, options, fro
     model = norm(dims, **options)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    compare(ranks, model, batches(dims, counts))
+    compare(ranks, model, batches(dims, counts), 1e-5, 2e-5)
 
 
 @pytest.mark.parametrize("tracked", [True, False])
@@ -123,9 +130,8 @@ def test_a_large_mean_costs_no_digits(ranks: Any) -> None:
 
 def test_under_autocast_statistics_are_fp32(ranks: Any) -> None:
     given = batches(4, [4, 3], center=100.0, dtype=torch.bfloat16)
-    compare(ranks, norm(), given, rtol=0.02, atol=0.02, autocast=True)
-    for got in ranks(spread, norm(), given, True):
-        exact = torch.cat(given[-1]).float().mean((0, 2, 3))
+    exact = torch.cat(given[-1]).float().mean((0, 2, 3))
+    for got in compare(ranks, norm(), given, 0.02, 0.02, True):
         assert got["outputs"][0].dtype == torch.bfloat16
         assert got["buffers"]["running_mean"].dtype == torch.float32
         # bf16 sums would be off by tens
@@ -133,40 +139,27 @@ def test_under_autocast_statistics_are_fp32(ranks: Any) -> None:
 
 
 def one_value(count: int) -> None:
-    world = World(read_ranks(), torch.device("cpu"), 20)
-    try:
+    with joined() as world:
         SyncBatchNorm(3)(torch.ones(count if world.rank == 0 else 0, 3))
-    finally:
-        world.close()
 
 
 def test_one_value_a_channel_is_refused_on_all_ranks(ranks: Any) -> None:
     for failure in ranks.fails(one_value, 1):
-        assert failure.type == "ValueError"
-        assert "one value a channel over all ranks" in failure.message
+        assert failure.type == "ValueError" and "one value a channel over all ranks" in failure.message
     ranks(one_value, 0)  # none at all: as torch's, nothing happens
     with pytest.raises(ValueError, match="at least"):
         SyncBatchNorm(3)(torch.ones(3))
 
 
-def pairs() -> list[float]:
-    world = World(read_ranks(), torch.device("cpu"), 20)
-    try:
+@pytest.mark.on_ranks(4)
+def test_statistics_of_a_group() -> None:
+    with joined() as world:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         model = convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), groups[world.rank // 2])
-        twin = copy.deepcopy(model)
-        model(torch.full((2, 1), float(world.rank)))
-        twin(torch.full((2, 1), float(world.rank)))
-        assert twin.process_group is model.process_group
+        for one in (model, copy.deepcopy(model)):
+            one(torch.full((2, 1), float(world.rank)))
+            assert one.running_mean.item() == (0.5 if world.rank < 2 else 2.5)
         assert pickle.loads(pickle.dumps(model)).process_group is None
-        return [model.running_mean.item(), twin.running_mean.item()]
-    finally:
-        del model, twin, groups
-        world.close()
-
-
-def test_statistics_of_a_group(ranks: Any) -> None:
-    assert ranks(pairs, processes=4) == [[0.5, 0.5]] * 2 + [[2.5, 2.5]] * 2
 
 
 class Named(nn.BatchNorm2d):
@@ -181,40 +174,38 @@ class Activated(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
+def tensors(model: nn.Module) -> dict[str, int]:
+    return {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
 def test_conversion_changes_classes_only() -> None:
-    shared = nn.BatchNorm2d(2)
-    inner = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm2d(3), nn.GroupNorm(1, 2))
+    shared, x, seen = nn.BatchNorm2d(2), torch.ones(2, 2, 1, 1), []
+    inner = nn.Sequential(nn.BatchNorm1d(3).eval(), nn.InstanceNorm2d(3), nn.GroupNorm(1, 2))
     model = nn.ModuleDict({"a": shared, "b": inner, "c": shared, "d": Named(2)})
-    model.b[0].eval()
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    parts, seen = list(model.modules()), []
+    before = list(map(id, model.modules())), tensors(model)
     shared.register_forward_hook(lambda *_: seen.append(1))
-    expected = shared(torch.ones(2, 2, 1, 1))
+    expected = shared(x)
     assert convert_sync_batchnorm(model) is model
-    assert list(map(id, model.modules())) == list(map(id, parts))
-    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    assert {name: id(t) for name, t in after.items()} == {name: id(t) for name, t in tensors.items()}
-    kinds = [type(m) for m in (model.a, model.b[0], model.b[1], model.b[2], model.d)]
+    assert (list(map(id, model.modules())), tensors(model)) == before
+    kinds = [type(m) for m in (model.a, *model.b, model.d)]
     assert kinds == [SyncBatchNorm, SyncBatchNorm, nn.InstanceNorm2d, nn.GroupNorm, SyncBatchNorm]
-    assert not model.b[0].training
-    assert model.d.eps == 1e-3
-    assert torch.equal(model.c(torch.ones(2, 2, 1, 1)), expected)  # one process: plain batch-norm
-    assert len(seen) == 2
+    assert not model.b[0].training and model.d.eps == 1e-3
+    assert torch.equal(model.c(x), expected) and len(seen) == 2  # one process: plain batch-norm
     root = nn.BatchNorm1d(3)
-    assert type(convert_sync_batchnorm(root)) is SyncBatchNorm and convert_sync_batchnorm(root) is root
+    assert convert_sync_batchnorm(root) is root and type(root) is SyncBatchNorm
     assert type(SyncBatchNorm.convert_sync_batchnorm(nn.SyncBatchNorm(3))) is SyncBatchNorm
 
 
 def test_what_would_be_lost_is_refused() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), Activated(2))
-    with pytest.raises(PrepareError, match="module '1' is a Activated, a batch-norm that adds forward"):
-        convert_sync_batchnorm(model)
-    assert type(model[0]) is nn.BatchNorm2d
-    with pytest.raises(PrepareError, match="the model is a LazyBatchNorm1d without a shape yet"):
-        convert_sync_batchnorm(nn.LazyBatchNorm1d())
     nn.utils.parametrize.register_parametrization(inner := nn.BatchNorm1d(3), "weight", nn.Identity())
-    with pytest.raises(PrepareError, match="module '0' is a ParametrizedBatchNorm1d"):
-        convert_sync_batchnorm(nn.Sequential(inner))
+    for given, words in (
+        (model, "module '1' is a Activated, a batch-norm that adds forward"),
+        (nn.LazyBatchNorm1d(), "the model is a LazyBatchNorm1d without a shape yet"),
+        (nn.Sequential(inner), "module '0' is a ParametrizedBatchNorm1d"),
+    ):
+        assert words in message(PrepareError, convert_sync_batchnorm, given)
+    assert type(model[0]) is nn.BatchNorm2d
 
 
 def norms_in(model: nn.Module) -> list[str]:
@@ -222,34 +213,30 @@ def norms_in(model: nn.Module) -> list[str]:
     return sorted(kind.__name__ for kind in kinds)
 
 
-def kinds_and_after() -> dict[str, Any]:
+def check_conversion(size: int) -> None:
     model = make("conv")
     names = list(model.state_dict())
-    with Accelerator(mixed_precision="no", convert_sync_batchnorm=True) as acc:
+    with under(convert_sync_batchnorm=True) as acc:
         view = acc.prepare(model)
-        inside = norms_in(model)
+        assert norms_in(model) == ["SyncBatchNorm" if size > 1 else "BatchNorm2d"]
         assert list(view.state_dict()) == names
-        said = None
-        if acc.num_processes > 1:
-            said = message(RefusedError, lambda: acc.join_uneven_inputs([view]).__enter__())
+        if size > 1:
+            join = acc.join_uneven_inputs([view])
+            refuses(RefusedError, "every forward needs the statistics of all ranks", join.__enter__)
         acc.free_memory()
         if acc.is_main_process:
             view(torch.ones(2, 12))  # alone: a synchronised one would wait for the other rank
         root = acc.prepare(nn.BatchNorm1d(3))
         root(torch.full((2, 3), float(acc.process_index)))
-        assert isinstance(root, SyncBatchNorm) == (acc.num_processes > 1)
-        mean = root.running_mean[0].item()
-    return {"inside": inside, "after": norms_in(model), "said": said, "mean": mean}
+        assert isinstance(root, SyncBatchNorm) == (size > 1)
+        assert root.running_mean[0].item() == pytest.approx(0.05 * (size - 1))
+    assert norms_in(model) == ["BatchNorm2d"]
 
 
-def test_batch_norms_are_synchronised_while_prepared(ranks: Any) -> None:
-    for got in ranks(kinds_and_after):
-        assert got["inside"] == ["SyncBatchNorm"]
-        assert got["after"] == ["BatchNorm2d"]
-        assert got["mean"] == pytest.approx(0.05)
-        assert "every forward needs the statistics of all ranks" in got["said"]
+@pytest.mark.on_ranks(2)
+def test_batch_norms_are_synchronised_while_prepared() -> None:
+    check_conversion(2)
 
 
 def test_one_process_is_left_as_it_is() -> None:
-    got = kinds_and_after()
-    assert got["inside"] == got["after"] == ["BatchNorm2d"]
+    check_conversion(1)

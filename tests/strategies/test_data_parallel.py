@@ -19,9 +19,7 @@ def test_one_device_is_the_plain_model(kind: str) -> None:
     assert trained("data_parallel", kind, 2, 0.1)["losses"] == trained("single", kind, 2, 0.1)["losses"]
     with Accelerator(mixed_precision="no", strategy="data_parallel", cpu=True) as acc:
         model = make(kind)
-        assert acc.prepare(model) is model
-        assert acc.unwrap_model(model) is model
-        assert acc._prepared.strategy.data_size == 1
+        assert acc.prepare(model) is model and acc.unwrap_model(model) is model
 
 
 @pytest.mark.parametrize(
@@ -50,12 +48,7 @@ def test_on_two_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two NVIDIA GPUs; here is {torch.cuda.device_count()}")
     with Accelerator(mixed_precision="bf16", strategy="data_parallel") as acc:
-        given = make("tied")
-        model, optimizer = acc.prepare(given, torch.optim.AdamW(given.parameters(), lr=0.01))
+        model = acc.prepare(make("tied"))
         assert isinstance(acc._prepared.models[0].module, nn.DataParallel)
-        for _ in range(3):
-            loss = model(torch.randn(8, 12, device=acc.device)).square().mean()
-            acc.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.isfinite(loss)
+        acc.backward(model(torch.randn(8, 12, device=acc.device)).square().mean())
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())

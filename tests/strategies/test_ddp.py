@@ -8,21 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, RefusedError, StepError
+from easymp import PrepareError, RefusedError, StepError
 
-from .models import Of, make, message, trained
+from .models import Of, make, message, mlp, refuses, sgd, trained, under
 
 
 def gradients(
-    options: Any, dtype: torch.dtype = torch.float32, steps: int = 1
+    options: Any, build: Any, sample: Any, steps: int = 1, dtype: Any = torch.float32
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What arrives, and what this rank alone would have had."""
-    with Accelerator(mixed_precision="no", strategy_options=options) as acc:
-        plain = make("mlp").to(dtype)
-        model = acc.prepare(make("mlp").to(dtype))
+    with under("ddp", options) as acc:
+        plain, model = build().to(dtype), acc.prepare(build().to(dtype))
         generator = torch.Generator().manual_seed(acc.process_index)
         for _ in range(steps):
-            x = torch.randn(8, 12, generator=generator).to(dtype)
+            x = torch.randn(sample, generator=generator).to(dtype)
             model.zero_grad()
             acc.backward(model(x).square().mean())
         plain(x).square().mean().backward()
@@ -32,8 +31,6 @@ def gradients(
 
 
 TRAVEL = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-
 JOURNEYS = [
     ("no", 3.0, torch.float32, 2),
     ("fp16", None, torch.float32, 4),
@@ -50,13 +47,11 @@ def test_what_arrives_is_the_average_in_the_type_of_the_journey(ranks, hook, fac
     for view in [True, False] if size == 2 else [True]:
         options = {"comm_hook": hook, "gradient_predivide_factor": factor, "gradient_as_bucket_view": view}
         options["bucket_cap_mb"] = 0.002
-        results = ranks(gradients, options, dtype, processes=size)
+        results = ranks(gradients, options, mlp, (8, 12), 1, dtype, processes=size)
         before = factor or size
-        moved = TRAVEL[hook] or dtype
-        if hook == "fp32" and dtype == torch.float64:
-            moved = dtype
+        moved = dtype if hook == "no" or dtype == torch.float64 else TRAVEL[hook]
+        wide = torch.promote_types(moved, dtype)  # divided where there is more room
         for i, _ in enumerate(results[0][0]):
-            wide = torch.promote_types(moved, dtype)  # divided where there is more room
             parts = [(own[i].to(wide) / before).to(moved) for _, own in results]
             by_hand = (torch.stack(parts).sum(0).to(wide) / (size / before)).to(dtype).double()
             # a sum of two has one order
@@ -67,40 +62,25 @@ def test_what_arrives_is_the_average_in_the_type_of_the_journey(ranks, hook, fac
                 assert ((arrived[i].double() - by_hand).abs() - allowed).max() <= 1e-12
 
 
-def sparse(options: Any) -> torch.Tensor:
-    with Accelerator(mixed_precision="no", strategy_options=options) as acc:
-        model = acc.prepare(nn.Sequential(nn.Embedding(6, 3, sparse=True, _weight=torch.ones(6, 3))))
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(6, 3, sparse=True, _weight=torch.ones(6, 3)))
+
+
+@pytest.mark.on_ranks(2)
+def test_sparse_gradients_travel_as_they_are() -> None:
+    with under("ddp", {"gradient_predivide_factor": 1.0}) as acc:
+        model = acc.prepare(sparse())
         acc.backward(model(torch.tensor([acc.process_index, 5])).sum())
-        return model[0].weight.grad.to_dense()
+        by_hand = torch.tensor([0.5, 0.5, 0, 0, 0, 1])[:, None].expand(6, 3)
+        assert torch.equal(model[0].weight.grad.to_dense(), by_hand)
 
 
-def test_sparse_gradients_travel_as_they_are_or_not_at_all(ranks) -> None:
-    by_hand = torch.tensor([0.5, 0.5, 0, 0, 0, 1])[:, None].expand(6, 3)
-    for options in (None, {"gradient_predivide_factor": 1.0}):
-        assert all(torch.equal(got, by_hand) for got in ranks(sparse, options))
-    for failure in ranks.fails(sparse, {"comm_hook": "fp16"}):
-        assert failure.type == "PrepareError"
-        assert "'0' has sparse gradients" in failure.message
-
-
-def thin(options: Any, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def thin() -> nn.Module:
     """Gradients of a rank that is known: one sample a process makes products of two vectors."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(2)
-        scale, empty = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 3))
-        call = lambda m, x: m.last(m.first(x) * m.scale).square().sum() + m.empty.sum()  # noqa: E731
-        return Of(call, scale=scale, empty=empty, first=nn.Linear(24, 20), last=nn.Linear(20, 24))
-
-    with Accelerator(mixed_precision="no", strategy_options=options) as acc:
-        plain, model = build(), acc.prepare(build())
-        generator = torch.Generator().manual_seed(acc.process_index)
-        for _ in range(steps):
-            x = torch.randn(1, 24, generator=generator)
-            model.zero_grad()
-            acc.backward(model(x))
-        plain(x).backward()
-        return [p.grad.clone() for p in model.parameters()], [p.grad for p in plain.parameters()]
+    torch.manual_seed(2)
+    scale, empty = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 3))
+    call = lambda m, x: m.last(m.first(x) * m.scale) + m.empty.sum()  # noqa: E731
+    return Of(call, scale=scale, empty=empty, first=nn.Linear(24, 20), last=nn.Linear(20, 24))
 
 
 EXACT = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "use_error_feedback": False}
@@ -119,7 +99,7 @@ EXACT = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "use_error_fe
 def test_gradients_of_low_rank_arrive_whole(ranks, more: dict[str, Any], rel: float) -> None:
     """The average of two processes' products of vectors has rank 2."""
     options = {"comm_hook": "power_sgd", "comm_state_option": EXACT, **more}
-    (a, own_a), (b, own_b) = ranks(thin, options, 5)
+    (a, own_a), (b, own_b) = ranks(gradients, options, thin, (1, 24), 5)
     for x, y, p, q in zip(a, b, own_a, own_b):
         assert torch.equal(x, y)
         assert float((x - (p + q) / 2).norm()) <= rel * float((p + q).norm())
@@ -135,24 +115,13 @@ def test_it_learns_with_a_part_of_the_gradient(ranks, hook: str, wrapper: str, s
         "comm_hook": hook,
         "comm_wrapper": wrapper,
         "bucket_cap_mb": 0.001,
-        "comm_state_option": {"start_powerSGD_iter": 2, "min_compression_rate": 0.5},
         "find_unused_parameters": True,
     }
+    options["comm_state_option"] = {"start_powerSGD_iter": 2, "min_compression_rate": 0.5}
     results = ranks(trained, "ddp", "idle", 2, 1.0, "bf16", options, processes=size)
     assert all(got["losses"] == results[0]["losses"] for got in results)
     assert all(torch.isfinite(p).all() for p in results[0]["parameters"].values())
     assert results[0]["losses"] == pytest.approx(trained("single", "idle", 2, 1.0, "bf16")["losses"], rel=0.2)
-
-
-def late() -> list[float]:
-    state = {"start_powerSGD_iter": 2, "min_compression_rate": 0.1}
-    options = {"comm_hook": "power_sgd", "comm_state_option": state, "find_unused_parameters": True}
-    with Accelerator(mixed_precision="no", strategy_options=options) as acc:
-        model = acc.prepare(of_two())
-        for step in range(8):
-            model.zero_grad()
-            acc.backward(model(torch.ones(2, 12), step > 4).sum())
-        return [float(p.grad.sum()) for p in model.parameters()]
 
 
 def of_two() -> nn.Module:
@@ -160,52 +129,50 @@ def of_two() -> nn.Module:
     return Of(call, always=nn.Linear(12, 12), later=nn.Linear(12, 12))
 
 
-def test_a_parameter_that_comes_into_use_late_is_a_number(ranks) -> None:
+@pytest.mark.on_ranks(2)
+def test_a_parameter_that_comes_into_use_late_is_a_number() -> None:
     """A gradient of zeros has no direction: torch's default would have made NaN of it, for good."""
-    for sums in ranks(late):
-        assert all(torch.isfinite(torch.tensor(sums)))
+    state = {"start_powerSGD_iter": 2, "min_compression_rate": 0.1}
+    options = {"comm_hook": "power_sgd", "comm_state_option": state, "find_unused_parameters": True}
+    with under("ddp", options) as acc:
+        model = acc.prepare(of_two())
+        for step in range(8):
+            model.zero_grad()
+            acc.backward(model(torch.ones(2, 12), step > 4).sum())
+        assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_loss_scale_and_a_memory_do_not_go_together(ranks) -> None:
-    for failure in ranks.fails(trained, "ddp", "mlp", 1, None, "fp16", {"comm_hook": "power_sgd"}):
-        assert failure.type == "RefusedError"
-        assert "the overflow that fp16 with a loss scale is meant to skip would stay in it" in failure.message
-    forgetful = {"start_powerSGD_iter": 1, "use_error_feedback": False, "warm_start": False}
-    forgetful["min_compression_rate"] = 0.1
-    options = {"comm_hook": "power_sgd", "comm_state_option": forgetful}
+def test_a_loss_scale_goes_with_a_hook_that_remembers_nothing(ranks) -> None:
+    state = {"start_powerSGD_iter": 1, "use_error_feedback": False, "warm_start": False}
+    state["min_compression_rate"] = 0.1
+    options = {"comm_hook": "power_sgd", "comm_state_option": state}
     got = ranks(trained, "ddp", "mlp", 1, None, "fp16", options)[0]
     assert not got["skipped"][-1]
     assert all(torch.isfinite(p).all() for p in got["parameters"].values())
 
 
-def unused(options: Any, kind: str) -> str:
-    with Accelerator(mixed_precision="bf16", strategy_options=options) as acc:
-        model = acc.prepare(make("idle") if kind == "idle" else of_two())
-
-        def step(number: int) -> None:
-            x = torch.ones(2, 12)
-            acc.backward((model(x) if kind == "idle" else model(x, number < 2)).sum())
-
-        good = 1 if kind == "idle" else 3
-        for number in range(good):
-            step(number)
-        return message(StepError, step, good)
-
-
-def test_unused_parameters_have_names(ranks) -> None:
-    for words in ranks(unused, None, "idle"):
-        assert "no gradient came for 'unused.weight', 'unused.bias', 'blocks.2.0.weight'" in words
-        assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in words
-    for words in ranks(unused, {"static_graph": True}, "late"):
-        assert "'later.weight', 'later.bias'" in words
-        assert "With static_graph=True each step must use the same parameters" in words
-
-
-def uneven(options: Any) -> str:
-    with Accelerator(mixed_precision="no", strategy_options=options) as acc:
-        return message(RefusedError, acc.join_uneven_inputs([acc.prepare(make("mlp"))]).__enter__)
-
-
-@pytest.mark.parametrize("options", [{"comm_hook": "bf16"}, {"gradient_predivide_factor": 1.0}], ids=str)
-def test_hooks_that_divide_by_all_ranks_cannot_be_joined(ranks, options: Any) -> None:
-    assert all("divide by the number of all ranks" in said for said in ranks(uneven, options))
+@pytest.mark.on_ranks(2)
+def test_refusals_have_sentences() -> None:
+    x = torch.ones(2, 12)
+    with under("ddp", precision="bf16") as acc:
+        model = acc.prepare(make("idle"))
+        acc.backward(model(x).sum())
+        said = message(StepError, lambda: acc.backward(model(x).sum()))
+        assert "no gradient came for 'unused.weight', 'unused.bias', 'blocks.2.0.weight'" in said
+        assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in said
+    with under("ddp", {"static_graph": True}, precision="bf16") as acc:
+        model = acc.prepare(of_two())
+        for both in (True, True, False):
+            acc.backward(model(x, both).sum())
+        said = message(StepError, lambda: acc.backward(model(x, False).sum()))
+        assert "'later.weight', 'later.bias'" in said
+        assert "With static_graph=True each step must use the same parameters" in said
+    with under("ddp", {"comm_hook": "fp16"}) as acc:
+        refuses(PrepareError, "'0' has sparse gradients", acc.prepare, sparse())
+    with under("ddp", {"comm_hook": "power_sgd"}, precision="fp16") as acc:
+        remembers = "the overflow that fp16 with a loss scale is meant to skip would stay in it"
+        refuses(RefusedError, remembers, acc.prepare, model := make("mlp"), sgd(list(model.parameters())))
+    for options in ({"comm_hook": "bf16"}, {"gradient_predivide_factor": 1.0}):
+        with under("ddp", options) as acc:
+            join = acc.join_uneven_inputs([acc.prepare(make("mlp"))])
+            refuses(RefusedError, "divide by the number of all ranks", join.__enter__)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from easymp import (
-    Accelerator,
     DistributedDataParallelKwargs,
     FSDPOptions,
     GradientAccumulationPlugin,
@@ -21,58 +20,74 @@ from easymp import (
 )
 from easymp.strategies.blocks import find_blocks
 
-from .models import Of, Tied, agree, make, mean_square, message, part, trained, under, whole
+from .models import Of, Tied, adamw, agree, make, mean_square, part, refuses, sgd, trained, under, whole
 
-BY_CLASS = {"wrap": ["Linear", "LayerNorm"], "reduce_every_micro_batch": True}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"wrap": 500, "cpu_offload": True},
-        pytest.param(BY_CLASS, marks=pytest.mark.slow),
+ROWS = [
+    ({"wrap": 500, "cpu_offload": True}, 3, 0.1),
+    ({"wrap": ["Linear", "LayerNorm"], "reduce_every_micro_batch": True}, 3, 0.1),
+    (
         FSDPOptions(
             wrap=("Block", "Sequential"), reshard_after_forward=False, reduce_every_micro_batch=False
         ),
-    ],
-)
-def test_options_change_no_number(ranks, options: Any) -> None:
-    agree(ranks(trained, "fsdp", "tied", 3, 0.1, "no", options)[0], trained("single", "tied", 3, 0.1))
+        3,
+        0.1,
+    ),
+    ({"ignore": ("blocks.1",)}, 1, None),
+    ({"ignore": ("*.bias", "embed.weight")}, 3, 0.1),
+]
 
 
-def by_hand(strategy: str, how: str, options: Any = None) -> list[torch.Tensor]:
-    plugin = GradientAccumulationPlugin(3, sync_each_batch=True) if how == "each" else None
-    how_ = {"strategy": strategy, "strategy_options": options, "gradient_accumulation_plugin": plugin}
-    with Accelerator(mixed_precision="no", **how_) as acc:
-        model = acc.prepare(make("tied"))
-        x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
-        if how == "no_sync":
-            with acc.no_sync(model):
-                acc.backward(model(x).square().mean())
+@pytest.mark.parametrize(("options", "steps", "clip"), ROWS)
+def test_options_change_no_number(ranks, options: Any, steps: int, clip: float | None) -> None:
+    one, results = (
+        trained("single", "tied", steps, clip),
+        ranks(trained, "fsdp", "tied", steps, clip, "no", options),
+    )
+    ignores = isinstance(options, dict) and "ignore" in options
+    for got in results:
+        agree(got, one)
+        assert got["kinds"] == ["DTensor", "Parameter"][: 1 + ignores]
+    for name, values in results[0]["parameters"].items():
+        assert torch.equal(values, results[1]["parameters"][name]), name
+
+
+def by_hand(strategy: str) -> list[list[torch.Tensor]]:
+    """Gradients after three ways to say when they are averaged."""
+    found = []
+    for how in ("no_sync", "trigger", "each"):
+        plugin = GradientAccumulationPlugin(3, sync_each_batch=True) if how == "each" else None
+        options = {"ignore": "blocks.0"} if (how, strategy) == ("each", "fsdp") else None
+        with under(strategy, options, gradient_accumulation_plugin=plugin) as acc:
+            model = acc.prepare(make("tied"))
+            x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
+            backward = lambda: acc.backward(mean_square(model(x)))  # noqa: B023, E731
+            if how == "no_sync":
                 with acc.no_sync(model):
-                    acc.backward(model(x).square().mean())
-                acc.backward(model(x).square().mean())
-            acc.backward(model(x).square().mean())
-        elif how == "each":  # what is averaged stays averaged
-            for _ in range(3):
-                with acc.accumulate(model):
-                    acc.backward(model(x).square().mean())
-        else:
-            with acc.no_sync(model):
-                acc.backward(model(x).square().mean())
-                loss = model(x).square().mean()
-                with acc.trigger_sync_in_backward(model):
-                    acc.backward(loss)
-        acc.clip_grad_value_(model.parameters(), 0.01)
-        return [whole(p.grad) for p in model.parameters()]
+                    backward()
+                    with acc.no_sync(model):
+                        backward()
+                    backward()
+                backward()
+            elif how == "each":  # what is averaged stays averaged
+                for _ in range(3):
+                    with acc.accumulate(model):
+                        backward()
+            else:
+                with acc.no_sync(model):
+                    backward()
+                    loss = mean_square(model(x))
+                    with acc.trigger_sync_in_backward(model):
+                        acc.backward(loss)
+            acc.clip_grad_value_(model.parameters(), 0.01)
+            found.append([whole(p.grad) for p in model.parameters()])
+    return found
 
 
-@pytest.mark.parametrize("how", ["no_sync", "trigger", "each"])
-def test_accumulation_by_hand(ranks, how: str) -> None:
-    one = by_hand("single", how)
-    assert any(g.abs().max() == 0.01 for g in one)
-    for got in ranks(by_hand, "fsdp", how, {"ignore": "blocks.0"} if how == "each" else None):
-        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
+def test_accumulation_by_hand(ranks) -> None:
+    one = by_hand("single")
+    assert all(any(g.abs().max() == 0.01 for g in grads) for grads in one)
+    for got in ranks(by_hand, "fsdp"):
+        torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
 
 
 def early(options: Any) -> tuple[bool, str]:
@@ -90,33 +105,23 @@ def test_memory_decides_when_gradients_are_reduced(ranks) -> None:
         for reduced, reason in ranks(early, None, env={"EASYMP_MEMORY": memory}):
             assert reduced is wanted
             way = "reduced to shards at each" if wanted else "whole and are reduced at the last"
-            assert re.fullmatch(
-                rf"{many}; gradients .*{way}: .* of whole gradients {words} beside .* a rank of .*", reason
-            ), reason
+            pattern = rf"{many}; gradients .*{way}: .* of whole gradients {words} beside .* a rank of .*"
+            assert re.fullmatch(pattern, reason), reason
     for reduced, reason in ranks(early, {"reduce_every_micro_batch": True}):
         assert reduced and reason == f"{many}; gradients are reduced to shards at each"
 
 
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(400, 64), nn.LayerNorm(64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(self.norm(self.embed(x)), self.embed.weight)
-
-
 def read_weight(strategy: str) -> list[torch.Tensor]:
-    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
-        torch.manual_seed(0)
-        model = acc.prepare(Reads())
-        acc.backward(model(torch.arange(12).view(2, 6)).square().mean())
+    torch.manual_seed(0)
+    call = lambda m, x: nn.functional.linear(m.norm(m.embed(x)), m.embed.weight)  # noqa: E731
+    with under(strategy) as acc:
+        model = acc.prepare(Of(call, embed=nn.Embedding(400, 64), norm=nn.LayerNorm(64)))
+        acc.backward(mean_square(model(torch.arange(12).view(2, 6))))
         return [whole(p.grad) for p in model.parameters()]
 
 
 def test_a_layer_whose_weight_is_read_stays_with_the_model(ranks) -> None:
-    for a, b in zip(ranks(read_weight, "fsdp")[0], read_weight("single")):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ranks(read_weight, "fsdp")[0], read_weight("single"), rtol=1e-4, atol=1e-6)
 
 
 class Words(nn.Module):
@@ -166,7 +171,7 @@ def traffic(call: Any, model: nn.Module) -> tuple[int, int, int]:
 def beside_plain(strategy: str, options: Any, precision: str) -> tuple[Any, ...]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    with Accelerator(strategy=strategy, strategy_options=options, mixed_precision=precision) as acc:
+    with under(strategy, options, precision=precision) as acc:
         plain, ours = Words(), Words()
         mesh = None
         if strategy == "hsdp":
@@ -220,7 +225,6 @@ def test_it_gathers_and_keeps_what_plain_fully_shard_does(ranks, strategy, optio
 
 def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> None:
     model = Tied()
-    model.blocks[1].think[0].bias = nn.Parameter(torch.zeros(32))
     model.extra = nn.Linear(1, 32)
     model.extra.bias = model.blocks[1].think[0].bias
     assert find_blocks(model, "blocks") == [model.blocks[0], model.blocks[2]]
@@ -228,98 +232,63 @@ def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> Non
 
 
 def test_parts_of_another_dtype_are_on_their_own() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3).half(), nn.BatchNorm2d(8), nn.Sequential(nn.BatchNorm2d(8), nn.Linear(8, 8).half())
-    )
+    inner = nn.Sequential(nn.BatchNorm2d(8), nn.Linear(8, 8).half())
+    model = nn.Sequential(nn.Conv2d(1, 8, 3).half(), nn.BatchNorm2d(8), inner)
     for wrap in ("blocks", 10**6, ("BatchNorm2d",)):
-        assert find_blocks(model, wrap) == [model[1], model[2][0]]
+        assert find_blocks(model, wrap) == [model[1], inner[0]]
 
 
-def test_a_class_that_no_module_has() -> None:
-    with pytest.raises(PrepareError, match=r"no module in this Tied is a 'Blok', did you mean 'Block'\?"):
-        find_blocks(Tied(), ("Blok",))
-
-
-def refusals() -> dict[str, str]:
-    said = {
-        "option": message(SettingError, under, "fsdp", {"reshard": True}),
-        "options": message(SettingError, under, "fsdp", DistributedDataParallelKwargs()),
-    }
-    for name, ignore in (("nothing", "blocs"), ("everything", "*"), ("lists", "blocks")):
-        with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"ignore": ignore}) as acc:
+@pytest.mark.on_ranks(2)
+def test_refusals_have_sentences() -> None:
+    no_option = "strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'"
+    refuses(SettingError, no_option, under, "fsdp", {"reshard": True})
+    no_record = "takes FSDPOptions, or a dict of its fields, not a DistributedDataParallelKwargs"
+    refuses(SettingError, no_record, under, "fsdp", DistributedDataParallelKwargs())
+    for option, value, words in (
+        ("wrap", ("Blok",), "no module in this Tied is a 'Blok', did you mean 'Block'?"),
+        ("ignore", "blocs", "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'"),
+        ("ignore", "*", "leaves no parameter to shard"),
+        (
+            "ignore",
+            "blocks",
+            "AdamW has foreach=True for sharded and ignored parameters together (param group 0)",
+        ),
+    ):
+        with under("fsdp", {option: value}) as acc:
             model = make("tied")
             lists = torch.optim.AdamW(model.parameters(), foreach=True)
-            said[name] = message(PrepareError, acc.prepare, model, lists)
-    with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
+            refuses(PrepareError, words, acc.prepare, model, lists)
+    with under("fsdp") as acc:
         model = make("mlp")
-        late = torch.optim.SGD(model.parameters(), lr=0.1)
-        stepped = torch.optim.AdamW(model.parameters(), lr=0.1)
+        late, stepped = sgd(list(model.parameters())), adamw(list(model.parameters()))
         model(torch.ones(1, 12)).sum().backward()
         stepped.step()
         scalar, last = nn.Linear(2, 2), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
         scalar.gain = nn.Parameter(torch.ones(()))
         mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-        cases = {"stepped": (model, stepped), "scalar": (scalar,), "channels": (last,), "mixed": (mixed,)}
-        for name, objects in {**cases, "list": (nn.ModuleList([nn.Linear(1, 1)]),)}.items():
-            said[name] = message(PrepareError, acc.prepare, *objects)
+        refuses(PrepareError, "AdamW has state for parameter '0.weight'", acc.prepare, model, stepped)
+        refuses(PrepareError, "parameter 'gain' is 0-dim", acc.prepare, scalar)
+        refuses(PrepareError, "parameter 'weight' is not contiguous", acc.prepare, last)
+        refuses(PrepareError, "'0.weight' is torch.float32, '1.weight' is torch.float64", acc.prepare, mixed)
+        refuses(PrepareError, "a ModuleList cannot be called", acc.prepare, nn.ModuleList([nn.Linear(1, 1)]))
         prepared = acc.prepare(model)
-        said["late"] = message(PrepareError, acc.prepare, late)
-        assert acc._scaler.agree
-    said["closed"] = message(StepError, prepared, torch.ones(1, 12))
-    with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
-        said["again"] = message(PrepareError, acc.prepare, acc.unwrap_model(prepared))
-    return said
+        refuses(PrepareError, "that belongs to no prepared model", acc.prepare, late)
+    refuses(StepError, "shards of a run that has let go of it", prepared, torch.ones(1, 12))
+    with under("fsdp") as acc:
+        again = acc.unwrap_model(prepared)
+        refuses(PrepareError, "parameter '0.weight' is sharded already", acc.prepare, again)
 
 
-def test_refusals_have_sentences(ranks) -> None:
-    words = {
-        "option": "strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'",
-        "options": "takes FSDPOptions, or a dict of its fields, not a DistributedDataParallelKwargs",
-        "nothing": "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'",
-        "everything": "leaves no parameter to shard",
-        "lists": "AdamW has foreach=True for sharded and ignored parameters together (param group 0)",
-        "stepped": "AdamW has state for parameter '0.weight'",
-        "scalar": "parameter 'gain' is 0-dim",
-        "channels": "parameter 'weight' is not contiguous",
-        "list": "a ModuleList cannot be called",
-        "mixed": "'0.weight' is torch.float32, '1.weight' is torch.float64",
-        "late": "that belongs to no prepared model",
-        "closed": "shards of a run that has let go of it",
-        "again": "parameter '0.weight' is sharded already",
-    }
-    for said in ranks(refusals):
-        assert said.keys() == words.keys()
-        for name, expected in words.items():
-            assert expected in said[name]
-
-
-@pytest.mark.parametrize(
-    ("ignore", "steps", "clip"), [(("blocks.1",), 1, None), (("*.bias", "embed.weight"), 3, 0.1)]
-)
-def test_ignored_parameters_stay_whole_and_train(ranks, ignore: Any, steps: int, clip: float | None) -> None:
-    one = trained("single", "tied", steps, clip)
-    results = ranks(trained, "fsdp", "tied", steps, clip, "no", {"ignore": ignore})
-    for got in results:
-        agree(got, one)
-        assert got["kinds"] == ["DTensor", "Parameter"]
-    for name, values in results[0]["parameters"].items():
-        assert torch.equal(values, results[1]["parameters"][name]), name
-
-
-def thaw() -> tuple[torch.Tensor, int]:
-    with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"ignore": "1"}) as acc:
+@pytest.mark.on_ranks(2)
+def test_ignored_parameters_may_thaw_and_are_let_go() -> None:
+    with under("fsdp", {"ignore": "1"}) as acc:
         model = acc.prepare(nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4).requires_grad_(False)))
-        assert not model[1].weight.requires_grad
+        weight = model[1].weight
+        assert not weight.requires_grad
         model[1].requires_grad_(True)
         acc.backward(model(torch.full((2, 12), 1.0 + acc.process_index)).sum())
-        grad = model[1].bias.grad.clone(), model[1].weight
-    return grad[0], len(grad[1]._post_accumulate_grad_hooks)
-
-
-def test_ignored_parameters_may_thaw_and_are_let_go(ranks) -> None:
-    for grad, hooks in ranks(thaw):
-        assert grad.tolist() == [2.0] * 4
-        assert hooks == 0
+        assert model[1].bias.grad.tolist() == [2.0] * 4
+    assert not weight._post_accumulate_grad_hooks
 
 
 def cleared(strategy: str, options: dict[str, Any], precision: str) -> torch.Tensor:

@@ -11,38 +11,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from easymp import Accelerator, EasympError, HSDPOptions
+from easymp import EasympError
 
-from .models import make, part, under, whole
-
-PAIRS = HSDPOptions(shard_size=2)
+from .models import Of, make, part, under, whole
 
 
-def placements(options: Any) -> tuple[Any, ...]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
-        acc = Accelerator(mixed_precision="no", strategy="hsdp", strategy_options=options)
-    with acc:
-        model = acc.prepare(make("mlp"))
-        weight: Any = next(model.parameters())
-        kinds = acc.distributed_type, acc.state.distributed_type
-        return [str(p) for p in weight.placements], tuple(weight.device_mesh.shape), *kinds
+def nodes_of(size: int) -> None:
+    """Pretend that each node has `size` ranks; `ranks` puts the variables back."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % size)
 
 
-def test_a_node_is_a_group(ranks) -> None:
-    for found in ranks(placements, None, processes=4, env={"LOCAL_WORLD_SIZE": "2"}):
-        assert found == (["R", "S(0)"], (2, 2), "FSDP", "FSDP")
+@pytest.mark.on_ranks(4)
+def test_a_node_is_a_group() -> None:
+    nodes_of(2)
+    with under("hsdp") as acc:
+        weight: Any = next(acc.prepare(make("mlp")).parameters())
+        assert [str(p) for p in weight.placements] == ["R", "S(0)"]
+        assert tuple(weight.device_mesh.shape) == (2, 2)
+        assert acc.distributed_type == acc.state.distributed_type == "FSDP"
 
 
-def refused(options: Any) -> str:
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % int(os.environ["LOCAL_WORLD_SIZE"])))
-            acc = Accelerator(strategy="hsdp", strategy_options=options)
-        with acc:
-            return ""
-    except EasympError as error:
-        return f"{type(error).__name__}: {error}"
+def refused(options: Any, local: int) -> str:
+    nodes_of(local)
+    with pytest.raises(EasympError) as caught:
+        under("hsdp", options)
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 @pytest.mark.parametrize(
@@ -56,21 +50,16 @@ def refused(options: Any) -> str:
     ],
 )
 def test_refusals(ranks, options: Any, local: int, words: str) -> None:
-    processes = 4 if local == 4 else 2
-    for said in ranks(refused, options, processes=processes, env={"LOCAL_WORLD_SIZE": str(local)}):
+    for said in ranks(refused, options, local, processes=max(local, 2)):
         assert re.search(words, said), said
 
 
-class Now(nn.Module):
+def now() -> nn.Module:
     """Uses another block in each micro-batch, one in all of them, and one in none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
-        return self.blocks[0](self.blocks[which](self.first(x)))
+    torch.manual_seed(3)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+    call = lambda m, x, which: m.blocks[0](m.blocks[which](m.first(x)))  # noqa: E731
+    return Of(call, first=nn.Linear(12, 16), blocks=blocks)
 
 
 def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]], str]:
@@ -90,11 +79,9 @@ def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]
     with under(strategy, options, steps=2) as acc, pytest.MonkeyPatch.context() as patch:
         for i, name in enumerate((scatter, "all_reduce")):
             patch.setattr(dist, name, counted(name, i))
-        torch.manual_seed(3)
-        model = Now()
-        model, optimizer = acc.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-        )
+        model: Any = now()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        model, optimizer = acc.prepare(model, optimizer)
         generator = torch.Generator().manual_seed(1)
         seen, grads = [], []
         for step in range(4):
@@ -115,9 +102,8 @@ def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]
 def test_a_window_keeps_shards_and_averages_replicas_once(ranks, early: bool | None) -> None:
     one, _, _ = window("single", None)
     assert [g is None for g in one[:10]] == [False] * 8 + [True] * 2
-    for got, seen, reason in ranks(
-        window, "hsdp", {"shard_size": 2, "reduce_every_micro_batch": early}, processes=4
-    ):
+    options = {"shard_size": 2, "reduce_every_micro_batch": early}
+    for got, seen, reason in ranks(window, "hsdp", options, processes=4):
         for a, b in zip(got, one):
             assert (a is None) == (b is None)
             assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, PrepareError
+from easymp import PrepareError
 from easymp.strategies.meta_init import materialise
 
-from .models import Of, Tied, conv, mlp, whole
+from .models import Of, Tied, conv, mean_square, mlp, sgd, under, whole
 
 
 class Scaled(nn.Module):
@@ -44,9 +44,7 @@ class Rooted(nn.Module):
             nn.init.normal_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return nn.Sequential(*self.blocks)(x)
 
 
 KINDS: dict[str, Any] = {
@@ -61,14 +59,14 @@ KINDS: dict[str, Any] = {
 }
 
 
-def meta(kind: str) -> nn.Module:
+def meta(build: Any) -> nn.Module:
     with torch.device("meta"):
-        return KINDS[kind]()
+        return build()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_seeds_values(kind: str) -> None:
-    model = meta(kind)
+    model = meta(KINDS[kind])
     names = {id(p): name for name, p in model.named_parameters()}
     torch.manual_seed(3)
     materialise(model, torch.device("cpu"))
@@ -76,19 +74,15 @@ def test_the_seeds_values(kind: str) -> None:
     torch.manual_seed(3)
     normal = KINDS[kind]()
     assert torch.equal(after, torch.rand(1))
-    ours, theirs = model.state_dict(), normal.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, values in theirs.items():
-        assert torch.equal(ours[name], values), name
+    torch.testing.assert_close(model.state_dict(), normal.state_dict(), rtol=0, atol=0)
     # the same objects, for optimizers and ties
     assert {id(p): name for name, p in model.named_parameters()} == names
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in normal.parameters()]
 
 
 def test_frozen_and_tied_stay_so() -> None:
-    with torch.device("meta"):
-        model = Tied()
-        model.embed.requires_grad_(False)
+    model: Any = meta(Tied)
+    model.embed.requires_grad_(False)
     materialise(model, torch.device("cpu"))
     assert model.head.weight is model.embed.weight and not model.embed.weight.requires_grad
 
@@ -120,92 +114,86 @@ def halfway() -> nn.Module:
     return model
 
 
+def table() -> nn.Module:
+    return Of(None, part=nn.Linear(2, 2), table=torch.arange(4))
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (lambda: nn.Sequential(bare()), "Of '0' has 'weight' on the meta device"),
         (loose, r"nothing gave 'gain' of Linear values after .*pass Accelerator\(initialize=function\)"),
         (Named, "initialize=model._init_weights will do"),
-        (
-            lambda: Of(None, part=nn.Linear(2, 2), table=torch.arange(4)),
-            "this Of has a tensor 'table' on the meta device that is neither",
-        ),
+        (table, "this Of has a tensor 'table' on the meta device that is neither"),
         (halfway, "this Linear has 'bias' on the meta device and values"),
     ],
 )
 def test_what_gets_no_values_is_named(build: Any, words: str) -> None:
-    with torch.device("meta"):
-        model = build()
-    with Accelerator(mixed_precision="no") as acc, pytest.raises(PrepareError, match=words):
-        acc.prepare(model)
+    with under() as acc, pytest.raises(PrepareError, match=words):
+        acc.prepare(meta(build))
 
 
 def test_what_had_values_keeps_them() -> None:
     model = Rooted()
-    with torch.device("meta"):
-        model.blocks[1] = nn.Linear(12, 12)
+    model.blocks[1] = meta(lambda: nn.Linear(12, 12))
     before = model.blocks[0][0].weight.clone()
     materialise(model, torch.device("cpu"))
     assert torch.equal(model.blocks[0][0].weight, before) and not model.blocks[1].weight.isnan().any()
 
 
 def test_initialize_fills_what_resetting_does_not() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(bare(), nn.Linear(2, 2))
-    seen = []
+    model, seen = meta(lambda: nn.Sequential(bare(), nn.Linear(2, 2))), []
 
     def fill(module: nn.Module) -> None:
         seen.append(type(module).__name__)
         nn.init.constant_(module.weight, 2.0)
 
-    with Accelerator(mixed_precision="no", initialize=fill) as acc:
+    with under(initialize=fill) as acc:
         acc.prepare(model)
     assert seen == ["Of", "Linear"]
     assert all(bool((p == 2.0).all()) for p in (model[0].weight, model[1].weight))
     assert float(model[1].bias.detach().abs().sum()) > 0
 
 
-def prepared(strategy: str, kind: str, on_meta: bool, alike: bool = True) -> dict[str, Tensor]:
-    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
-        torch.manual_seed(3 if alike else acc.process_index)
-        model = meta(kind) if on_meta else KINDS[kind]()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if on_meta:
+def prepared(strategy: str, kind: str, alike: bool = True) -> list[dict[str, Tensor]]:
+    """Weights after two steps of a model built normally, and of one built on the meta device."""
+    found = []
+    for on_meta in (False, True):
+        with under(strategy) as acc:
             torch.manual_seed(3 if alike else acc.process_index)
-        model, optimizer = acc.prepare(model, optimizer)
-        for _ in range(2):
-            acc.backward(model(torch.ones(4, 12)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: whole(t) for name, t in model.state_dict().items()}
+            model: Any = meta(KINDS[kind]) if on_meta else KINDS[kind]()
+            torch.manual_seed(3 if alike else acc.process_index)
+            model, optimizer = acc.prepare(model, sgd(list(model.parameters())))
+            for _ in range(2):
+                acc.backward(mean_square(model(torch.ones(4, 12))))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({name: whole(t) for name, t in model.state_dict().items()})
+    return found
 
 
 @pytest.mark.parametrize(("strategy", "kind"), [("ddp", "conv"), ("fsdp", "tied"), ("fsdp", "rooted")])
 def test_it_trains_as_if_built_normally(ranks, strategy: str, kind: str) -> None:
-    normal = ranks(prepared, strategy, kind, False)
-    for got in ranks(prepared, strategy, kind, True):
-        for name, values in normal[0].items():
-            assert torch.allclose(got[name], values, rtol=1e-6, atol=1e-6), name
+    for normal, got in ranks(prepared, strategy, kind):
+        torch.testing.assert_close(got, normal, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_unlike_seeds_take_rank_0s_values(ranks, strategy: str) -> None:
-    a, b = ranks(prepared, strategy, "tied", True, False)
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    (_, zero), (_, one) = ranks(prepared, strategy, "tied", False)
+    torch.testing.assert_close(zero, one, rtol=0, atol=0)
 
 
 def peak(kind: str) -> tuple[int, int, int]:
     """Most whole elements with values at any time, those of the model, and of its largest block."""
-    with torch.device("meta"):
-        model = KINDS[kind]()
-    most = 0
+    model, most = meta(KINDS[kind]), 0
 
     def count(module: nn.Module) -> None:
         nonlocal most
         here = sum(p.numel() for p in model.parameters() if not p.is_meta and not hasattr(p, "to_local"))
         most = max(most, here)
 
-    with Accelerator(mixed_precision="no", strategy="fsdp", initialize=count) as acc:
+    with under("fsdp", initialize=count) as acc:
         acc.prepare(model)
         total, block = (sum(p.numel() for p in m.parameters()) for m in (model, model.blocks[0]))
         return most, total, block

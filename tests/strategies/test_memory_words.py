@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import easymp
 from easymp import Accelerator, PrepareError, RefusedError, StepError
 from easymp.strategies.transforms import Offload
 
-from .models import make, message, under, whole
+from .models import make, message, refuses, sgd, under, whole
 
 
 def fit(acc: Any, kind: str, optimizer: Any = torch.optim.AdamW, folder: str = "", **more: Any) -> Any:
@@ -76,8 +75,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kind", "more"), CASES)
 def test_parameters_stepped_in_backward_are_those_of_plain_training(kind: str, more: Any) -> None:
     (ours, state, few), (plain, states, many) = run(True, kind=kind, **more), run(False, kind=kind, **more)
-    for name, value in plain.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(state, states, strict=True))
     predicted = easymp.memory.estimate(make(kind), strategy="single", optimizer_in_backward=True).gradients
     assert few == predicted < many
@@ -108,8 +106,7 @@ def test_on_ranks(ranks: Any, ways: Any, size: int) -> None:
     plain = run(False, optimizer=torch.optim.SGD, momentum=0.9)
     for found in ranks(on_ranks, ways, processes=size):
         for ours, few, predicted in found:
-            for name, value in plain[0].items():
-                torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ours, plain[0], rtol=1e-4, atol=1e-6)
             assert few <= predicted < plain[2] / 2, (few, predicted, plain[2])
 
 
@@ -127,18 +124,22 @@ def test_what_needs_all_gradients_is_refused(how: Any, words: str) -> None:
         Accelerator(cpu=True, **{"optimizer_in_backward": "activation_offload" not in how, **how})
 
 
-def refused_on_ranks() -> list[str]:
-    ways = {"zero1": None, "fsdp": {"ignore": ("head",)}, "ddp": {"static_graph": True}, "pipeline": None}
-    early = partial(under, cpu=True, optimizer_in_backward=True)
-    said = [message(RefusedError, early, strategy, options) for strategy, options in ways.items()]
-    with Accelerator(cpu=True, strategy="ddp", optimizer_in_backward=True, timeout=5) as acc:
-        model = make("idle")
-        model, _ = acc.prepare(model, torch.optim.SGD(model.parameters()))
-        said.append(message(StepError, acc.backward, model(torch.ones(2, 12)).sum()))
+@pytest.mark.on_ranks(2)
+def test_strategies_that_need_all_gradients_refuse() -> None:
+    for strategy, options, words in (
+        ("zero1", None, "which steps the shards of all parameters together"),
+        ("fsdp", {"ignore": ("head",)}, "ignored parameters at the end of backward"),
+        ("ddp", {"static_graph": True}, "without find_unused_parameters"),
+        ("pipeline", None, "adds up the gradients of its micro-batches"),
+    ):
+        refuses(RefusedError, words, under, strategy, options, cpu=True, optimizer_in_backward=True)
+    with under("ddp", cpu=True, optimizer_in_backward=True, timeout=5) as acc:
+        model, _ = acc.prepare(given := make("idle"), sgd(list(given.parameters())))
+        missing = "no gradient came for 'blocks.2.0.bias'"
+        refuses(StepError, missing, acc.backward, model(torch.ones(2, 12)).sum())
         acc.free_memory()
-        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-        first, second = acc.prepare(first, second)
-        acc.prepare(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
+        first, second = acc.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
+        acc.prepare(sgd([*first.parameters(), *second.parameters()]))
         hook = first.weight.register_hook(lambda _: 1 / 0)
         x = torch.full((1, 2), 1.0 + acc.process_index)
         with pytest.raises(ZeroDivisionError):
@@ -151,32 +152,19 @@ def refused_on_ranks() -> list[str]:
         assert all(p.grad is None for p in first.parameters())
         assert torch.equal(*acc.gather(first.weight.detach()[None]))
         acc.free_memory()
-        with pytest.raises(PrepareError, match="'Embedding' has sparse gradients"):
-            acc.prepare(nn.Embedding(4, 2, sparse=True))
-        model = acc.prepare(make("mlp"))
-        with pytest.raises(PrepareError, match="a step that the ranks share"):
-            acc.prepare(easymp.optim.Muon(model, lr=0.1))
-    return said
-
-
-def test_strategies_that_need_all_gradients_refuse(ranks: Any) -> None:
-    zero1, fsdp, ddp, pipeline, missing = ranks(refused_on_ranks)[0]
-    assert "which steps the shards of all parameters together" in zero1
-    assert "ignored parameters at the end of backward" in fsdp and "without find_unused_parameters" in ddp
-    assert "adds up the gradients of its micro-batches" in pipeline
-    assert "no gradient came for 'blocks.2.0.bias'" in missing
+        sparse = nn.Embedding(4, 2, sparse=True)
+        refuses(PrepareError, "'Embedding' has sparse gradients", acc.prepare, sparse)
+        muon = easymp.optim.Muon(acc.prepare(make("mlp")), lr=0.1)
+        refuses(PrepareError, "a step that the ranks share", acc.prepare, muon)
 
 
 def test_calls_that_come_too_late_or_too_early_are_refused() -> None:
-    with Accelerator(cpu=True, mixed_precision="no", optimizer_in_backward=True) as acc:
-        model = make("mlp")
-        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with under(cpu=True, optimizer_in_backward=True) as acc:
+        model, optimizer = acc.prepare(given := make("mlp"), sgd(list(given.parameters())))
         loss = lambda: model(torch.ones(2, 12)).sum()  # noqa: E731
-        with pytest.raises(RefusedError, match="a second backward"):
-            acc.backward(loss(), retain_graph=True)
+        refuses(RefusedError, "a second backward", acc.backward, loss(), retain_graph=True)
         acc.backward(loss())
-        with pytest.raises(StepError, match="a second gradient of a parameter before"):
-            loss().backward()
+        refuses(StepError, "a second gradient of a parameter before", loss().backward)
         for call in (
             lambda: acc.backward(loss()),
             lambda: acc.clip_grad_norm_(model.parameters(), 1.0),
@@ -184,14 +172,11 @@ def test_calls_that_come_too_late_or_too_early_are_refused() -> None:
             lambda: acc.no_sync().__enter__(),
             lambda: setattr(acc, "gradient_accumulation_steps", 2),
         ):
-            with pytest.raises(RefusedError, match="under optimizer_in_backward=True"):
-                call()
-        with pytest.raises(StepError, match="backward has stepped already"):
-            optimizer.zero_grad()
+            refuses(RefusedError, "under optimizer_in_backward=True", call)
+        refuses(StepError, "backward has stepped already", optimizer.zero_grad)
         optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(StepError, match="the backward in the closure"):
-            optimizer.step(loss)
+        refuses(StepError, "the backward in the closure", optimizer.step, loss)
         assert "each parameter is stepped in backward" in str(acc)
 
 
@@ -202,11 +187,10 @@ class Counting(torch.optim.SGD):
 
 
 def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
-    with Accelerator(cpu=True, mixed_precision="no", optimizer_in_backward=True) as acc:
-        model = make("mlp")
-        model, _ = acc.prepare(model, Counting(model.parameters(), lr=0.1))
-        with pytest.raises(StepError, match="has changed 'number', which counts for all of them"):
-            acc.backward(model(torch.ones(2, 12)).sum())
+    with under(cpu=True, optimizer_in_backward=True) as acc:
+        model, _ = acc.prepare(given := make("mlp"), Counting(given.parameters(), lr=0.1))
+        said = message(StepError, acc.backward, model(torch.ones(2, 12)).sum())
+        assert "has changed 'number', which counts for all of them" in said
 
 
 @pytest.mark.parametrize(
@@ -219,10 +203,9 @@ def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
     ],
 )
 def test_optimizers_that_need_all_gradients_are_refused(make_optimizer, precision, words):
-    with Accelerator(cpu=True, mixed_precision=precision, optimizer_in_backward=True) as acc:
+    with under(cpu=True, precision=precision, optimizer_in_backward=True) as acc:
         model = make("mlp")
-        with pytest.raises(PrepareError, match=words):
-            acc.prepare(model, make_optimizer(model.parameters()))
+        assert words in message(PrepareError, acc.prepare, model, make_optimizer(model.parameters()))
 
 
 class Counted(Offload):
@@ -273,25 +256,26 @@ def test_offloaded_activations_give_the_same_gradients(kind: str, which: Any) ->
 
 def test_garbage_collection_is_frozen_after_the_first_update_and_put_back() -> None:
     gc.unfreeze()  # what the suite has frozen
+
+    def update(acc: Accelerator, wanted: bool, updates: int) -> None:
+        model, optimizer = acc.prepare(given := make("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+        for _ in range(updates):
+            acc.backward(model(torch.ones(2, 12)).sum())
+            assert gc.isenabled() is (not wanted or optimizer.updates == 0)
+            optimizer.step()
+            optimizer.zero_grad()
+
     for wanted in (True, False):
         assert gc.isenabled() and not gc.get_freeze_count()
-        with Accelerator(cpu=True, mixed_precision="no", gc=wanted) as acc:
-            model = make("mlp")
-            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            for _ in range(2):
-                acc.backward(model(torch.ones(2, 12)).sum())
-                assert gc.isenabled() is (not wanted or optimizer.updates == 0)
-                optimizer.step()
-                optimizer.zero_grad()
+        with under(cpu=True, gc=wanted) as acc:
+            update(acc, wanted, 2)
             assert gc.isenabled() is not wanted and bool(gc.get_freeze_count()) is wanted
             acc.free_memory()
             assert gc.isenabled() and not gc.get_freeze_count()
-    gc.disable()
     try:
-        with Accelerator(cpu=True, mixed_precision="no") as acc:
-            model, optimizer = acc.prepare(given := make("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
-            acc.backward(model(torch.ones(2, 12)).sum())
-            optimizer.step()
+        gc.disable()
+        with under(cpu=True) as acc:
+            acc.prepare(given := make("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
         assert not gc.isenabled()
     finally:
         gc.enable()

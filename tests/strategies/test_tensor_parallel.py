@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -10,19 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import (
-    Accelerator,
-    BatchError,
-    PrepareError,
-    RefusedError,
-    SettingError,
-    StepError,
-    TensorParallelOptions,
-)
+from easymp import BatchError, PrepareError, RefusedError, SettingError, StepError, TensorParallelOptions
 from easymp.strategies.tensor_parallel import TensorParallel, read_plan
 
 from ..versions import ADDS
-from .models import Tied, make, message, under, whole
+from .models import Of, Tied, agree, make, message, refuses, train, under
 
 Options = dict[str, Any]
 
@@ -45,8 +38,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.attend = Attention()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.attend, self.up, self.down = Attention(), nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm1(x))
@@ -58,24 +50,17 @@ class Language(nn.Module):
 
     def __init__(self, tied: bool = True, positions: bool = False) -> None:
         super().__init__()
-        self.words = nn.Embedding(11, 16)
-        self.places = nn.Embedding(8, 16) if positions else None
-        self.enter = nn.Identity()
+        self.words, self.places = nn.Embedding(11, 16), nn.Embedding(8, 16) if positions else None
+        self.enter, self.norm = nn.Identity(), nn.LayerNorm(16)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 11, bias=False)
         if tied:
             self.head.weight = self.words.weight
         self.layers[0].norm1.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.words(x)
-        if self.places is not None:
-            y = y + self.places(torch.arange(x.shape[1]))
-        y = self.enter(y)
-        for layer in self.layers:
-            y = layer(y)
-        return self.head(self.norm(y))
+        y = self.words(x) + (self.places(torch.arange(x.shape[1])) if self.places is not None else 0)
+        return self.head(self.norm(nn.Sequential(self.enter, *self.layers)(y))).transpose(1, 2)
 
 
 INNER = {
@@ -95,44 +80,22 @@ class Own(Language):
     _tp_plan: ClassVar[Any] = {**HUGGING, "layers.*.experts": "grouped_gemm"}  # of a part that this one lacks
 
 
+def words(generator: torch.Generator) -> list[Tensor]:
+    x = torch.randint(0, 11, (4, 9), generator=generator)
+    return [x[:, :-1], x[:, 1:]]
+
+
 def language(
     strategy: str, options: Any, how: Options, steps: int = 1, kind: type[Language] = Language
 ) -> dict[str, Any]:
-    torch.manual_seed(5)
-    with under(strategy, options, steps=steps) as acc:
-        torch.manual_seed(0)
-        model: Any = kind(**how)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model, optimizer = acc.prepare(model, optimizer)
-        spread = acc._prepared.strategy
-        generator = torch.Generator().manual_seed(7)
-        losses, norms = [], []
-        for _ in range(8 * steps):
-            x = torch.randint(0, 11, (4, 9), generator=generator).chunk(spread.data_size)[spread.data_rank]
-            with acc.accumulate(model):
-                loss = nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-                acc.backward(loss)
-                losses.append(float(acc.reduce(loss.detach(), "mean")))
-                norm = acc.clip_grad_norm_(model.parameters(), 0.5)
-                norms += [] if norm is None else [float(norm)]
-                frozen = model.layers[0].norm1.weight
-                assert not frozen.requires_grad
-                assert frozen.grad is None
-                optimizer.step()
-                optimizer.zero_grad()
-        tied = model.head.weight is model.words.weight
-        here = {n: getattr(p, "_local_tensor", p).detach().clone() for n, p in model.named_parameters()}
-        full = {n: whole(p) for n, p in model.named_parameters()}
-        return {"losses": losses, "norms": norms, "here": here, "full": full, "tied": tied}
+    with under(strategy, options, steps) as acc:
+        return train(acc, partial(kind, **how), 0.5, draw=words)
 
 
 def alike(got: dict[str, Any], one: dict[str, Any]) -> None:
-    assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert got["norms"] == pytest.approx(one["norms"], rel=1e-5)
-    assert got["tied"] == one["tied"]
-    assert got["full"].keys() == one["full"].keys()
-    for name, values in one["full"].items():
-        close = torch.allclose(got["full"][name], values, rtol=1e-3, atol=1e-4)
+    agree(got, one)
+    for name, values in one["parameters"].items():
+        close = torch.allclose(got["parameters"][name], values, rtol=1e-3, atol=1e-4)
         assert name.endswith("k.bias") or close, name
 
 
@@ -159,7 +122,7 @@ def test_plans_change_no_number(ranks, plan: str) -> None:
     first, second = ranks(language, "tensor_parallel", options, how, steps, kind)
     for got in (first, second):
         alike(got, one)
-    for name, values in one["full"].items():  # what is whole stays alike to the last bit
+    for name, values in one["parameters"].items():  # what is whole stays alike to the last bit
         if first["here"][name].shape == values.shape:
             assert torch.equal(first["here"][name], second["here"][name]), name
 
@@ -173,21 +136,17 @@ def test_plans_with_fsdp_in_one_mesh(ranks, plan: str) -> None:
         alike(got, one)
 
 
-def styles() -> float:
+@pytest.mark.on_ranks(2)
+def test_a_style_of_torchs_own() -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel
 
+    expected = make("mlp")(torch.ones(2, 12))
     plan = {"0": ColwiseParallel(output_layouts=Replicate()), "[24]": "replicate"}
     with under("tensor_parallel", {"plan": plan}) as acc:
         model = acc.prepare(make("mlp"))
-        kinds = [type(p).__name__ for p in model.parameters()]
-        assert kinds == ["DTensor", "DTensor", *["Parameter"] * 4]
-        return float(model(torch.ones(2, 12)).sum().detach())
-
-
-def test_a_style_of_torchs_own(ranks) -> None:
-    expected = float(make("mlp")(torch.ones(2, 12)).sum().detach())
-    assert ranks(styles) == pytest.approx([expected] * 2, rel=1e-5)
+        assert [type(p).__name__ for p in model.parameters()] == ["DTensor", "DTensor", *["Parameter"] * 4]
+        torch.testing.assert_close(model(torch.ones(2, 12)), expected)
 
 
 @pytest.mark.parametrize(
@@ -217,38 +176,25 @@ def test_attention_that_is_not_called_is_left_whole() -> None:
         read_plan(nn.Sequential(nn.Conv1d(3, 3, 3)), None, 2, False)
 
 
-class Reader(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.first(x), self.second.weight)
-
-
-def wrong_calls() -> list[Any]:
-    options = {"plan": {**INNER, **PIECES, **PLAN}, "sequence_parallel": True}
-    with under("tensor_parallel", options) as acc:
-        found: list[Any] = [message(BatchError, acc.prepare(Language()), torch.zeros(2, 7, dtype=torch.long))]
+@pytest.mark.on_ranks(2)
+def test_a_sequence_that_does_not_divide_and_a_weight_that_is_read_and_not_called() -> None:
+    reads = lambda m, x: nn.functional.linear(m.first(x), m.second.weight)  # noqa: E731
+    reader = lambda: Of(reads, first=nn.Linear(4, 4), second=nn.Linear(4, 4))  # noqa: E731
+    with under("tensor_parallel", {"plan": {**INNER, **PIECES, **PLAN}, "sequence_parallel": True}) as acc:
+        uneven = "into 2 pieces of one length, and 'words' has (2, 7, 16)"
+        refuses(BatchError, uneven, acc.prepare(Language()), torch.zeros(2, 7, dtype=torch.long))
     with under("tensor_parallel") as acc:
-        found.append(message(StepError, acc.prepare(Reader()), torch.ones(2, 4)))
+        refuses(StepError, "outside of the layer that holds it", acc.prepare(reader()), torch.ones(2, 4))
     with under("tensor_parallel", {"plan": {"second": "replicate", "*": "colwise_rep"}}) as acc:
-        return [*found, acc.prepare(Reader())(torch.ones(2, 4)).shape]
-
-
-def test_a_sequence_that_does_not_divide_and_a_weight_that_is_read_and_not_called(ranks) -> None:
-    for uneven, read, shape in ranks(wrong_calls):
-        assert "into 2 pieces of one length, and 'words' has (2, 7, 16)" in uneven
-        assert "outside of the layer that holds it" in read and shape == (2, 4)
+        assert acc.prepare(reader())(torch.ones(2, 4)).shape == (2, 4)
 
 
 def forgotten(plan: Any) -> str:
-    options = {"plan": plan, "size": 2}
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options=options) as acc:
+    with under("tensor_parallel", {"plan": plan, "size": 2}) as acc:
         model: Any = Language()
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         x = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(1))
-        acc.backward(nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
+        acc.backward(nn.functional.cross_entropy(model(x[:, :-1]), x[:, 1:]))
         return message(StepError, optimizer.step)
 
 
@@ -259,17 +205,12 @@ def test_a_layer_on_parts_that_the_plan_forgets_is_named(ranks, processes: int) 
         assert re.search(r"different gradients for 'layers\.[01]\.attend\.q_norm\.(weight|bias)'", said)
 
 
-def muon(strategy: str) -> list[Tensor]:
-    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Tanh(), nn.Linear(12, 6, bias=False))
-        model, optimizer = acc.prepare(model, torch.optim.Muon(model.parameters(), lr=0.02))
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(4):
-            acc.backward((model(torch.randn(200, 8, generator=generator)) - 1).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        return [whole(p) for p in model.parameters()]
+def muon(strategy: str) -> list[float]:
+    def matrices(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.02)
+
+    with under(strategy) as acc:
+        return train(acc, "mlp", None, matrices)["losses"]
 
 
 def test_muon_takes_whole_matrices(ranks) -> None:
@@ -277,11 +218,7 @@ def test_muon_takes_whole_matrices(ranks) -> None:
         refused = "SettingError" if hasattr(torch.optim, "Muon") else "AttributeError"
         assert {failure.type for failure in ranks.fails(muon, "tensor_parallel")} == {refused}
         return
-    start = [whole(p) for p in (torch.manual_seed(0), nn.Linear(8, 12, bias=False))[1].parameters()]
-    one, there = muon("single"), ranks(muon, "tensor_parallel")[0]
-    assert (one[0] - start[0]).abs().max() > 0.02
-    for a, b in zip(there, one):
-        assert torch.allclose(a, b, atol=4e-3)  # it computes in bf16
+    assert ranks(muon, "tensor_parallel")[0] == pytest.approx(muon("single"), rel=2e-3)  # it computes in bf16
 
 
 def data(size: int) -> dict[str, Any]:
@@ -332,35 +269,20 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
         assert elements < 0.85 * sum(p.numel() for p in make("tied").parameters()) * 2 / processes
 
 
-def refusals() -> dict[str, str]:
-    overlapped, symmetric = (
-        {"sequence_parallel": True, "async_tensor_parallel": True},
-        {"symmetric_memory": True},
-    )
-    said = {
-        "size": message(SettingError, under, "tensor_parallel", {"size": 3}),
-        "overlap": message(RefusedError, under, "tensor_parallel", overlapped),
-        "groups": message(RefusedError, under, "tensor_parallel", {"fsdp": symmetric}),
-        "symmetric": message(RefusedError, under, "fsdp", symmetric),
-        "alone": message(SettingError, TensorParallelOptions, async_tensor_parallel=True),
-    }
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
+@pytest.mark.on_ranks(2)
+def test_refusals_have_sentences() -> None:
+    overlapped = {"sequence_parallel": True, "async_tensor_parallel": True}
+    symmetric, of_devices = {"symmetric_memory": True}, "symmetric_memory=True works between CUDA devices"
+    overlap = "async_tensor_parallel=True works between CUDA devices, and this run is on cpu"
+    refuses(RefusedError, overlap, under, "tensor_parallel", overlapped)
+    refuses(RefusedError, of_devices, under, "tensor_parallel", {"fsdp": symmetric})
+    refuses(RefusedError, of_devices, under, "fsdp", symmetric)
+    refuses(SettingError, "size=3 does not divide 2 processes", under, "tensor_parallel", {"size": 3})
+    alone = "pass sequence_parallel=True, too"
+    refuses(SettingError, alone, TensorParallelOptions, async_tensor_parallel=True)
+    with under("tensor_parallel") as acc:
         prepared = acc.prepare(make("mlp"))
-    said["closed"] = message(StepError, prepared, torch.ones(1, 12))
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
-        said["again"] = message(PrepareError, acc.prepare, acc.unwrap_model(prepared))
-    return said
-
-
-def test_refusals_have_sentences(ranks) -> None:
-    words = {
-        "size": r"size=3 does not divide 2 processes .*: use one of \[2\]",
-        "overlap": "async_tensor_parallel=True works between CUDA devices, and this run is on cpu",
-        "groups": "symmetric_memory=True works between CUDA devices",
-        "symmetric": "symmetric_memory=True works between CUDA devices",
-        "alone": "pass sequence_parallel=True, too",
-        "closed": "shards of a run that has let go of it",
-        "again": "parameter '0.weight' is sharded already",
-    }
-    for said in ranks(refusals):
-        assert all(re.search(pattern, said[name]) for name, pattern in words.items()), said
+    refuses(StepError, "shards of a run that has let go of it", prepared, torch.ones(1, 12))
+    with under("tensor_parallel") as acc:
+        again = acc.unwrap_model(prepared)
+        refuses(PrepareError, "parameter '0.weight' is sharded already", acc.prepare, again)

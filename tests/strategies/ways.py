@@ -11,22 +11,14 @@ from easymp.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a strategy.
-
-    Attributes:
-        sizes: numbers of processes.
-        options: strategy_options.
-        more: options beside these for one kind of model.
-        adam: AdamW; else SGD with momentum.
-        norms: whether gradient norms are those of one process, and gradients may be clipped by them.
-    """
+    """One way to run a strategy."""
 
     strategy: str
-    sizes: tuple[int, ...] = (2, 4)
+    sizes: tuple[int, ...] = (2, 4)  # numbers of processes
     options: Mapping[str, Any] = field(default_factory=dict)
-    more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    adam: bool = True
-    norms: bool = True
+    more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # beside these for one kind of model
+    adam: bool = True  # else SGD with momentum
+    norms: bool = True  # gradient norms are those of one process, and gradients may be clipped by them
 
 
 # torch's reducer waits for every gradient, unless told otherwise.
