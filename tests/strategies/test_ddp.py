@@ -18,7 +18,7 @@ def gradients(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What arrives, and what this rank alone would have had."""
     with under("ddp", options) as acc:
-        plain, model = build().to(dtype), acc.prepare(build().to(dtype))
+        plain, model = make(build).to(dtype), acc.prepare(make(build).to(dtype))
         generator = torch.Generator().manual_seed(acc.process_index)
         for _ in range(steps):
             x = torch.randn(sample, generator=generator).to(dtype)

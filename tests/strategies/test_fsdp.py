@@ -111,11 +111,18 @@ def test_memory_decides_when_gradients_are_reduced(ranks) -> None:
         assert reduced and reason == f"{many}; gradients are reduced to shards at each"
 
 
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(400, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.norm(self.embed(x)), self.embed.weight)
+
+
 def read_weight(strategy: str) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    call = lambda m, x: nn.functional.linear(m.norm(m.embed(x)), m.embed.weight)  # noqa: E731
     with under(strategy) as acc:
-        model = acc.prepare(Of(call, embed=nn.Embedding(400, 64), norm=nn.LayerNorm(64)))
+        model = acc.prepare(make(Reads))
         acc.backward(mean_square(model(torch.arange(12).view(2, 6))))
         return [whole(p.grad) for p in model.parameters()]
 
