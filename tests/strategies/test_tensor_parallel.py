@@ -161,7 +161,7 @@ def test_a_style_of_torchs_own() -> None:
         ({"layers.0": "replicated_with_grad_allreduce"}, False, "is for single layers, and 'layers.0'"),
         (None, True, "sequence_parallel=True needs a plan"),
         (INNER, True, "nothing in the plan splits the sequence"),
-        (PLAN, True, "the plan does not name 'layers.0.norm1.bias'"),
+        (PLAN, True, "the plan does not name 'norm.weight'"),
     ],
 )
 def test_what_a_plan_may_not_say(plan: Any, sequence: bool, words: str) -> None:
