@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -44,37 +43,33 @@ acc.end_training()
 """
 
 
-def run(*words: str, folder: Path) -> str:
+def run(*words, folder):
     env = {**os.environ, "EASYMP_LOG_WITH": "none"}
     done = subprocess.run([*EASYMP, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def test_a_program_that_installs_it_gets_easymp() -> None:
-    program = f"from easymp.compat import install\ninstall()\n{NAMES}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+def test_a_program_that_installs_it_gets_easymp_unless_accelerate_is_imported():
+    install = "from easymp.compat import install\ninstall()\n"
+    late = "import sys, types; sys.modules['accelerate'] = types.ModuleType('accelerate')\n"
+    done, refused = (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        for program in (install + NAMES, late + install)
+    )
     assert "easymp.compat.accelerate.accelerator (1, 'no', 'single', []) [0.8" in done.stdout, done.stderr
     assert "dispatch_model is not part of easymp" in done.stdout
+    assert "easymp launch --as accelerate" in refused.stderr
 
 
 @pytest.mark.slow
-def test_a_script_that_imports_accelerate_gets_easymp(tmp_path: Path) -> None:
+def test_a_script_that_imports_accelerate_gets_easymp(tmp_path):
     (tmp_path / "train.py").write_text(NAMES)
     flags = ("--num_processes", "2", "--mixed_precision=bf16", "--cpu")
     printed = run("launch", "--as", "accelerate", *flags, "train.py", "--lr", "1", folder=tmp_path)
     plan = "easymp.compat.accelerate.accelerator (2, 'bf16', 'ddp', ['--lr', '1']) [0.8"
     assert printed.count(plan) == 2
     assert "dispatch_model is not part of easymp" in printed
-
-
-def test_it_is_too_late_after_the_import_of_accelerate_itself() -> None:
-    code = (
-        "import sys, types; sys.modules['accelerate'] = types.ModuleType('accelerate')\n"
-        "from easymp.compat import install\ninstall()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "easymp launch --as accelerate" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -85,7 +80,7 @@ def test_it_is_too_late_after_the_import_of_accelerate_itself() -> None:
         ("--processes 1", "--processes 1"),
     ],
 )
-def test_flags_of_accelerate_launch(flags: str, settings: str, tmp_path: Path) -> None:
+def test_flags_of_accelerate_launch(flags, settings, tmp_path):
     file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": False}, "num_processes": 2}
     (tmp_path / "a.json").write_text(json.dumps(file))
     words = flags.replace("a.json", str(tmp_path / "a.json")).split()
@@ -102,33 +97,35 @@ def test_flags_of_accelerate_launch(flags: str, settings: str, tmp_path: Path) -
         ("--num_processes", "has no value"),
     ],
 )
-def test_flags_of_accelerate_launch_that_are_refused(
-    flags: str, words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_of_accelerate_launch_that_are_refused(flags, words, capfd):
     script = [] if words == "has no value" else ["train.py"]
     assert main(["launch", "--as", "accelerate", *flags.split(), *script]) == 1
     assert words in capfd.readouterr().err
 
 
-TRAINER = """
-import sys, torch, transformers
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+LLAMA = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
 sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **sizes))
+how = dict(per_device_train_batch_size=4, logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+how["train_sampling_strategy"] = "sequential"
+def show(trainer):
+    rows = [(row["step"], row.get("loss", row.get("eval_loss"))) for row in trainer.state.log_history]
+    if trainer.is_world_process_zero():
+        print("ROWS", [row for row in rows if row[1] is not None])
+"""
+TRAINER = f"""{LLAMA}
+from transformers import Trainer, TrainingArguments
 draw = torch.Generator().manual_seed(1)
-data = [{"input_ids": (row := torch.randint(0, 64, (16,), generator=draw)), "labels": row} for _ in range(64)]
+data = [{{"input_ids": (row := torch.randint(0, 64, (16,), generator=draw)), "labels": row}} for _ in range(64)]
 folder, options, resume = sys.argv[1], eval(sys.argv[2]), eval(sys.argv[3])
-args = TrainingArguments(
-    output_dir=folder, max_steps=6, save_steps=3, logging_steps=1, eval_strategy="steps", eval_steps=3, use_cpu=True, report_to=[],
-    per_device_train_batch_size=4, gradient_accumulation_steps=2, disable_tqdm=True, train_sampling_strategy="sequential", **options,
-)
-trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:10])
+how |= dict(max_steps=6, save_steps=3, eval_strategy="steps", eval_steps=3, gradient_accumulation_steps=2, **options)
+trainer = Trainer(model=model, args=TrainingArguments(output_dir=folder, **how), train_dataset=data, eval_dataset=data[:10])
 trainer.train(resume_from_checkpoint=resume)
 trainer.save_model(folder + "/final")
-if trainer.is_world_process_zero():
-    rows = trainer.state.log_history
-    print("ROWS", [(row["step"], row.get("loss", row.get("eval_loss"))) for row in rows if "loss" in row or "eval_loss" in row])
+show(trainer)
 """
 FSDP = {
     "fsdp": "full_shard auto_wrap",
@@ -136,7 +133,7 @@ FSDP = {
 }
 
 
-def rows(printed: str) -> str:
+def rows(printed):
     (found,) = re.findall(r"^ROWS (.*)$", printed, re.MULTILINE)
     return found
 
@@ -147,7 +144,7 @@ def rows(printed: str) -> str:
     [(1, {}), (1, {"bf16": True}), (2, {}), (2, FSDP)],
     ids=["one", "bf16", "ddp", "fsdp"],
 )
-def test_the_trainer_of_transformers(tmp_path: Path, processes: int, options: dict[str, object]) -> None:
+def test_the_trainer_of_transformers(tmp_path, processes, options):
     """It trains, evaluates, saves and resumes, with the numbers of Accelerate where that is installed."""
     pytest.importorskip("transformers")
     (tmp_path / "train.py").write_text(TRAINER)
@@ -161,33 +158,25 @@ def test_the_trainer_of_transformers(tmp_path: Path, processes: int, options: di
         assert rows(run(*words, "train.py", "theirs", repr(options), "None", folder=tmp_path)) == whole
 
 
-SFT = """
-import torch
+SFT = f"""{LLAMA}
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 words = ["<pad>", "<eos>", "<unk>", *"a b c d e f g h i j".split()]
-tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+tokenizer = Tokenizer(models.WordLevel({{word: i for i, word in enumerate(words)}}, unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-torch.manual_seed(0)
-sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=16, max_position_embeddings=64, **sizes))
-data = Dataset.from_dict({"text": ["a b c d e f g h", "b c d a", "i j i j i", "c d e f g a b"] * 8})
-args = SFTConfig(
-    output_dir="run", max_steps=4, save_steps=2, logging_steps=1, use_cpu=True, report_to=[], per_device_train_batch_size=4, bf16=False,
-    disable_tqdm=True, train_sampling_strategy="sequential", max_length=32, eos_token="<eos>", pad_token="<pad>",
-)
-trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+data = Dataset.from_dict({{"text": ["a b c d e f g h", "b c d a", "i j i j i", "c d e f g a b"] * 8}})
+how |= dict(max_steps=4, save_steps=2, bf16=False, max_length=32, eos_token="<eos>", pad_token="<pad>")
+trainer = SFTTrainer(model=model, args=SFTConfig(output_dir="run", **how), train_dataset=data, processing_class=tokenizer)
 trainer.train()
-if trainer.is_world_process_zero():
-    print("ROWS", [(row["step"], row["loss"]) for row in trainer.state.log_history if "loss" in row])
+show(trainer)
 """
 
 
 @pytest.mark.slow
-def test_the_sft_trainer_of_trl(tmp_path: Path) -> None:
+def test_the_sft_trainer_of_trl(tmp_path):
     pytest.importorskip("trl")
     (tmp_path / "train.py").write_text(SFT)
     ours = rows(run("launch", "--processes", "2", "--as", "accelerate", "train.py", folder=tmp_path))
@@ -261,7 +250,7 @@ acc.end_training()
 
 
 @pytest.mark.slow
-def test_a_training_script_of_diffusers(tmp_path: Path) -> None:
+def test_a_training_script_of_diffusers(tmp_path):
     """Hooks that save a U-Net and its moving average, and a script that counts its own epochs when it resumes."""
     pytest.importorskip("diffusers")
     (tmp_path / "train.py").write_text(DIFFUSERS)
