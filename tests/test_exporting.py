@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import easymp
-from easymp import Accelerator, CheckpointError, RefusedError, SettingError, load_weights
+from easymp import CheckpointError, RefusedError, SettingError, load_weights
 from easymp.checkpoint.storage_local import LocalStorage
 
-from .strategies.models import BATCH, MODELS, make, mean_square, train_step
+from .strategies.models import BATCH, make, mean_square, train_step, under
 from .strategies.models import whole as full
 from .strategies.ways import WAYS
 
 State = dict[str, Tensor]
 INDEX = "model.safetensors.index.json"
+SHARDED, ONE_FILE = 2000, 10**6  # max_shard_size
 
 
 @pytest.fixture
-def acc() -> Iterator[Accelerator]:
-    with Accelerator(mixed_precision="no", cpu=True) as accelerator:
+def acc():
+    with under(cpu=True) as accelerator:
         yield accelerator
 
 
@@ -36,18 +37,14 @@ def read(folder: Path) -> State:
     if not (folder / INDEX).exists():
         return load_file(folder / "model.safetensors")
     table = json.loads((folder / INDEX).read_text())["weight_map"]
-    state: State = {}
-    for file in set(table.values()):
-        state.update({name: t for name, t in load_file(folder / file).items() if table[name] == file})
-    assert set(state) == set(table)
-    return state
+    files = {file: load_file(folder / file) for file in set(table.values())}
+    return {name: files[file][name] for name, file in table.items()}
 
 
 def filled(value: float) -> nn.Module:
     """The "mlp", with this value in its first weight."""
     model: Any = make("mlp")
-    with torch.no_grad():
-        model[0].weight.fill_(value)
+    nn.init.constant_(model[0].weight, value)
     return model
 
 
@@ -62,6 +59,15 @@ def loaded(place: Any) -> State:
     return model.state_dict()
 
 
+@contextmanager
+def disk(**operations: Any):
+    """Local files whose operations are these, made of the real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, wrap in operations.items():
+            patch.setattr(LocalStorage, name, wrap(getattr(LocalStorage, name)))
+        yield
+
+
 # -- every strategy ----------------------------------------------------------------------------------------------------
 
 
@@ -70,28 +76,21 @@ def export(label: str, kinds: tuple[str, ...], folder: str) -> list[tuple[State,
     way = WAYS[label]
     found = []
     for kind in kinds:
-        options = {**way.options, **way.more.get(kind, {})}
-        with Accelerator(
-            mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30
-        ) as acc:
+        with under(way.strategy, {**way.options, **way.more.get(kind, {})}, timeout=30) as acc:
             given = make(kind)
             model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.05))
             spread = acc._prepared.strategy
             x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1))
             train_step(acc, model, mean_square, x.chunk(spread.data_size)[spread.data_rank])
             optimizer.step()
-            acc.save_model(model, Path(folder, kind), max_shard_size=2000)
+            acc.save_model(model, Path(folder, kind), max_shard_size=SHARDED)
             state = {name: t.clone() for name, t in acc.get_state_dict(model).items()}
             live = [*model.named_parameters(), *(model.named_buffers() if acc.is_main_process else ())]
             found.append((state, {name: full(t) for name, t in live if not t.is_meta}))
     return found
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [("tied", "conv"), pytest.param(("mlp", "idle"), marks=pytest.mark.slow)],
-    ids=lambda kinds: kinds[0],
-)
+@pytest.mark.parametrize("kinds", [("tied", "conv"), pytest.param(("mlp", "idle"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("label", "size"),
     [
@@ -100,9 +99,7 @@ def export(label: str, kinds: tuple[str, ...], folder: str) -> list[tuple[State,
         for size in way.sizes
     ],
 )
-def test_whole_weights_from_every_strategy(
-    ranks: Any, tmp_path: Path, label: str, size: int, kinds: tuple[str, ...]
-) -> None:
+def test_whole_weights_from_every_strategy(ranks, tmp_path, label, size, kinds):
     several = ranks(export, label, kinds, str(tmp_path), processes=size)
     sharded = WAYS[label].strategy in ("fsdp", "hsdp", "tensor_parallel", "pipeline")
     for i, kind in enumerate(kinds):
@@ -119,8 +116,7 @@ def test_whole_weights_from_every_strategy(
 
 
 def between_averagings(folder: str) -> State:
-    options = {"every": 10}
-    with Accelerator(mixed_precision="no", strategy="local_sgd", strategy_options=options, timeout=30) as acc:
+    with under("local_sgd", {"every": 10}, timeout=30) as acc:
         given = make("mlp")
         model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.5))
         acc.backward(model(torch.full((4, 12), float(acc.process_index))).square().mean())
@@ -130,7 +126,7 @@ def between_averagings(folder: str) -> State:
     return mine
 
 
-def test_ranks_that_train_alone_are_averaged_first(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_that_train_alone_are_averaged_first(ranks, tmp_path):
     one, other = ranks(between_averagings, str(tmp_path))
     assert not equal(one, other)
     for name, tensor in read(tmp_path).items():
@@ -138,12 +134,12 @@ def test_ranks_that_train_alone_are_averaged_first(ranks: Any, tmp_path: Path) -
 
 
 def some_ranks_save(folder: str) -> None:
-    with Accelerator(mixed_precision="no", strategy="ddp", timeout=30) as acc:
+    with under("ddp", timeout=30) as acc:
         model = acc.prepare(make("tied"))
         if acc.is_main_process:
             acc.save_model(model, f"{folder}/one")
             acc.get_state_dict(model)
-    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=30) as acc:
+    with under("fsdp", timeout=30) as acc:
         model = acc.prepare(make("mlp"))
         if acc.is_main_process:
             with pytest.raises(CheckpointError, match=r"is spread over ranks: save get_state_dict"):
@@ -154,33 +150,22 @@ def some_ranks_save(folder: str) -> None:
         acc.save_model(model, f"{folder}/folder")  # all ranks are still together
 
 
-def test_whole_models_are_saved_by_the_main_process_alone_and_shards_by_all(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_whole_models_are_saved_by_the_main_process_alone_and_shards_by_all(ranks, tmp_path):
     ranks(some_ranks_save, str(tmp_path))
-    assert read(tmp_path / "one") and equal(
-        read(tmp_path / "folder"), easymp.load(tmp_path / "x.safetensors")
-    )
+    assert read(tmp_path / "one")
+    assert equal(read(tmp_path / "folder"), easymp.load(tmp_path / "x.safetensors"))
 
 
 def slow_disk(folder: str) -> None:
-    put = LocalStorage.put
+    def slow(put):
+        return lambda *args, **options: (time.sleep(3.0), put(*args, **options))[1]
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(3.0)
-        return put(*args, **kwargs)
-
-    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=2) as acc:
-        model = acc.prepare(make("mlp"))
-        try:
-            LocalStorage.put = slow  # type: ignore[method-assign]
-            acc.save_model(model, folder, max_shard_size=2000)
-        finally:
-            LocalStorage.put = put  # type: ignore[method-assign]
+    with under("fsdp", timeout=2) as acc, disk(put=slow):
+        acc.save_model(acc.prepare(make("mlp")), folder, max_shard_size=SHARDED)
 
 
 @pytest.mark.slow
-def test_the_others_wait_for_a_disk_longer_than_a_collective_may_take(ranks: Any, tmp_path: Path) -> None:
+def test_the_others_wait_for_a_disk_longer_than_a_collective_may_take(ranks, tmp_path):
     ranks(slow_disk, str(tmp_path))
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 and loaded(tmp_path)
 
@@ -190,7 +175,7 @@ def test_the_others_wait_for_a_disk_longer_than_a_collective_may_take(ranks: Any
 
 @pytest.mark.parametrize("most", [1, 700, 4400, "3KB", 10**6])
 @pytest.mark.parametrize("kind", ["mlp", "tied"])
-def test_shards_are_cut_as_hugging_face_cuts(acc: Accelerator, tmp_path: Path, kind: str, most: Any) -> None:
+def test_shards_are_cut_as_hugging_face_cuts(acc, tmp_path, kind, most):
     hub = pytest.importorskip("huggingface_hub")
     state = {name: t for name, t in make(kind).state_dict().items() if name != "head.weight"}
     pattern = "model{suffix}.safetensors"
@@ -205,46 +190,28 @@ def test_shards_are_cut_as_hugging_face_cuts(acc: Accelerator, tmp_path: Path, k
         assert set(load_file(tmp_path / file)) == set(names)
 
 
-@pytest.mark.parametrize("kind", ["tied", "conv"])
-@pytest.mark.parametrize("most", [2000, "10GB"])
-def test_accelerate_loads_it(acc: Accelerator, tmp_path: Path, kind: str, most: Any) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    acc.save_model(make(kind), tmp_path, max_shard_size=most)
-    with accelerate.init_empty_weights():
-        empty: Any = MODELS[kind]()
-    if kind == "tied":
-        empty.head.weight = empty.embed.weight
-    plain: Any = MODELS[kind]()
-    accelerate.utils.load_checkpoint_in_model(plain, str(tmp_path), strict=kind != "tied")
-    filled = accelerate.load_checkpoint_and_dispatch(empty, str(tmp_path), device_map={"": "cpu"})
-    expected = make(kind).state_dict()
-    assert equal(expected, plain.state_dict()) and equal(expected, filled.state_dict())
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.bool],
-)
-def test_other_dtypes_come_back(acc: Accelerator, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_other_dtypes_come_back(acc, tmp_path):
     model, again = nn.Module(), nn.Module()
-    model.register_buffer("x", (torch.arange(6.0).view(2, 3).T - 1).to(dtype))  # with other strides
-    again.register_buffer("x", torch.zeros(3, 2).to(dtype))
-    for each in (model, again):
-        each.register_buffer("empty", torch.empty(0, 3, dtype=dtype))
+    for name in ("bfloat16", "float64", "complex64", "complex128", "float8_e4m3fn", "bool"):
+        dtype = getattr(torch, name)
+        model.register_buffer(
+            f"a {name}", (torch.arange(6.0).view(2, 3).T - 1).to(dtype)
+        )  # with other strides
+        again.register_buffer(f"a {name}", torch.zeros(3, 2).to(dtype))
+        for each in (model, again):
+            each.register_buffer(f"empty {name}", torch.empty(0, 3, dtype=dtype))
     acc.save_model(model, tmp_path)
     load_weights(again, tmp_path)
-    one, other = (m.x.flatten().contiguous() for m in (model, again))  # type: ignore[operator, union-attr]
-    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    for (name, one), other in zip(model.named_buffers(), again.buffers()):
+        assert torch.equal(*(t.flatten().contiguous().view(torch.uint8) for t in (one, other))), name
 
 
 # -- in the place of another -------------------------------------------------------------------------------------------
 
-SHARDED, ONE_FILE = 2000, 10**6
-
 
 @pytest.mark.parametrize("before", [SHARDED, ONE_FILE])
 @pytest.mark.parametrize("after", [SHARDED, ONE_FILE])
-def test_a_model_is_replaced(acc: Accelerator, tmp_path: Path, before: int, after: int) -> None:
+def test_a_model_is_replaced(acc, tmp_path, before, after):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / ".model.safetensors.tmp").write_text("left by a save that was killed")
     url, memory = f"memory://{tmp_path.name}", pytest.importorskip("fsspec").filesystem("memory")
@@ -265,76 +232,50 @@ class Stop(BaseException):
 
 @pytest.mark.parametrize("before", [SHARDED, ONE_FILE])
 @pytest.mark.parametrize("after", [SHARDED, ONE_FILE])
-def test_killed_at_any_operation_one_whole_model_is_there(
-    acc: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
-) -> None:
+def test_killed_at_any_operation_one_whole_model_is_there(acc, tmp_path, before, after):
     old, new = filled(1), filled(2)
-    left = [0]
 
-    def guarded(real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                raise Stop
-            return real(*args, **kwargs)
+    def save(folder: Path, steps: int) -> bool:
+        """Whether `new` is saved over `old` within so many operations."""
+        left = [steps]
 
-        return call
+        def guarded(real: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Stop
+                return real(*args, **kwargs)
 
-    for name in ("put", "supplant", "replace", "remove", "sync"):
-        monkeypatch.setattr(LocalStorage, name, guarded(getattr(LocalStorage, name)))
-    for steps in range(100):
-        folder, done = tmp_path / str(steps), True
-        left[0] = 10**6
+            return call
+
         acc.save_model(old, folder, max_shard_size=before)
-        left[0] = steps
-        try:
-            acc.save_model(new, folder, max_shard_size=after)
-        except Stop:
-            done = False
-        left[0] = 10**6
-        there = loaded(folder)
+        with disk(**dict.fromkeys(("put", "supplant", "replace", "remove", "sync"), guarded)):
+            try:
+                acc.save_model(new, folder, max_shard_size=after)
+            except Stop:
+                return False
+        return True
+
+    for steps in range(100):
+        done = save(tmp_path / str(steps), steps)
+        there = loaded(tmp_path / str(steps))
         assert equal(there, new.state_dict()) or (equal(there, old.state_dict()) and not done), steps
         if done:
             break
     assert done and steps > 3
 
 
-def test_a_full_disk_leaves_the_earlier_model(
-    acc: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    acc.save_model(filled(1), tmp_path)
-
+def test_a_full_disk_leaves_the_earlier_model(acc, tmp_path):
     def full_disk(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(LocalStorage, "put", full_disk)
-    with pytest.raises(CheckpointError, match=r"the model was not saved .*No space left"):
+    acc.save_model(filled(1), tmp_path)
+    with (
+        disk(put=lambda _: full_disk),
+        pytest.raises(CheckpointError, match=r"was not saved .*No space left"),
+    ):
         acc.save_model(make("conv"), tmp_path)
     assert equal(loaded(tmp_path), filled(1).state_dict())
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_refused(acc: Accelerator, tmp_path: Path) -> None:
-    class Extra(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return {"amax": 3}
-
-    with pytest.raises(RefusedError, match="safe_serialization=False"):
-        acc.save_model(make("mlp"), tmp_path, safe_serialization=False)
-    with pytest.raises(SettingError, match="max_shard_size='much'"):
-        acc.save_model(make("mlp"), tmp_path, max_shard_size="much")
-    with pytest.raises(CheckpointError, match="weight is on the meta device"):
-        acc.save_model(nn.Linear(2, 2, device="meta"), tmp_path)
-    with pytest.raises(CheckpointError, match="'_extra_state' in the state_dict of this Extra is a dict"):
-        acc.save_model(Extra(2, 2), tmp_path)
-    assert acc.get_state_dict(Extra(2, 2))["_extra_state"] == {"amax": 3}
-    assert not list(tmp_path.glob("*.safetensors"))
-    model = acc.prepare(make("mlp"))
-    acc.save_state(tmp_path / "step")
-    with pytest.raises(CheckpointError, match="is a checkpoint of save_state"):
-        acc.save_model(model, tmp_path / "step")
 
 
 # -- one object in one file --------------------------------------------------------------------------------------------
@@ -358,42 +299,61 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: str(tree)[:20])
-def test_objects_come_back(acc: Accelerator, tmp_path: Path, tree: Any) -> None:
+def test_objects_come_back(acc, tmp_path):
     for place in (tmp_path / "x.safetensors", "memory://objects/x.safetensors"):
-        for _ in range(2):  # the second takes the place of the first
+        for tree in TREES:  # each takes the place of the one before
             acc.save(tree, place)
-        assert same(easymp.load(place), tree)
+            assert same(easymp.load(place), tree)
     pytest.importorskip("fsspec").filesystem("memory").rm("/objects", recursive=True)
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
     load_file(tmp_path / "x.safetensors")
 
 
-def test_plain_data_is_plain_json(acc: Accelerator, tmp_path: Path) -> None:
+def test_plain_data_is_plain_json_and_tied_weights_are_written_once(acc, tmp_path):
     data, file = {"epoch": 3, "best": [0.5]}, tmp_path / "x.json"
     acc.save(data, file)
     assert json.loads(file.read_text()) == data == easymp.load(file)
-    with pytest.raises(CheckpointError, match=r"object/a is a tensor, which JSON has no form for"):
-        acc.save({"a": torch.ones(1), "b": 1}, file)
-
-
-def test_a_state_dict_is_a_plain_file_with_tied_weights_once(acc: Accelerator, tmp_path: Path) -> None:
     acc.save(make("tied").state_dict(), tmp_path / "x.safetensors")
     assert "head.weight" not in load_file(tmp_path / "x.safetensors")
     back = easymp.load(tmp_path / "x.safetensors")
     assert set(back) == set(make("tied").state_dict()) and back["head.weight"] is back["embed.weight"]
 
 
-def test_an_object_that_cannot_be_saved_is_named(acc: Accelerator, tmp_path: Path) -> None:
-    tensors, file = {"a": torch.ones(1)}, tmp_path / "x.safetensors"
-    with pytest.raises(CheckpointError, match=r"object/a/1: "):
-        acc.save({"a": [1, lambda: 2]}, file)
-    with pytest.raises(RefusedError, match=r"call it .*x.safetensors"):
-        acc.save(tensors, tmp_path / "x.pt")
-    with pytest.raises(RefusedError, match="safe_serialization=False"):
-        acc.save(tensors, file, safe_serialization=False)
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        acc.save(tensors, tmp_path / "no" / "folder" / "x.safetensors")
-    with pytest.raises(CheckpointError, match="no such file"):
-        easymp.load(file)
-    assert not list(tmp_path.iterdir())
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"amax": 3}
+
+
+ONE = {"a": torch.ones(1), "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda a, at: a.save_model(make("mlp"), at, safe_serialization=False), RefusedError, "safe_serialization=F"),
+        (lambda a, at: a.save_model(make("mlp"), at, max_shard_size="much"), SettingError, "max_shard_size='much'"),
+        (lambda a, at: a.save_model(nn.Linear(2, 2, device="meta"), at), CheckpointError, "weight is on the meta device"),
+        (lambda a, at: a.save_model(Extra(2, 2), at), CheckpointError, "'_extra_state' in the state_dict of this Extra is a dict"),
+        (lambda a, at: a.save(ONE, at / "x.json"), CheckpointError, "object/a is a tensor, which JSON has no form for"),
+        (lambda a, at: a.save({"a": [1, lambda: 2]}, at / "x.safetensors"), CheckpointError, r"object/a/1: "),
+        (lambda a, at: a.save(ONE, at / "x.pt"), RefusedError, r"call it .*x.safetensors"),
+        (lambda a, at: a.save(ONE, at / "x.safetensors", safe_serialization=False), RefusedError, "safe_serialization=F"),
+        (lambda a, at: a.save(ONE, at / "no" / "folder" / "x.safetensors"), CheckpointError, "cannot be written"),
+        (lambda a, at: easymp.load(at / "x.safetensors"), CheckpointError, "no such file"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(acc, tmp_path, call, error, words):
+    with pytest.raises(error, match=words):
+        call(acc, tmp_path)
+    assert not list(tmp_path.glob("[!.]*"))
+
+
+def test_a_checkpoint_of_a_run_is_not_overwritten(acc, tmp_path):
+    model = acc.prepare(make("mlp"))
+    acc.save_state(tmp_path / "step")
+    with pytest.raises(CheckpointError, match="is a checkpoint of save_state"):
+        acc.save_model(model, tmp_path / "step")
+    assert acc.get_state_dict(Extra(2, 2))["_extra_state"] == {"amax": 3}

@@ -5,19 +5,11 @@ from __future__ import annotations
 import io
 import logging
 
-import pytest
-
 from easymp import get_logger, tqdm
 
 
-@pytest.fixture
-def said(caplog):
-    """What was logged, as text."""
+def test_only_the_main_process_speaks(caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
-def test_only_the_main_process_speaks(said, monkeypatch):
     logger = get_logger("easymp.tests")
     logger.warning("alone")
     monkeypatch.setenv("RANK", "1")
@@ -26,7 +18,9 @@ def test_only_the_main_process_speaks(said, monkeypatch):
     logger.warning("named", main_process_only=False, rank=True)
     monkeypatch.setenv("RANK", "0")
     logger.warning("first", rank=True)
-    assert said() == ["alone", "heard from all", "[rank 1] named", "[rank 0] first"]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["alone", "heard from all", "[rank 1] named", "[rank 0] first"]
+    assert {record.filename for record in caplog.records} == {"test_log.py"}  # the line of the caller
 
 
 def test_level_by_argument_and_environment(monkeypatch):
@@ -40,14 +34,9 @@ def test_level_by_argument_and_environment(monkeypatch):
             logging.getLogger(f"easymp.tests.{name}").setLevel(logging.NOTSET)
 
 
-def test_the_line_of_the_caller_is_reported(caplog):
-    get_logger("easymp.tests").warning("here")
-    assert caplog.records[0].filename == "test_log.py"
-
-
 def test_progress_bar_on_the_first_process_of_a_node(monkeypatch):
-    assert list(tqdm(range(3), file=io.StringIO())) == [0, 1, 2]
-    assert not tqdm(range(3), file=io.StringIO()).disable
+    bar = tqdm(range(3), file=io.StringIO())
+    assert not bar.disable and list(bar) == [0, 1, 2]
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert tqdm(range(3), file=io.StringIO()).disable
     assert not tqdm(range(3), file=io.StringIO(), main_process_only=False).disable

@@ -64,9 +64,8 @@ def blocks(page: str, text: str) -> list[Block]:
             raise ValueError(f"{page}:{number}: the block does not end")
         language, _, rest = opening["info"].strip().partition(" ")
         options = {name: value if quote else True for name, quote, value in OPTION.findall(rest)}
-        found.append(
-            Block(page, number, language, textwrap.dedent("\n".join(code) + "\n").lstrip("\n"), options)
-        )
+        text = textwrap.dedent("\n".join(code) + "\n").lstrip("\n")
+        found.append(Block(page, number, language, text, options))
     return found
 
 
@@ -97,13 +96,9 @@ class Session:
         return printed.getvalue()
 
     def _bash(self, block: Block) -> str:
-        done = subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", block.code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        words = ["bash", "-e", "-o", "pipefail", "-c", block.code]
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, text=True, **both)
         if done.returncode:
             sys.exit(f"{block}: exit code {done.returncode}\n{block.code}\n{done.stdout}")
         return done.stdout

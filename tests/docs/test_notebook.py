@@ -13,16 +13,8 @@ import pytest
 from ..examples.run import ROOT
 from .blocks import blocks
 
-nbformat = pytest.importorskip(
-    "nbformat", reason="an optional package is not installed: nbformat (of the extra 'docs')"
-)
-nbclient = pytest.importorskip(
-    "nbclient", reason="an optional package is not installed: nbclient (of the extra 'docs')"
-)
-pytest.importorskip(
-    "ipykernel", reason="an optional package is not installed: ipykernel (of the extra 'docs')"
-)
-pytest.importorskip("tqdm", reason="an optional package is not installed: tqdm (of the extra 'console')")
+for name in ("nbformat", "nbclient", "ipykernel", "tqdm"):
+    pytest.importorskip(name, reason=f"an optional package is not installed: {name} (easymp[docs,console])")
 
 WATCHED = """
 def watched():
@@ -51,6 +43,9 @@ def said(cell: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_guide_runs_in_a_kernel_and_processes_show_their_line(tmp_path: Path, monkeypatch: Any) -> None:
+    import nbclient
+    import nbformat
+
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))  # the kernel is a new process
     page = "docs/guides/notebooks.md"

@@ -34,27 +34,20 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocstrings", reason="optional packages are not installed: easymp[docs]")
     folder = tmp_path_factory.mktemp("site")
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        check=True,
-        timeout=250,
-    )
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(words, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=250)
     return folder
 
 
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Handler, directory=str(site))
-    )
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    handler = functools.partial(Handler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
 
 
 def test_every_block_is_shown_as_code(site: Path) -> None:
@@ -69,9 +62,8 @@ def test_every_block_is_shown_as_code(site: Path) -> None:
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_every_page_is_whole_in_a_browser(site: Path, address: str, width: int, scheme: str) -> None:
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="optional packages are not installed: easymp[docs]"
-    )
+    reason = "optional packages are not installed: easymp[docs]"
+    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
     wrong: list[str] = []
     with playwright.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
