@@ -171,6 +171,8 @@ class Accelerator(Collectives, Checkpoints):
         memory: memory of a rank by which "auto" decides, in bytes or as "16GiB". Default: the device's.
         replica_check: updates between comparisons of the ranks' parameters (by checksums) and options of param groups, where they must be
             equal. The first updates are compared, too; a difference is a WorldError. None: 1000; 0: never.
+        replay: last updates whose losses, norms, positions and random streams are kept for `easymp replay`, in the folder ``replay`` of
+            the project. Default: 0, none.
         debug: compare the ranks' calls before each collective of the script (`gather`, `reduce` …), with structure, dtypes and shapes.
             None: yes; False: no; True: zero1 also compares the number of gradients in each step.
         project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``). Default: the working directory.
@@ -245,6 +247,7 @@ class Accelerator(Collectives, Checkpoints):
         hang_after: float | None = None,
         memory: int | str | None = None,
         replica_check: int | None = None,
+        replay: int | None = None,
         debug: bool | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,

@@ -308,6 +308,9 @@ class Settings:
     replica_check: int = setting(
         1000, "updates between comparisons of the ranks' parameters, after the first ones; 0 is off", least=0
     )
+    replay: int = setting(
+        0, "last updates that are kept for `easymp replay`, beside the checkpoints; 0 is off", least=0
+    )
     debug: bool | None = setting(
         None,
         "compare the ranks' arguments before each collective that a script calls; on unless false; true: also gradients under zero1",

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..base import units
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         hooks,
         huggingface,
         load,
+        ring,
         run_state,
         save,
         snapshot,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 modules_at_first_use(
     globals(),
     *("accelerate", "commit", "folders", "hooks", "huggingface"),
-    *("load", "run_state", "save", "snapshot", "storage", "weight_stream"),
+    *("load", "ring", "run_state", "save", "snapshot", "storage", "weight_stream"),
 )
 
 logger = get_logger(__name__)
@@ -66,6 +67,9 @@ class Checkpoints:
     _alone: bool
     _logbook: Logbook
     _guard: Any  # `training.spikes.Guard`
+    _nonfinite: Any  # `training.nonfinite.Nonfinite`
+    _norms: list[Tensor]
+    _ring: ring.Ring  # where `replay` is set
     _undo: ExitStack
     close: Callable[[], None]
     _saves: Saves | None = None  # from the first save or load on
@@ -81,6 +85,10 @@ class Checkpoints:
         # Handles need a class that takes weak references.
         self._save_hooks: dict[int, Callable[..., object]] = OrderedDict()
         self._load_hooks: dict[int, Callable[..., object]] = OrderedDict()
+        if self._run.plan.settings.replay:
+            listened = (self._scaler, self._nonfinite, self._norms)
+            self._ring = ring.Ring(self._run, self._prepared, *listened, project.project_dir or os.curdir)
+            self._undo.callback(self._ring.close)
 
     def _listen(self, save_on_signal: bool | None) -> None:
         self._preemption = Preemption(self._run.world, self._run.window, self._leave)

@@ -345,9 +345,14 @@ class Scaler:
         good.copy_(torch.where(grows, rule.growth_delay, count))
 
     @property
+    def as_it_is(self) -> float | Tensor:
+        """The scale of the gradients at this moment, on its device."""
+        return self._pending[0] if self._held is None else self._held.scale
+
+    @property
     def in_use(self) -> float:
-        """The scale of the gradients at this moment. Waits for the device."""
-        return float(self._pending[0] if self._held is None else self._held.scale)
+        """The same as a number. Waits for the device."""
+        return float(self.as_it_is)
 
     def get_scale(self) -> float:
         """The scale as a number. Waits for the device."""

@@ -1,0 +1,182 @@
+"""``easymp replay``: a run goes again to an update, bit for bit, and stops in front of its step."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easymp import Accelerator, SettingError
+from easymp.checkpoint import ring
+from easymp.cli import main
+
+from ..examples.run import ROOT
+
+SCRIPT = """
+import sys, zlib
+import torch
+from torch import nn
+from easymp import Accelerator
+
+bad, rate = int(sys.argv[1]), float(sys.argv[2])
+acc = Accelerator(mixed_precision="no", seed=3, project_dir="run", replay=8, log_with="none", cpu=True)
+data = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), i % 4) for i in range(96)]
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(rate), nn.Linear(16, 4))
+optimizer, loader = torch.optim.AdamW(model.parameters(), lr=0.01), torch.utils.data.DataLoader(data, 8, shuffle=True)
+model, optimizer, loader = acc.prepare(model, optimizer, loader)
+acc.resume()
+for epoch in acc.epochs(2):
+    for x, y in loader:
+        if optimizer.updates + 1 == bad and acc.process_index == acc.num_processes - 1:
+            x[0] = float("nan")
+        acc.backward(nn.functional.cross_entropy(model(x), y))
+        norm = acc.clip_grad_norm_(model.parameters(), 1.0)
+        if optimizer.updates + 1 == bad:
+            every = [t for p in model.parameters() for t in (p.detach(), p.grad)]
+            acc.print("bits", zlib.crc32(b"".join(t.numpy().tobytes() for t in every)), flush=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.updates == 5:
+            acc.save_state()
+            acc.save_model(model, "weights")
+acc.print("ended")
+acc.end_training()
+"""
+LOOK = """
+import zlib
+def before_forward(acc, models):
+    models[0].register_forward_hook(lambda *_: acc.print("forward", flush=True))
+def before_step(acc, models):
+    every = [t for p in models[0].parameters() for t in (p.detach(), p.grad)]
+    acc.print("bits", zlib.crc32(b"".join(t.numpy().tobytes() for t in every)), flush=True)
+"""
+
+
+def call(folder: Path, *words: str, typed: str = "") -> tuple[int, str]:
+    """The exit code and the output of a command of easymp."""
+    command = [sys.executable, "-m", "easymp", *words]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        input=typed,
+        capture_output=True,
+        text=True,
+        env={**ring.env.merged({"PYTHONPATH": str(ROOT)})},
+    )
+    return done.returncode, done.stdout + (done.stderr if done.returncode else "")
+
+
+def trained(folder: Path, processes: int, *arguments: str) -> str:
+    """Train; returns the line about the update that is looked at."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "look.py").write_text(LOOK)
+    code, said = call(folder, "launch", "--processes", str(processes), "train.py", *arguments)
+    assert code == 0 and "ended" in said, said
+    return re.search(r"bits \d+", said)[0]  # type: ignore[index]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.slow
+def test_hooks_see_the_bits_of_the_run(tmp_path: Path, processes: int) -> None:
+    bits = trained(tmp_path, processes, "9", "0.2")
+    before = files(tmp_path)
+    code, said = call(tmp_path, "replay", "run", "--step", "9", "--hooks", "look.py", "--nonfinite")
+    assert code == 0, said
+    assert bits in said and said.count("forward") == 1 and "ended" not in said
+    loss = "nan" if processes == 1 else r"\d\.\d+"  # of rank 0
+    where = rf"step of update 9 \(AdamW\); loss {loss}; gradient norm nan; epoch {processes - 1}, samples \d+ to \d+ \(indices"
+    assert re.search(where, said), said
+    assert "step-00000005. 4 updates of the run's ring: losses, gradient norms, loss scale and places" in said
+    assert "Random streams" not in said
+    where = " (rank 1)" if processes == 2 else " (rank 0)"
+    assert (
+        "First not finite: the inputs of the model (Sequential), given to the model" in said and where in said
+    )
+    assert files(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_what_else_it_says(tmp_path: Path) -> None:
+    bits = trained(tmp_path, 1, "9", "0.2")
+    script = ("--", "train.py", "9", "0.3")
+    code, said = call(tmp_path, "replay", "run", "--step", "9", *script)
+    assert code == 1 and "It is not the run. On rank 0, update 6: the loss is" in said, said
+    code, said = call(tmp_path, "replay", "run", "--step", "3")
+    assert code == 0 and "from the beginning of the script. 3 updates of the run's ring" in said, said
+    code, said = call(tmp_path, "replay", "run", "--step", "99")
+    assert code == 2 and "The script has ended after update 24: update 99 never came." in said, said
+    code, said = call(
+        tmp_path, "replay", "run", "--step", "9", "--pdb", typed="p x.shape, optimizer.updates\nc\n"
+    )
+    assert code == 0 and "(torch.Size([8, 8]), 8)" in said, said
+    shutil.rmtree(tmp_path / "run" / "replay")
+    code, said = call(
+        tmp_path, "replay", "run", "--step", "9", "--hooks", "look.py", "--", "train.py", "9", "0.2"
+    )
+    assert code == 0 and bits in said and "The run kept no updates, so nothing could be compared" in said, (
+        said
+    )
+
+
+def begun(folder: Path, **facts: Any) -> None:
+    line = {
+        "script": str(folder / "train.py"),
+        "module": False,
+        "arguments": [],
+        "folder": str(folder),
+        "ranks": 2,
+        "device": "cpu",
+    }
+    (folder / "replay").mkdir(exist_ok=True)
+    (folder / "replay" / "rank-0.jsonl").write_text(json.dumps({**line, **facts}) + "\n")
+
+
+def test_what_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    run = ("replay", str(tmp_path), "--step", "3")
+    cases = [
+        (None, ("replay", "nowhere", "--step", "3"), "'nowhere' is not a folder"),
+        (None, ("replay", str(tmp_path), "--step", "0"), "--step 0: updates count from 1"),
+        (None, run, "does not name its script: pass it, as in: -- train.py"),
+        (None, (*run, "--hooks", "no.py"), "--hooks 'no.py' is not a file"),
+        ({}, (*run, "-m"), "-m is for a module's name after --"),
+        ({}, (*run, "--pdb"), "--pdb with 2 processes, which share one terminal"),
+        ({}, (*run, "--processes", "3"), "--processes 3: the run had 2, and replays on as many"),
+        ({"device": "xpu"}, run, "the run had 2 processes, each on a device of xpu, and this machine has"),
+        ({"script": "/gone/train.py"}, run, "'/gone/train.py' is not a file"),
+    ]
+    for facts, words, said in cases:
+        if facts is not None:
+            begun(tmp_path, **facts)
+        assert main(words) == 1 and said in capsys.readouterr().err, said
+    with pytest.raises(
+        SettingError, match="replay=4 appends to a file beside the checkpoints, and 'memory://run' is a URL"
+    ):
+        Accelerator(cpu=True, replay=4, project_dir="memory://run")
+
+
+def test_the_ring_keeps_the_last_updates_of_one_line(tmp_path: Path) -> None:
+    def entry(update: int, optimizer: int = 0) -> dict[str, Any]:
+        return {"update": update, "optimizer": optimizer}
+
+    entries = ring.Entries()
+    for update in (1, 2, 3, 4, 5, 3):  # a rollback after the fifth
+        entries.put(entry(update), size=4)
+        entries.put(entry(2 * update, optimizer=1), size=4)
+    assert sorted(entries) == [(2, 0), (3, 0), (6, 1)]
+    file = tmp_path / "rank-0.jsonl"
+    file.write_text('{"script": "a.py"}\n{"update": 7, "optimizer": 0}\n{"update": 8, "opti')  # killed
+    assert ring.read(str(file)) == ({"script": "a.py"}, {(7, 0): entry(7)})
