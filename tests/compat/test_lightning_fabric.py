@@ -36,7 +36,8 @@ def _closed():
 @pytest.fixture
 def theirs(monkeypatch):
     """Lightning Fabric itself, where it is installed."""
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which its import sets
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "1")  # as its import and seed_everything do
     return pytest.importorskip("lightning_fabric")
 
 
@@ -81,7 +82,10 @@ def test_losses_on_two_processes_are_those_of_fabric(theirs, tmp_path):
         folder.mkdir()
         words = [sys.executable, fabric_script.__file__, package, str(folder), "ddp", "2"]
         subprocess.run(words, check=True, timeout=300, capture_output=True, cwd=folder)
-        found.append(json.loads((folder / "found.json").read_text()))
+        steps = json.loads((folder / "found.json").read_text())
+        found.append(
+            [[mean, rate] for mean, _, rate in steps]
+        )  # micro-batches hold other samples than Fabric's
     assert found[0] == [pytest.approx(row, rel=1e-5) for row in found[1]]
 
 
