@@ -38,7 +38,7 @@ class WeightStream(Iterable[Pair]):
         tensors_of(self._module)  # raises what every pass would
 
     def __iter__(self) -> Iterator[Pair]:
-        with closing(self._buckets(None)) as buckets:
+        with closing(self._buckets(None, lockstep=False)) as buckets:
             for bucket in buckets:
                 yield from drained(bucket)
 
@@ -63,7 +63,7 @@ class WeightStream(Iterable[Pair]):
         """
         if rank is not None and rank not in range(self._world.size):
             raise SettingError(f"rank={rank!r} is not one of the {self._world.size} ranks of this run")
-        with closing(self._buckets(rank)) as buckets:
+        with closing(self._buckets(rank, lockstep=True)) as buckets:
             for bucket in buckets:
                 if rank in (None, self._world.rank):
                     try:
@@ -71,7 +71,8 @@ class WeightStream(Iterable[Pair]):
                     except Exception as error:
                         buckets.throw(error)
 
-    def _buckets(self, target: int | None) -> Generator[Bucket]:
+    def _buckets(self, target: int | None, lockstep: bool) -> Generator[Bucket]:
+        """With `lockstep`, ranks that hold the whole model meet before each bucket, too."""
         self._world.settle()
         tensors, aliases = tensors_of(self._module)
         others: dict[str, list[str]] = {}
@@ -80,7 +81,7 @@ class WeightStream(Iterable[Pair]):
         if is_sharded(self._module, tensors):
             buckets = gather(self._world, tensors, self._size, self._dtype, target)
         else:
-            buckets = self._whole(tensors if target in (None, self._world.rank) else {})
+            buckets = self._whole(tensors, target in (None, self._world.rank), lockstep)
         for bucket in buckets:
             named = Bucket((each, t) for name, t in drained(bucket) for each in (name, *others.get(name, ())))
             try:
@@ -89,10 +90,19 @@ class WeightStream(Iterable[Pair]):
                 buckets.throw(error)
             named.clear()
 
-    def _whole(self, tensors: Mapping[str, Tensor]) -> Generator[Bucket]:
+    def _whole(self, tensors: Mapping[str, Tensor], wanted: bool, lockstep: bool) -> Generator[Bucket]:
+        if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
+            raise CheckpointError(
+                f"{meta[0]} is on the meta device: prepare the model, or load_weights into it"
+            )
         kinds = {name: (sent(t, self._dtype), tuple(t.shape)) for name, t in tensors.items()}
-        for names in grouped(kinds, self._size):
-            yield Bucket((name, tensors[name].detach().to(kinds[name][0])) for name in names)
+        groups = grouped(kinds, self._size)
+
+        def bring(names: list[str]) -> Bucket:
+            every = names if wanted else ()
+            return Bucket((name, tensors[name].detach().to(kinds[name][0])) for name in every)
+
+        return in_lockstep(self._world, groups, bring) if lockstep else (bring(names) for names in groups)
 
 
 def drained(bucket: Bucket) -> Iterator[Pair]:
@@ -207,14 +217,25 @@ def gather(
             raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
         spreads[name] = Spread(kind, shape, tuple(holders.items()))
     del everyones
+
+    def bring(names: list[str]) -> Bucket:
+        here = {name: spreads[name] for name in names}
+        return Bucket(_bring(world, here, parts, target, device or world.device).items())
+
+    yield from in_lockstep(world, grouped(kinds, size), bring)
+
+
+def in_lockstep(
+    world: World, groups: Iterable[list[str]], bring: Callable[[list[str]], Bucket]
+) -> Generator[Bucket]:
+    """Yield the bucket of each group. All ranks meet before the next one, and raise a CheckpointError if one has left."""
     with Barrier(world).start() as barrier:
         turn = 0
-        for turn, names in enumerate(grouped(kinds, size), 1):
+        for turn, names in enumerate(groups, 1):
             if turn > 1:
                 _meet(barrier, turn - 1)
             try:
-                here = {name: spreads[name] for name in names}
-                bucket = Bucket(_bring(world, here, parts, target, device or world.device).items())
+                bucket = bring(names)
                 yield bucket
                 bucket.clear()
             except BaseException as error:

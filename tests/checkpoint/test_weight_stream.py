@@ -89,6 +89,21 @@ def some_leave() -> list[Any]:
     return found
 
 
+def a_server_is_full() -> str:
+    def full_server(_: Any) -> None:
+        raise ValueError("no room")
+
+    with Accelerator(mixed_precision="no", strategy="ddp", timeout=30) as acc:
+        stream = acc.weights(acc.prepare(make("tied")), bucket=BUCKET)
+        with pytest.raises((ValueError, CheckpointError)) as error:
+            stream.each_bucket(full_server, rank=1)
+        return str(error.value)
+
+
+def test_ranks_with_whole_models_wait_for_a_function(ranks: Any) -> None:
+    assert ranks(a_server_is_full) == ["rank 1: ValueError: no room", "no room"]
+
+
 def test_a_rank_that_leaves_early_is_named(ranks: Any) -> None:
     one, other = ranks(some_leave)
     assert one[0].startswith("rank 1: left the loop over the weights early")
@@ -114,6 +129,8 @@ def test_what_is_refused() -> None:
                 acc.weights(model, **given)
         with pytest.raises(CheckpointError, match="'_extra_state' in the state_dict of this Extra is a dict"):
             acc.weights(Extra(2, 2))
+        with pytest.raises(CheckpointError, match="weight is on the meta device"):
+            dict(acc.weights(nn.Linear(2, 2, device="meta")))
         with pytest.raises(SettingError, match="rank=1 is not one of the 1 ranks"):
             acc.weights(model).each_bucket(print, rank=1)
         assert dict(acc.weights(model))["weight"].data_ptr() == model.weight.data_ptr()  # the live one
