@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from easymp import CheckpointError, checkpoint
+from easymp import CheckpointError, checkpoint, load_weights
 from easymp.cli import main
 
+from ..strategies.models import make, mean_square, sgd, train_step, under, whole
 from .samples import Small, flip
 
 NAMES = ("unet/.notes", "unet/config.json", "unet/weights.safetensors")
@@ -210,3 +211,37 @@ def test_files_of_several_ranks(ranks, tmp_path):
     assert sorted(there.extra) == sorted(["all.json", "ranks/0.json", "ranks/1.json", *NAMES])
     assert not any(tensor.name.startswith("model/") for tensor in there.tensors)
     assert sorted(os.listdir(place.parent)) == ["latest", "step-00000001"]
+
+
+@pytest.mark.slow
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize("label", ["zero1", "fsdp", "tensor_parallel", "pipeline"])
+def test_whole_weights_of_sharded_models(label, tmp_path):
+    """Hooks that write whole weights, as Hugging Face's tools read them, and load them into this rank's part."""
+    with under(label) as acc:
+        model, optimizer = acc.prepare(given := make("mlp"), sgd(list(given.parameters())))
+
+        def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+            tensors = acc.get_state_dict(models[0])
+            if acc.is_main_process:
+                save_file(tensors, Path(output_dir, "whole.safetensors"))
+                weights.pop()
+
+        def step() -> list[torch.Tensor]:
+            train_step(acc, model, mean_square, torch.ones(8, 12))
+            optimizer.step()
+            optimizer.zero_grad()
+            return [whole(p).clone() for p in model.parameters() if not p.is_meta]
+
+        acc.register_save_state_pre_hook(save)
+        acc.register_load_state_pre_hook(
+            lambda models, to: load_weights(models.pop(), f"{to}/whole.safetensors")
+        )
+        step()
+        place = acc.save_state(tmp_path / "saved", async_=True)
+        after = step()
+        acc.load_state(place)
+        assert all(map(torch.equal, after, step()))
+        there = checkpoint.inspect(place)
+        assert there.extra == ("whole.safetensors",) and checkpoint.verify(place) == []
+        assert not any(tensor.name.startswith("model/") for tensor in there.tensors)

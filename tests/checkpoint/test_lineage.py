@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from easymp import Accelerator, CheckpointError, ProjectConfiguration, checkpoint
+from easymp.checkpoint import folders
 from easymp.cli import main
 
 from .samples import flip, lineage_of, rewrite
@@ -151,6 +152,10 @@ def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place, caplog, same
         assert it.weight == 12
         it.to(14)
     assert resumed(place) == ("step-00000014", 14)
+
+
+def test_a_name_for_what_is_set_aside_is_new():
+    assert folders.aside(["a", "a.line-0.save-2", "a.line-0-2"], "a", "0") == "a.line-0-3"
 
 
 def test_a_run_without_resume_begins_a_line_and_the_older_one_stays(place, caplog):

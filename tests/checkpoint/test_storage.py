@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from easymp import CheckpointError
 from easymp.checkpoint import storage_local
 from easymp.checkpoint.folders import open_storage
 from easymp.checkpoint.manifest import BLOCK, COMMIT
-from easymp.checkpoint.storage import SourceFile, Storage, aligned, as_bytes
+from easymp.checkpoint.storage import SourceFile, Storage, aligned, as_bytes, crc32, spread
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.checkpoint.storage_remote import RemoteStorage
 from easymp.cli import main
@@ -214,6 +215,40 @@ def test_an_upload_that_is_broken_off_leaves_nothing_and_a_file_that_came_short_
     )
     with pytest.raises(CheckpointError, match="file: 5 bytes came of 6"):
         SourceFile(storage, "file", 6, checksums).verify()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_the_system_refuses_is_an_error_with_its_name(monkeypatch, tmp_path, direct):
+    monkeypatch.setattr(storage_local, "past_is_quicker", {os.stat(tmp_path).st_dev: direct})
+    data, refused = content(2 * BLOCK + 5), ""
+
+    def refuse(do: Do, name: str, path: str, call: Do, *arguments: Any) -> Any:
+        def full(*_: Any) -> None:
+            if name == "close":
+                call(*arguments)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return do(name, path, full if name == refused else call, *arguments)
+
+    through(monkeypatch, refuse)
+    for refused in ("create", "allocate", "write", "fsync", "close"):
+        with pytest.raises(OSError) as caught:
+            LocalStorage(tmp_path).put(refused, [data], len(data))
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, f"{tmp_path}/{refused}")
+
+
+def test_checksums_are_the_same_without_their_package(monkeypatch):
+    data = memoryview(MEGABYTE)[3:77_777]
+    for module in ("isal.isal_zlib", "zlib_ng.zlib_ng"):
+        assert crc32.__wrapped__()(data, 123) == zlib.crc32(data, 123)
+        monkeypatch.setitem(sys.modules, module, None)
+    assert crc32.__wrapped__() is zlib.crc32
+
+
+def test_the_first_error_of_several_threads_is_raised_and_none_runs_on():
+    with pytest.raises(ZeroDivisionError):
+        list(spread(lambda number: 1 / (number - 5), range(50), "test"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "easymp-test"]
 
 
 def test_links_pipes_and_folders_are_no_files(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,16 @@ def assert_proven(found: dict[str, Any], updates: int) -> None:
 )
 def test_the_examples_are_proven(proved, script, words):
     assert_proven(proved(f"--steps 2 {words}", ROOT / "examples" / script), 4 if "gpt" in script else 2)
+
+
+@pytest.mark.slow
+def test_the_command_proves_a_script_of_deepspeed(folder):
+    script = str(ROOT / "examples/approaches/with_deepspeed.py")
+    words = [sys.executable, "-m", "easymp", "prove", script, "--processes", "2", "--steps", "2"]
+    done = subprocess.run([*words, "--output", "kept"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("Proven: 2 updates under zero1 on 2 processes")
+    assert (folder / "kept/under-the-plan/output.txt").exists()
 
 
 def test_a_script_without_an_accelerator_and_wrong_words(proved, folder, capsys):
