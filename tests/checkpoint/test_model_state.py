@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from easymp import Accelerator, CheckpointError, checkpoint
@@ -378,6 +379,20 @@ def test_several_models_and_optimizers(tmp_path):
             steps(acc, nets[1], two, 3, 4)
             found.append([*weights(nets[0]), *weights(nets[1])])
     assert all(map(torch.equal, *found))
+
+
+def test_a_folder_of_accelerate_with_other_groups_is_refused(tmp_path):
+    """Its optimizers know parameters by their order alone."""
+    model = net()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    theirs = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
+    torch.save(theirs.state_dict(), tmp_path / "optimizer.bin")
+    torch.save({}, tmp_path / "random_states_0.pkl")
+    with prepared(None, 1) as run:
+        before = weights(run.model)
+        with pytest.raises(CheckpointError, match=r"had param groups of \[1, 1\] parameters, and has \[2\]"):
+            run.acc.load_state(tmp_path, allow_pickle=True)
+        assert all(map(torch.equal, before, weights(run.model)))
 
 
 def test_another_class_is_refused_or_skipped(tmp_path):
