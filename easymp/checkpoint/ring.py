@@ -18,7 +18,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -102,8 +102,10 @@ class Ring:
         self._pending = Pending()
         self._path = file_of(project, run.world.rank)
         self.begin, self.entries = started(run), read(self._path)[1]
-        os.makedirs(os.path.dirname(self._path), exist_ok=True)
-        self._rewrite()
+        self._file: IO[bytes] | None = (
+            None  # from the first update on: an evaluation leaves a training's ring
+        )
+        self._lines = 0
         self._loss = nonfinite.loss
         nonfinite.loss = self._hear  # type: ignore[method-assign]  # so that a run without a ring asks nobody
         run.window.stepped.append(self._stepped)
@@ -145,7 +147,8 @@ class Ring:
 
     def close(self) -> None:
         self.finish()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _write(self, wait: bool = False) -> None:
         for row in self._pending.arrived(wait):
@@ -154,13 +157,16 @@ class Ring:
             first, last = entry["losses"], entry["losses"] + entry["norms"]
             entry |= {"losses": numbers[:first], "norms": numbers[first:last], "scale": numbers[last:]}
             self.entries.put(entry, self._size)
-            self._file.write(_line(entry))
             self._lines += 1
-            if self._lines > 2 * len(self.entries) + TOGETHER:
-                self._file.close()
+            if self._file is None or self._lines > 2 * len(self.entries) + TOGETHER:
                 self._rewrite()
+            else:
+                self._file.write(_line(entry))
 
     def _rewrite(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
         fresh = f"{self._path}.tmp"
         with open(fresh, "wb") as file:
             file.writelines([_line(self.begin), *map(_line, self.entries.values())])

@@ -48,6 +48,31 @@ for epoch in acc.epochs(2):
 acc.print("ended")
 acc.end_training()
 """
+# A run that goes on from another one's checkpoints, by a closure.
+CLOSURE = """
+import sys
+import torch
+from torch import nn
+from easymp import Accelerator
+
+folder, begin = sys.argv[1:]
+acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder, replay=8, log_with="none", cpu=True)
+data = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), i % 4) for i in range(64)]
+model = nn.Linear(8, 4)
+loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
+model, optimizer, loader = acc.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=3), loader)
+acc.load_state("first/checkpoints/step-00000002") if begin == "load" else acc.resume(begin)
+for x, y in loader:
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        acc.backward(loss)
+        return loss
+    optimizer.step(closure)
+    if optimizer.updates == 2 and folder == "first":
+        acc.save_state()
+acc.end_training()
+"""
 LOOK = """
 import zlib
 def before_forward(acc, models):
@@ -126,6 +151,31 @@ def test_what_else_it_says(tmp_path: Path) -> None:
     assert code == 0 and bits in said and "The run kept no updates, so nothing could be compared" in said, (
         said
     )
+
+
+@pytest.mark.slow
+def test_closures_and_runs_that_begin_from_others(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CLOSURE)
+    (tmp_path / "look.py").write_text(
+        "def before_forward(acc, models): print('begins')\ndef before_step(*_): pass"
+    )
+    for folder, begin in (("first", "first/checkpoints"), ("second", "first/checkpoints"), ("third", "load")):
+        done = subprocess.run(
+            [sys.executable, "train.py", folder, begin],
+            cwd=tmp_path,
+            env=ring.env.merged({"PYTHONPATH": str(ROOT)}),
+        )
+        assert done.returncode == 0
+        code, said = call(tmp_path, "replay", folder, "--step", "3", "--hooks", "look.py")
+        assert code == 0 and "begins" in said, said
+        assert "first/checkpoints/step-00000002. 1 update of the run's ring" in said, said
+    code, said = call(tmp_path, "replay", "third", "--step", "1")
+    assert code == 1 and "has update 2 already, and the replay stops in front of 1" in said, said
+
+
+def test_a_run_without_an_update_leaves_the_ring(tmp_path: Path) -> None:
+    Accelerator(cpu=True, replay=4, project_dir=tmp_path).end_training()
+    assert not (tmp_path / "replay").exists()
 
 
 def begun(folder: Path, **facts: Any) -> None:

@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     folder = folder if os.path.isdir(folder) else os.getcwd()
     if not module:
         check_script(os.path.join(folder, script), module)
-    start, there = newest(project, args.step)
+    start, there = newest(
+        project / "checkpoints" if (project / "checkpoints").is_dir() else project, args.step
+    )
     processes = begin.get("ranks") or args.processes or there or 1
     if args.processes not in (None, processes):
         raise SettingError(f"--processes {args.processes}: the run had {processes}, and replays on as many")
@@ -117,16 +119,14 @@ def run(args: argparse.Namespace) -> int:
     return CODES.index(verdict)
 
 
-def newest(project: Path, step: int) -> tuple[str | None, int | None]:
-    """The newest checkpoint before an update, on the line that `resume` follows, and the processes that wrote it."""
-    root = project / "checkpoints"
-    root = root if root.is_dir() else project
+def newest(root: str | os.PathLike[str], step: int) -> tuple[str | None, int | None]:
+    """The newest checkpoint in a folder before an update, on the line that `resume` follows, and the processes that wrote it."""
     saved = [e for e in checkpoint.list_checkpoints(root) if e.committed and not e.abandoned]
     before = [e for e in saved if e.step is not None and e.step < step]
     if not before:
         return None, saved[-1].world_size if saved else None
     last = max(before, key=lambda e: (e.step, e.written or ""))
-    return str(root / last.name), last.world_size
+    return f"{os.fspath(root)}/{last.name}", last.world_size
 
 
 def launch(scratch: str, processes: int, cpu: bool, step: int, variables: dict[str, str] | None) -> int:

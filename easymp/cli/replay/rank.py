@@ -25,7 +25,7 @@ from ...optim import PreparedOptimizer
 from ...training.nonfinite import Search
 from ...training.spikes import Samples
 from ...training.state import accelerators
-from . import DIFFERS, END, NOT_REACHED, SAME, TASK
+from . import DIFFERS, END, NOT_REACHED, SAME, TASK, newest
 
 SHOWN = 32  # indices of samples
 HOOKS = ("before_forward", "before_step")
@@ -59,11 +59,12 @@ class Replay:
             torch.set_num_threads(task["begin"]["threads"])
         around = {"resume": self._resume, "save_state": self._save_state}
         around |= dict.fromkeys(("save_model", "save"), lambda acc, *args, **named: None)
-        step, prepare = PreparedOptimizer.step, Accelerator.prepare
+        step, prepare, load = PreparedOptimizer.step, Accelerator.prepare, Accelerator.load_state
         with ExitStack() as stack:
             for name, call in around.items():
                 stack.enter_context(patch.object(Accelerator, name, bound(call)))
             stack.enter_context(patch.object(Accelerator, "prepare", bound(self._prepare, prepare)))
+            stack.enter_context(patch.object(Accelerator, "load_state", bound(self._load_state, load)))
             stack.enter_context(patch.object(PreparedOptimizer, "step", bound(self._step, step)))
             os.chdir(task["folder"])
             with suppress(Stop):
@@ -75,7 +76,7 @@ class Replay:
                     if isinstance(error, Stop) or not self._began or acc is None or acc.num_processes > 1:
                         raise
                     print(f"The script ends before the step: {type(error).__name__}: {error}")
-                    self._stop(acc, acc._prepared.optimizers[0], error.__traceback__)
+                    self._stop(acc, acc._prepared.optimizers[0], ended=error.__traceback__)
         for acc in accelerators():
             acc.close()
 
@@ -87,11 +88,29 @@ class Replay:
     # -- the script's calls
 
     def _resume(self, acc: Any, path: Any = None, strict: bool = True) -> str | None:
-        self._start = self._task["checkpoint"]
-        if self._start is not None:
-            acc.load_state(self._start, strict=strict)
+        start = self._task["checkpoint"]
+        if start is None and path is not None:  # a run that began from another one's checkpoints
+            start = newest(path, self._update)[0]
+        if start is not None:
+            acc.load_state(start, strict=strict)
         self._look(acc)
-        return self._start
+        return start
+
+    def _load_state(
+        self, acc: Any, call: Callable[..., Any], path: Any = None, strict: bool = True, **named: Any
+    ) -> Any:
+        if path is None and named.get("input_dir") is None:
+            path = self._task["checkpoint"]
+        loaded = call(acc, path, strict, **named)
+        self._start = loaded.place
+        self._look(acc)
+        if self._done >= self._update:
+            self._began = False  # there is nothing to look at
+            raise SystemExit(
+                f"{self._start} has update {self._done} already, and the replay stops in front of {self._update}: let the script call "
+                "resume(), which loads a checkpoint before it"
+            )
+        return loaded
 
     def _save_state(self, acc: Any, *args: Any, **named: Any) -> str:
         """Save nothing, but do to the models what a save does to them; the script may write into the folder."""
@@ -115,7 +134,10 @@ class Replay:
             if acc is not None:
                 self._look(acc)
             return result
-        self._stop(acc, optimizer)
+        if closure is not None:  # which computes the gradients
+            with torch.enable_grad():
+                closure()
+        self._stop(acc, optimizer, closure is not None)
         raise Stop
 
     def _look(self, acc: Any) -> None:
@@ -132,7 +154,9 @@ class Replay:
 
     # -- in front of the step
 
-    def _stop(self, acc: Any, optimizer: Any, ended: TracebackType | None = None) -> None:
+    def _stop(
+        self, acc: Any, optimizer: Any, closure: bool = False, ended: TracebackType | None = None
+    ) -> None:
         rank, search = acc.process_index, self._search
         if search is not None:
             search.end()
@@ -140,7 +164,7 @@ class Replay:
         begin, theirs = read(file_of(self._task["project"], rank))
         mine, last = acc._ring.entries, (self._update, acc._prepared.optimizers.index(optimizer))
         found = search.found if search is not None else ""
-        mine_found = (len(theirs.keys() & mine.keys()), *compared(theirs, mine, last), found)
+        mine_found = (len(theirs.keys() & mine.keys()), *compared(theirs, mine, last, closure), found)
         everyones = acc._world.gather_objects(mine_found)
         if rank == 0:
             print(self._where(acc, optimizer, mine[last]))
@@ -160,7 +184,9 @@ class Replay:
 
     def _where(self, acc: Any, optimizer: Any, entry: Entry) -> str:
         kind = type(optimizer.given).__name__
-        parts = [f"In front of the step of update {self._update} ({kind})"]
+        stepped = acc.plan.settings.optimizer_in_backward
+        place = "Behind the backward, which has made the step," if stepped else "In front of the step"
+        parts = [f"{place} of update {self._update} ({kind})"]
         losses = ", ".join(f"{float.fromhex(loss):.6g}" for loss in entry["losses"])
         norms = ", ".join(f"{float.fromhex(norm):.6g}" for norm in entry["norms"])
         parts += [f"loss {losses}"] * bool(losses) + [f"gradient norm {norms}"] * bool(norms)
@@ -187,7 +213,7 @@ class Replay:
                 here = [f"{name} is {v}, and was {begin['versions'][name]}" for name, v in now.items()]
                 here = [said for said, name in zip(here, now) if begin["versions"][name] != now[name]]
                 return f"Replayed {start}. It is not the run. On rank {rank}, {'. '.join([words, *here])}."
-        count = max(one[0] for one in everyones)
+        count = min(one[0] for one in everyones)
         if not count:
             return f"Replayed {start}. Nothing could be compared: the run's ring has none of these updates."
         what = "losses, gradient norms, loss scale and places in the data"
@@ -197,12 +223,20 @@ class Replay:
 
 
 def compared(
-    theirs: Mapping[tuple[int, int], Entry], mine: Mapping[tuple[int, int], Entry], last: tuple[int, int]
+    theirs: Mapping[tuple[int, int], Entry],
+    mine: Mapping[tuple[int, int], Entry],
+    last: tuple[int, int],
+    closure: bool,
 ) -> tuple[str, list[str]]:
-    """The first difference of two rings in words, and the random streams that differ. The `last` one has not been stepped yet."""
+    """The first difference of two rings in words, and the random streams that differ. The `last` one has not been stepped yet.
+
+    A step with a `closure` would have evaluated it again: of the last one the first loss is compared.
+    """
     streams: set[str] = set()
     for key in sorted(theirs.keys() & mine.keys()):
         a, b = theirs[key], mine[key]
+        if closure and key == last:
+            a = {**a, "losses": a["losses"][: len(b["losses"])], "norms": b["norms"]}
         for name, words in BITS.items():
             if a[name] != b[name] and not (key == last and name == "scale"):  # a step may change it
                 return (
