@@ -75,14 +75,14 @@ def _modules_of_former_tests_are_not_garbage() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests run when asked for by ``-m``, and have more time; GPU tests where there is a GPU."""
     for item in items:
-        if "slow" in item.keywords and item.get_closest_marker("timeout") is None:
+        if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW))
     if not config.option.markexpr:
-        slow = [item for item in items if "slow" in item.keywords]
+        slow = [item for item in items if item.get_closest_marker("slow")]
         if slow:
             config.hook.pytest_deselected(items=slow)
-            items[:] = [item for item in items if "slow" not in item.keywords]
-    gpu = [item for item in items if "gpu" in item.keywords]
+            items[:] = [item for item in items if item.get_closest_marker("slow") is None]
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not torch.cuda.is_available():
         why = "none is here" if torch.version.cuda else "this torch is built without CUDA"
         for item in gpu:
