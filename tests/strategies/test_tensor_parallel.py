@@ -15,7 +15,7 @@ from easymp import BatchError, PrepareError, RefusedError, SettingError, StepErr
 from easymp.strategies.tensor_parallel import TensorParallel, read_plan
 
 from ..versions import ADDS
-from .models import Of, Tied, agree, make, message, refuses, train, under
+from .models import Of, Tied, agree, make, message, refuses, sgd, train, under
 
 Options = dict[str, Any]
 
@@ -89,7 +89,7 @@ def language(
     strategy: str, options: Any, how: Options, steps: int = 1, kind: type[Language] = Language
 ) -> dict[str, Any]:
     with under(strategy, options, steps) as acc:
-        return train(acc, partial(kind, **how), 0.5, draw=words)
+        return train(acc, partial(kind, **how), 0.5, sgd, words)
 
 
 def alike(got: dict[str, Any], one: dict[str, Any]) -> None:
