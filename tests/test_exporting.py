@@ -156,6 +156,38 @@ def test_whole_models_are_saved_by_the_main_process_alone_and_shards_by_all(rank
     assert equal(read(tmp_path / "folder"), easymp.load(tmp_path / "x.safetensors"))
 
 
+def writes_of_ranks(folder: str) -> tuple[list[str], str]:
+    """The shards that this rank writes, and the error on all ranks of a later save in which rank 1's disk is full."""
+    written = []
+
+    def noted(put):
+        return lambda self, name, *args: (written.append(Path(name).name), put(self, name, *args))[1]
+
+    def full_on_rank_1(put):
+        def of(self, name, *args):
+            if acc.process_index == 1 and "00002-of" in name:
+                raise OSError(28, "No space left on device")
+            return put(self, name, *args)
+
+        return of
+
+    with under("fsdp", timeout=30) as acc:
+        model = acc.prepare(filled(1))
+        with disk(put=noted):
+            acc.save_model(model, folder, max_shard_size=SHARDED)
+        model = acc.prepare(filled(2))
+        with disk(put=full_on_rank_1), pytest.raises(CheckpointError) as caught:
+            acc.save_model(model, folder, max_shard_size=SHARDED)
+    return [name for name in written if "-of-" in name], str(caught.value)
+
+
+def test_all_ranks_write_shards_and_hear_of_a_full_disk(ranks, tmp_path):
+    one, other = ranks(writes_of_ranks, str(tmp_path))
+    assert one[0] and other[0] and not {*one[0]} & {*other[0]}
+    assert all("the model was not saved" in words and "No space left" in words for _, words in (one, other))
+    assert float(read(tmp_path)["0.weight"].max()) == 1  # the earlier model
+
+
 def slow_disk(folder: str) -> None:
     def slow(put):
         return lambda *args, **options: (time.sleep(3.0), put(*args, **options))[1]

@@ -714,9 +714,10 @@ class Checkpoints:
     ) -> None:
         """Write the model's weights in Hugging Face's form: ``model.safetensors``, or shards and an index.
 
-        All ranks call it. Rank 0 writes, and holds a few whole tensors at a time. A model in the folder is replaced when the new one is
-        on disk. Of tied weights one is written, and the metadata names the others. If every rank holds the whole model, rank 0 alone may
-        call it, and only rank 0 gets an error.
+        All ranks call it. Where ranks hold parts of the model, all that see the folder write shards at the same time, each with a few
+        whole tensors in memory; else rank 0 writes. A model in the folder is replaced when the new one is on disk. Of tied weights one
+        is written, and the metadata names the others. If every rank holds the whole model, rank 0 alone may call it, and only rank 0
+        gets an error.
 
         Args:
             model: prepared or not.

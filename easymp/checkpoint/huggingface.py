@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -26,7 +28,8 @@ from .codec import dumps, encode_header, loads, nbytes, pack, unpack
 from .folders import file_in, found_at, inside, open_storage, read_header
 from .load import Want, plan, stream
 from .manifest import Piece, Shape, Stored, whole
-from .snapshot import encode_index
+from .save import StoreWorld
+from .snapshot import encode_index, on_all
 from .storage import Part, Progress, Storage, Tick, as_bytes, no_tick
 from .weight_stream import Bucket, distinct, drained, gather, is_sharded, tensors_of
 from .weights import SINGLE, memory
@@ -74,6 +77,69 @@ def cut(items: Sequence[Item], most: int) -> list[list[Item]]:
     return [sorted(shard, key=lambda item: -item.dtype.itemsize) for shard in shards]
 
 
+class ModelFolder:
+    """The folder `name` of `storage`, made if it is missing, in which shards take the place of an earlier model.
+
+    `files`: the shards' names, in order. Where files can be renamed, `write` gives them temporary names.
+    """
+
+    def __init__(self, storage: Storage, name: str, count: int) -> None:
+        self._storage, self._name = storage, name
+        self._there, place = set(storage.list(name)), inside(storage.place, name)
+        if self._there & {manifest.MANIFEST, manifest.COMMIT}:
+            raise CheckpointError(
+                f"{place} is a checkpoint of save_state, which must stay: pass another folder"
+            )
+        if not self._there:
+            if storage.size(name) is not None:
+                raise CheckpointError(f"{place} is a file: pass a folder")
+            try:
+                storage.make(name)
+            except FileExistsError:
+                pass  # an empty one
+        for left in filter(TEMPORARY.fullmatch, self._there):  # of a save that did not end
+            storage.remove(inside(name, left))
+        self._alone = count == 1 and (storage.renames or SINGLE not in self._there)
+        self.files = [SINGLE] if self._alone else _free(count, self._there)
+
+    def supplant(self, shards: Sequence[Sequence[Item]]) -> None:
+        """Put the written shards in the place of the earlier model."""
+        storage, name = self._storage, self._name
+        if storage.renames:
+            storage.sync(name)
+            for file in self.files:
+                storage.supplant(inside(name, f".{file}.tmp"), inside(name, file))
+            storage.sync(name)
+        if not self._alone:
+            files = {item.name: file for file, shard in zip(self.files, shards) for item in shard}
+            total = sum(item.bytes for shard in shards for item in shard)
+            storage.replace(inside(name, manifest.INDEX), encode_index(files, total))
+        outdated = [file for file in self._there if SHARD.fullmatch(file) and file not in self.files]
+        for file in [*({manifest.INDEX} if self._alone else {SINGLE}) & self._there, *outdated]:
+            storage.remove(inside(name, file))
+        storage.sync(name)
+
+
+def write(
+    storage: Storage,
+    folder: str,
+    file: str,
+    shard: Sequence[Item],
+    bring: Bring,
+    aliases: Mapping[str, str],
+    tick: Tick = no_tick,
+) -> None:
+    """Write one shard.
+
+    `bring` gives the whole tensor of a name on the CPU, for each name in order. `aliases`, other names of tensors, go into the metadata.
+    """
+    names = [item.name for item in shard]
+    noted = {other: of for other, of in aliases.items() if of in names}
+    header, slots = encode_header(shard, {"format": "pt", **noted})
+    path = inside(folder, f".{file}.tmp" if storage.renames else file)
+    storage.put(path, _parts(header, names, bring), slots[-1].end if slots else len(header), tick)
+
+
 def write_model(
     storage: Storage,
     folder: str,
@@ -82,43 +148,11 @@ def write_model(
     aliases: Mapping[str, str],
     tick: Tick = no_tick,
 ) -> None:
-    """Write `shards` into `folder` of `storage`, made if it is missing, in place of an earlier model.
-
-    `bring` gives the whole tensor of a name on the CPU, for each name in order. `aliases`, other names of tensors, go into the metadata.
-    """
-    there, place = set(storage.list(folder)), inside(storage.place, folder)
-    if there & {manifest.MANIFEST, manifest.COMMIT}:
-        raise CheckpointError(f"{place} is a checkpoint of save_state, which must stay: pass another folder")
-    if not there:
-        if storage.size(folder) is not None:
-            raise CheckpointError(f"{place} is a file: pass a folder")
-        try:
-            storage.make(folder)
-        except FileExistsError:
-            pass  # an empty one
-    for name in filter(TEMPORARY.fullmatch, there):  # of a save that did not end
-        storage.remove(inside(folder, name))
-    alone = len(shards) == 1 and (storage.renames or SINGLE not in there)
-    names = [SINGLE] if alone else _free(len(shards), there)
-    for name, shard in zip(names, shards):
-        mine = [item.name for item in shard]
-        noted = {other: of for other, of in aliases.items() if of in mine}
-        header, slots = encode_header(shard, {"format": "pt", **noted})
-        path = inside(folder, f".{name}.tmp" if storage.renames else name)
-        storage.put(path, _parts(header, mine, bring), slots[-1].end if slots else len(header), tick)
-    if storage.renames:
-        storage.sync(folder)
-        for name in names:
-            storage.supplant(inside(folder, f".{name}.tmp"), inside(folder, name))
-        storage.sync(folder)
-    if not alone:
-        files = {item.name: name for name, shard in zip(names, shards) for item in shard}
-        total = sum(item.bytes for shard in shards for item in shard)
-        storage.replace(inside(folder, manifest.INDEX), encode_index(files, total))
-    outdated = [name for name in there if SHARD.fullmatch(name) and name not in names]
-    for name in [*({manifest.INDEX} if alone else {SINGLE}) & there, *outdated]:
-        storage.remove(inside(folder, name))
-    storage.sync(folder)
+    """Write `shards` into `folder` of `storage` in place of an earlier model; see `write`."""
+    made = ModelFolder(storage, folder, len(shards))
+    for file, shard in zip(made.files, shards):
+        write(storage, folder, file, shard, bring, aliases, tick)
+    made.supplant(shards)
 
 
 def _free(size: int, taken: set[str]) -> list[str]:
@@ -167,36 +201,107 @@ def save_model(world: World, model: nn.Module, place: str, max_shard_size: int |
     most = read_bytes(max_shard_size, "max_shard_size=")
     world.settle()
     module = unwrapped(model, keep_torch_compile=False)
-    tensors, others = tensors_of(module)
+    tensors, aliases = tensors_of(module)
     shards = cut([Item(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], most)
 
-    def write(bring: Bring) -> None:
+    def opened() -> tuple[Storage, str]:
+        storage = open_storage(place)
+        if not storage.renames:
+            return storage, ""
+        above, name = os.path.split(
+            os.path.realpath(storage.place)
+        )  # the folder is made below the one above it
+        return open_storage(above), name
+
+    if is_sharded(module, tensors):
+        with StoreWorld(world, 0) as there:
+            _write_together(there, tensors, aliases, shards, opened, place)
+    elif world.rank == 0:
         try:
             with Progress(f"saving {place}", f"saved {place}") as tick:
                 tick.expect(sum(item.bytes for shard in shards for item in shard))
-                storage, name = open_storage(place), ""
-                if storage.renames:  # the folder is made below the one above it
-                    above, name = os.path.split(os.path.realpath(storage.place))
-                    storage = open_storage(above)
-                write_model(storage, name, shards, bring, others, tick)
+                write_model(
+                    *opened(), shards, lambda name: manifest.on_host(tensors[name], name), aliases, tick
+                )
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"{place}: the model was not saved ({error})") from error
 
-    if not is_sharded(module, tensors):
-        if world.rank == 0:
-            write(lambda name: manifest.on_host(tensors[name], name))
-        return
-    ordered = {item.name: tensors[item.name] for shard in shards for item in shard}
-    buckets = gather(world, ordered, EACH, target=0, device=torch.device("cpu"))
-    first = next(buckets, Bucket())  # all ranks begin, also where the write fails at once
-    pairs = chain.from_iterable(map(drained, chain([first], buckets)))
-    if world.rank == 0:
+
+def _write_together(
+    there: StoreWorld,
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    shards: Sequence[Sequence[Item]],
+    opened: Callable[[], tuple[Storage, str]],
+    place: str,
+) -> None:
+    """Write a model that is spread over ranks: they take turns at the shards, and rank 0 puts all in place.
+
+    They meet in the store, since a disk may take longer than a collective may. A rank that does not see rank 0's folder, on another
+    machine's disk or in another process's memory, writes nothing.
+    """
+    not_saved = f"{place}: the model was not saved: "
+    made: list[ModelFolder] = []
+
+    def begin() -> tuple[list[str], str]:
+        if there.rank:
+            return [], ""
+        storage, name = opened()
+        made.append(ModelFolder(storage, name, len(shards)))
+        token = f".model-{uuid.uuid4().hex}.safetensors.tmp"
+        storage.put(inside(name, token), [b""], 0)
+        return made[0].files, token
+
+    files, token = on_all(there, begin, not_saved)[0]
+
+    def sees() -> bool:
+        storage, name = opened()
+        return there.rank == 0 or token in storage.list(name)
+
+    writers = [rank for rank, sees_it in enumerate(on_all(there, sees, not_saved)) if sees_it]
+    mine: list[int] = []  # numbers of the shards that this rank writes
+    order: list[tuple[int, int, str]] = []  # a rank's tensors by the bytes before them: all ranks have work
+    targets: dict[str, int] = {}
+    before = Counter[int]()
+    for number, shard in enumerate(shards):
+        rank = writers[number % len(writers)]
+        if rank == there.rank:
+            mine.append(number)
+        for item in shard:
+            order.append((before[rank], rank, item.name))
+            before[rank] += item.bytes
+            targets[item.name] = rank
+    ordered = {name: tensors[name] for _, _, name in sorted(order, key=lambda entry: entry[:2])}
+    buckets = gather(
+        there, ordered, EACH * len(writers), target=targets.__getitem__, device=torch.device("cpu")
+    )
+
+    def write_mine() -> None:
+        first = next(buckets, Bucket())  # all ranks begin, also where a write fails at once
+        pairs = chain.from_iterable(map(drained, chain([first], buckets)))
         try:
-            write(lambda name: manifest.on_host(next(pairs)[1], name))
-        except CheckpointError as error:
+            with Progress(f"saving {place}", f"saved {place}", shown=there.rank == 0) as tick:
+                tick.expect(before[there.rank])
+                for number in mine:
+                    at = (*opened(), files[number], shards[number])
+                    write(*at, lambda each: manifest.on_host(next(pairs)[1], each), aliases, tick)
+        except (OSError, CheckpointError) as error:
             buckets.throw(error)
-    for _ in pairs:  # of which there are none, but the ranks meet once more
-        pass
+        for _ in pairs:  # of which this rank gets none, but the ranks meet until all have written
+            pass
+
+    try:
+        write_mine()
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"{not_saved}{error}") from error
+
+    def end() -> None:
+        if made:
+            storage, name = opened()
+            storage.remove(inside(name, token))
+            made[0].supplant(shards)
+
+    on_all(there, end, not_saved)
 
 
 # -- one object in one file ---------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def gather(
     tensors: Mapping[str, Tensor],
     size: int,
     dtype: torch.dtype | None = None,
-    target: int | None = None,
+    target: int | Callable[[str], int] | None = None,
     device: torch.device | None = None,
 ) -> Generator[Bucket]:
     """Gather whole tensors in buckets of `size` bytes. All ranks run it, with the same names in the same order.
@@ -189,7 +189,7 @@ def gather(
 
     Args:
         dtype: floating-point tensors travel and arrive in it.
-        target: the rank that gets the tensors; others get empty buckets. None: all ranks.
+        target: the rank that gets the tensors, or a function that gives it for a name; others get empty buckets. None: all ranks.
         device: where the tensors arrive; None: the run's.
 
     Raises:
@@ -269,20 +269,21 @@ def _bring(
     world: World,
     spreads: Mapping[str, Spread],
     parts: Mapping[str, Mapping[Box, Tensor]],
-    target: int | None,
+    target: int | Callable[[str], int] | None,
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Gather whole tensors where they are wanted."""
     found: dict[str, Tensor] = {}
-    if target in (None, world.rank):
-        for name, spread in spreads.items():
+    targets = {name: target(name) if callable(target) else target for name in spreads}
+    for name, spread in spreads.items():
+        if targets[name] in (None, world.rank):
             mine = ((manifest.whole(spread.shape), world.rank),) == spread.holders
             found[name] = (
                 parts[name][spread.holders[0][0]].to(device, spread.dtype)
                 if mine
                 else torch.empty(spread.shape, dtype=spread.dtype, device=device)
             )
-    for holder, pack in _packs(spreads):
+    for (holder, to), pack in _packs(spreads, targets):
         flat: Tensor | None = None
         if holder == world.rank:
             own = [
@@ -291,14 +292,14 @@ def _bring(
             flat = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in own])
             del own
         sizes = [box.count * spreads[name].dtype.itemsize for name, box in pack]
-        if target is None:
+        if to is None:
             place = torch.empty(sum(sizes), dtype=torch.uint8) if flat is None else flat
             flat = world.broadcast(place.to(world.device), holder)
-        elif flat is not None and target != holder:
-            world.send(flat, target)
-        elif flat is None and target == world.rank:
+        elif flat is not None and to != holder:
+            world.send(flat, to)
+        elif flat is None and to == world.rank:
             flat = world.receive((sum(sizes),), torch.uint8, holder)
-        if found and flat is not None:
+        if flat is not None and to in (None, world.rank):
             for (name, box), part in zip(pack, flat.split(sizes)):
                 if ((box, world.rank),) != spreads[name].holders:
                     at = tuple(slice(o, o + n) for o, n in zip(*box))
@@ -306,16 +307,19 @@ def _bring(
     return found
 
 
-def _packs(spreads: Mapping[str, Spread]) -> Iterator[tuple[int, list[tuple[str, Box]]]]:
-    """Boxes that travel together: of one rank, about `PACK` bytes, larger elements first, so that each begins at a multiple of its own."""
-    held: dict[int, list[tuple[str, Box]]] = {}
-    sizes: Counter[int] = Counter()
+def _packs(
+    spreads: Mapping[str, Spread], targets: Mapping[str, int | None]
+) -> Iterator[tuple[tuple[int, int | None], list[tuple[str, Box]]]]:
+    """Boxes that travel together from one rank to another, or to all (None): about `PACK` bytes, larger elements first (alignment)."""
+    held: dict[tuple[int, int | None], list[tuple[str, Box]]] = {}
+    sizes = Counter[tuple[int, int | None]]()
     for name, spread in sorted(spreads.items(), key=lambda item: -item[1].dtype.itemsize):
         for box, holder in spread.holders:
-            if sizes[holder] >= PACK:
-                yield holder, held.pop(holder)
-                del sizes[holder]
+            way = holder, targets[name]
+            if sizes[way] >= PACK:
+                yield way, held.pop(way)
+                del sizes[way]
             if box.count:
-                held.setdefault(holder, []).append((name, box))
-                sizes[holder] += box.count * spread.dtype.itemsize
-    yield from sorted(held.items())
+                held.setdefault(way, []).append((name, box))
+                sizes[way] += box.count * spread.dtype.itemsize
+    yield from held.items()
