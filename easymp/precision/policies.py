@@ -255,7 +255,9 @@ def upcast_again(module: nn.Module) -> Iterator[None]:
 # -- fp8 -------------------------------------------------------------------------------------------------------------------
 # Inputs and weights are rounded to e4m3 (3 bits of mantissa, up to 448), gradients to e5m2 (2 bits, up to 57344), as in arXiv:2209.05433.
 # Each tensor is divided by one scale, which maps its largest element to the format's largest number; ``torch._scaled_mm`` multiplies
-# the product by both scales. Parameters and their gradients stay fp32.
+# the product by both scales. Parameters and their gradients stay fp32. Where parameters are whole on a rank (all strategies but fsdp and
+# hsdp), each weight is rounded once an update, in front of the model and of what torch.compile sees, and read by all micro-batches, by
+# recomputation and by backward: one byte an element, from the first forward that trains to the step.
 
 MULTIPLE = 16  # torch._scaled_mm needs inner and last dimensions that are multiples of 16
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -282,9 +284,7 @@ class FP8(BF16):
     def convert(self, model: nn.Module) -> nn.Module:
         """Swap layers, see the class; PrepareError if the model has none to swap."""
         layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
-        fit = {
-            name: layer for name, layer in layers.items() if not any(n % MULTIPLE for n in layer.weight.shape)
-        }
+        fit = {name: layer for name, layer in layers.items() if fits_fp8(layer)}
         already = any(type(layer) is Float8Linear for layer in model.modules())  # by an earlier run
         if not fit and not already:
             raise PrepareError(
@@ -299,43 +299,92 @@ class FP8(BF16):
         return model
 
 
+def fits_fp8(module: nn.Module) -> bool:
+    """Whether fp8 swaps `module`: a plain nn.Linear of sizes that torch._scaled_mm takes."""
+    return type(module) is nn.Linear and not any(n % MULTIPLE for n in module.weight.shape)
+
+
 class Float8Linear(nn.Linear):
-    """`nn.Linear` with its product in forward and two products in backward in fp8. Inputs have shape (..., in_features)."""
+    """`nn.Linear` with its product in forward and two products in backward in fp8. Inputs have shape (..., in_features).
+
+    Attributes:
+        once: the rounded weight, its scale and the weight, from `round_once` to a step; None: each product rounds the weight.
+        seen: version of the weight that was rounded.
+    """
+
+    once: tuple[Tensor, Tensor, Tensor] | None = None
+    seen: int = -1
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
         out = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        product: Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight, out)  # type: ignore[no-untyped-call]
+        # A forward without gradients rounds by itself: evaluation may see weights that were swapped by `.data`.
+        given = self.once[:2] if torch.is_grad_enabled() and self.current() else (None, None)  # type: ignore[index]
+        product: Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight, out, *given)  # type: ignore[no-untyped-call]
         product = product.view(*input.shape[:-1], self.out_features)
         return product if self.bias is None else product + self.bias.to(out)
 
+    def current(self) -> bool:
+        """Whether `once` is of the weight as it is. torch.compile cannot read versions; `round_once` was called outside of it."""
+        if (
+            self.once is None or self.once[2] is not self.weight
+        ):  # `torch.func.functional_call` puts others there
+            return False
+        return torch.compiler.is_compiling() or self.seen == self.weight._version
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave `once` out of copies and files: it is of this layer's weight."""
+        return {name: value for name, value in vars(self).items() if name not in ("once", "seen")}
+
+
+def round_once(layers: Sequence[Float8Linear]) -> None:
+    """Round the weights of `layers` that were written to since they were rounded, for all products until `forget_rounded`."""
+    for layer in layers:
+        if not layer.current() and not layer.weight.is_meta:
+            layer.seen = layer.weight._version
+            weight, scale = rounded(layer.weight, FORWARD)
+            # As a parameter: activation offload leaves it on the device.
+            layer.once = nn.Parameter(weight, requires_grad=False), scale, layer.weight
+
+
+def forget_rounded(layers: Sequence[Float8Linear], *_: Any) -> None:
+    """Called after an optimizer's step: torch's fused ones and our kernels do not count versions."""
+    for layer in layers:
+        layer.once = None
+
 
 class _Product(torch.autograd.Function):
-    """``input @ weight.T``: (rows, in) and (out, in) to (rows, out)."""
+    """``input @ weight.T``: (rows, in) and (out, in) to (rows, out). `once` and `scale` are the rounded weight, or None."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, out: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, out: torch.dtype, once: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
         x, x_scale = rounded(input, FORWARD)
-        # Save the weight and not its rounded copy: the weight exists anyway, or is gathered again.
-        ctx.save_for_backward(x, x_scale, weight)
-        ctx.input_dtype = input.dtype
-        w, w_scale = rounded(weight, FORWARD)
+        ctx.dtypes = input.dtype, weight.dtype
+        if once is None or scale is None:
+            # Save the weight and not its rounded copy: the weight exists anyway, or is gathered again.
+            ctx.save_for_backward(x, x_scale, weight)
+            w, w_scale = rounded(weight, FORWARD)
+        else:
+            ctx.save_for_backward(x, x_scale, once, scale)
+            w, w_scale = once, scale
         return _multiply(x, w.t(), x_scale, w_scale, out, fast=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_scale, weight = ctx.saved_tensors
+        x, x_scale, weight, *scale = ctx.saved_tensors
         g, g_scale = rounded(grad, BACKWARD)
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            w, w_scale = rounded(weight, FORWARD)
-            of_input = _multiply(g, _columns(w), g_scale, w_scale, grad.dtype).to(ctx.input_dtype)
+            w, w_scale = (weight, *scale) if scale else rounded(weight, FORWARD)
+            of_input = _multiply(g, _columns(w), g_scale, w_scale, grad.dtype).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             g, x = _padded(g), _padded(x)
             product = _multiply(g.t().contiguous(), _columns(x), g_scale, x_scale, grad.dtype)
-            of_weight = product.to(weight.dtype)
-        return of_input, of_weight, None
+            of_weight = product.to(ctx.dtypes[1])
+        return of_input, of_weight, None, None, None
 
 
 def _padded(matrix: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ strategy's and b(x) are bytes of an element ("Mixed Precision Training", arXiv:1
 
     weights     layout.weights(n) × b(stored)               masters   layout.weights(n) × 4, of low-precision weights
     gradients   layout.gradients(n) × (b(stored) + master)  states    layout.states(n) × (STATES × b(stepped) + 4 for an average)
-    copies      layout.copies(n) × b(compute), of matrix layers under autocast
+    copies      layout.copies(n) × b(compute), of matrix layers under autocast; × 1, of weights that are rounded to fp8 once an update
     gathered    layout.gathered × b(gathered)               reducing  layout.unreduced × b(gathered) + layout.reducing × b(reduced)
 
 Not counted: workspace of kernels, fragmentation, the device's runtime, and activations without a sample. The rows are not all full at
@@ -33,7 +33,7 @@ from ..errors import SettingError, nearest
 from ..logging import get_logger
 from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
-from ..precision.policies import LOW
+from ..precision.policies import LOW, Float8Linear, fits_fp8
 from ..protocols import Choice, Layout, Precision, Source, Strategy
 from ..registry import PrecisionName, StrategyName
 from ..settings import Settings, as_record
@@ -241,6 +241,7 @@ def estimate(
     states, rounds = _states(optimizer, module), _rounds(optimizer)
     low = policy.compute.itemsize < FP32 and policy.param.itemsize == FP32
     copied = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
+    rounds_once = _swapped(module) if policy.swaps and not layout.gathers else set()
     sums = dict.fromkeys(ROWS, 0)
     widest, gradients = 1, [0]
     for name, parameter in module.named_parameters():  # a tied one once
@@ -249,6 +250,7 @@ def estimate(
         sums["weights"] += layout.weights(name, parameter) * size
         if id(parameter) in copied and size > policy.compute.itemsize:
             sums["copies"] += layout.copies(name, parameter) * policy.compute.itemsize
+        sums["copies"] += (id(parameter) in rounds_once) * layout.copies(name, parameter)  # fp8: one byte
         if parameter.requires_grad:
             wide = FP32 if size < FP32 and policy.keeps_updates and (policy.masters or not rounds) else 0
             gradients.append(layout.gradients(name, parameter) * (size + wide))
@@ -262,7 +264,7 @@ def estimate(
             layout = layout._replace(reducing=layout.early)
     notes = [layout.note] if layout.note else []
     if policy.swaps:
-        words = "layers keep no copies of weights; activations are counted as under autocast, which is more"
+        words = "activations are counted as under autocast, which is more"
         notes.append(f"{policy.name} {words}")
     if module is model:
         there = policy.compute.itemsize if low and layout.gathers and widest <= FP32 else widest
@@ -363,6 +365,13 @@ def _matrices(model: nn.Module) -> set[int]:
             wide = (p for p in own if p.dtype == torch.float32 or (p.requires_grad and p.dtype in LOW))
             found.update(map(id, wide))
     return found
+
+
+def _swapped(model: nn.Module) -> set[int]:
+    """ids of the weights that fp8 rounds; of a bare number of parameters, all."""
+    if isinstance(model, Counted):
+        return {id(model.all)}
+    return {id(m.weight) for m in model.modules() if isinstance(m, Float8Linear) or fits_fp8(m)}
 
 
 def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from .. import cuda, optim
@@ -30,7 +31,7 @@ from ..logging import get_logger
 from ..options import DataLoaderConfiguration
 from ..plan import AUTO
 from ..precision import Scaler
-from ..precision.policies import LOW, raise_weights
+from ..precision.policies import LOW, Float8Linear, forget_rounded, raise_weights, round_once
 from ..protocols import Precision, Strategy, WrapContext
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
@@ -290,6 +291,14 @@ class Preparation:
             if parameter.is_floating_point() or parameter.is_complex():
                 self._undo.append(hook_gradient(parameter, self._gradient_done).remove)
         self.models.append(route)
+        if precision.swaps and not strategy.sharded:  # else weights are gathered anew for each forward
+            layers = [m for m in model.modules() if isinstance(m, Float8Linear) and "weight" in m._parameters]
+            route.before, forget = partial(round_once, layers), partial(forget_rounded, layers)
+            self._run.window.stepped.append(forget)
+            self._undo += [partial(self._run.window.stepped.remove, forget), partial(forget_rounded, layers)]
+            self._undo.append(
+                register_optimizer_step_post_hook(forget).remove
+            )  # of optimizers that are not prepared
         if route.keep is not None and route.view is not model:
             self._run.window.stepped.append(route.forget)
             self._undo.append(partial(self._run.window.stepped.remove, route.forget))

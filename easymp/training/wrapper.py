@@ -98,6 +98,7 @@ class Route:
         keep: returns the random state, to keep it in `last`; None keeps no calls.
         method: the method that is called in place of forward.
         last: method, arguments, keyword arguments and random state of the last call that trains, until the step.
+        before: called before each call that trains.
     """
 
     original: nn.Module
@@ -111,6 +112,7 @@ class Route:
     keep: Callable[[], Any] | None = None
     method: str = ""
     last: tuple[str, tuple[Any, ...], dict[str, Any], Any] | None = None
+    before: Callable[[], None] | None = None
 
     def forget(self, optimizer: Any) -> None:
         """Let go of the arguments of the last call, when an optimizer has stepped."""
@@ -120,6 +122,8 @@ class Route:
         if self.first is not None and torch.is_grad_enabled():
             first, self.first = self.first, None
             first(args, kwargs)
+        if self.before is not None and torch.is_grad_enabled():
+            self.before()
         if self.keep is not None and torch.is_grad_enabled():
             self.last = self.method, args, kwargs, self.keep()
         try:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import Tensor, nn
 
 from easymp import Accelerator, PrepareError
+from easymp.precision import policies
 from easymp.precision.policies import FP8, Float8Linear
+from easymp.training import prepare
 
 CPU = torch.device("cpu")
 
@@ -101,6 +107,115 @@ def falls(policy: FP8, device: torch.device, steps: int = 40) -> tuple[float, fl
 def test_training_falls() -> None:
     first, last = falls(FP8(), CPU)
     assert last < 0.5 * first
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.a(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.utils.weight_norm(nn.Linear(32, 16))  # its weight is not a parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the plan take fp8 on a CPU, where torch's scaled products run, too."""
+    monkeypatch.setattr(FP8, "refuse", staticmethod(lambda facts: None))
+
+
+def losses(path: Path, prepared: bool = True, **settings: Any) -> tuple[list[float], list[Tensor]]:
+    """Two updates of three micro-batches, an evaluation with other weights, a load of the first update, and another update."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)  # which does not count versions
+    x, found = torch.randn(16, 32), []
+    if prepared:
+        settings["gradient_accumulation_steps"] = 3
+    with Accelerator(cpu=True, mixed_precision="fp8", **settings) as acc:
+        original, model = model, acc.prepare(model)
+        stepped = acc.prepare(optimizer) if prepared else optimizer
+        for update in range(3):
+            for micro in range(3):
+                with acc.accumulate(model) if prepared else nullcontext():
+                    loss = model(x + micro).square().mean()
+                    acc.backward(loss)
+                    if prepared or micro == 2:
+                        stepped.step()
+                        stepped.zero_grad()
+                found.append(loss.item())
+            if update == 0:
+                acc.save_state(path)
+                with torch.no_grad():
+                    for parameter in original.parameters():
+                        parameter.data.mul_(2)
+                    found.append(model(x).sum().item())
+                    for parameter in original.parameters():
+                        parameter.data.div_(2)
+            else:
+                acc.load_state(path)
+        halves = {n: p / 2 for n, p in original.named_parameters()}
+        found.append(torch.func.functional_call(original, halves, x).sum().item())
+        torch.save(copy.deepcopy(original.blocks), path / "model.pt")  # without what was rounded
+        return found, [p.detach().clone() for p in original.parameters()]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    ("settings", "prepared"),
+    [
+        ({}, True),
+        ({}, False),
+        ({"activation_checkpointing": "blocks"}, True),
+        ({"compile": {"what": "blocks", "backend": "aot_eager"}}, True),
+        ({"compile": {"what": "model", "backend": "aot_eager"}, "activation_checkpointing": "blocks"}, True),
+    ],
+    ids=[
+        "plain",
+        "an optimizer that is not prepared",
+        "recomputed",
+        "blocks compiled",
+        "compiled and recomputed",
+    ],
+)
+def test_a_weight_is_rounded_once_an_update_with_the_bits_of_rounding_it_each_time(
+    settings: Any, prepared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounded, times, counters = policies.rounded, {True: 0, False: 0}, torch._dynamo.utils.counters
+    sizes = {(64, 32), (32, 64)}
+
+    def count(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling() and tuple(tensor.shape) in sizes:
+            times[torch.is_grad_enabled()] += 1  # inside of products no gradients are enabled
+        return rounded(tensor, dtype)
+
+    monkeypatch.setattr(policies, "rounded", count)
+    counters.clear()
+    once = losses(tmp_path / "once", prepared, **settings)
+    assert times[True] == 4 * 3  # four weights, and three updates
+    if "compile" not in settings:
+        assert times[False] == 4 + 4  # the evaluation, and the call with other weights
+    assert not counters["graph_break"]
+    compiled = counters["stats"].get("unique_graphs", 0)
+    assert compiled <= 6  # with and without gradients, and of a first block, whose input needs none
+    monkeypatch.setattr(prepare, "round_once", lambda layers: None)
+    each = losses(tmp_path / "each", prepared, **settings)
+    assert once[0] == each[0]
+    assert all(torch.equal(a, b) for a, b in zip(once[1], each[1]))
 
 
 @pytest.mark.gpu
