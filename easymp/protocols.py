@@ -288,6 +288,9 @@ class Precision(Protocol):
     raises: bool  # trainable low-precision parameters become fp32 when their model is prepared
     keeps_updates: bool  # low-precision parameters are not just rounded to the nearest after a step
     swaps: bool  # layers get a forward of their own, which takes whole tensors
+    rounds: (
+        bool  # weights are kept rounded, beside the parameters, from an update's first forward to its step
+    )
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...

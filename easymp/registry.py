@@ -66,6 +66,8 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "bf16": ("precision.policies:BF16", "half the bits with fp32's range: no loss scale"),
         "fp16": ("precision.policies:FP16", "half the bits, more digits, less range: the loss is scaled"),
         "fp8": ("precision.policies:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
+        "mxfp8": ("precision.policies:MXFP8", "fp8 with a scale for 32 numbers, by torchao (sm_100)"),
+        "nvfp4": ("precision.policies:NVFP4", "an eighth of the bits in Linear layers, by torchao (sm_100)"),
         "bf16-true": ("precision.levels:BF16True", "bf16 weights, with masters or stochastic rounding"),
         "fp16-true": ("precision.levels:FP16True", "fp16 weights, with masters: the loss is scaled"),
         "O0": ("precision.levels:O0", "fp32 under Apex's name"),
@@ -81,7 +83,21 @@ Parallel = Literal["data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_para
 StrategyName = Literal["auto", "single", Parallel, "local_sgd"]
 Alias = Literal["no", "float32", "bfloat16", "float16", "half"]
 PrecisionName = Literal[
-    "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3", Alias
+    "auto",
+    "fp32",
+    "tf32",
+    "bf16",
+    "fp16",
+    "fp8",
+    "mxfp8",
+    "nvfp4",
+    "bf16-true",
+    "fp16-true",
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    Alias,
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -158,7 +159,8 @@ def test_what_a_rank_has():
 # -- asked for ---------------------------------------------------------------------------------------------------------
 
 # Which precisions each machine takes when asked by name; the others take all.
-OLD, NO_FP8 = {"fp32", "fp16", "fp16-true", "O0", "O1", "O2", "O3"}, {*PRECISIONS} - {"fp8"}
+OLD, NO_FP8 = {"fp32", "fp16", "fp16-true", "O0", "O1", "O2", "O3"}, {*PRECISIONS} - {"fp8", "mxfp8", "nvfp4"}
+NO_MX = {*PRECISIONS} - {"mxfp8", "nvfp4"}
 NO_TF32 = ("MI300X", "M-series Mac", "laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")
 TAKES = {
     **dict.fromkeys(("P100", "V100", "T4"), OLD),
@@ -171,7 +173,8 @@ TAKES = {
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_precision_by_name_is_honoured_or_refused(machine):
     for precision in PRECISIONS:
-        if precision in TAKES.get(machine, PRECISIONS):
+        blackwell = machine == "B200" and find_spec("torchao")
+        if precision in TAKES.get(machine, PRECISIONS if blackwell else NO_MX):
             choice = plan(machine, mixed_precision=precision).precision
             assert (choice.value, choice.source) == (precision, Source.ASKED)
         else:
@@ -187,6 +190,18 @@ def test_a_precision_by_name_is_honoured_or_refused(machine):
         ("GTX 1660", ONE, {"mixed_precision": "fp16"}, "GTX 1660 Ti has no Tensor Cores and its fp16 gives"),
         ("laptop CPU", ONE, {"mixed_precision": "fp8"}, "or newer, and training runs on the CPU; use bf16"),
         ("MI300X", ONE, {"mixed_precision": "fp8"}, r"fp8 needs .* AMD Instinct MI300X.* \(gfx942\)"),
+        (
+            "8xH100",
+            ONE,
+            {"mixed_precision": "mxfp8"},
+            r"GPU of sm_100 .* and torchao .* is NVIDIA H100.*sm_90",
+        ),
+        (
+            "RTX 5090",
+            ONE,
+            {"mixed_precision": "nvfp4"},
+            r"GPU of sm_100 .* and torchao .* \(sm_120\); use bf16",
+        ),
         ("laptop CPU", several(2), {"strategy": "single"}, "'single' is for one process.*use strategy='ddp'"),
         ("laptop CPU", ONE, {"strategy": "ddp"}, "'ddp' averages gradients over processes, .*easymp launch"),
     ],

@@ -34,7 +34,7 @@ PLAN = "plan.txt"  # in the folder: the plan as rank 0 explains it
 TIMEOUT = 30.0  # seconds that a rank waits for another
 BYTES, ROUNDS = 32 << 20, 5  # of the all-reduce that is timed
 # How far outputs may lie from fp32's, as part of their size (2-norms): some roundings of the type, through six layers.
-NEAR = {"bf16": 5e-2, "bf16-true": 5e-2, "fp8": 0.25}
+NEAR = {"bf16": 5e-2, "bf16-true": 5e-2, "fp8": 0.25, "mxfp8": 0.25, "nvfp4": 0.5}
 NEAR |= dict.fromkeys(("tf32", "fp16", "O1", "O2", "O3", "fp16-true"), 1e-2)
 # How far the last loss may lie from plain torch's, as part of the first: in fp32, and in anything faster.
 NEAR_LOSS = {True: 1e-3, False: 0.1}

@@ -123,7 +123,7 @@ def find(name: str) -> GPU | None:
 def peak_flops(name: str, precision: str) -> float | None:
     """FLOP/s of dense products in "fp32", "tf32", "fp16", "bf16" or "fp8" on the GPU called `name`; None where it is not known."""
     gpu = find(name)
-    return 1e12 * getattr(gpu, precision) or None if gpu else None
+    return 1e12 * getattr(gpu, precision, 0) or None if gpu else None
 
 
 # -- machines in words --------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""fp32, TF32, and bf16, fp16 and fp8 by autocast: fp32 parameters, matrix products in fewer bits."""
+"""fp32, TF32, and bf16, fp16, fp8, mxfp8 and nvfp4 by autocast: fp32 parameters, matrix products in fewer bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,7 @@ class FP32:
     raises: ClassVar[bool] = False
     keeps_updates: ClassVar[bool] = True
     swaps: ClassVar[bool] = False
+    rounds: ClassVar[bool] = False
     tf32: ClassVar[bool] = False
 
     def __init__(self, options: AutocastKwargs = AutocastKwargs()) -> None:  # noqa: B008
@@ -259,7 +261,6 @@ def upcast_again(module: nn.Module) -> Iterator[None]:
 # hsdp), each weight is rounded once an update, in front of the model and of what torch.compile sees, and read by all micro-batches, by
 # recomputation and by backward: one byte an element, from the first forward that trains to the step.
 
-MULTIPLE = 16  # torch._scaled_mm needs inner and last dimensions that are multiples of 16
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -268,40 +269,50 @@ class FP8(BF16):
 
     name: ClassVar[str] = "fp8"
     swaps: ClassVar[bool] = True
+    rounds: ClassVar[bool] = True
+    multiple: ClassVar[int] = 16  # of inner and last dimensions, which torch._scaled_mm takes
+    by: ClassVar[str] = "torch._scaled_mm"
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
         needs = "fp8 needs the fp8 Tensor Cores of an NVIDIA GPU of sm_89 (Ada, Hopper) or newer"
-        without = [d for d in facts.hardware.devices if not d.fp8 or d.capability is None]
-        if facts.device == "cpu":
-            here = "training runs on the CPU"
-        elif without:
-            here = f"this device is {without[0].name} ({without[0].architecture or without[0].kind})"
-        else:
-            return None
-        return Refusal(f"{needs}, and {here}", "use bf16, fp32 or auto")
+        here = _lacking(facts, lambda device: device.fp8 and device.capability is not None)
+        return Refusal(f"{needs}, and {here}", "use bf16, fp32 or auto") if here else None
+
+    @property
+    def linear(self) -> type[nn.Linear]:
+        return Float8Linear
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Swap layers, see the class; PrepareError if the model has none to swap."""
         layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
-        fit = {name: layer for name, layer in layers.items() if fits_fp8(layer)}
-        already = any(type(layer) is Float8Linear for layer in model.modules())  # by an earlier run
+        fit = {name: layer for name, layer in layers.items() if swappable(layer, self.multiple)}
+        already = any(type(layer) is self.linear for layer in model.modules())  # by an earlier run
         if not fit and not already:
             raise PrepareError(
-                f"mixed_precision='fp8' needs a plain nn.Linear whose in_features and out_features are multiples of {MULTIPLE}, and "
-                f"none of the {len(layers)} in this {type(model).__name__} has such sizes. Use mixed_precision='bf16', or other sizes"
+                f"mixed_precision={self.name!r} needs a plain nn.Linear whose in_features and out_features are multiples of "
+                f"{self.multiple}, and none of the {len(layers)} in this {type(model).__name__} has such sizes. Use "
+                "mixed_precision='bf16', or other sizes"
             )
         for layer in fit.values():
-            layer.__class__ = Float8Linear
+            layer.__class__ = self.linear
         left = ", ".join(sorted(layers.keys() - fit.keys()))
-        words = "fp8 by torch._scaled_mm in %d of %d linear layers%s"
-        logger.info(words, len(fit), len(layers), f"; in bf16: {left}" if left else "")
+        words = "%s by %s in %d of %d linear layers%s"
+        logger.info(words, self.name, self.by, len(fit), len(layers), f"; in bf16: {left}" if left else "")
         return model
 
 
-def fits_fp8(module: nn.Module) -> bool:
-    """Whether fp8 swaps `module`: a plain nn.Linear of sizes that torch._scaled_mm takes."""
-    return type(module) is nn.Linear and not any(n % MULTIPLE for n in module.weight.shape)
+def _lacking(facts: Facts, has: Callable[[Any], bool]) -> str:
+    """In words, where a device lacks what a precision needs; "" where all have it."""
+    if facts.device == "cpu":
+        return "training runs on the CPU"
+    without = next((d for d in facts.hardware.devices if not has(d)), None)
+    return f"this device is {without.name} ({without.architecture or without.kind})" if without else ""
+
+
+def swappable(module: nn.Module, multiple: int = FP8.multiple) -> bool:
+    """Whether `module` is a plain nn.Linear with two sizes that are multiples of `multiple`."""
+    return type(module) is nn.Linear and not any(n % multiple for n in module.weight.shape)
 
 
 class Float8Linear(nn.Linear):
@@ -389,7 +400,7 @@ class _Product(torch.autograd.Function):
 
 def _padded(matrix: Tensor) -> Tensor:
     """`matrix` with rows of zeros, which add nothing to a product that sums over rows, up to a multiple of 16."""
-    more = -matrix.shape[0] % MULTIPLE
+    more = -matrix.shape[0] % FP8.multiple
     if not more:
         return matrix
     bytes_ = nn.functional.pad(matrix.view(torch.uint8), (0, 0, 0, more))  # zero has no bits set
@@ -415,3 +426,79 @@ def _multiply(
     if not a.shape[0]:
         return torch.zeros(a.shape[0], b.shape[1], dtype=out, device=a.device)
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=out, use_fast_accum=fast)
+
+
+# -- mxfp8 and nvfp4, by torchao's prototypes ------------------------------------------------------------------------------
+# 32 neighbours (mxfp8) or 16 (nvfp4) share a scale: arXiv:2310.10537, and NVIDIA's "Pretraining Large Language Models with NVFP4",
+# arXiv:2509.25149. torchao rounds inputs, weights and gradients of all three products, at each product.
+
+
+class MXFP8(FP8):
+    """bf16 autocast, and torchao's MXFP8 products in each plain `nn.Linear` with two sizes that are multiples of 32, in place."""
+
+    name: ClassVar[str] = "mxfp8"
+    rounds: ClassVar[bool] = False
+    multiple: ClassVar[int] = 32
+    by: ClassVar[str] = "torchao"
+
+    @classmethod
+    def refuse(cls, facts: Facts) -> Refusal | None:
+        needs = f"{cls.name} needs an NVIDIA GPU of sm_100 (B200, GB200) and torchao (extra fp8)"
+        here = _lacking(facts, lambda device: device.capability is not None and device.capability[0] == 10)
+        if not here and find_spec("torchao") is None:
+            here = "torchao is not installed"
+        return Refusal(f"{needs}, and {here}", "use bf16, fp32 or auto") if here else None
+
+    @property
+    def linear(self) -> type[nn.Linear]:
+        return MXFP8Linear
+
+
+class NVFP4(MXFP8):
+    """As `MXFP8`, with torchao's NVFP4 products, in layers with two sizes that are multiples of 128."""
+
+    name: ClassVar[str] = "nvfp4"
+    multiple: ClassVar[int] = 128
+
+    @property
+    def linear(self) -> type[nn.Linear]:
+        return NVFP4Linear
+
+
+class MXFP8Linear(nn.Linear):
+    """`nn.Linear` with its three products by torchao. Inputs have shape (..., in_features)."""
+
+    multiple: ClassVar[int] = MXFP8.multiple
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        out = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        rows = input.reshape(-1, self.in_features).to(out)
+        # Rows of zeros add nothing to the product that sums over rows, and their outputs are cut off.
+        padded = nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % self.multiple))
+        product = self.product(padded)[: rows.shape[0]].to(out).view(*input.shape[:-1], self.out_features)
+        return product if self.bias is None else product + self.bias.to(out)
+
+    def product(self, rows: Tensor) -> Tensor:
+        from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        kernel = KernelPreference.AUTO if rows.is_cuda else KernelPreference.EMULATED  # in tests
+        how: Any = {"kernel_preference": kernel, "scale_calculation_mode": ScaleCalculationMode.RCEIL}
+        product: Tensor = _to_mxfp8_then_scaled_mm(rows, self.weight.to(rows.dtype), **how)
+        return product
+
+
+class NVFP4Linear(MXFP8Linear):
+    """`nn.Linear` with its three products by torchao, gradients with stochastic rounding."""
+
+    multiple: ClassVar[int] = NVFP4.multiple
+    # Of the random Hadamard transform: the same on all ranks, and in a resumed run.
+    signs: ClassVar[tuple[int, ...]] = (1, -1, 1, 1, -1, -1, 1, -1, 1, -1, -1, 1, -1, 1, 1, -1)
+
+    def product(self, rows: Tensor) -> Tensor:
+        from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
+
+        product: Tensor = nvfp4_linear(rows, self.weight.to(rows.dtype), sign_vector=self.signs)
+        return product

@@ -315,7 +315,7 @@ class Flops:
         products = HALVES.get(policy.compute, "tf32" if policy.tf32 else "fp32")
         hardware = plan.hardware
         chip = hardware.cpu if device.type == "cpu" else hardware.devices[device.index or 0]
-        return peak_flops(chip.name, "fp8" if policy.swaps else products)
+        return peak_flops(chip.name, policy.name if policy.swaps else products)
 
     def close(self) -> None:
         if self._counter is not None:

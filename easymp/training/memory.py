@@ -33,7 +33,7 @@ from ..errors import SettingError, nearest
 from ..logging import get_logger
 from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
-from ..precision.policies import LOW, Float8Linear, fits_fp8
+from ..precision.policies import LOW, Float8Linear, swappable
 from ..protocols import Choice, Layout, Precision, Source, Strategy
 from ..registry import PrecisionName, StrategyName
 from ..settings import Settings, as_record
@@ -241,7 +241,7 @@ def estimate(
     states, rounds = _states(optimizer, module), _rounds(optimizer)
     low = policy.compute.itemsize < FP32 and policy.param.itemsize == FP32
     copied = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
-    rounds_once = _swapped(module) if policy.swaps and not layout.gathers else set()
+    rounds_once = _swapped(module) if policy.rounds and not layout.gathers else set()
     sums = dict.fromkeys(ROWS, 0)
     widest, gradients = 1, [0]
     for name, parameter in module.named_parameters():  # a tied one once
@@ -371,7 +371,7 @@ def _swapped(model: nn.Module) -> set[int]:
     """ids of the weights that fp8 rounds; of a bare number of parameters, all."""
     if isinstance(model, Counted):
         return {id(model.all)}
-    return {id(m.weight) for m in model.modules() if isinstance(m, Float8Linear) or fits_fp8(m)}
+    return {id(m.weight) for m in model.modules() if isinstance(m, Float8Linear) or swappable(m)}
 
 
 def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:

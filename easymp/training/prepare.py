@@ -291,7 +291,7 @@ class Preparation:
             if parameter.is_floating_point() or parameter.is_complex():
                 self._undo.append(hook_gradient(parameter, self._gradient_done).remove)
         self.models.append(route)
-        if precision.swaps and not strategy.sharded:  # else weights are gathered anew for each forward
+        if precision.rounds and not strategy.sharded:  # else weights are gathered anew for each forward
             layers = [m for m in model.modules() if isinstance(m, Float8Linear) and "weight" in m._parameters]
             route.before, forget = partial(round_once, layers), partial(forget_rounded, layers)
             self._run.window.stepped.append(forget)

@@ -16,7 +16,7 @@ from easymp.cli import test as command
 def test_every_precision_that_is_not_refused_is_near_to_fp32(monkeypatch):
     said = selftest.precisions()
     assert said.startswith("outputs off fp32's: bf16 ")
-    assert said.endswith("not here: tf32, fp8") or torch.cuda.is_available()
+    assert said.endswith("not here: tf32, fp8, mxfp8, nvfp4") or torch.cuda.is_available()
     monkeypatch.setitem(selftest.NEAR, "bf16", 1e-9)
     with pytest.raises(selftest.Wrong, match=r"bf16: outputs lie .*% from fp32's; at most 0.00% is rounding"):
         selftest.precisions()

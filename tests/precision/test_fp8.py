@@ -218,6 +218,28 @@ def test_a_weight_is_rounded_once_an_update_with_the_bits_of_rounding_it_each_ti
     assert all(torch.equal(a, b) for a, b in zip(once[1], each[1]))
 
 
+@pytest.mark.parametrize("half", [True, False])
+def test_mxfp8_by_torchaos_emulation_is_near_to_fp32(half: bool) -> None:
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 96)
+    swapped = copy.deepcopy(plain)
+    assert type(policies.MXFP8().convert(swapped)) is policies.MXFP8Linear
+    x = torch.randn(5, 7, 64)  # 35 rows: torchao takes multiples of 32
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    wanted = plain(a)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        got = swapped(b)
+    assert got.dtype == (torch.bfloat16 if half else torch.float32)
+    wanted.square().mean().backward()
+    got.float().square().mean().backward()
+    assert off(got, wanted) < 0.06
+    assert off(b.grad, a.grad) < 0.08
+    assert off(swapped.weight.grad, plain.weight.grad) < 0.08
+    with pytest.raises(PrepareError, match=r"'nvfp4' needs a plain nn.Linear whose .* multiples of 128"):
+        policies.NVFP4().convert(nn.Linear(64, 96))
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     found = torch.cuda.get_device_capability()

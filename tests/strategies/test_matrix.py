@@ -37,6 +37,8 @@ HALF = {"bf16": 0.05, "fp16": 0.02, "O1": 0.02, "O2": 0.05, "O3": 0.2, "bf16-tru
 NOT_HERE = {
     "tf32": r"TF32 is a mode of GPU Tensor Cores and training runs on the CPU; use fp32 or bf16",
     "fp8": "fp8 needs the fp8 Tensor Cores of an NVIDIA GPU .*, and training runs on the CPU; use bf16, fp32 or auto",
+    "mxfp8": "mxfp8 needs an NVIDIA GPU of sm_100 .* and torchao .*, and training runs on the CPU; use bf16, fp32 or auto",
+    "nvfp4": "nvfp4 needs an NVIDIA GPU of sm_100 .* and torchao .*, and training runs on the CPU; use bf16, fp32 or auto",
 }
 # Pairs that are refused: pattern.
 REFUSED: dict[tuple[str, str], str] = {}

@@ -105,7 +105,7 @@ class _Rest(argparse.Action):
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add, several = parser.add_argument, {"type": _words, "default": []}
-    precisions = "of fp32, tf32, bf16, fp16, fp8, bf16-true, fp16-true, O0 to O3, auto (the script's own)"
+    precisions = "of fp32, tf32, bf16, fp16, fp8, mxfp8, nvfp4, bf16-true, fp16-true, O0 to O3, auto (the script's own)"
     add("--precision", **several, metavar="A,B", help=precisions)
     add("--strategy", **several, metavar="A,B", help="of single, ddp, zero1, fsdp … (the script's own)")
     add("--processes", **several, metavar="N,M", help="how many (one an accelerator, 1 without any)")

@@ -36,7 +36,15 @@ from . import FIRST, REFUSED, ROWS, SKIPPED, TASK
 
 # Relative differences that a precision explains: 1024 unit roundoffs of fp32, 32 of shorter dtypes, half the value for fp8.
 FP32 = 2**-14
-EXPLAINED = {"fp32": FP32, "tf32": 2**-6, "fp16": 2**-6, "bf16": 2**-3, "fp8": 0.5}
+EXPLAINED = {
+    "fp32": FP32,
+    "tf32": 2**-6,
+    "fp16": 2**-6,
+    "bf16": 2**-3,
+    "fp8": 0.5,
+    "mxfp8": 0.5,
+    "nvfp4": 1.0,
+}
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 NOISE = 1 / 8  # of the RMS of all gradients: added to that of a parameter, which may be zero but for rounding
 ROUNDINGS = 4  # of a weight to the dtype that it is stored in
