@@ -284,6 +284,7 @@ class Accelerator(Collectives, Checkpoints):
                 compile=asked.compile,
                 records=(asked.options, asked.accumulation, asked.autocast, asked.scaling, asked.loading),
                 keep=guards.keeps(settings.nonfinite, device),
+                views=self._views_only,
             )
             spread = asked.strategy(self._world, asked.options)
             prepared = self._prepared = prepare.Preparation(
@@ -566,6 +567,8 @@ class Accelerator(Collectives, Checkpoints):
         """
         prepared: Any = self.prepare(scheduler)
         return prepared
+
+    _views_only = False  # whether prepare() never hands a model itself back
 
     @staticmethod
     def _make_scheduler(

@@ -66,6 +66,7 @@ class PrepareOptions(NamedTuple):
     compile: CompileOptions | None = None
     records: Sequence[Any] = ()
     keep: Callable[[], Any] | None = None  # see `Route`
+    views: bool = False  # whether a model is never handed back itself
 
 
 class Preparation:
@@ -284,7 +285,7 @@ class Preparation:
             why = "gradients of low-precision parameters are summed in fp32, dense ones only"
             refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
         calls = (world.blame, partial(self._no_sync, model), methods)
-        asks = options.keep is not None and settings.nonfinite is not None
+        asks = options.views or (options.keep is not None and settings.nonfinite is not None)
         watched = (first, offload, options.keep, asks)
         route = make_view(*(model, wrapped, *calls), strategy.no_double_backward, strategy.sharded, *watched)
         for parameter in model.parameters() if early else ():

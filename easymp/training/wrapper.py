@@ -183,6 +183,17 @@ class Route:
                 module._compiled_call_impl = call
 
 
+def routed(route: Route, name: str) -> Any:
+    """The method `name` of a view, which computes as forward does."""
+
+    @wraps(getattr(type(route.original), name))
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with route.instead(name):
+            return route.call(*args, **kwargs)
+
+    return method
+
+
 def make_view(
     original: nn.Module,
     module: nn.Module,
@@ -212,14 +223,6 @@ def make_view(
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return route.call(*args, **kwargs)
 
-    def routed(name: str) -> Any:
-        @wraps(getattr(kind, name))
-        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with route.instead(name):
-                return route.call(*args, **kwargs)
-
-        return method
-
     def guarded(name: str) -> Any:
         own = getattr(kind, name)
 
@@ -242,7 +245,7 @@ def make_view(
         body.update((name, guarded(name)) for name in _methods(original))
     if _is_method(original, "forward"):  # a scripted module has none
         body["forward"] = wraps(kind.forward)(call)
-    body.update((name, routed(name)) for name in methods if name != "forward")
+    body.update((name, routed(route, name)) for name in methods if name != "forward")
     slots = [n for base in kind.__mro__ for n, m in vars(base).items() if type(m) is MemberDescriptorType]
     body.update((slot, _forwarded(original, slot)) for slot in slots)
     # Bypass metaclass hooks and __init_subclass__, so that the class is not registered and needs no arguments.

@@ -443,3 +443,63 @@ def test_objects_outside_of_loops_and_copies_of_states():
             for absent in (process, "_window"), (window, "_world"), (window, "none"):
                 assert not hasattr(*absent)
             assert (process.num_processes, whole.mixed_precision, window.num_steps) == (1, "no", 2)
+
+
+def backward_after_no_sync():
+    """Several losses, all computed under `no_sync`, and only the last of their gradients averaged."""
+    with Accelerator(cpu=True) as acc:
+        model = acc.prepare(nn.Linear(1, 1, bias=False))
+        with acc.no_sync(model):
+            losses = [model(torch.ones(1, 1) * (acc.process_index + 1)).sum() for _ in range(2)]
+        acc.backward(losses[0])
+        before = model.weight.grad.item()
+        with acc.trigger_sync_in_backward(model):
+            acc.backward(losses[1])
+        after = model.weight.grad.item()
+        model.zero_grad()
+        acc.backward(model(torch.ones(1, 1) * acc.process_index).sum())
+        with pytest.raises(StepError, match="no rank averages"):
+            acc.backward(acc.unwrap_model(model)(torch.ones(1, 1)).sum())  # past the prepared model
+        return before, after
+
+
+def test_a_loss_of_no_sync_stays_on_its_rank_until_its_backward_is_told_to_sync(ranks):
+    assert ranks(backward_after_no_sync) == [(1.0, 3.0), (2.0, 3.0)]
+
+
+def test_what_libraries_and_variables_ask(monkeypatch, tmp_path):
+    loader = accelerate.data_loader.prepare_data_loader(
+        DataLoader(range(8), 2), num_processes=2, process_index=1
+    )
+    assert [batch.tolist() for batch in loader] == [[2, 3], [6, 7]]
+    with pytest.raises(ValueError, match="requires a `logging_dir`"):
+        Accelerator(cpu=True, log_with="tensorboard")
+    with Accelerator(cpu=True) as acc:
+        one = acc.prepare(DataLoader(range(4)))
+        again = pickle.loads(pickle.dumps(acc))
+        assert again is acc and again._dataloaders == [one] and one._is_accelerate_prepared
+        written = pickle.dumps(acc)
+    with pytest.raises(StepError, match="none is"):
+        pickle.loads(written)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    assert TorchDynamoPlugin().to_kwargs() == {"backend": "eager"}
+    with Accelerator(cpu=True) as acc:
+        assert acc.plan.settings.compile == {"backend": "eager"} or "eager" in str(acc.plan)
+    with utils.clear_environment():
+        os.environ["EASYMP_TEST_ONLY"] = "1"
+    assert "EASYMP_TEST_ONLY" not in os.environ and os.environ["ACCELERATE_DYNAMO_BACKEND"] == "eager"
+
+
+def test_weights_on_one_device(tmp_path, caplog):
+    path, model = str(tmp_path / "w.pt"), Net()
+    torch.save({**model.state_dict(), "more": torch.ones(1)}, path)
+    other = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    accelerate.load_checkpoint_in_model(other, path, device_map={"": "cpu"}, dtype=torch.float64)
+    assert "were not used when" in caplog.text and other[0].weight.dtype == torch.float64
+    assert torch.equal(other[0].weight.float(), model[0].weight)
+    with pytest.raises(ValueError, match="this looks incorrect"):
+        utils.set_module_tensor_to_device(other, "0.weight", "cpu", value=torch.ones(2, 2))
+    other[2] = other[0]
+    assert utils.find_tied_parameters(other) == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
+    assert utils.convert_file_size_to_int("1MiB") == 2**20 and utils.dtype_byte_size(torch.bool) == 1 / 8
+    assert set(utils.load_state_dict(path)) == {*model.state_dict(), "more"}

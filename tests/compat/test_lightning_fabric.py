@@ -122,8 +122,12 @@ def test_parts_are_one_file_and_filters_choose(tmp_path):
     torch.save({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, raw)
     fabric.load_raw(raw, model)
     assert model.bias.item() == 1
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
-        fabric.load(raw, state)
+    fabric.save(raw, {"model": model, "epoch": 4})  # litgpt's lit_model.pth
+    assert torch.equal(torch.load(raw, weights_only=True)["model"]["weight"], model.weight)
+    nn.init.zeros_(model.weight)
+    assert fabric.load(raw, state) == {} and state["epoch"] == 4 and model.weight.sum() == 2
+    with pytest.raises(CheckpointError, match="does not read this dict"):
+        fabric.save(raw, {"model": model, "path": part})
     with pytest.raises(CheckpointError, match="was not set up"):
         fabric.save(tmp_path / "x", {"other": nn.Linear(1, 1)})
     fabric.easymp.close()
@@ -172,7 +176,9 @@ def test_what_setup_returned_is_wrapped():
     assert all(L.is_wrapped(part) for part in wrapped) and not L.is_wrapped(nn.Linear(2, 1))
     several = nn.Sequential(nn.Linear(2, 1), nn.Tanh())  # has parts of its own
     schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(several.parameters(), lr=0.1), 1)
-    assert fabric.setup(several, scheduler=schedule) == (several, schedule)
+    model, same = fabric.setup(several, scheduler=schedule)
+    assert same is schedule and model.module is several and isinstance(model, nn.Sequential)
+    assert [*model.state_dict()] == [*several.state_dict()]
     fabric.easymp.close()
 
 
@@ -195,8 +201,8 @@ def collectives(folder):
     assert (fabric.world_size, fabric.is_global_zero, fabric.node_rank) == (2, rank == 0, 0)
     with pytest.raises(RefusedError, match="sync_grads"):
         fabric.all_gather(torch.ones(1), sync_grads=True)
-    with pytest.raises(CheckpointError, match=r"read by torch\.load"):  # on all ranks
-        fabric.save(Path(folder, "part.ckpt"), {"model": model})
+    with pytest.raises(CheckpointError, match="does not read this dict"):  # on all ranks
+        fabric.save(Path(folder, "part.ckpt"), {"model": model, "path": Path(folder)})
     fabric.barrier()
     fabric.easymp.close()
 
@@ -310,3 +316,32 @@ def test_fabric_has_no_other_names(module, theirs):
         n for n, v in vars(module).items() if isinstance(v, type) and n[0] != "_" and "TPU" not in n
     ]
     assert sorted(public) == sorted(known)
+
+
+class TwoWays(nn.Linear):
+    def twice(self, x):
+        self.cast = torch.is_autocast_enabled("cpu")
+        return 2 * self(x)
+
+
+def marked(precision=None):
+    fabric = Fabric(accelerator="cpu", precision=precision)
+    torch.manual_seed(0)
+    model = fabric.setup(TwoWays(2, 1, bias=False))
+    model.mark_forward_method("twice")
+    model.mark_forward_method(model.twice)
+    found = model.twice(torch.ones(1, 2) * (fabric.global_rank + 1))
+    fabric.backward(found.sum())
+    with pytest.raises(AttributeError, match="has no such method"):
+        model.mark_forward_method("thrice")
+    with pytest.raises(ValueError, match="forward is marked always"):
+        model.mark_forward_method("forward")
+    with pytest.raises(TypeError, match="got a int"):
+        model.mark_forward_method(3)
+    fabric.easymp.close()
+    return model.cast, model.weight.grad.tolist()
+
+
+def test_a_marked_method_computes_as_forward(ranks):
+    assert marked("bf16-mixed") == (True, [[2.0, 2.0]])
+    assert ranks(marked) == [(False, [[3.0, 3.0]])] * 2

@@ -34,7 +34,7 @@ NAMES: dict[str, Any] = utils.NAMES | named(
         plugins.GeneralTracker,
     ),
     *(debug_launcher, notebook_launcher, on_main_process, skip_first_batches),
-    *(plugins.get_available_trackers, plugins.register_tracker_class),
+    *(plugins.get_available_trackers, plugins.prepare_data_loader, plugins.register_tracker_class),
     AcceleratedOptimizer=PreparedOptimizer,
     DataLoaderDispatcher=PreparedLoader,
     DataLoaderShard=PreparedLoader,

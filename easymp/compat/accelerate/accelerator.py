@@ -10,6 +10,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from ...checkpoint.save import SaveCalls
 from ...data import SkippedLoader
 from ...distributed import read_ranks
 from ...distributed.processes import DistributedType
-from ...errors import BatchError, CheckpointError, RefusedError, SettingError
+from ...errors import BatchError, CheckpointError, RefusedError, SettingError, StepError
 from ...logging import get_logger
 from ...optim import PreparedScheduler
 from ...options import (
@@ -37,9 +38,10 @@ from ...options import (
     ProjectConfiguration,
 )
 from ...settings import as_record, read_record, resolve
+from ...strategies.ddp import Replica
 from ...trackers import TRACKERS
 from ...training.collectives import gather_object
-from ...training.state import GradientState
+from ...training.state import GradientState, accelerators
 from ..layer import unless_set
 from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer, made_by_name
 from .utils import extract_model_from_parallel
@@ -78,6 +80,12 @@ class AcceleratedScheduler(PreparedScheduler):
                     self.scheduler.step(*args, **kwargs)
 
 
+def _open_here() -> Any:
+    if not accelerators():
+        raise StepError("a pickled Accelerator stands for the one that is open, and none is: make one first")
+    return accelerators()[-1]
+
+
 def _is_schedule(item: Any) -> bool:
     return callable(getattr(item, "step", None)) and hasattr(item, "state_dict")
 
@@ -107,6 +115,9 @@ class Accelerator(accelerator.Accelerator):
             loading = dataclasses.replace(loading, split_batches=split_batches)
         if rng_types is not None:
             layer.ignore({"rng_types": "the order of data is the same on all ranks by itself"})
+        if dynamo_plugin is None and dynamo_backend is None and "compile" not in others:
+            of_variables = TorchDynamoPlugin()
+            dynamo_plugin = of_variables if of_variables.backend else None
         if dynamo_plugin is not None:
             if dynamo_backend is not None:
                 raise SettingError("both dynamo_plugin and dynamo_backend ask for torch.compile: pass one")
@@ -126,6 +137,10 @@ class Accelerator(accelerator.Accelerator):
         project, me = project_config or ProjectConfiguration(project_dir), weakref.ref(self)
         folder = project.logging_dir or project_dir
         words = log_with if isinstance(log_with, (list, tuple)) else [log_with]
+        if "tensorboard" in words and folder is None and asked.project_dir is None:
+            raise SettingError(
+                "Logging with `tensorboard` requires a `logging_dir`: pass project_dir, or ProjectConfiguration(logging_dir=…)"
+            )
         words = [made_by_name(word, lambda: me()._logbook.run, folder) for word in words]  # type: ignore[union-attr]
         log_with = words if isinstance(log_with, (list, tuple)) else words[0]
         super().__init__(
@@ -149,9 +164,14 @@ class Accelerator(accelerator.Accelerator):
             **others,
         )
         self._window.full_passes = True
+        self._apart = False  # the last calls of the models were under no_sync
         self._save_calls = SaveCalls(self._world, lambda there: me()._help(there))  # type: ignore[union-attr]
         native = NATIVE.format(self.mixed_precision, self._window.accumulation, log_with or "none")
         layer.use("Accelerator()", native)
+
+    def __reduce__(self) -> Any:
+        """Pickled, it is the Accelerator that is open where it is used, as the states are."""
+        return _open_here, ()
 
     def __getattr__(self, name: str) -> Any:
         """What libraries know the lists of prepared objects by; other members of Accelerate's say what to write."""
@@ -172,8 +192,26 @@ class Accelerator(accelerator.Accelerator):
         self._adopt(items)
         done = super().prepare(*items, device_placement=placed, **options)
         found = dict(zip(known, (done,) if len(known) == 1 else done))
+        for item in found.values():
+            if item is not None:
+                item._is_accelerate_prepared = True  # libraries ask for it
         result = tuple(found.get(i, item) for i, item in enumerate(args))
         return result[0] if len(result) == 1 else result
+
+    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """As `easymp.Accelerator.no_sync`; the `backward` of a loss from inside may also follow outside, and stays on its rank, too."""
+        self._apart = True
+        return super().no_sync(model)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As `easymp.Accelerator.backward`; see `no_sync`."""
+        replicas = [r.module for r in self._prepared.models if isinstance(r.module, Replica)]
+        self._apart = self._apart and bool(replicas) and not any(replica.armed for replica in replicas)
+        alone, self._alone = self._alone, self._alone or self._apart
+        try:
+            super().backward(loss, **kwargs)
+        finally:
+            self._alone = alone
 
     def _adopt(self, items: Sequence[Any]) -> None:
         """One process: optimizers without their models are prepared, too, and the models may come later."""

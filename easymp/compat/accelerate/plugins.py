@@ -10,15 +10,21 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from ...base import env
 from ...checkpoint import folders, load, save
 from ...checkpoint.model_state import ModelState, OptimizerState
+from ...data import PreparedLoader
+from ...data.prepare import prepare_loader
 from ...errors import RefusedError, SettingError, StepError, nearest
-from ...options import KwargsHandler, LoggerType
+from ...options import DataLoaderConfiguration, KwargsHandler, LoggerType
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
 from ...trackers import choose, logbook
+from ...training.state import GradientState, current_world
 from ..layer import Layer
 
 layer = Layer("Accelerate")
@@ -158,6 +164,18 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool | None = None
 
+    def __post_init__(self) -> None:
+        """``ACCELERATE_DYNAMO_BACKEND``, ``_MODE`` … say what was not passed, as the words of `easymp launch --as accelerate`."""
+        for name in ("backend", "mode", "fullgraph", "dynamic", "use_regional_compilation"):
+            word = env.read(f"ACCELERATE_DYNAMO_{name.upper()}")
+            if getattr(self, name) is None and word is not None:
+                setattr(self, name, word if name in ("backend", "mode") else word.lower() in env.TRUE)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, those of the environment among them."""
+        with env.override(**dict.fromkeys(env.names("ACCELERATE_DYNAMO_"))):
+            return super().to_kwargs()
+
     def compiling(self) -> CompileOptions | bool:
         """The argument of `Accelerator(compile=…)`."""
         backend = str(self.backend or DynamoBackend.NO)
@@ -222,6 +240,26 @@ def _save(accelerator: Any, item: Any, folder: str, name: str) -> None:
 def _load(accelerator: Any, item: Any, folder: str, name: str) -> None:
     storage = folders.open_storage(os.fspath(folder))
     load.load_checkpoint(accelerator._world, storage, name, [_part(accelerator, item)])
+
+
+# -- loaders ----------------------------------------------------------------------------------------------------------
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any], device: Any = None, num_processes: int | None = None, process_index: int | None = None,
+    split_batches: bool = False, put_on_device: bool = False, rng_types: Any = None, dispatch_batches: bool | None = None,
+    even_batches: bool = True, slice_fn_for_dispatch: Any = None, use_seedable_sampler: bool = False, data_seed: int | None = None,
+    non_blocking: bool = False, use_stateful_dataloader: bool = False, torch_device_mesh: Any = None,
+) -> PreparedLoader:  # fmt: skip
+    """As `Accelerator.prepare_data_loader`, for any share: `num_processes`, of which this one is `process_index`."""
+    if slice_fn_for_dispatch is not None or torch_device_mesh is not None:
+        raise RefusedError("slice_fn_for_dispatch and torch_device_mesh are not honoured: leave them out")
+    world = current_world()
+    rank, size = world.rank if process_index is None else process_index, num_processes or world.size
+    how = split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking
+    config = DataLoaderConfiguration(*how, use_stateful_dataloader=True)
+    window = GradientState()._window
+    return prepare_loader(dataloader, window, world, rank, size, config, torch.initial_seed(), put_on_device)
 
 
 # -- trackers ---------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from ...checkpoint.weights import load_weights
 from ...distributed.processes import DistributedType, PrecisionType
 from ...errors import BatchError, RefusedError, SettingError
 from ...errors import WorldError as DistributedOperationException
-from ...logging import tqdm
+from ...logging import get_logger, tqdm
 from ...options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -48,6 +48,7 @@ from ...options import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from ...settings import read_bytes
 from ...training import collectives, oom
 from ...training.collectives import broadcast, broadcast_object_list, gather, gather_object, reduce
 from ...training.oom import out_of_memory as should_reduce_batch_size
@@ -67,6 +68,8 @@ from .plugins import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
+
+logger = get_logger(__name__)
 
 # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -174,6 +177,10 @@ def set_module_tensor_to_device(
     *path, name = tensor_name.split(".")
     owner = module.get_submodule(".".join(path))
     old = getattr(owner, name)
+    if value is not None and value.shape != old.shape:
+        raise SettingError(
+            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this looks incorrect.'
+        )
     new = (old.data if value is None else torch.as_tensor(value)).to(device, dtype or old.dtype)
     if name in owner._buffers:
         owner._buffers[name] = new
@@ -221,16 +228,26 @@ def model_has_dtensor(model: nn.Module) -> bool:
 def load_checkpoint_in_model(
     model: nn.Module, checkpoint: Any, device_map: Any = None, *others: Any, strict: bool = False, **options: Any
 ) -> None:  # fmt: skip
-    """Load what `save_model` wrote into a model, or another file or folder of weights. Options about devices are refused."""
-    given = {name: value for name, value in options.items() if value not in (None, False) and name != "dtype"}
-    if device_map is not None or any(others) or given:
+    """Load what `save_model` wrote into a model, or another file or folder of weights; one device, ``{"": device}``, is honoured."""
+    free = ("dtype", "offload_state_dict")  # the second one saves memory only
+    given = {
+        name: value for name, value in options.items() if value not in (None, False) and name not in free
+    }
+    if set(device_map or {"": 0}) != {""} or any(others) or given:
         raise RefusedError(f"load_checkpoint_in_model(device_map=…, offload_…): {INSTEAD['dispatch_model']}")
-    place = os.fspath(checkpoint)
-    found = [place] if place.endswith(".bin") else sorted(map(str, Path(place).glob("pytorch_model*.bin")))
+    place, dtype = os.fspath(checkpoint), options.get("dtype")
+    of_torch = place.endswith((".bin", ".pt", ".pth", ".ckpt"))
+    found = [place] if of_torch else sorted(map(str, Path(place).glob("pytorch_model*.bin")))
     if not found:
-        load_weights(model, place, strict=strict, dtype=options.get("dtype"))
+        load_weights(model, place, strict=strict, dtype=dtype)
+    elif dtype is not None:
+        model.to(dtype)
     for file in found:
-        model.load_state_dict(accelerate.read(file), strict and len(found) == 1)
+        unknown = model.load_state_dict(accelerate.read(file), strict and len(found) == 1).unexpected_keys
+        if unknown:
+            logger.warning("%s: the weights %s were not used when the model was loaded", file, unknown)
+    if device_map:
+        model.to(device_map[""])
 
 
 def find_executable_batch_size(
@@ -289,6 +306,31 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         (save_tree if safe_serialization else accelerate.write)(obj, f)
 
 
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes of a size such as ``"10GB"`` or ``"1MiB"``."""
+    return read_bytes(size, "size=")
+
+
+def dtype_byte_size(dtype: torch.dtype) -> float:
+    """Bytes of one element, by its bits: an eighth for bool."""
+    return 1 / 8 if dtype == torch.bool else dtype.itemsize
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Names of the parameters of `model` that are one, in groups."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [sorted(same) for same in names.values() if len(same) > 1]
+
+
+def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> Any:
+    """The tensors of a file of weights, on the CPU."""
+    if device_map is not None:
+        raise RefusedError(f"load_state_dict(device_map=…): {INSTEAD['dispatch_model']}")
+    return accelerate.read_state_dict(checkpoint_file)
+
+
 def convert_bytes(size: float) -> str:
     """A number of bytes in words."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
@@ -331,9 +373,14 @@ def patch_environment(**kwargs: Any) -> AbstractContextManager[None]:
     return env.override(**{key.upper(): str(value) for key, value in kwargs.items()})
 
 
-def clear_environment() -> AbstractContextManager[None]:
-    """Inside, no variable is set."""
-    return env.override(**dict.fromkeys(env.names("")))
+@contextlib.contextmanager
+def clear_environment() -> Iterator[None]:
+    """Inside, no variable is set; afterwards all are as they were."""
+    with env.override(**dict.fromkeys(env.names(""))):
+        try:
+            yield
+        finally:
+            env.put(dict.fromkeys(env.names("")))
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
@@ -435,7 +482,7 @@ globals().update(_imports, **accelerate.FILES)
 globals().update({n: plugins.stand_in(n, INSTEAD[n]) for n in plugins.REFUSED_NAMES["stand_ins"].split()})
 _NOT_LISTED = (
     "AbstractContextManager Any BatchError Callable INSTEAD Iterable Iterator Path RefusedError SettingError StrEnum annotations layer "
-    "load_weights nn submodules unwrap"
+    "get_logger load_weights logger nn read_bytes submodules unwrap"
 )
 NAMES: dict[str, Any] = {
     name: value

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,15 +18,19 @@ from ... import launcher
 from ...accelerator import Accelerator
 from ...base.pytree import recursively_apply, send_to_device
 from ...base.rng import set_seed
+from ...checkpoint.accelerate import read as read_torch
 from ...checkpoint.accelerate import read_state_dict
+from ...checkpoint.accelerate import write as write_torch
 from ...checkpoint.folders import open_checkpoint
 from ...checkpoint.huggingface import load as load_tree
+from ...checkpoint.huggingface import save_tree
 from ...checkpoint.load import Reading
 from ...checkpoint.snapshot import on_rank_0
 from ...checkpoint.weights import load_weights
 from ...distributed import read_ranks
 from ...errors import CheckpointError, NonfiniteError, RefusedError, SettingError, StepError, nearest
 from ...settings import resolve
+from ...training.wrapper import routed
 from ..accelerate.plugins import FullyShardedDataParallelPlugin
 from ..layer import Layer, unless_set
 
@@ -152,6 +156,24 @@ STATE = "state/object_0"  # of `Fabric.save`, in a checkpoint
 ALL_OF_IT = "pass all models and optimizers that were set up, so that a whole checkpoint is written"
 
 
+class _Accelerator(Accelerator):
+    _views_only = True  # what setup returns has `module` and `mark_forward_method`
+
+
+def mark_forward_method(self: Any, method: MethodType | str) -> None:
+    """Let `method` of a model that was set up compute as forward does: under autocast and the strategy."""
+    if not isinstance(method, (MethodType, str)):
+        raise TypeError(f"mark_forward_method() takes a method or its name, got a {type(method).__name__}")
+    name, route = method if isinstance(method, str) else method.__name__, self._easymp_route
+    if name == "forward":
+        raise ValueError("mark_forward_method('forward'): forward is marked always. Name another method")
+    if not isinstance(getattr(route.original, name, None), MethodType):
+        raise AttributeError(
+            f"mark_forward_method({name!r}): {type(route.original).__name__} has no such method"
+        )
+    setattr(type(self), name, routed(route, name))
+
+
 class Fabric:
     """Fabric's methods on an Accelerator, which is made by `launch`, or at the first use.
 
@@ -206,7 +228,7 @@ class Fabric:
             asked = resolve()
             precision = unless_set(asked, "mixed_precision", self._precision, "no")
             layer.use("Fabric", NATIVE.format(precision=precision, strategy=chosen.strategy))
-            self._made = Accelerator(
+            self._made = _Accelerator(
                 mixed_precision=precision,
                 strategy=None if chosen.strategy == "auto" else chosen.strategy,
                 strategy_options=chosen.options,
@@ -232,13 +254,16 @@ class Fabric:
         """The model, or a tuple of it, its optimizers and the scheduler, for this run. The scheduler is stepped by the script."""
         placed = [move_to_device, *(None for _ in optimizers)]
         done = self.easymp.prepare(module, *optimizers, device_placement=placed)
+        type(
+            done[0] if optimizers else done
+        ).mark_forward_method = mark_forward_method  # the class is made for this model
         return done if scheduler is None else (*(done if optimizers else [done]), scheduler)
 
     def setup_module(
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
     ) -> nn.Module:
         """The model, for this run."""
-        return self.easymp.prepare(module, device_placement=[move_to_device])
+        return self.setup(module, move_to_device=move_to_device)  # type: ignore[no-any-return]
 
     def setup_optimizers(self, *optimizers: torch.optim.Optimizer) -> Any:
         """One or several optimizers of models that were set up."""
@@ -336,7 +361,8 @@ class Fabric:
         """Save models, optimizers, other objects with a state_dict, and values by name; all ranks call it.
 
         With all models and optimizers that were set up this is a checkpoint of easymp in the folder `path`: sharded, verified, with random
-        states and positions of loaders. With some of them, or a `filter`, it is one safetensors file; both without pickles.
+        states and positions of loaders. With some of them, or a `filter`, it is one file: of safetensors, or where the name ends in
+        ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` one that ``torch.load(weights_only=True)`` reads.
         """
         acc, (names, rest) = self.easymp, self._named(state)
         if unknown := set(filter or {}) - set(state):
@@ -354,7 +380,8 @@ class Fabric:
             item, keep = state[key], (filter or {}).get(key, lambda name, value: True)
             found = acc.get_state_dict(item) if isinstance(item, nn.Module) else item.state_dict()
             rest[key] = {name: value for name, value in found.items() if keep(name, value)}
-        on_rank_0(acc._world, lambda: acc.save(rest, path))
+        write = write_torch if str(path).endswith(OF_TORCH_SAVE) else save_tree
+        on_rank_0(acc._world, lambda: write(rest, path))
 
     def load(
         self, path: str | os.PathLike[str], state: dict[str, Any] | None = None, strict: bool = True, *,
@@ -368,7 +395,7 @@ class Fabric:
         acc, wanted = self.easymp, {} if state is None else state
         names, rest = self._named(wanted)
         if Path(path).is_file():
-            found = load_tree(path)
+            found = read_torch(os.fspath(path)) if str(path).endswith(OF_TORCH_SAVE) else load_tree(path)
             if acc._sharded and names:
                 raise RefusedError(f"load({', '.join(names)}) of one file into sharded weights: {ALL_OF_IT}")
             rest = dict(wanted)
