@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Plan:
         ranks: this process among the others.
         memory: bytes that a rank may use: the setting, or its device's memory, or on a CPU its share of the machine's.
         activations: which activations are recomputed or offloaded; None: none.
+        compile: what torch.compile compiles where the precision implies it; None: what the settings say.
         data: how several ranks split the data, if no prepared loader is read.
 
     Example:
@@ -64,12 +66,18 @@ class Plan:
     ranks: Ranks
     memory: int
     activations: Choice[str] | None = None
+    compile: Choice[str] | None = None
     data: Choice[str] | None = None
 
     @property
     def choices(self) -> dict[str, Choice[Any]]:
         """The decisions by name, in order."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Choice)}
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile runs."""
+        return (self.settings.compile if self.compile is None else self.compile.value) not in (None, "no")
 
     def explain(self) -> str:
         """Show the plan to people.
@@ -132,7 +140,9 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
         _memory(settings, hardware, ranks, device.value),
         _activations(settings, facts.device),
     )
-    return Plan(*decided, settings, hardware, ranks, memory, activations)
+    return Plan(
+        *decided, settings, hardware, ranks, memory, activations, _compile(settings, facts, precision)
+    )
 
 
 def _facts(hardware: Hardware, ranks: Ranks, device: str) -> Facts:
@@ -293,6 +303,21 @@ def _activations(settings: Settings, device: str) -> Choice[str] | None:
         words.append("offloaded")
         origin = origin if asked != "no" else source
     return Choice(" and ".join(words), "counted in the first forward", origin) if words else None
+
+
+def _compile(settings: Settings, facts: Facts, precision: Choice[str]) -> Choice[str] | None:
+    """The repeated blocks, on a GPU, where the precision's casts are slow by themselves and the user has not said anything."""
+    swaps = PRECISIONS.get(precision.value, Measured).swaps
+    if (
+        facts.device != "cuda"
+        or not swaps
+        or settings.compile is not None
+        or settings.strategy == "data_parallel"
+    ):
+        return None
+    if find_spec("triton") is None:
+        return Choice("no", f"{precision.value} is slow without: Triton is not installed", Source.DETECTED)
+    return Choice("blocks", f"fuses {precision.value}'s casts; compile='no' leaves it out", Source.DETECTED)
 
 
 def _check_in_backward(settings: Settings, precision: Choice[str]) -> None:

@@ -211,6 +211,19 @@ def test_refusals_say_why_not_and_what_would(machine, ranks, asked, words):
         plan(machine, ranks, **asked)
 
 
+def test_fp8_on_a_gpu_compiles_blocks_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.setattr("easymp.plan.find_spec", lambda name: name == "triton")
+    found = plan("H100", mixed_precision="fp8")
+    assert found.compiles and found.compile.value == "blocks" and found.compile.source is Source.DETECTED
+    assert "compile       blocks  fuses fp8's casts; compile='no' leaves it out" in found.explain()
+    for settings in ({"mixed_precision": "bf16"}, {"mixed_precision": "fp8", "compile": "no"}):
+        assert plan("H100", **settings).compile is None and not plan("H100", **settings).compiles
+    whole = plan("H100", mixed_precision="fp8", compile="model")
+    assert whole.compile is None and whole.compiles
+    monkeypatch.setattr("easymp.plan.find_spec", lambda name: None)
+    assert "Triton is not installed" in plan("H100", mixed_precision="fp8").compile.reason
+
+
 def test_a_refusal_names_the_variable_that_asked(monkeypatch):
     monkeypatch.setenv("EASYMP_MIXED_PRECISION", "tf32")
     with pytest.raises(RefusedError, match="EASYMP_MIXED_PRECISION in the environment cannot run here"):

@@ -108,7 +108,7 @@ class Compiling:
     def blocks(self, models: Sequence[nn.Module], sharded: bool) -> None:
         """Compile the repeated blocks of `models`, before they are wrapped; `sharded`: they will gather their parameters by hooks."""
         for model in models:
-            if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()):
+            if _is_compiled(model):
                 raise PrepareError(
                     f"this {type(model).__name__} or a part of it is compiled already, and compile= asks for it again: prepare a plain one"
                 )
@@ -146,6 +146,15 @@ class Compiling:
         if self._flag is not None:
             setattr(torch._dynamo.config, SIDE_EFFECTS, self._flag)
             self._flag = None
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+
+
+def can_compile(model: nn.Module) -> bool:
+    """Whether ``compile="blocks"`` takes `model`."""
+    return bool(repeated_blocks(model)) and not _is_compiled(model)
 
 
 def passed_over(module: nn.Module) -> bool:

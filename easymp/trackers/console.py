@@ -309,7 +309,7 @@ class Flops:
         policy = PRECISIONS.get(plan.precision.value)
         # Under a counter torch runs the model without torch.compile, and never compiles what it first calls there.
         dynamo = sys.modules.get("torch._dynamo")
-        compiles = plan.settings.compile not in (None, "no") or (dynamo and dynamo.utils.counters["frames"])
+        compiles = plan.compiles or (dynamo and dynamo.utils.counters["frames"])
         if policy is None or compiles:
             return None
         products = HALVES.get(policy.compute, "tf32" if policy.tf32 else "fp32")

@@ -37,7 +37,15 @@ from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
 from ..strategies.single import hook_gradient, refuse_words
-from ..strategies.transforms import CompileOptions, Compiling, Offload, Recompute, find_recomputed, recompute
+from ..strategies.transforms import (
+    CompileOptions,
+    Compiling,
+    Offload,
+    Recompute,
+    can_compile,
+    find_recomputed,
+    recompute,
+)
 from .activations import Budget
 from .memory import SPARE, AutoStrategy
 from .replicas import ADDED, Replicas, compare_prepared
@@ -239,6 +247,11 @@ class Preparation:
         if self._compiling:  # recomputed parts are compiled, too
             for model in models:
                 self._precision.decide(model)  # timing would compile the model in both
+            if run.plan.compile is not None:  # not asked for, so left out where it cannot be
+                models = [model for model in models if can_compile(model)]
+                none = "no repeated blocks, or compiled already: compile=True compiles a whole model"
+                if not models:
+                    self._refine("compile", none, "no")
             self._compiling.blocks(models, strategy.sharded)
 
     def _check_words(self) -> None:
@@ -279,6 +292,8 @@ class Preparation:
         compiling = (self._compiling.whole, True) if self._compiling else (lambda module: None, False)
         context = WrapContext(precision, place, options.initialize, *compiling, early)
         wrapped = strategy.wrap(model, optimizers, context)
+        if precision.swaps and strategy.sharded:
+            self._say_weights(f"gathered in bf16, and rounded for {precision.name} after each gather")
         if world.size > 1:
             world.hurry_groups()
         if precision.masters or (strategy.sums and self._run.window.accumulation != 1):

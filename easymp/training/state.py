@@ -136,6 +136,8 @@ def read_arguments(given: Mapping[str, Any]) -> Asked:
     if settings.project_dir not in (None, project.project_dir):
         project.set_directories(settings.project_dir)
     plan = make_plan(settings, hardware.detect(), locate(read_ranks(), settings.timeout))
+    if plan.compile is not None and plan.compile.value != "no":
+        compiled = CompileOptions("blocks")
     strategy = STRATEGIES[plan.strategy.value]
     spread = options("strategy_options", strategy.Options, f"strategy {strategy.name!r}")
     scaling = options("scaler_options", GradScalerKwargs)

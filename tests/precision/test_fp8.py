@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.utils
 from torch import Tensor, nn
 
-from easymp import Accelerator, PrepareError
+from easymp import Accelerator, Choice, PrepareError, Source
 from easymp.precision import policies
 from easymp.precision.policies import FP8, Float8Linear
 from easymp.training import prepare
@@ -216,6 +216,19 @@ def test_a_weight_is_rounded_once_an_update_with_the_bits_of_rounding_it_each_ti
     each = losses(tmp_path / "each", prepared, **settings)
     assert once[0] == each[0]
     assert all(torch.equal(a, b) for a, b in zip(once[1], each[1]))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_what_is_implied_compiles_blocks_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    implied = Choice("blocks", "as on a GPU", Source.DETECTED)
+    monkeypatch.setattr("easymp.plan._compile", lambda *_: implied)
+    for model, words in ((Net(), "as on a GPU"), (nn.Linear(32, 16), "no repeated blocks, or compiled")):
+        with Accelerator(cpu=True, mixed_precision="fp8") as acc:
+            acc.prepare(model)
+            compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
+            assert compiled == ([*model.blocks] if isinstance(model, Net) else [])
+            assert acc.plan.compiles == bool(compiled) and words in acc.plan.compile.reason
 
 
 @pytest.mark.parametrize("half", [True, False])

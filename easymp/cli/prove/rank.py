@@ -109,7 +109,7 @@ class Writer:
             self.refuse("local_sgd and optimizer_in_backward=True have no gradients to compare at a step")
         if models:
             self.start(f"start-{len(every)}.safetensors")
-            for name, part in self.root.named_modules() if acc.plan.settings.compile in (None, "no") else ():
+            for name, part in self.root.named_modules() if not acc.plan.compiles else ():
                 part.register_forward_hook(partial(self._output, name))  # torch.compile breaks graphs there
         return done
 
