@@ -51,6 +51,10 @@ EXISTS = "exists already: set ProjectConfiguration(iteration=…) to the next nu
 ALONE = "a parameter of no prepared model"
 KNOWN = (nn.Module, Optimizer, DataLoader, SkippedLoader, PreparedScheduler, type(None))
 
+AS_THEY_ARE = (
+    "device_placement gradient_accumulation_steps cpu deepspeed_plugin deepspeed_plugins parallelism_config torch_tp_plugin "
+    "megatron_lm_plugin project_dir project_config gradient_accumulation_plugin step_scheduler_with_optimizer dynamo_backend"
+)
 NATIVE = """
 acc = Accelerator(mixed_precision={!r}, gradient_accumulation_steps={}, scheduler_steps_per_process=True, log_with={!r})
 """
@@ -108,6 +112,7 @@ class Accelerator(accelerator.Accelerator):
         step_scheduler_with_optimizer: bool = True, kwargs_handlers: Sequence[Any] | None = None, dynamo_backend: Any = None,
         dynamo_plugin: TorchDynamoPlugin | None = None, deepspeed_plugins: Any = None, parallelism_config: Any = None, **others: Any,
     ) -> None:  # fmt: skip
+        given = dict(locals())
         asked = resolve(dataloader_config=dataloader_config)
         read = partial(as_record, DataLoaderConfiguration, "dataloader_config")
         loading = read_record(asked, "dataloader_config", read)
@@ -127,9 +132,9 @@ class Accelerator(accelerator.Accelerator):
             others["activation_checkpointing"] = fsdp_plugin.activation_checkpointing
             self._fsdp_plugin = fsdp_plugin
             if fsdp_plugin.options is not None:
-                given = list(kwargs_handlers or ())
-                kwargs_handlers = [it for it in given if not isinstance(it, DistributedDataParallelKwargs)]
-                if len(kwargs_handlers) < len(given):
+                before = list(kwargs_handlers or ())
+                kwargs_handlers = [it for it in before if not isinstance(it, DistributedDataParallelKwargs)]
+                if len(kwargs_handlers) < len(before):
                     why = f"strategy {fsdp_plugin.strategy} has no DDP"
                     layer.ignore({"DistributedDataParallelKwargs": why})
         others.setdefault("scheduler_steps_per_process", not loading.split_batches)
@@ -144,23 +149,11 @@ class Accelerator(accelerator.Accelerator):
         words = [made_by_name(word, lambda: me()._logbook.run, folder) for word in words]  # type: ignore[union-attr]
         log_with = words if isinstance(log_with, (list, tuple)) else words[0]
         super().__init__(
-            device_placement=device_placement,
             mixed_precision=unless_set(asked, "mixed_precision", mixed_precision, "no"),
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu,
             dataloader_config=loading,
-            deepspeed_plugin=deepspeed_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            parallelism_config=parallelism_config,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
             log_with=unless_set(asked, "log_with", log_with, "none"),
-            project_dir=project_dir,
-            project_config=project_config,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             kwargs_handlers=kwargs_handlers or (),
-            dynamo_backend=dynamo_backend,
+            **{name: given[name] for name in AS_THEY_ARE.split()},
             **others,
         )
         self._window.full_passes = True

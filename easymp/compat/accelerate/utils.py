@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ...base import env, pytree
-from ...base.pytree import concatenate, find_batch_size, recursively_apply, send_to_device
+from ...base.pytree import find_batch_size, recursively_apply, send_to_device
 from ...base.rng import set_seed
 from ...checkpoint import accelerate
 from ...checkpoint.huggingface import load, save_tree
@@ -113,6 +113,13 @@ def listify(data: Any) -> Any:
 def find_device(data: Any) -> torch.device | None:
     """Device of the first tensor of the tree."""
     return next((leaf.device for leaf in pytree.leaves(data) if isinstance(leaf, torch.Tensor)), None)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """As easymp's; several values that are not tensors cannot be joined."""
+    if len(data) > 1 and not all(isinstance(leaf, torch.Tensor) for leaf in pytree.leaves(data[0])):
+        raise pytree.LeafError("concatenate() joins nested tensors only: take other values out first")
+    return pytree.concatenate(data, dim)
 
 
 def slice_tensors(
@@ -308,7 +315,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 def convert_file_size_to_int(size: int | str) -> int:
     """Bytes of a size such as ``"10GB"`` or ``"1MiB"``."""
-    return read_bytes(size, "size=")
+    return 0 if re.fullmatch(r"0+[A-Za-z]*", str(size)) else read_bytes(size, "size=")
 
 
 def dtype_byte_size(dtype: torch.dtype) -> float:
@@ -322,6 +329,27 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [sorted(same) for same in names.values() if len(same) > 1]
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    """Parameters and buffers of `module` by name, without its submodules' unless `recurse`."""
+    yield from module.named_parameters(recurse=recurse)
+    for name, buffer in module.named_buffers(recurse=recurse) if include_buffers else ():
+        path, _, leaf = name.rpartition(".")
+        if not (remove_non_persistent and leaf in module.get_submodule(path)._non_persistent_buffers_set):
+            yield name, buffer
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
+    """Make the parameters of each group of names one again: the first that is not on the meta device."""
+    for names in tied_params:
+        places = [(model.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names)]
+        held = [getattr(*place) for place in places]
+        one = next((parameter for parameter in held if not parameter.is_meta), held[0])
+        for module, name in places:
+            setattr(module, name, one)
 
 
 def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> Any:
