@@ -2,9 +2,10 @@
 
 - plan.svg: the plan that examples/digits.py prints
 - profile.svg: the profile that examples/char_gpt.py prints on two processes
+- rehearse.svg: a rehearsal of docs/guides/rehearsing.md on 64 ranks
 - compare.png: the page of ``easymp compare``, photographed by chromium
 
-It needs rich, the extras ``report`` and ``examples``, and chromium on PATH for the third.
+It needs rich, the extras ``report`` and ``examples``, and chromium on PATH for the last.
 """
 
 from __future__ import annotations
@@ -71,6 +72,13 @@ def profile(folder: str) -> None:
     terminal(command, printed[begin:end], "profile")
 
 
+def rehearse(folder: str) -> None:
+    page = (ROOT / "docs/guides/rehearsing.md").read_text(encoding="utf-8")
+    (Path(folder) / "train.py").write_text(re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)[0])
+    command = "easymp rehearse train.py --processes 64 --for 8xH100 --strategy fsdp --global-batch 512"
+    terminal(command, run(command, folder), "rehearse")
+
+
 def compare(folder: str) -> None:
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
@@ -94,7 +102,7 @@ def compare(folder: str) -> None:
     ).save(picture, optimize=True)
 
 
-PICTURES = {"plan": plan, "profile": profile, "compare": compare}
+PICTURES = {"plan": plan, "profile": profile, "rehearse": rehearse, "compare": compare}
 
 
 def main() -> None:

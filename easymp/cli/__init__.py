@@ -23,6 +23,7 @@ COMMANDS = {
     "config": "ask how to train on this machine, and write easymp.toml",
     "compare": "run a script under several plans: time, memory, loss and accuracy side by side",
     "prove": "show that a script trains under a plan as on one process in fp32, or what differs",
+    "rehearse": "run a script's start as ranks of a world that does not exist: bytes, collectives, what would fail",
     "replay": "run a training again up to an update, bit for bit, and look at it",
     "plot": "draw the curves that runs have logged, as a page or a picture",
     "estimate": "estimate the memory that a model needs, and whether it fits this machine",

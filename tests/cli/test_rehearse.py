@@ -1,0 +1,244 @@
+"""``easymp rehearse``: a script's start and two updates as ranks of a world that does not exist."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easymp.cli import main
+
+# Prints, where it really runs, what the last rank holds and sends in the second update, counted by itself.
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from easymp import Accelerator
+
+class Sent(TorchDispatchMode):
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any("DTensor" in kind.__name__ for kind in types):
+            return NotImplemented
+        if func.namespace in ("c10d", "_c10d_functional") and any(w in func.__name__ for w in ("all", "reduce_scatter")):
+            given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            if "_reduce_scatter_base_" in func.__name__:
+                given = args[1:2]
+            flat = [t for one in given for t in (one if isinstance(one, (list, tuple)) else [one])]
+            gathered = args[1] if "functional.all_gather" in str(func) else 1
+            Sent.total += gathered * sum(t.nbytes for t in flat)
+        return func(*args, **(kwargs or {}))
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+acc = Accelerator(seed=0, log_with="none", replica_check=0, debug=False, cpu=sys.argv[1:] == ["real"] or None)
+model = nn.Sequential(nn.Linear(32, 64), *(Block() for _ in range(4)), nn.Linear(64, 10))
+data = torch.utils.data.TensorDataset(torch.randn(512, 32), torch.arange(512) % 10)
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+model, optimizer, loader = acc.prepare(model, torch.optim.AdamW(model.parameters(), fused=False), loader)
+
+def update(x, y):
+    loss = nn.functional.cross_entropy(model(x), y)
+    acc.backward(loss)
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    grads = sum(getattr(p.grad, "_local_tensor", p.grad).nbytes for p in held if p.grad is not None)
+    optimizer.step()
+    optimizer.zero_grad()
+    float(loss)
+    return held, grads
+
+for x, y in loader:
+    if optimizer.updates == 1:
+        with Sent():
+            held, grads = update(x, y)
+    else:
+        held, grads = update(x, y)
+    if optimizer.updates == 2:
+        break
+here = lambda tensors: sum(getattr(t, "_local_tensor", t).nbytes for t in tensors if not t.is_meta)
+states = here(t for s in optimizer.state.values() for t in s.values() if t.numel() > 1)
+if acc.is_last_process:
+    found = {"weights": here(acc.unwrap_model(model).parameters()), "gradients": grads, "states": states, "sent": Sent.total}
+    print(json.dumps(found), flush=True)
+acc.end_training()
+"""
+START = """
+import torch
+from torch import nn
+from easymp import Accelerator
+
+acc = Accelerator()
+"""
+HANG = """
+model = nn.Linear(64, 64)
+loader = torch.utils.data.DataLoader(torch.randn(4096, 64), batch_size=8)
+model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters()), loader)
+for x in loader:
+    loss = model(x).square().mean()
+    acc.backward(loss)
+    if acc.is_main_process:
+        acc.reduce(loss)  # the other ranks do not come
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+HEADS = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(48, 48) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+model = nn.Sequential(Attention(), Attention())
+loader = torch.utils.data.DataLoader(torch.randn(4096, 8, 48), batch_size=8)
+model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters()), loader)
+for x in loader:
+    acc.backward(model(x).square().mean())
+    optimizer.step()
+"""
+# Two models, two optimizers, on the meta device: 28 GB of weights in fp32.
+GAN = """
+with torch.device("meta"):
+    make = nn.Sequential(nn.Linear(64, 70_000), nn.ReLU(), nn.Linear(70_000, 50_000), nn.Linear(50_000, 64))
+    judge = nn.Sequential(nn.Linear(64, 70_000), nn.ReLU(), nn.Linear(70_000, 50_000), nn.Linear(50_000, 1))
+first, second = torch.optim.Adam(make.parameters()), torch.optim.Adam(judge.parameters())
+loader = torch.utils.data.DataLoader(torch.randn(4096, 64), batch_size=16)
+make, judge, first, second, loader = acc.prepare(make, judge, first, second, loader)
+for real in loader:
+    noise = torch.randn(len(real), 64, device=acc.device)
+    fake = make(noise)
+    acc.backward(judge(fake.detach()).mean() - judge(real).mean())
+    second.step()
+    second.zero_grad()
+    acc.backward(-judge(fake).mean())
+    first.step()
+    first.zero_grad()
+    second.zero_grad()
+    acc.log({"loss": float(fake.mean())})
+"""
+
+
+def rehearse(
+    capsys: pytest.CaptureFixture[str], folder: Path, text: str, *words: str
+) -> tuple[int, dict[str, Any]]:
+    """The exit code and what ``--json`` prints."""
+    (folder / "train.py").write_text(text)
+    code = main(["rehearse", str(folder / "train.py"), "--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def agrees(
+    capsys: pytest.CaptureFixture[str], folder: Path, strategy: str, processes: int, *sets: str
+) -> None:
+    """Compare the last rank's bytes of a rehearsal with those that a real run counts."""
+    more = [word for one in (f"strategy={strategy}", *sets) for word in ("--set", one)]
+    (folder / "train.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "easymp", "launch", "--processes", str(processes), *more]
+    real = subprocess.run(
+        [*launch, "train.py", "real"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert real.returncode == 0, real.stdout + real.stderr
+    counted = json.loads(next(line for line in real.stdout.splitlines() if line.startswith("{")))
+    machine = ["--for", f"{processes}xcpu-64GB", "--ranks", str(processes - 1)]
+    code, found = rehearse(capsys, folder, SCRIPT, *machine, *more)
+    assert code == 0, found["sentence"]
+    (rank,) = found["ranks"]
+    sent = sum(
+        row["bytes"]
+        for row in rank["collectives"]
+        if row["when"] == "update" and row["kind"] not in ("send", "receive", "broadcast")
+    )
+    seen = {**{kind: rank["bytes"][kind] for kind in ("weights", "gradients", "states")}, "sent": sent}
+    assert seen == {name: pytest.approx(value, rel=0.05) for name, value in counted.items()}
+    assert rank["samples"] == 8 and rank["updates"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_bytes_are_those_of_two_real_ranks(tmp_path: Path, capsys: Any, strategy: str) -> None:
+    agrees(capsys, tmp_path, strategy, 2, "mixed_precision=no")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "sets"),
+    [
+        ("fsdp", ["mixed_precision=bf16"]),
+        ("hsdp", ["mixed_precision=no", "strategy_options.shard_size=2"]),
+        ("tensor_parallel", ["mixed_precision=no", "strategy_options.size=2"]),
+        ("pipeline", ["mixed_precision=no"]),
+    ],
+)
+def test_bytes_are_those_of_four_real_ranks(
+    tmp_path: Path, capsys: Any, strategy: str, sets: list[str]
+) -> None:
+    agrees(capsys, tmp_path, strategy, 4, *sets)
+
+
+@pytest.mark.slow
+def test_what_would_fail_there(tmp_path: Path, capsys: Any) -> None:
+    node = ("--for", "8xH100", "--processes", "64")
+    code, found = rehearse(capsys, tmp_path, START + HANG, *node, "--strategy", "ddp", "--ranks", "0,63")
+    assert (
+        code == 1
+        and "would wait for each other for good: rank 0 comes to call of reduce" in found["sentence"]
+    )
+    assert "train.py:15" in found["sentence"]
+    plan = "strategy_options.plan={'*.q': 'colwise', '*.k': 'colwise', '*.v': 'colwise', '*.o': 'rowwise'}"
+    uneven = ("--strategy", "tensor_parallel", "--set", plan, "--ranks", "0")
+    code, found = rehearse(capsys, tmp_path, START + HEADS, "--for", "8xH100", *uneven)
+    assert code == 1 and "rank 0" in found["sentence"], found["sentence"]  # 3 heads among 8 ranks
+    gan = (START + GAN, *node, "--ranks", "0")
+    code, found = rehearse(capsys, tmp_path, *gan, "--strategy", "ddp")
+    assert code == 1 and "out of memory: rank 0 needs" in found["sentence"]
+    code, found = rehearse(capsys, tmp_path, *gan, "--strategy", "fsdp", "--global-batch", "4096")
+    assert code == 1 and "reads 1024 samples over all ranks, and 4096 are meant" in found["sentence"]
+
+
+@pytest.mark.slow
+def test_it_says_what_a_rank_would_do(tmp_path: Path, capsys: Any) -> None:
+    node = ("--for", "8xH100", "--processes", "64", "--strategy", "fsdp", "--global-batch", "1024")
+    code, found = rehearse(capsys, tmp_path, START + GAN, *node, "--ranks", "0,63")
+    assert (code, found["verdict"], found["nodes"]) == (0, "it would run", 8), found["sentence"]
+    first, last = found["ranks"]
+    parameters = sum(
+        a * b + b for sizes in ([64, 70_000, 50_000, 64], [64, 70_000, 50_000, 1]) for a, b in pairwise(sizes)
+    )
+    assert first["bytes"]["weights"] == pytest.approx(4 * parameters / 64, rel=0.05)
+    assert first["bytes"]["states"] == pytest.approx(2 * first["bytes"]["weights"], rel=0.05)
+    assert first["samples"] == 16 and first["reads"]
+    assert first["plan"]["precision"]["value"] == "bf16" and first["peak"] > sum(first["bytes"].values()) / 2
+    assert {row["kind"] for row in last["collectives"] if row["when"] == "update"} >= {
+        "all_gather",
+        "reduce_scatter",
+    }
+    (tmp_path / "train.py").write_text(START + GAN)
+    assert main(["rehearse", str(tmp_path / "train.py"), *node[:6], "--ranks", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "It would run on 64 ranks." in said and "native bf16 on sm_90" in said and "reduce_scatter" in said
+
+
+def test_wrong_words(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "train.py").write_text("")
+    for words, said in (
+        (["--processes", "64", "--nodes", "3", "--for", "8xH100"], "--processes 64 on 3 nodes of 8 devices"),
+        (["--processes", "64", "--for", "8xH100", "--ranks", "64"], "--ranks 64: write numbers from 0 to 63"),
+        (["--strategy", "fdsp"], "fsdp"),
+    ):
+        assert main(["rehearse", str(tmp_path / "train.py"), *words]) == 1
+        assert said in capsys.readouterr().err
