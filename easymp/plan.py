@@ -76,7 +76,12 @@ class Plan:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile runs."""
+        """Whether torch.compile runs.
+
+        Example:
+            >>> Accelerator(cpu=True).plan.compiles
+            False
+        """
         return (self.settings.compile if self.compile is None else self.compile.value) not in (None, "no")
 
     def explain(self) -> str:
