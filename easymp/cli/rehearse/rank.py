@@ -318,7 +318,8 @@ class Rehearsal:
         yield _fsdp_param, "_chunk_with_empty", Chunks
         yield dist, "all_gather_object", partial(self._objects, dist.all_gather_object)
         yield dist, "all_reduce", partial(all_reduce, dist.all_reduce)
-        yield pipeline_cuts, "FakeTensorMode", lambda **named: self.fakes
+        yield pipeline_cuts.Survey, "is_blank", is_blank
+        yield pipeline_cuts.Survey, "blank", blank
         yield torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda tensor: [])  # of swap_tensors
         yield torch.UntypedStorage, "resize_", bound(watcher.resized, torch.UntypedStorage.resize_)
         for name in ("register_parameter", "register_buffer"):
@@ -491,6 +492,19 @@ def all_reduce(
     if op == dist.ReduceOp.SUM and not isinstance(tensor, FakeTensor):
         tensor.mul_(dist.get_world_size(group))
     return work
+
+
+def is_blank(survey: pipeline_cuts.Survey, tensor: Tensor) -> bool:
+    """Whether a tensor is the survey's own: it keeps those, and a real run's take no memory."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is survey._fakes
+
+
+def blank(survey: pipeline_cuts.Survey, leaf: Any) -> Any:
+    """A tensor of the survey's mode for one of the rehearsal's, or a real one."""
+    if not isinstance(leaf, Tensor) or is_blank(survey, leaf):
+        return leaf
+    with survey._fakes:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
 
 
 def said(error: BaseException) -> str:
