@@ -1,7 +1,7 @@
 """Bytes that each word for less memory saves on a CPU, beside the prediction of easymp.memory.
 
-Activations: the most that is alive in one training step beside parameters, their gradients and optimizer states; gradients of activations
-are among it, which the prediction leaves out. Gradients: the most behind ``.grad`` at once.
+Activations: the most that is alive in one training step beside parameters, their gradients and optimizer states. Gradients: the most
+behind ``.grad`` at once.
 Offload runs on a CPU as its plumbing alone: the bytes that it moves.
 
     python benchmarks/memory_words.py
@@ -52,10 +52,10 @@ class Model(nn.Module):
 class Live(TorchDispatchMode):
     """Counts bytes of the storages that operators make, until they are freed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
         super().__init__()
         self.model, self.now, self.most = model, 0, 0
-        self._seen = weakref.WeakSet[Any](p.untyped_storage() for p in model.parameters())
+        self._seen = weakref.WeakSet[Any](t.untyped_storage() for t in (*model.parameters(), x))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -90,11 +90,11 @@ def activations(precision: Any, **words: Any) -> tuple[int, int]:
     """Bytes at the most in the second step, and as predicted."""
     with Accelerator(cpu=True, mixed_precision=precision, **words) as acc:
         model, optimizer, x = prepared(acc)
-        for _ in range(2):
-            optimizer.zero_grad()
-            with Live(model) as live:
-                acc.backward(model(x).mean())
-            optimizer.step()
+        acc.backward(model(x).sum())  # where a size is given, this counts blocks
+        optimizer.step()
+        optimizer.zero_grad()
+        with Live(model, x) as live:
+            acc.backward(model(x).sum())
     how: Any = {"strategy": "single", "precision": precision, "sample": x, **words}
     need = easymp.memory.estimate(Model(), **how)
     # Autocast's copies of weights are alive, too, and x was made before.
@@ -139,7 +139,7 @@ def offloaded() -> tuple[int, int]:
         out = model(x)
     del hooks
     out.mean().backward()
-    return sum(sizes.values()), easymp.memory.estimate(model, strategy="single", sample=x).activations or 0
+    return sum(sizes.values()), easymp.memory.bytes_saved(model, (x,), {})
 
 
 def rank() -> None:

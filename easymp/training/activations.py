@@ -7,6 +7,7 @@ recomputed from the first on: when backward comes to them, those that were kept 
 from __future__ import annotations
 
 import copy
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ class Activations(NamedTuple):
     """Bytes of activations on the device at the peak, and how they came about."""
 
     bytes: int
+    copies: int  # how much higher the peak is with autocast's copies of weights
     plain: int  # bytes, if nothing were recomputed
     blocks: int  # parts that are recomputed
     of: int  # parts that may be
@@ -57,27 +59,24 @@ def count_activations(
     autocast = policy.param == torch.float32
     compute = policy.compute if autocast and policy.compute != torch.float32 else None
     how = (*_arguments(sample), compute, None if autocast else policy.param)
-    plain = bytes_saved(model, *how)
-    if which is None:
-        return Activations(0 if offload else plain, plain, 0, 0)
-    parts = len(find_recomputed([model], which))
+    parts = len(find_recomputed([model], which)) if which else 0
 
     @cache
-    def peak(blocks: int) -> int:
-        if not blocks:
-            return plain
-
+    def follow(blocks: int) -> Alive:
         def change(twin: nn.Module) -> None:
-            recompute(find_recomputed([twin], which)[:blocks], which.selective)
+            if blocks:
+                recompute(find_recomputed([twin], which)[:blocks], which.selective)  # type: ignore[arg-type, union-attr]
 
-        kept = bytes_saved(model, *how, change)
-        again = max(0, plain - kept) // parts if blocks == parts else 0
-        return again + (0 if offload else kept)
+        found = _follow(model, *how, change, backward=True)
+        return found._replace(peak=found.peak - found.kept) if offload else found
 
     blocks = parts
-    if which.below is not None:
-        blocks = min(parts, bisect_left(range(parts), True, key=lambda number: peak(number) <= available))
-    return Activations(peak(blocks), plain, blocks, parts)
+    if which and which.below is not None:
+        blocks = min(
+            parts, bisect_left(range(parts), True, key=lambda number: follow(number).peak <= available)
+        )
+    found = follow(blocks)
+    return Activations(found.peak, found.copies, follow(0).peak, blocks, parts)
 
 
 def _arguments(sample: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -98,7 +97,6 @@ def bytes_saved(
     kwargs: Mapping[str, Any],
     compute: torch.dtype | None = None,
     stored: torch.dtype | None = None,
-    change: Callable[[nn.Module], object] = lambda model: None,
 ) -> int:
     """Count what is alive for backward after ``model(*args, **kwargs)``, without running it.
 
@@ -111,7 +109,6 @@ def bytes_saved(
         kwargs: its keyword arguments.
         compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
         stored: what floating-point tensors are converted to before; None leaves them as they are.
-        change: called with the copy of `model` that runs forward.
 
     Returns:
         Bytes of the distinct storages, parameters and buffers not counted.
@@ -123,13 +120,38 @@ def bytes_saved(
         >>> easymp.memory.bytes_saved(nn.Linear(2, 1), (torch.ones(4, 2),), {})  # its input
         32
     """
+    return _follow(model, args, kwargs, compute, stored).kept
+
+
+class Alive(NamedTuple):
+    """Bytes that a training step holds beside parameters, their gradients and buffers, without autocast's copies of weights."""
+
+    kept: int  # after forward
+    peak: int  # in forward or backward
+    copies: int  # how much higher the peak is with these copies
+
+
+def _follow(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    compute: torch.dtype | None,
+    stored: torch.dtype | None,
+    change: Callable[[nn.Module], object] | None = None,
+    backward: bool = False,
+) -> Alive:
+    """Follow a forward, and a backward from the sum of its outputs; see `bytes_saved`.
+
+    `change` is called with the copy of `model` that runs.
+    """
     # Imported here: few runs need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    seen: dict[int, tuple[Any, int]] = {}  # weak references to storages, and their bytes
-    weights: dict[int, Tensor] = {}  # kept alive, so that no two storages have one address
+    now = {True: 0, False: 0}  # bytes of copies of weights, and of all else
+    alive, both = [0], [0]  # bytes of all else, and with copies, after each new storage
+    born = weakref.WeakKeyDictionary[Any, int]()  # storage → its place in these
+    weights = weakref.WeakSet[Any]()
 
     def twin(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -140,47 +162,67 @@ def bytes_saved(
             return nn.Parameter(fake, leaf.requires_grad)
         return fake.requires_grad_().clone() if leaf.requires_grad else fake  # a leaf would stay in the graph
 
-    def note(leaf: Any) -> None:
+    def freed(copied: bool, number: int) -> None:
+        now[copied] -= number
+
+    def note(leaf: Any, copied: bool = False) -> None:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             storage = leaf.untyped_storage()
-            seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            if storage not in born and storage not in weights:
+                born[storage] = len(alive)
+                weakref.finalize(storage, freed, copied, storage.nbytes())
+                now[copied] += storage.nbytes()
+                alive.append(now[False])
+                both.append(sum(now.values()))
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in weights:
-                weights[out.untyped_storage()._cdata] = out
+            copied = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in weights
             for leaf in leaves(out):
-                note(leaf)
+                note(leaf, copied)
             return out
+
+    def leave_out(parameter: Tensor) -> None:
+        storage = parameter.grad.untyped_storage()  # type: ignore[union-attr]
+        for i in range(born.get(storage, len(alive)), len(alive)):
+            alive[i] -= storage.nbytes()
+            both[i] -= storage.nbytes()
+        parameter.grad = None
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             memo = {id(t): twin(t) for t in [*model.parameters(), *model.buffers()]}
-            weights.update((t.untyped_storage()._cdata, t) for t in memo.values())
+            for tensor in memo.values():
+                weights.add(tensor.untyped_storage())
+                if tensor.requires_grad and tensor.is_leaf:
+                    tensor.register_post_accumulate_grad_hook(leave_out)
             shapes = copy.deepcopy(model, dict(memo))
-            change(shapes)
+            if change:
+                change(shapes)
             args, kwargs = map_leaves(twin, tuple(args)), map_leaves(twin, dict(kwargs))
             for leaf in leaves((args, kwargs)):
                 note(leaf)
             leaf = None
-            with (
-                torch.enable_grad(),
-                Seen(),
-                torch.autocast("cpu", compute or torch.bfloat16, compute is not None),
-            ):
-                outputs = shapes(*args, **kwargs)
-            graphs = [leaf.grad_fn for leaf in leaves(outputs) if isinstance(leaf, Tensor)]
-            del args, kwargs, outputs, shapes  # from here on only the graph holds activations
-            alive = {place: number for place, (storage, number) in seen.items() if not storage.expired()}
-            del graphs
+            with torch.enable_grad():
+                with Seen(), torch.autocast("cpu", compute or torch.bfloat16, compute is not None):
+                    outputs = shapes(*args, **kwargs)
+                ends = [t.sum().real for t in leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+                del args, kwargs, outputs, shapes  # from here on only the graph holds activations
+                kept = now[False]
+                if backward and ends:
+                    end = sum(ends[1:], ends[0])
+                    one = torch.ones_like(end)
+                    weights.add(one.untyped_storage())  # which is not counted
+                    with Seen():
+                        end.backward(one)
     except Exception as error:
         why = (str(error).splitlines() or [""])[0]
         raise BatchError(
             f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: {why}): check the "
             "sample, or leave the sample out"
         ) from error
-    return sum(number for place, number in alive.items() if place not in weights)
+    return Alive(kept, max(alive), max(both) - max(alive))
 
 
 class Budget:

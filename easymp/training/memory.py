@@ -79,7 +79,7 @@ class Memory:
         copies: autocast's low-precision copies of the weights of matrix layers, alive from forward to backward.
         gathered: other ranks' weights that are here for a while, in the precision's compute type, at the peak.
         reducing: whole gradients and those in communication, beside those in `gradients`, at the peak.
-        activations: what forward keeps for backward; None where no sample was given.
+        activations: what forward keeps for backward, and gradients of these, at the peak; None where no sample was given.
         notes: figures that are approximate, or not counted.
 
     Example:
@@ -203,13 +203,13 @@ def estimate(
             or several optimizers of this model: parameters that none of them holds have no states. An optimizer of a class
             that is not in `STATES` counts with two.
         options: of the strategy: its record or a dict of its fields.
-        sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, activations
-            are counted as in `easymp.training.memory.bytes_saved`; a loss outside of the model is not counted. They
-            are those of the whole model: where a strategy splits layers or stages over ranks, a rank keeps fewer.
+        sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, a
+            forward is followed as in `easymp.memory.bytes_saved`, and a backward from the sum of its outputs; a loss outside of the model
+            is not counted. Activations are those of the whole model: where a strategy splits layers or stages, a rank keeps fewer.
         activations: bytes of activations, if they are known already.
         averages: moving averages of the weights are kept (``Accelerator(ema_decay=...)``), in fp32, among the states.
-        activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`;
-            recomputation in backward counts with the average part.
+        activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`, and for
+            the copies that are alive at their peak.
         activation_offload: kept activations are in the host's memory.
         optimizer_in_backward: gradients are freed as they come, and only those that are there at once count.
 
@@ -225,8 +225,8 @@ def estimate(
     Example:
         >>> model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
         >>> need = easymp.memory.estimate(model, strategy="fsdp", world=8, sample=torch.ones(32, 256))
-        >>> need.activations  # bytes: the input, and both outputs of ReLU's layer
-        163840
+        >>> need.activations  # bytes: the input, both outputs of ReLU's layer, and gradients of both
+        425984
     """
     kind, policy = _named(STRATEGIES, strategy, "strategy"), precision
     if isinstance(policy, str):
@@ -281,6 +281,8 @@ def estimate(
             module, policy, sample, asked, (below or 0) - sum(sums.values()), activation_offload
         )
         activations = found.bytes
+        if asked:  # recomputation frees copies, too
+            sums["copies"] = min(sums["copies"], found.copies)
         if below:
             notes.append(str(found))
     if activations is None:

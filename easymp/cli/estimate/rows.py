@@ -311,12 +311,12 @@ def estimates(
     refusals = {name: PRECISIONS[name].refuse(facts[first]) if memory is None else None for name in names}
     refused = [f"{name}: {why}" for name, why in refusals.items() if why and precisions]
     kinds = [name for name in names if not refusals[name]]
-    activations = {}
+    known = {}
     which = read_which(how["activation_checkpointing"] or None)
     each = which is not None and which.below is not None  # by size, activations depend on the rest
     if sample is not None and not each:  # the same for every strategy and world
         alone = {**how, "options": None, "strategy": "single"}
-        activations = {name: estimate(sized.model, **alone, precision=name).activations for name in kinds}
+        known = {name: estimate(sized.model, **alone, precision=name) for name in kinds}
     rows: list[Row] = []
     for world, plan in plans.items():
         for strategy in strategies or SIMPLEST:
@@ -325,8 +325,8 @@ def estimates(
                 continue
             for precision in kinds:
                 where = {**how, "world": world, "per_node": plan.ranks.local_size}
-                if precision in activations:
-                    where |= {"activations": activations[precision], "sample": None}
+                if precision in known:
+                    where |= {"activations": known[precision].activations, "sample": None}
                 try:
                     if clash := incompatible(PRECISIONS[precision], STRATEGIES[strategy]):
                         raise RefusedError(str(clash))
@@ -336,7 +336,8 @@ def estimates(
                 except EasympError as error:  # this model, under this strategy
                     refused.append(f"{strategy} on {world} with {precision}: {error}")
                 else:
-                    rows.append(Row(need, plan.memory))
+                    copies = min(need.copies, known[precision].copies) if precision in known else need.copies
+                    rows.append(Row(dataclasses.replace(need, copies=copies), plan.memory))
     if not rows:
         raise SettingError(f"nothing is left to estimate: {'; '.join(refused) or 'no processes'}")
     return Estimates(rows, list(dict.fromkeys(refused)), _notes(sized, rows), [*preferred, *kinds])
