@@ -1237,6 +1237,33 @@ class Accelerator(Collectives, Checkpoints):
         """
         return self._logbook.get(name, unwrap)
 
+    @contextmanager
+    def context_parallel(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> Iterator[None]:
+        """Share each sequence among neighbouring ranks, under the option `context_parallel` of "ddp", "zero1", "fsdp" and "hsdp".
+
+        Inside, each tensor is this rank's part, in place; outside it is whole again. Forward and backward both run inside, so that torch
+        passes keys and values from rank to rank. Without the option nothing happens. Parts are not neighbouring tokens: pass all tensors
+        of the batch that have a sequence dimension, position ids and labels that are shifted already among them. `num_items` counts
+        the tokens of the part, and a mean loss is the mean of the part.
+
+        Args:
+            buffers: tensors of one sequence length, a multiple of twice the option.
+            dims: the sequence dimension of each.
+
+        Raises:
+            BatchError: the tensors cannot be split.
+            StepError: attention that torch does not ring, or none.
+
+        Example:
+            >>> acc = Accelerator(cpu=True)
+            >>> tokens, labels = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)
+            >>> with acc.context_parallel([tokens, labels], dims=[1, 1]):
+            ...     print(tokens.shape)  # all of it: one process
+            torch.Size([2, 8])
+        """
+        with self._prepared.strategy.context(buffers, dims):
+            yield
+
     # -- loaders and models
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:

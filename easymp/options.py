@@ -366,6 +366,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
             ``start_powerSGD_iter`` (1000; whole gradients are sent until then).
         gradient_predivide_factor: f divides gradients before they are summed over n ranks, n/f afterwards. None divides by n
             before, which cannot overflow; 1.0 (Apex's default) by n afterwards, which loses no small ones.
+        context_parallel: neighbouring ranks that read the same samples and share each sequence, see
+            `Accelerator.context_parallel`. On CUDA only. It divides the number of ranks.
 
     Raises:
         SettingError: a value of another type, or options that exclude each other.
@@ -386,6 +388,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: CommWrapper | DDPCommunicationHookType = "no"
     comm_state_option: Mapping[str, Any] = field(default_factory=dict)
     gradient_predivide_factor: float | None = None
+    context_parallel: int = field(default=1, metadata={"least": 1})
 
     @property
     def low_rank(self) -> bool:

@@ -174,6 +174,7 @@ class Strategy(Protocol):
     data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
     data_size: int
     data_group: dist.ProcessGroup | None  # one rank of each slice, with this one; None: all ranks
+    context_size: int  # neighbours that share each sequence of their slice
     no_offload: str  # why activations cannot be offloaded, as "it …"; "" where they can
     no_step_in_backward: str  # why parameters cannot be stepped in backward, as "it …"; "" where they can
     no_double_backward: str  # why a gradient of a gradient is refused; "" where it works
@@ -184,6 +185,10 @@ class Strategy(Protocol):
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
+
+    def context(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> AbstractContextManager[Any]:
+        """A context in which `buffers` are this rank's part of each sequence along `dims`, for forward and backward."""
+        ...
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:

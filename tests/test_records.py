@@ -13,7 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 import easymp
 from easymp import DistributedDataParallelKwargs, GradScalerKwargs, SettingError
 
-OWN = {"comm_hook", "comm_wrapper", "comm_state_option", "gradient_predivide_factor"}  # not torch's
+OWN = {
+    "context_parallel",
+    "comm_hook",
+    "comm_wrapper",
+    "comm_state_option",
+    "gradient_predivide_factor",
+}  # not torch's
 OTHER_DEFAULT = {"gradient_as_bucket_view", "bucket_cap_mb", "broadcast_buffers"}
 
 

@@ -50,10 +50,10 @@ class DDP(Single):
     Options: ClassVar[type] = DistributedDataParallelKwargs
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
-        self.data_rank, self.data_size = world.rank, world.size
         # Hooks compress gradients during backward, so under accumulation these are summed in `.grad`, in their own dtype.
         self.sums = options.comm_hook in ("no", "fp32")
         super().__init__(world, options)
+        self.data_rank, self.data_size = world.rank // self.context_size, world.size // self.context_size
         self._sharing: weakref.WeakSet[Muon] = weakref.WeakSet()
         own = options.find_unused_parameters or options.static_graph or make_hook(options, world.size)
         if own and not self.no_step_in_backward:

@@ -53,6 +53,8 @@ class FSDPOptions:
             are averaged after backward.
         symmetric_memory: gather into NCCL's symmetric memory by torch's `set_symm_mem_for_comm`, which can leave more of the GPU to
             kernels. On CUDA only.
+        context_parallel: neighbouring ranks that read the same samples and share each sequence, see
+            `Accelerator.context_parallel`. On CUDA only. It divides the number of ranks; parameters are sharded over all of them.
 
     Raises:
         SettingError: a value of another type.
@@ -67,6 +69,7 @@ class FSDPOptions:
     reduce_every_micro_batch: bool | None = None
     ignore: tuple[str, ...] = ()
     symmetric_memory: bool = False
+    context_parallel: int = field(default=1, metadata={"least": 1})
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -113,8 +116,8 @@ class FSDP(Spread):
     sums = False  # torch keeps its own, in the dtype in which gradients are reduced
 
     def __init__(self, world: World, options: FSDPOptions) -> None:
-        self.data_rank, self.data_size = world.rank, world.size
         super().__init__(world, options)
+        self.data_rank, self.data_size = world.rank // self.context_size, world.size // self.context_size
         if options.symmetric_memory:
             refuse_without_cuda("symmetric_memory", world.device)
         self.reduces_each = options.reduce_every_micro_batch

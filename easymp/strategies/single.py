@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from ..base.dtensor import local
 from ..distributed import World
-from ..errors import RefusedError, SettingError, StepError
+from ..errors import BatchError, RefusedError, SettingError, StepError
 from ..logging import get_logger
 from ..optim.torch_step import multiply, values
 from ..options import DistributedDataParallelKwargs
@@ -51,9 +52,33 @@ class Single:
     data_rank = 0
     data_size = 1
     data_group: Any = None
+    context_size = 1
 
     def __init__(self, world: World, options: Any) -> None:
         self._world, self.options = world, options
+        self.context_size = check_context(world, getattr(options, "context_parallel", 1))
+        self._context_mesh: Any = None
+
+    @contextmanager
+    def context(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> Iterator[None]:
+        """A context in which `buffers` are this rank's part of each sequence, and attention is over the sequences of the group."""
+        if self.context_size == 1:
+            yield
+            return
+        # Imported here: half a second that other runs need not pay.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        check_sequences(buffers, dims, self.context_size)
+        if self._context_mesh is None:
+            shape = (self._world.size // self.context_size, self.context_size)
+            grid = init_device_mesh(self._world.device.type, shape, mesh_dim_names=("data", "context"))
+            self._context_mesh = grid["context"]
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+        ringed = context_parallel(self._context_mesh, buffers=list(buffers), buffer_seq_dims=list(dims))
+        with sdpa_kernel(kernels), ringed, Attention():
+            yield
 
     @classmethod
     def refuse(cls, facts: Facts) -> Refusal | None:
@@ -124,6 +149,75 @@ class Single:
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         return alone
+
+
+# -- context parallelism: neighbouring ranks share each sequence; torch passes keys and values around in a ring ----------
+
+RINGED = (
+    "cuda",
+)  # torch 2.13 has rings for CUDA's flash, memory-efficient and cuDNN kernels, not for the kernel of CPUs
+
+
+def check_context(world: World, size: int) -> int:
+    """Return `size`; raises where the ranks cannot form groups of it, or where torch has no ring."""
+    if size == 1:
+        return size
+    asked = f"context_parallel={size}"
+    if world.size % size:
+        fit = [n for n in range(2, world.size + 1) if world.size % n == 0]
+        remedy = f"use one of {fit}" if fit else "leave it out, or start several processes"
+        raise SettingError(f"{asked} does not divide {world.size} processes into groups: {remedy}")
+    if world.device.type not in RINGED:
+        raise RefusedError(
+            f"{asked} cannot run here: torch rings the attention kernels of CUDA devices only, and this run is on {world.device.type}. "
+            "Leave it out"
+        )
+    return size
+
+
+def check_sequences(buffers: Sequence[Tensor], dims: Sequence[int], size: int) -> None:
+    """Refuse tensors that cannot be split in place into equal parts of the same sequences."""
+    if not buffers or len(buffers) != len(dims):
+        raise BatchError(
+            f"context_parallel() got {len(buffers)} buffers and {len(dims)} dims: pass one for each"
+        )
+    lengths = {b.shape[d] for b, d in zip(buffers, dims)}
+    if len(lengths) > 1 or max(lengths) % (2 * size):
+        raise BatchError(
+            f"context_parallel() got sequences of length {sorted(lengths)}: pad all to one length, a multiple of {2 * size} "
+            f"(a causal mask gives each of {size} ranks a part of the beginning and one of the end)"
+        )
+    if any(b.requires_grad or b._base is not None for b in buffers):
+        raise BatchError(
+            "context_parallel() changes buffers in place: pass plain tensors of the batch, no views or results"
+        )
+
+
+class Attention(TorchFunctionMode):
+    """Raises a StepError for attention that torch does not ring, and at its end where there was none: it would see a part only."""
+
+    rings = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._nn.scaled_dot_product_attention:
+            if not any(hasattr(value, "to_local") for value in (*args, *(kwargs or {}).values())):
+                raise StepError(
+                    f"attention is not ringed where scaled_dot_product_attention was imported by its name: {CALLED}"
+                )
+            self.rings += 1
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)
+        if kind is None and not self.rings:
+            raise StepError(
+                f"no attention was ringed inside context_parallel(), so no token saw those of other ranks: {CALLED}"
+            )
+
+
+CALLED = (
+    "call torch.nn.functional.scaled_dot_product_attention in the model, and run forward and backward inside"
+)
 
 
 class Spread(Single):

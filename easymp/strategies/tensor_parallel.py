@@ -143,6 +143,10 @@ class TensorParallel(Spread):
             raise SettingError(
                 f"size={self._size} does not divide {world.size} processes into groups of tensor parallelism: use one of {fit}"
             )
+        if options.fsdp.context_parallel != 1:
+            raise RefusedError(
+                "context_parallel is not joined with strategy 'tensor_parallel': use strategy 'fsdp'"
+            )
         if options.async_tensor_parallel:
             refuse_without_cuda("async_tensor_parallel", world.device)
         if options.fsdp.symmetric_memory:

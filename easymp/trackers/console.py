@@ -171,7 +171,9 @@ class Console:
             self._pending.send()
         for row in self._pending.arrived(wait):
             # Ranks that see the same data count the same tokens.
-            tokens = row.values.pop("tokens", 0.0) * self._prepared.strategy.data_size / self._run.world.size
+            strategy = self._prepared.strategy
+            shares = strategy.data_size * strategy.context_size  # that hold different tokens
+            tokens = row.values.pop("tokens", 0.0) * shares / self._run.world.size
             mark = self._sent._replace(tokens=tokens + (self._marks[-1].tokens if self._marks else 0.0))
             self._sent, self._seen, self._first = None, row.values, self._first or mark
             self._marks.append(mark)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..base.lazy import modules_at_first_use
 from ..base.pytree import leaf_paths, leaves, map_leaves, recursively_apply
 from ..distributed.processes import Processes
-from ..errors import ALIKE, BatchError, SettingError, WorldError
+from ..errors import ALIKE, BatchError, SettingError, StepError, WorldError
 
 if TYPE_CHECKING:
     from ..base.accumulation import UpdateWindow
@@ -73,6 +73,7 @@ class Collectives(Processes):
 
         Raises:
             BatchError: outside a loop, or dimension 0 is not the batch.
+            StepError: under `context_parallel`, where each rank has a part of each sequence.
             WorldError: the ranks' calls, structures or dtypes differ; on all ranks.
 
         Example:
@@ -83,6 +84,11 @@ class Collectives(Processes):
         """
         world, loader = self._world, self._window.reading
         every = world.size // self._prepared.strategy.data_size  # so many neighbours read the same
+        if self._prepared.strategy.context_size > 1:
+            raise StepError(
+                "gather_for_metrics() under context_parallel, where each process has a part of each sequence: add up sums and counts of "
+                "tokens with reduce()"
+            )
         objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
         error = ""
         try:

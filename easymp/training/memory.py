@@ -280,9 +280,11 @@ def estimate(
         found = count_activations(
             module, policy, sample, asked, (below or 0) - sum(sums.values()), activation_offload
         )
-        activations = found.bytes
+        activations = -(-found.bytes // (share := getattr(read, "context_parallel", 1)))
         if asked:  # recomputation frees copies, too
             sums["copies"] = min(sums["copies"], found.copies)
+        if share > 1:
+            notes.append(f"activations of 1/{share} of each sequence")
         if below:
             notes.append(str(found))
     if activations is None:

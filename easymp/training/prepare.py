@@ -127,6 +127,9 @@ class Preparation:
         self._budget = Budget(run, which) if which and which.below is not None else None
         if settings.strategy != AUTO:
             self._check_words()
+        if strategy.context_size > 1:
+            words = f"{run.plan.strategy.reason}; {strategy.context_size} neighbouring processes share each sequence"
+            self._refine("strategy", words)
         self._seeded = self._alike = settings.seed is not None  # alike: all ranks draw from one random stream
         self.seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.replicas: Replicas | None = None
@@ -233,7 +236,7 @@ class Preparation:
             if self.replicas is not None:
                 self.replicas.follow(strategy)
             self._auto.reduce_early(models, optimizers, strategy, run.window.accumulation > 1)
-            if run.plan.settings.convert_sync_batchnorm and strategy.data_size > 1:
+            if run.plan.settings.convert_sync_batchnorm and strategy.data_size * strategy.context_size > 1:
                 for model in models:
                     self.converted += [(module, type(module)) for module in batchnorms(model)]
                     convert_sync_batchnorm(model, strategy.data_group)
