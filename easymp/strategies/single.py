@@ -153,9 +153,10 @@ class Single:
 
 # -- context parallelism: neighbouring ranks share each sequence; torch passes keys and values around in a ring ----------
 
-RINGED = (
-    "cuda",
-)  # torch 2.13 has rings for CUDA's flash, memory-efficient and cuDNN kernels, not for the kernel of CPUs
+RINGED = ("cuda",)  # torch 2.13 rings flash, memory-efficient and cuDNN kernels, and none of CPUs
+CALLED = (
+    "call torch.nn.functional.scaled_dot_product_attention in the model, and run forward and backward inside"
+)
 
 
 def check_context(world: World, size: int) -> int:
@@ -213,11 +214,6 @@ class Attention(TorchFunctionMode):
             raise StepError(
                 f"no attention was ringed inside context_parallel(), so no token saw those of other ranks: {CALLED}"
             )
-
-
-CALLED = (
-    "call torch.nn.functional.scaled_dot_product_attention in the model, and run forward and backward inside"
-)
 
 
 class Spread(Single):
