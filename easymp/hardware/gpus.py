@@ -7,6 +7,7 @@ with FP32 Accumulate", the way in which torch multiplies), and AMD's data sheets
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -124,6 +125,57 @@ def peak_flops(name: str, precision: str) -> float | None:
     """FLOP/s of dense products in "fp32", "tf32", "fp16", "bf16" or "fp8" on the GPU called `name`; None where it is not known."""
     gpu = find(name)
     return 1e12 * getattr(gpu, precision, 0) or None if gpu else None
+
+
+# -- time on links -------------------------------------------------------------------------------------------------------
+
+# GB/s of a GPU to the others of its node in one direction: half of what vendors call NVLink or Infinity Fabric bandwidth.
+FABRIC = {
+    "GB200": 900, "B300": 900, "B200": 900, "GH200": 450, "H200": 450, "H200 NVL": 450, "H100": 450, "H100 NVL": 300, "H20": 450,
+    "H800": 200, "A100": 300, "A800": 200, "A30": 100, "V100": 150, "MI355X": 537, "MI350X": 537, "MI325X": 448, "MI300X": 448,
+}  # fmt: skip
+PCIE = {
+    "sm_9": 63,
+    "sm_1": 63,
+    "gfx94": 63,
+    "gfx95": 63,
+    "sm_8": 31.5,
+    "gfx90": 31.5,
+}  # of 16 lanes; others 15.75
+NETWORK = {
+    "B300": 100,
+    **dict.fromkeys(("A100", "A800"), 25),
+}  # GB/s of a GPU to other nodes, as in the vendor's DGX or HGX
+REACHED = 0.8  # part of these rates that large collectives reach
+LATENCY = 10e-6  # seconds of a message
+
+
+def collective_seconds(kind: str, size: int, ranks: int, nodes: int, name: str) -> float | None:
+    """Predict the time of one collective.
+
+    The bytes are those of a ring, and the messages those of a tree ("Optimization of Collective Communication Operations in MPICH",
+    Thakur et al., 2005). Rates are the vendors', times `REACHED`; the GPUs of a node share its network adapters, of which each has one.
+
+    Args:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or another word for a message that arrives whole.
+        size: bytes of the whole tensor.
+        ranks: of the group, one a GPU.
+        nodes: that they are on.
+        name: of the GPU, as `find` takes it.
+
+    Returns:
+        Seconds; None where the GPU is not known.
+    """
+    gpu = find(name)
+    if gpu is None:
+        return None
+    pcie = next((rate for start, rate in PCIE.items() if gpu.architecture.startswith(start)), 15.75)
+    fabric = FABRIC.get(gpu.name, pcie)
+    network = NETWORK.get(gpu.name, 50 if fabric >= 200 else 12.5)
+    rate = fabric if nodes == 1 else min(fabric, network * ranks / nodes)
+    ways = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}.get(kind)
+    sent = size * (ways * (ranks - 1) / ranks if ways else 1)
+    return sent / (rate * GB * REACHED) + LATENCY * math.ceil(math.log2(max(2, ranks)))
 
 
 # -- machines in words --------------------------------------------------------------------------------------------------

@@ -227,6 +227,7 @@ def test_it_says_what_a_rank_would_do(tmp_path: Path, capsys: Any) -> None:
     assert first["bytes"]["states"] == pytest.approx(2 * first["bytes"]["weights"], rel=0.05)
     assert first["samples"] == 16 and first["reads"]
     assert first["plan"]["precision"]["value"] == "bf16" and first["peak"] > sum(first["bytes"].values()) / 2
+    assert all(row["seconds"] > 0 for row in first["collectives"])
     assert {row["kind"] for row in last["collectives"] if row["when"] == "update"} >= {
         "all_gather",
         "reduce_scatter",

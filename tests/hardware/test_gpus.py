@@ -3,7 +3,7 @@
 import pytest
 
 from easymp import SettingError
-from easymp.hardware.gpus import GPUS, describe, find, peak_flops
+from easymp.hardware.gpus import FABRIC, GPUS, NETWORK, collective_seconds, describe, find, peak_flops
 
 from .machines import MACHINES
 
@@ -45,6 +45,17 @@ def test_peaks_agree_with_the_abilities_of_the_chip(gpu):
     assert device.bf16 == bool(gpu.bf16) and device.fp8 == bool(gpu.fp8) and device.tf32 == bool(gpu.tf32)
     rates = [rate for rate in (gpu.fp32, gpu.tf32, gpu.bf16, gpu.fp8) if rate]
     assert rates == sorted(rates)
+
+
+def test_predicted_time_of_collectives():
+    half, whole = (collective_seconds(kind, 10**9, 8, 1, "h100") for kind in ("all_gather", "all_reduce"))
+    assert half == pytest.approx(10**9 * 7 / 8 / 360e9 + 30e-6)  # 80 % of 450 GB/s
+    assert whole == pytest.approx(2 * (half - 30e-6) + 30e-6)
+    far = collective_seconds("all_gather", 10**9, 16, 16, "h100")  # one GPU a node
+    assert far == pytest.approx(10**9 * 15 / 16 / 40e9 + 40e-6)
+    assert collective_seconds("send", 10**9, 2, 1, "T4") == pytest.approx(10**9 / 12.6e9 + 10e-6)
+    assert collective_seconds("send", 1, 2, 1, "an unknown one") is None
+    assert {*FABRIC, *NETWORK} <= {gpu.name for gpu in GPUS}
 
 
 @pytest.mark.parametrize("name", ["8xH100", "T4", "A100", "MI300X"])

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             **overrides([*args.set, *(f"{name}={word}" for name, word in {**QUIET, **asked}.items())])
         ):
             seen = rehearse(Path(folder), ranks, processes, here)
-    found = judge(seen, args.global_batch, processes, here)
+    found = judge(seen, args.global_batch, processes, here, node.devices[0].name if node.devices else "")
     found["seconds"] = time.perf_counter() - begun
     if args.json:
         print_json(found)
@@ -173,12 +173,15 @@ def rehearse(folder: Path, ranks: Sequence[int], processes: int, here: int) -> l
 # -- the verdict
 
 
-def judge(seen: Sequence[dict[str, Any]], batch: int | None, processes: int, here: int) -> dict[str, Any]:
+def judge(
+    seen: Sequence[dict[str, Any]], batch: int | None, processes: int, here: int, device: str
+) -> dict[str, Any]:
     """What the ranks have found, as one record, with the verdict and its sentence.
 
     Args:
         batch: samples of an update that are meant; None: any number.
         here: ranks of a node.
+        device: the name of each one's GPU.
     """
     verdict, why = RUNS, ""
     broken = [one for one in seen if one["end"] in (FAILED, UNKNOWN)]
@@ -209,7 +212,7 @@ def judge(seen: Sequence[dict[str, Any]], batch: int | None, processes: int, her
         )
     elif not all(one["updates"] for one in seen):
         verdict, why = NOT_REHEARSED, "the script ended before an update of its prepared optimizers"
-    ranks = [summary(one, here) for one in seen]
+    ranks = [summary(one, here, device) for one in seen]
     sentence = f"{verdict.capitalize()}{': ' + why if why else f' on {processes} ranks'}."
     return {
         "verdict": verdict,
@@ -258,20 +261,23 @@ def meeting(rows: Sequence[Mapping[str, Any]], at: int) -> str:
     return f"{row['kind']}{' of ' + size(row['bytes']) if row['bytes'] else ''}{' at ' + row['line'] if row['line'] else ''}"
 
 
-def summary(one: Mapping[str, Any], here: int) -> dict[str, Any]:
-    """A rank's record, with its collectives of the start and of the last update, by group and kind."""
+def summary(one: Mapping[str, Any], here: int, device: str) -> dict[str, Any]:
+    """A rank's record, with its collectives of the start and of the last update, by group and kind, and their predicted time."""
     rows: dict[Any, dict[str, Any]] = {}
     last = max(0, one["updates"] - 1)
     for row in one["collectives"]:
         when = "update" if row["phase"] == last and last else "start" if row["phase"] == 0 else ""
-        nodes = row["last"] // here - row["first"] // here + 1
+        nodes = min(row["last"] // here - row["first"] // here + 1, row["ranks"])
         if when and row["bytes"]:
             mine = rows.setdefault(
                 (when, row["kind"], row["ranks"], nodes),
-                {"when": when, "kind": row["kind"], "ranks": row["ranks"], "nodes": min(nodes, row["ranks"]), "calls": 0, "bytes": 0},
+                {"when": when, "kind": row["kind"], "ranks": row["ranks"], "nodes": nodes, "calls": 0, "bytes": 0, "seconds": None},
             )  # fmt: skip
             mine["calls"] += 1
             mine["bytes"] += row["bytes"]
+            seconds = gpus.collective_seconds(row["kind"], row["bytes"], row["ranks"], nodes, device)
+            if seconds is not None:
+                mine["seconds"] = (mine["seconds"] or 0.0) + seconds
     kept = {name: value for name, value in one.items() if name != "collectives"}
     return {**kept, "collectives": list(rows.values())}
 
@@ -310,12 +316,13 @@ def show(found: Mapping[str, Any]) -> None:
                 + "whole gradients of a block and other short-lived tensors. Samples: that a rank reads in an update."
             )
         )
-        sent = [["when", "collective", "ranks", "nodes", "calls", "bytes"]]
+        sent = [["when", "collective", "ranks", "nodes", "calls", "bytes", "predicted"]]
         for row in first["collectives"]:
             cells = [row[k] for k in ("when", "kind", "ranks", "nodes", "calls")]
-            sent.append([*cells, size(row["bytes"])])
+            took = "–" if row["seconds"] is None else f"{1000 * row['seconds']:,.2f} ms"
+            sent.append([*cells, size(row["bytes"]), took])
         if len(sent) > 1:
-            print(f"\nCollectives of rank {first['rank']}:\n{table(sent, right={2, 3, 4, 5})}")
+            print(f"\nCollectives of rank {first['rank']}:\n{table(sent, right={2, 3, 4, 5, 6})}")
         batch = f"An update reads {first['batch']} samples over all ranks. " if first["batch"] else ""
         reads = f"{first['reads']} values that the script read were made up. " if first["reads"] else ""
         print(wrap(f"\n{batch}{reads}Rehearsed in {duration(found['seconds'])}."))
