@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-WORDS = 7  # columns of the matrix of words and strategies
+WORDS = 6  # columns of the matrix of words and strategies
 COMMANDS = {"`make wheel-test`": "Makefile"}
 
 
