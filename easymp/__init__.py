@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .checkpoint.weights import load_weights as load_weights
     from .data import PreparedLoader as PreparedLoader
     from .data import skip_first_batches as skip_first_batches
-    from .data.images import NormalizeImages as NormalizeImages
+    from .data.source import NormalizeImages as NormalizeImages
     from .distributed.processes import DistributedType as DistributedType
     from .distributed.processes import PrecisionType as PrecisionType
     from .errors import BatchError as BatchError
@@ -93,7 +93,7 @@ _HOMES = {
     "checkpoint.huggingface": "load",
     "checkpoint.weights": "load_weights",
     "data": "PreparedLoader skip_first_batches",
-    "data.images": "NormalizeImages",
+    "data.source": "NormalizeImages",
     "distributed.processes": "DistributedType PrecisionType",
     "errors": "BatchError CheckpointError EasympError EasympWarning KernelError NonfiniteError "
     "PrepareError RefusedError SettingError StepError TrackerError WorldError",

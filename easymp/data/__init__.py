@@ -1,7 +1,7 @@
 """Prepared loaders: data order, sharding, position, devices.
 
-`order` data order and sharding arithmetic · `source` the interface, map-style data sets and the way to the device, `stream` iterable ones ·
-`loader` the prepared loader · `prepare` makes it · `images` normalises uint8 images on the device.
+`order` data order and sharding arithmetic · `source` the interface, map-style data sets, the way to the device, `stream` iterable ones ·
+`loader` the prepared loader · `prepare` makes it.
 """
 
 from .loader import PreparedLoader, SkippedLoader, skip_first_batches

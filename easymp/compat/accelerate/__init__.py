@@ -17,7 +17,7 @@ from ...trackers.logbook import on_main_process
 from ...training.state import AcceleratorState, GradientState, PartialState, is_open
 from ..alias import VERSION, install
 from ..layer import named, submodules
-from . import logging, plugins, utils
+from . import plugins, utils
 from .accelerator import AcceleratedScheduler, Accelerator
 from .plugins import INSTEAD, layer
 
@@ -46,7 +46,8 @@ _MODULES = (
     "tracking"
 )
 _WHOLE = {**NAMES, "absent": INSTEAD}
-submodules(__name__, dict.fromkeys(_MODULES.split(), _WHOLE), layer, "accelerate")
+_LOGGING = named(plugins.MultiProcessAdapter, plugins.get_logger)
+submodules(__name__, {**dict.fromkeys(_MODULES.split(), _WHOLE), "logging": _LOGGING}, layer, "accelerate")
 _LISTED = (
     "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin DistributedDataParallelKwargs "
     "DistributedType FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs LocalSGD ParallelismConfig PartialState "

@@ -1,7 +1,8 @@
-"""Plugins in the words of easymp, stand-ins for absent classes, checkpoints of one sharded object, and a script's classes of trackers."""
+"""Plugins in the words of easymp, stand-ins for absent classes, checkpoints of one sharded object, classes of trackers, and loggers."""
 
 from __future__ import annotations
 
+import functools
 import os
 import tomllib
 import warnings
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ... import logging
 from ...base import env
 from ...checkpoint import folders, load, save
 from ...checkpoint.model_state import ModelState, OptimizerState
@@ -24,7 +26,7 @@ from ...options import DataLoaderConfiguration, KwargsHandler, LoggerType
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
 from ...trackers import choose, logbook
-from ...training.state import GradientState, current_world
+from ...training.state import GradientState, PartialState, current_world
 from ..layer import Layer
 
 layer = Layer("Accelerate")
@@ -321,3 +323,34 @@ def made_by_name(word: Any, run: Any, folder: Any) -> Any:
 def get_available_trackers() -> list[LoggerType]:
     """The trackers whose packages are installed."""
     return [LoggerType(word) for word in choose("all", "log_with='all'", {})]
+
+
+# -- loggers: for all ranks, on request one after the other -------------------------------------------------------------
+
+
+class MultiProcessAdapter(logging.RankLogger):
+    """`easymp.logging`'s logger, with two habits more."""
+
+    def log(
+        self, level: int, msg: object, *args: Any, main_process_only: bool = True, in_order: bool = False, **kwargs: Any
+    ) -> None:  # fmt: skip
+        """`in_order`: with ``main_process_only=False``, rank 0 first, then rank 1 …; all ranks call it."""
+        kwargs.setdefault("stacklevel", 2)
+        if main_process_only or not in_order:
+            super().log(level, msg, *args, main_process_only=main_process_only, **kwargs)
+            return
+        state = PartialState()
+        for rank in range(state.num_processes):
+            if rank == state.process_index:
+                super().log(level, msg, *args, main_process_only=False, **kwargs)
+            state.wait_for_everyone()
+
+    @functools.lru_cache(None)  # noqa: B019 (loggers live as long as the process)
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """A warning that comes once, however often it is called with these words."""
+        self.warning(*args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
+    """As `easymp.get_logger`."""
+    return MultiProcessAdapter(logging.get_logger(name, log_level).logger, {})
