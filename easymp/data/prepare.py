@@ -127,7 +127,7 @@ def _per_rank(
         why = "split_batches=True divides batches among the processes, but this loader has batch_size=None"
         raise BatchError(f"{why}: give the DataLoader a batch_size, or leave split_batches out")
     if size is not None and size % data_size:
-        near = f"{size // data_size * data_size or data_size} or {(size // data_size + 1) * data_size}"
+        near = " or ".join(str(n * data_size) for n in (size // data_size, size // data_size + 1) if n)
         raise BatchError(
             f"split_batches=True divides each batch among {data_size} processes, and batch_size={size} does not divide: use {near}, or "
             "leave split_batches out (batch_size is then per process)"
