@@ -91,7 +91,12 @@ class Checkpoints:
             self._undo.callback(self._ring.close)
 
     def _listen(self, save_on_signal: bool | None) -> None:
-        self._preemption = Preemption(self._run.world, self._run.window, self._leave)
+        me = weakref.ref(self)  # no cycle: an Accelerator that nothing refers to is gone at once
+        self._preemption = Preemption(
+            self._run.world,
+            self._run.window,
+            lambda number: me()._leave(number),  # type: ignore[union-attr]
+        )
         self._save_on_signal = save_on_signal
         if save_on_signal and not self._preemption.start():
             raise RefusedError(

@@ -54,8 +54,8 @@ class PreparedLoader(DataLoader[Any]):
         >>> loader.set_epoch(3)
         >>> loader.batch_line(accumulation=2)
         '4 per device × 1 process × 2 accumulation = 8'
-        >>> type(loader.sampler).__name__, [len(batch) for batch in loader.read(skip=1)]
-        ('SequentialSampler', [4])
+        >>> type(loader.sampler).__name__, loader.batch_sampler.batch_size, [len(batch) for batch in loader.read(skip=1)]
+        ('SequentialSampler', 4, [4])
         >>> loader.total_dataset_length, loader.end_of_dataloader, loader.remainder
         (8, False, -1)
         >>> loader.indices(0, 2, 5)
@@ -109,6 +109,11 @@ class PreparedLoader(DataLoader[Any]):
     def sampler(self) -> Any:  # type: ignore[override]
         """The user's sampler. easymp computes the order of torch's samplers and does not iterate them."""
         return self._given.sampler
+
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]
+        """The user's sampler of batches; None where the data set decides. It is not iterated either, unless it is of another class."""
+        return self._given.batch_sampler
 
     @property
     def even_batches(self) -> bool:

@@ -183,21 +183,28 @@ def make_precision(run: Run, autocast: AutocastKwargs) -> Any:
     return Measured(autocast, run.world, settings.probe and not settings.deterministic, decided)
 
 
-_open: list[Run] = []
+_open: dict[int, Run] = {}  # in the order in which they opened
 
 
 def register(run: Run) -> None:
     """Add an open run; views show the newest one."""
-    _open.append(run)
+    _open[id(run)] = run
 
 
 def unregister(run: Run) -> None:
-    _open[:] = [other for other in _open if other is not run]
+    _open.pop(id(run), None)
+
+
+def _leave(chosen: Callable[[Run], bool]) -> None:
+    """Close those runs that states opened by themselves."""
+    for run in [run for run in _open.values() if run.accelerator() is None and chosen(run)]:
+        unregister(run)
+        run.world.close()
 
 
 def accelerators() -> list[Any]:
     """The open Accelerators."""
-    return [there for run in _open if (there := run.accelerator()) is not None]
+    return [there for run in _open.values() if (there := run.accelerator()) is not None]
 
 
 def is_open() -> bool:
@@ -212,7 +219,7 @@ def current_world(cpu: bool | None = None, backend: str | None = None, timeout: 
         plan = make_plan(settings, hardware.detect(), locate(read_ranks(), settings.timeout))
         world = World(plan.ranks, torch.device(plan.device.value), settings.timeout, settings.debug, backend)
         register(Run(world, plan, UpdateWindow()))
-    return _open[-1].world
+    return _newest("current_world").world
 
 
 class View:
@@ -229,10 +236,12 @@ class View:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     initialized = True  # a view without a run cannot be made
+    _shared_state = _open  # libraries ask whether it is empty
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Do nothing: a view has no state, and its run ends with the Accelerator."""
+        """End a run of one process that a state opened; one of an Accelerator ends with it."""
+        _leave(lambda run: run.world.size == 1)
 
 
 class PartialState(View, Processes):
@@ -273,7 +282,7 @@ class PartialState(View, Processes):
         group = InitProcessGroupKwargs(backend, init_method, 120.0 if timeout is None else timeout)
         seconds = None if timeout is None else group.seconds
         if _open:
-            world = _open[-1].world
+            world = _newest("PartialState").world
             check_backend(backend, world.device)
             if seconds not in (None, world.timeout):
                 raise RefusedError(
@@ -296,9 +305,7 @@ class PartialState(View, Processes):
             >>> state = PartialState(cpu=True)
             >>> state.destroy_process_group()
         """
-        for run in [run for run in _open if run.world is self._world and run.accelerator() is None]:
-            unregister(run)
-            run.world.close()
+        _leave(lambda run: run.world is self._world)
 
 
 class AcceleratorState(View, Processes):
@@ -425,4 +432,4 @@ class GradientState(View):
 def _newest(what: str) -> Run:
     if not _open:
         raise StepError(f"{what}() needs an open Accelerator: make one first")
-    return _open[-1]
+    return next(reversed(_open.values()))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import math
 import os
 import pickle
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -408,6 +410,21 @@ def test_trackers_of_the_script_get_what_was_given(tmp_path, monkeypatch):
         type("Bare", (accelerate.tracking.GeneralTracker,), {"tracker": None})()
 
 
+def test_trackers_that_the_script_makes(tmp_path):
+    kinds = accelerate.tracking
+    assert kinds.WandBTracker("digits", tags=["a"]).run_name == "digits"
+    with utils.patch_environment(MLFLOW_NESTED_RUN="no"):
+        assert kinds.MLflowTracker("digits", tmp_path, nested_run=True).nested_run is False
+    if utils.is_tensorboard_available():
+        tracker = kinds.TensorBoardTracker("digits", logging_dir=tmp_path)
+        assert not accelerate.state.is_initialized()
+        with Accelerator(cpu=True, log_with=tracker) as acc:
+            acc.init_trackers("another", {"lr": 0.1})
+            acc.log({"loss": 0.5}, step=1)
+            assert acc.get_tracker("tensorboard") is tracker
+        assert list((tmp_path / "digits").glob("events.*"))
+
+
 def evaluated():
     """fsdp_with_peak_mem_tracking's plugin; run_clm_no_trainer's evaluation, and what its end may look like."""
     acc = Accelerator(
@@ -481,6 +498,13 @@ def test_what_libraries_and_variables_ask(monkeypatch, tmp_path):
         written = pickle.dumps(acc)
     with pytest.raises(StepError, match="none is"):
         pickle.loads(written)
+    assert one.gradient_state.active_dataloader is None and one.batch_sampler.batch_size == 1
+    acc = Accelerator(cpu=True)
+    assert PartialState._shared_state
+    gone, acc = weakref.ref(acc), None
+    assert gone() is None  # at once, without garbage collection
+    PartialState._reset_state()
+    assert PartialState._shared_state == {}
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
     assert TorchDynamoPlugin().to_kwargs() == {"backend": "eager"}
     with Accelerator(cpu=True) as acc:
@@ -497,8 +521,19 @@ def test_weights_on_one_device(tmp_path, caplog):
     accelerate.load_checkpoint_in_model(other, path, device_map={"": "cpu"}, dtype=torch.float64)
     assert "were not used when" in caplog.text and other[0].weight.dtype == torch.float64
     assert torch.equal(other[0].weight.float(), model[0].weight)
-    with pytest.raises(ValueError, match="this looks incorrect"):
-        utils.set_module_tensor_to_device(other, "0.weight", "cpu", value=torch.ones(2, 2))
+    parts = {"a.bin": ["0.weight", "0.bias"], "b.bin": ["2.weight", "2.bias"]}
+    for file, names in parts.items():
+        torch.save({name: model.state_dict()[name] for name in names}, tmp_path / file)
+    index = tmp_path / "weights.index.json"
+    index.write_text(json.dumps({name: file for file, names in parts.items() for name in names}))
+    for place in index, tmp_path:
+        nn.init.zeros_(other[0].weight)
+        accelerate.load_checkpoint_in_model(other, place)
+        assert torch.equal(other[0].weight.float(), model[0].weight)
+    utils.set_module_tensor_to_device(other, "0.weight", "meta")
+    for value, words in (torch.ones(2, 2), "this looks incorrect"), (None, "has no values: pass value="):
+        with pytest.raises(ValueError, match=words):
+            utils.set_module_tensor_to_device(other, "0.weight", "cpu", value=value)
     other[2] = other[0]
     assert utils.find_tied_parameters(other) == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
     utils.retie_parameters(

@@ -188,6 +188,8 @@ class Accelerator(accelerator.Accelerator):
         for item in found.values():
             if item is not None:
                 item._is_accelerate_prepared = True  # libraries ask for it
+            if isinstance(item, DataLoader):
+                item.gradient_state = self.gradient_state  # type: ignore[attr-defined]
         result = tuple(found.get(i, item) for i, item in enumerate(args))
         return result[0] if len(result) == 1 else result
 

@@ -26,6 +26,9 @@ from ...options import DataLoaderConfiguration, KwargsHandler, LoggerType
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
 from ...trackers import choose, logbook
+from ...trackers.mlflow import MLflow
+from ...trackers.tensorboard import TensorBoard
+from ...trackers.wandb import WandB
 from ...training.state import GradientState, PartialState, current_world
 from ..layer import Layer
 
@@ -285,6 +288,39 @@ class GeneralTracker(logbook.GeneralTracker):
         if lacks and not _blank:
             said = " and no ".join(lacks)
             raise NotImplementedError(f"{type(self).__name__} has no {said}: define it in the class")
+
+
+class _ByHand:
+    """A tracker of easymp that the script makes itself and passes in `log_with`."""
+
+    run_name: str | None
+
+    def __init__(self, run_name: str, logging_dir: Any = os.curdir, **kwargs: Any) -> None:
+        super().__init__(Path(logging_dir), kwargs)  # type: ignore[call-arg]
+        self.run_name = run_name
+
+    def start(self, run: str, config: Any, position: Any = None) -> None:
+        super().start(self.run_name or run, config, position)  # type: ignore[misc]
+
+
+class TensorBoardTracker(_ByHand, TensorBoard):
+    """TensorBoard's event files in ``logging_dir/run_name``; `kwargs` are those of torch's SummaryWriter."""
+
+
+class WandBTracker(_ByHand, WandB):
+    """One run of wandb in the project `run_name`; `kwargs` are those of `wandb.init`."""
+
+
+class MLflowTracker(_ByHand, MLflow):
+    """One run of MLflow; `kwargs` are those of `mlflow.start_run`."""
+
+    def __init__(
+        self, experiment_name: str | None = None, logging_dir: Any = None, run_id: str | None = None, tags: Any = None,
+        nested_run: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        self.run_name, self.nested_run = experiment_name, env.flag("MLFLOW_NESTED_RUN", nested_run)
+        options = {"run_id": run_id, "tags": tags, "nested_run": self.nested_run, **kwargs}
+        MLflow.__init__(self, Path(logging_dir or os.curdir), options)
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import operator
 import os
 import re
@@ -188,6 +189,8 @@ def set_module_tensor_to_device(
         raise SettingError(
             f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this looks incorrect.'
         )
+    if value is None and old.is_meta and torch.device(device).type != "meta":
+        raise SettingError(f"{tensor_name} is on the meta device and has no values: pass value=…")
     new = (old.data if value is None else torch.as_tensor(value)).to(device, dtype or old.dtype)
     if name in owner._buffers:
         owner._buffers[name] = new
@@ -242,15 +245,24 @@ def load_checkpoint_in_model(
     }
     if set(device_map or {"": 0}) != {""} or any(others) or given:
         raise RefusedError(f"load_checkpoint_in_model(device_map=…, offload_…): {INSTEAD['dispatch_model']}")
-    place, dtype = os.fspath(checkpoint), options.get("dtype")
-    of_torch = place.endswith((".bin", ".pt", ".pth", ".ckpt"))
-    found = [place] if of_torch else sorted(map(str, Path(place).glob("pytorch_model*.bin")))
+    place, dtype = Path(checkpoint), options.get("dtype")
+    found = (
+        [place]
+        if place.suffix in (".bin", ".pt", ".pth", ".ckpt")
+        else sorted(place.glob("pytorch_model*.bin"))
+    )
+    for index in [place] if place.name.endswith(".index.json") else place.glob("*.index.json"):
+        names = json.loads(index.read_text())
+        files = {index.parent / file for file in names.get("weight_map", names).values()}
+        found = sorted(file for file in files if file.suffix != ".safetensors")
     if not found:
-        load_weights(model, place, strict=strict, dtype=dtype)
+        load_weights(model, checkpoint, strict=strict, dtype=dtype)
     elif dtype is not None:
         model.to(dtype)
     for file in found:
-        unknown = model.load_state_dict(accelerate.read(file), strict and len(found) == 1).unexpected_keys
+        unknown = model.load_state_dict(
+            accelerate.read(os.fspath(file)), strict and len(found) == 1
+        ).unexpected_keys
         if unknown:
             logger.warning("%s: the weights %s were not used when the model was loaded", file, unknown)
     if device_map:
