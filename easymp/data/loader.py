@@ -57,7 +57,7 @@ class PreparedLoader(DataLoader[Any]):
         >>> type(loader.sampler).__name__, loader.batch_sampler.batch_size, [len(batch) for batch in loader.read(skip=1)]
         ('SequentialSampler', 4, [4])
         >>> loader.total_dataset_length, loader.end_of_dataloader, loader.remainder
-        (8, False, -1)
+        (8, False, 0)
         >>> loader.indices(0, 2, 5)
         [2, 3, 4]
         >>> loader.replay(finished=1)  # the next pass is empty
@@ -159,8 +159,11 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Samples in the last global batch that are not repeated ones; -1 where none are, or before that batch."""
-        return self.total_batch_size - self.surplus if self.surplus else -1  # type: ignore[operator]
+        """Samples in an incomplete last global batch, without repeated ones; 0 if it is complete, -1 if it is dropped or unknown."""
+        samples, whole = self._source.samples(), self.total_batch_size
+        if samples is not None and whole and not self._source.cut.drop_last:
+            return samples % whole
+        return whole - self.surplus if whole and self.surplus else -1
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch, also if the next pass resumes inside one.

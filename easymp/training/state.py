@@ -373,8 +373,8 @@ class GradientState(View):
         (2, True, True)
         >>> for batch in acc.prepare(torch.utils.data.DataLoader(range(2))):
         ...     print(batch, state.in_dataloader, state.end_of_dataloader, state.active_dataloader.batch_size, state.remainder)
-        tensor([0]) True False 1 -1
-        tensor([1]) True True 1 -1
+        tensor([0]) True False 1 0
+        tensor([1]) True True 1 0
     """
 
     plugin_kwargs: Mapping[str, Any] = MappingProxyType({})  # transformers' Trainer reads it
@@ -424,7 +424,7 @@ class GradientState(View):
 
     @property
     def remainder(self) -> int:
-        """Samples in the last global batch that are not repeated ones; -1 where none are, or before that batch."""
+        """As the loader's that is being read; -1 outside of such loops."""
         loader = self._window.reading
         return -1 if loader is None else loader.remainder
 

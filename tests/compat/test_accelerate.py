@@ -348,7 +348,7 @@ def test_what_prepare_takes():
         loader = acc.prepare(DataLoader(range(5), batch_size=2))
         assert same is other and none is None and isinstance(loader, DataLoader)
         assert len(pickle.loads(pickle.dumps(loader))) == 3
-        assert [(loader.end_of_dataloader, loader.remainder) for _ in loader][1:] == [(False, -1), (True, -1)]
+        assert [(loader.end_of_dataloader, loader.remainder) for _ in loader][1:] == [(False, 1), (True, 1)]
         acc.backward(acc.prepare(model)(torch.ones(1, 2)).sum())
         optimizer.step()
         assert acc._optimizers == [optimizer] and model.bias.grad == 1

@@ -78,6 +78,7 @@ def test_a_script_that_imports_accelerate_gets_easymp(tmp_path):
         ("--cpu --gradient_accumulation_steps=4", "--set cpu=true --set gradient_accumulation_steps=4"),
         ("--config_file a.json --cpu", "--set strategy=fsdp --processes 2 --set cpu=true"),
         ("--processes 1", "--processes 1"),
+        ("--machine_rank 0 --num_machines 1 --cpu", "--set cpu=true"),
     ],
 )
 def test_flags_of_accelerate_launch(flags, settings, tmp_path):
@@ -93,6 +94,7 @@ def test_flags_of_accelerate_launch(flags, settings, tmp_path):
     [
         ("--tpu", "--tpu of accelerate launch has no counterpart"),
         ("--zero_stage 2", "not in force"),
+        ("--num_cpu_threads_per_process 2", "set OMP_NUM_THREADS=2"),
         ("--num_processes two", "num_processes = two is not a number"),
         ("--num_processes", "has no value"),
     ],

@@ -55,7 +55,6 @@ BY_FLAG = {
     "use_megatron_lm": "MEGATRON_LM",
     "multi_gpu": "MULTI_GPU",
 }
-SAME = {"machine_rank": "--node-rank", "max_restarts": "--max-restarts"}
 REFUSED = ("no counterpart", "not in force", "unknown")
 
 
@@ -506,6 +505,7 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> list[str]:
     """The command line behind ``--as accelerate`` in easymp's flags; `own` are these, and whether each takes a value."""
     content: dict[str, Any] = {}
     kept: list[str] = []
+    rank: list[str] = []
     rest = list(words)
     while rest and rest[0].startswith("-"):
         flag, equals, value = rest.pop(0).partition("=")
@@ -519,8 +519,10 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> list[str]:
             raise SettingError(f"{flag} has no value")
         elif not equals:
             value = rest.pop(0)
-        if name in SAME:
-            kept += [SAME[name], value]
+        if name == "machine_rank":
+            rank = ["--node-rank", value]
+        elif name == "max_restarts":
+            kept += ["--max-restarts", value]
         elif name == "config_file":
             content = {**read_document(value).content, **content}
         elif name in BY_FLAG:
@@ -532,10 +534,14 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> list[str]:
         elif name in SECTIONS:
             content.setdefault(SECTIONS[name], {})[name] = _plain(value)
         else:
-            raise RefusedError(f"{flag} of accelerate launch has no counterpart: leave it out")
+            threads = f"set OMP_NUM_THREADS={value} in front of the command, and "
+            way = threads * (name == "num_cpu_threads_per_process")
+            raise RefusedError(f"{flag} of accelerate launch has no counterpart: {way}leave it out")
     if content.get("num_processes", 1) != 1 and "distributed_type" not in content:
         content["distributed_type"] = "MULTI_CPU" if content.get("use_cpu") else "MULTI_GPU"
-    return [*kept, *_flags(content), *rest]
+    if content.get("num_machines", 1) == 1 and rank[1:] == ["0"]:
+        rank = []
+    return [*kept, *rank, *_flags(content), *rest]
 
 
 def _flags(content: dict[str, Any]) -> Iterator[str]:

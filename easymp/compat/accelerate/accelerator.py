@@ -193,6 +193,13 @@ class Accelerator(accelerator.Accelerator):
         result = tuple(found.get(i, item) for i, item in enumerate(args))
         return result[0] if len(result) == 1 else result
 
+    def free_memory(self, *objects: Any) -> list[None]:
+        """As `easymp.Accelerator.free_memory`; a list, also of one object or none."""
+        super().free_memory(*objects)
+        return [None] * len(objects)
+
+    clear = free_memory
+
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """As `easymp.Accelerator.no_sync`; the `backward` of a loss from inside may also follow outside, and stays on its rank, too."""
         self._apart = True
