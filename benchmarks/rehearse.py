@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import time
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +115,7 @@ def measure(layout: str, ranks: int) -> list[str]:
         "--for",
         "8xH100",
     ]
-    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, time.perf_counter()
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
         [*command, *sets, "--json", "--", "--train"], capture_output=True, text=True, check=False
     )
@@ -123,9 +124,11 @@ def measure(layout: str, ranks: int) -> list[str]:
         sys.exit(f"{done.stdout}{done.stderr}")
     found = json.loads(done.stdout)
     peak = max((one.get("peak", 0) for one in found["ranks"]), default=0)
-    most = max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024
-    said = found["verdict"] if done.returncode == 0 else found["sentence"][:110]
-    return [layout, f"{ranks:,}", f"{peak / 2**30:.1f}", f"{seconds:.0f}", f"{most / 2**20:.0f}", said]
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    worked = spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime
+    said = found["verdict"] if done.returncode == 0 else shorten(found["sentence"], 120, placeholder=" …")
+    mib = f"{spent.ru_maxrss / 1024:.0f}"
+    return [layout, f"{ranks:,}", f"{peak / 2**30:.1f}", f"{seconds:.0f}", f"{worked:.0f}", mib, said]
 
 
 def main() -> None:
@@ -139,13 +142,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.train:
         return train(args.layers, args.batch)
-    head, rows = ["layout", "ranks", "peak GiB", "seconds", "MiB here", "verdict"], []
+    head, rows = ["layout", "ranks", "peak GiB", "seconds", "of processors", "MiB", "verdict"], []
     for layout in args.layouts:
         for ranks in args.ranks:
             rows.append(measure(layout, ranks))
             print(*rows[-1], flush=True)
     text = "80 layers, 8192 wide, 70.6 billion parameters on meta; bf16, AdamW, recomputed blocks, a sample of 4,096 tokens a rank, "
-    text += "8xH100 a node. Peak: of the fullest of the three ranks that run. Seconds and memory of the largest process: here."
+    text += "8xH100 a node. Peak: of the fullest of the three ranks that run. Seconds, also those of all "
+    text += "processors together, and memory of the largest process: here."
     hand_in(
         f"# Rehearsals of a model of 70 billion parameters\n\n{here()}\n\n{text}\n\n" + table(head, rows),
         args.out,

@@ -236,22 +236,14 @@ def unlike(seen: Sequence[Mapping[str, Any]]) -> str:
             if not within or (group[2] <= group[1] - group[0] and not all(group in side for side in sides)):
                 continue  # of ranks with a stride, both are members if both have met there
             first, second = (side.get(group, []) for side in sides)
-            at = next(
-                (i for i, pair in enumerate(zip(first, second)) if differ(*pair)),
-                min(len(first), len(second)),
-            )
+            said = [[(row["kind"], row["bytes"]) for row in side] for side in (first, second)]
+            at = next((i for i, (a, b) in enumerate(zip(*said)) if a != b), min(map(len, said)))
             if at < max(len(first), len(second)):
-                said = [meeting(side, at) for side in (first, second)]
                 return (
-                    f"the ranks would wait for each other for good: rank {one['rank']} comes to {said[0]}, and rank {other['rank']} to "
-                    f"{said[1]}, as number {at + 1} of their group of {group[2]} ranks. All of them must make the same calls in one order"
+                    f"the ranks would wait for each other for good: rank {one['rank']} comes to {meeting(first, at)}, and rank "
+                    f"{other['rank']} to {meeting(second, at)}, as number {at + 1} of their group of {group[2]} ranks. All of them must make the same calls in one order"
                 )
     return ""
-
-
-def differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two collectives do not go together. Pickled objects of ranks differ in bytes."""
-    return bool(one["kind"] != other["kind"] or (one["bytes"] != other["bytes"] and not one["object"]))
 
 
 def meeting(rows: Sequence[Mapping[str, Any]], at: int) -> str:

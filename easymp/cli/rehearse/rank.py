@@ -7,6 +7,7 @@ reads of a tensor without values. All ranks are taken to have the values of this
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -119,23 +120,23 @@ class Watcher(TorchDispatchMode):
         self.large = False  # whether large tensors are made fake
         self.reads = 0  # of values that are not there
         self.phase = 0  # updates that are made
-        self.objects = False  # whether objects are on their way, pickled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # near half of all calls
         kwargs = kwargs or {}
         if any(kind not in (FakeTensor, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor runs operations on its parts, which come here
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             self.reads += 1
             return torch.ones((), dtype=args[0].dtype).item() if args[0].dtype != torch.bool else False
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        name = func.__name__.split(".")[0]
-        kind = next((kind for word, kind in KINDS.items() if word in name), None)
-        if func.namespace in NAMESPACES and kind is not None:
-            return self._collective(func, name, kind, args, kwargs, tensors)
-        sizes = args[0] if args and isinstance(args[0], (list, tuple)) else ()
-        home = torch.device(kwargs.get("device") or "cpu").type
-        large = self.large and not tensors and sizes and home != "meta" and math.prod(sizes) >= LARGE
+        if func.namespace in NAMESPACES:
+            name = func.__name__.split(".")[0]
+            if kind := next((kind for word, kind in KINDS.items() if word in name), None):
+                return self._collective(func, name, kind, args, kwargs)
+        sizes = args[0] if args and isinstance(args[0], (list, tuple)) and not types else ()
+        large = self.large and sizes and type(sizes[0]) is int and math.prod(sizes) >= LARGE
+        large = large and torch.device(kwargs.get("device") or "cpu").type != "meta"
         if large and active_fake_mode() is None:  # DTensor has one of its own, for layouts
             with self.fakes:
                 out = func(*args, **kwargs)
@@ -148,7 +149,7 @@ class Watcher(TorchDispatchMode):
 
     def follow(self, tree: Any, kind: str = "activations") -> None:
         """Count the storages of new tensors."""
-        for leaf in tree_leaves(tree):
+        for leaf in (tree,) if isinstance(tree, Tensor) else tree_leaves(tree):
             mine = isinstance(leaf, FakeTensor) and leaf.fake_mode is self.fakes
             if mine and leaf.layout == torch.strided and not leaf.is_meta:
                 storage = leaf.untyped_storage()
@@ -196,7 +197,7 @@ class Watcher(TorchDispatchMode):
 
     # -- collectives
 
-    def _collective(self, func: Any, name: str, kind: str, args: Any, kwargs: Any, tensors: Any) -> Any:
+    def _collective(self, func: Any, name: str, kind: str, args: Any, kwargs: Any) -> Any:
         group = next(filter(None, map(group_of, tree_leaves((args, kwargs)))))
         ranks = dist.get_process_group_ranks(group)
         whole = sum(t.numel() * t.element_size() for t in tree_leaves(args[0]) if isinstance(t, Tensor))
@@ -213,8 +214,8 @@ class Watcher(TorchDispatchMode):
             done.set_result(list(args[0]))
             out = (out[0], _create_work_from_future(done).boxed())
         self.follow(out)
-        for tensor in [*tensors, *(t for t in tree_leaves(out) if isinstance(t, FakeTensor))]:
-            mine = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, FakeTensor) else None
+        for tensor in (t for t in tree_leaves((args, kwargs, out)) if isinstance(t, FakeTensor)):
+            mine = self.live.get(tensor.untyped_storage()._cdata)
             if mine is not None and mine.kind == "activations":
                 mine.kind = "communication"
         return out
@@ -241,7 +242,7 @@ class Watcher(TorchDispatchMode):
                 line = f"{Path(self.script).name}:{frame.f_lineno}"
             frame = frame.f_back  # type: ignore[assignment]
         place = {"first": ranks[0], "last": ranks[-1], "ranks": len(ranks), "line": line, "phase": self.phase}
-        self.collectives.append({"kind": kind, "bytes": size, "object": self.objects, **place})
+        self.collectives.append({"kind": kind, "bytes": size, **place})
 
 
 def group_of(leaf: Any) -> Any:
@@ -316,7 +317,7 @@ class Rehearsal:
         yield process_group, "Watch", Peers
         yield dist, "broadcast_object_list", lambda objects, *args, **named: None
         yield _fsdp_param, "_chunk_with_empty", Chunks
-        yield dist, "all_gather_object", partial(self._objects, dist.all_gather_object)
+        yield dist, "all_gather_object", self._objects
         yield dist, "all_reduce", partial(all_reduce, dist.all_reduce)
         yield pipeline_cuts.Survey, "is_blank", is_blank
         yield pipeline_cuts.Survey, "blank", blank
@@ -332,10 +333,11 @@ class Rehearsal:
 
     # -- the script's calls
 
-    def _objects(self, call: Any, *args: Any, **named: Any) -> None:
-        before, self.watcher.large, self.watcher.objects = self.watcher.large, False, True
-        call(*args, **named)
-        self.watcher.large, self.watcher.objects = before, False
+    def _objects(self, objects: list[Any], mine: Any, group: Any = None) -> None:
+        """`dist.all_gather_object` without the bytes, which differ from rank to rank."""
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.watcher.meet("all_gather", ranks, 0)
+        objects[:] = [copy.deepcopy(mine)] * len(ranks)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         """A tensor of the same form without values, on the device."""
