@@ -7,9 +7,10 @@ DataParallel's threads run without. Not here: closures with masters, and the sca
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,24 +19,128 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
-from ...errors import EasympError, RefusedError, nearest
+from ...errors import EasympError, RefusedError, SettingError, nearest
 from ...optim.layerwise import LARC
 from ...optim.masters import LOW, Masters
-from ...options import GradScalerKwargs
+from ...options import AutocastKwargs, GradScalerKwargs
 from ...precision import Scaler
-from ...precision.levels import cast, cast_model
+from ...precision.levels import O1, Cast, ListedCasts, as_listed, cast, cast_model, cast_table
 from ..layer import Layer, named, submodules
-from . import casts
-from .casts import *  # noqa: F403
-from .casts import AmpHandle, disable_casts
-from .casts import handle as _handle  # `handle` is a module
 
 layer = Layer("Apex")
 
 
 class ApexError(EasympError, RuntimeError):
     """An error that Apex raises as RuntimeError, or a case that Apex would compute wrongly without an error."""
+
+
+# -- O1's casts, which hold from `initialize` or `init` on for all code of its thread, and the functions that users add to the lists ----
+
+
+class AmpHandle:
+    """O1's casts, on or off, for the thread that turned them on."""
+
+    def __init__(self) -> None:
+        self._entered = ExitStack()
+        self._running: AbstractContextManager[Any] | None = None
+        self._device, self._half = torch.device("cpu"), torch.float16
+        self._suspended = 0
+
+    def on(self, device: torch.device, half: torch.dtype = torch.float16, allow_banned: bool = False) -> None:
+        """Torch's functions cast from now on, as `init` says; on a GPU by torch's autocast, where its lists are Apex's."""
+        self._deactivate()
+        self._device, self._half = device, half
+        if allow_banned or half != torch.float16:
+            banned = {functional.binary_cross_entropy: Cast.FLOAT} if allow_banned else {}
+            self._running = ListedCasts({**cast_table(), **banned}, half)
+        else:
+            # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block, and there is none.
+            self._running = O1().casting(device, AutocastKwargs(cache_enabled=False))
+        self._entered.enter_context(self._running)
+
+    def _deactivate(self) -> None:
+        self._entered.close()
+        self._running = None
+
+    def is_active(self) -> bool:
+        return self._running is not None and not self._suspended
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        away: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self._running, ListedCasts):
+            away = self._running.suspended()
+        elif self._running is not None:
+            away = torch.autocast(self._device.type, enabled=False)
+        self._suspended += 1
+        try:
+            with away:
+                yield
+        finally:
+            self._suspended -= 1
+
+    def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as by Apex."""
+        raise RefusedError("The old Amp API is no longer supported: use amp.initialize and amp.scale_loss")
+
+    wrap_optimizer = scale_loss
+
+
+_handle = AmpHandle()
+
+
+def init(
+    enabled: bool = True, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    allow_banned: bool = False, *, patch_type: torch.dtype = torch.float16,
+) -> AmpHandle:  # fmt: skip
+    """O1's casts without models and optimizers; neither cached nor printed. Losses are scaled after `initialize` only.
+
+    With `allow_banned` binary_cross_entropy runs in fp32; otherwise it refuses half precision. Products run in `patch_type`, fp16 or bf16.
+    Returns the handle, whose ``_deactivate()`` turns the casts off.
+    """
+    _handle._deactivate()
+    if enabled:
+        _handle.on(torch.device("cuda" if torch.cuda.is_available() else "cpu"), patch_type, allow_banned)
+    return _handle
+
+
+def disable_casts() -> AbstractContextManager[None]:
+    """Inside, O1 casts nothing."""
+    return _handle._disable_casts()
+
+
+def _decorator(how: Cast) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not _handle.is_active():
+                return fn(*args, **kwargs)
+            args, kwargs = as_listed(how, fn, args, kwargs, _handle._half)
+            # The user's cast goes before the list that the function is on.
+            with disable_casts() if fn in cast_table() else nullcontext():
+                return fn(*args, **kwargs)
+
+        return wrapper
+
+    decorate.__doc__ = f"A decorator. Under O1 floating-point arguments of `fn` are cast: {how.value}."
+    return decorate
+
+
+def _registration(how: Cast) -> Callable[[Any, str], None]:
+    def register(module: Any, name: str) -> None:
+        if not hasattr(module, name):
+            raise SettingError(f"No function named {name} in module {module}: nothing can be cast for it")
+        setattr(module, name, _decorator(how)(getattr(module, name)))
+
+    register.__doc__ = f"Under O1 cast arguments of ``module.name``, if looked up there: {how.value}."
+    return register
+
+
+_LISTS = (Cast.HALF, Cast.FLOAT, Cast.WIDEST)
+half_function, float_function, promote_function = map(_decorator, _LISTS)
+register_half_function, register_float_function, register_promote_function = map(_registration, _LISTS)
 
 
 # -- levels, loss scales, and the state of amp -------------------------------------------------------------------------
@@ -560,14 +665,21 @@ def _save_in_fp32(dtype: torch.dtype, module: nn.Module, found: dict[str, Any], 
             found[name] = tensor.float()
 
 
-__all__ = [*casts.__all__, "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
+CASTS = {
+    name: globals()[name]
+    for name in (
+        *("disable_casts", "float_function", "half_function", "init", "promote_function"),
+        *("register_float_function", "register_half_function", "register_promote_function"),
+    )
+}
+__all__ = [*CASTS, "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 OLD = "use amp.initialize(model, optimizer, opt_level='O1') and amp.scale_loss"
 INTERNAL = "it is Apex's own machinery; amp.register_half_function and its kind change how functions are cast"
 submodules(
     __name__,
     {
         "_amp_state": named(AmpState, master_params, maybe_print, _amp_state=_amp_state),
-        "amp": casts,
+        "amp": CASTS,
         "frontend": named(Properties, initialize, load_state_dict, state_dict, opt_levels=LEVELS),
         "handle": named(AmpHandle, disable_casts, scale_loss, absent={"NoOpHandle": OLD}),
         "opt": OLD,
