@@ -59,33 +59,8 @@ SHARDING: dict[str, tuple[str, type[FSDPOptions] | None, bool]] = {
     "HYBRID_SHARD": ("hsdp", HSDPOptions, True),
     "HYBRID_SHARD_ZERO2": ("hsdp", HSDPOptions, False),
 }
-# Options of the plugin that make no difference here, each with the reason.
-WITHOUT_EFFECT = {
-    "fsdp_version": "strategy fsdp is FSDP2",
-    "backward_prefetch": "FSDP2 gathers the next block ahead by itself",
-    "forward_prefetch": "FSDP2 gathers the next block ahead by itself",
-    "limit_all_gathers": "FSDP2 does so by itself",
-    "use_orig_params": "parameters keep their names always",
-    "sync_module_states": "all ranks begin with the values of rank 0",
-    "state_dict_type": "save_state writes shards, save_model whole weights",
-    "state_dict_config": "save_state writes shards, save_model whole weights",
-    "optim_state_dict_config": "save_state writes shards",
-    "cpu_ram_efficient_loading": "build the model under torch.device('meta') for that",
-}
-REFUSED = {
-    "mixed_precision_policy": "types are Accelerator(mixed_precision=...)'s, and parameters stay fp32",
-    "ignored_modules": "name them: FSDPOptions(ignore=('*.router',)) in strategy_options",
-    "param_init_fn": "pass Accelerator(initialize=function)",
-    "activation_checkpointing_offload": "pass Accelerator(activation_offload=True), on CUDA",
-}
-
-
-FIELDS = (
-    "fsdp_version sharding_strategy reshard_after_forward backward_prefetch mixed_precision_policy auto_wrap_policy cpu_offload "
-    "ignored_modules state_dict_type state_dict_config optim_state_dict_config limit_all_gathers use_orig_params param_init_fn "
-    "sync_module_states forward_prefetch activation_checkpointing activation_checkpointing_offload cpu_ram_efficient_loading "
-    "transformer_cls_names_to_wrap min_num_params"
-).split()
+_PLUGIN = REFUSED_NAMES["fsdp_plugin"]
+FIELDS, WITHOUT_EFFECT, REFUSED = _PLUGIN["fields"].split(), _PLUGIN["without_effect"], _PLUGIN["refused"]
 
 
 class FullyShardedDataParallelPlugin:

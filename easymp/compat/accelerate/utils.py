@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from ...base import env, pytree
 from ...base.pytree import find_batch_size, recursively_apply, send_to_device
@@ -79,9 +80,7 @@ class CannotPadNestedTensorWarning(UserWarning):
     """`pad_across_processes` leaves nested tensors as they are."""
 
 
-def is_torch_tensor(tensor: Any) -> bool:
-    """Whether it is a tensor."""
-    return torch.is_tensor(tensor)
+is_torch_tensor = torch.is_tensor
 
 
 def convert_to_fp32(tensor: Any) -> Any:
@@ -101,9 +100,7 @@ class ConvertOutputsToFp32:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
 
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`model_forward` with outputs in fp32."""
-    return ConvertOutputsToFp32(model_forward)
+convert_outputs_to_fp32 = ConvertOutputsToFp32
 
 
 def listify(data: Any) -> Any:
@@ -414,13 +411,18 @@ def patch_environment(**kwargs: Any) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def clear_environment() -> Iterator[None]:
+def _as_before(prefix: str, clear: bool) -> Iterator[None]:
+    before = {name: env.read(name) for name in env.names(prefix)}
+    env.put(dict.fromkeys(before if clear else ()))
+    try:
+        yield
+    finally:
+        env.put({**dict.fromkeys(env.names(prefix)), **before})
+
+
+def clear_environment() -> AbstractContextManager[None]:
     """Inside, no variable is set; afterwards all are as they were."""
-    with env.override(**dict.fromkeys(env.names(""))):
-        try:
-            yield
-        finally:
-            env.put(dict.fromkeys(env.names("")))
+    return _as_before("", clear=True)
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
@@ -431,16 +433,7 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
         vars_of: Any = func_or_cls
         vars_of.__init_subclass__ = classmethod(lambda cls, **_: purge_accelerate_environment(cls))
         return func_or_cls
-
-    @functools.wraps(func_or_cls)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        before = {name: env.read(name) for name in env.names("ACCELERATE_")}
-        try:
-            return func_or_cls(*args, **kwargs)
-        finally:
-            env.put({**dict.fromkeys(env.names("ACCELERATE_")), **before})
-
-    return wrapper
+    return _as_before("ACCELERATE_", clear=False)(func_or_cls)
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
@@ -452,23 +445,18 @@ _COMPARED = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">=": "ge", ">": "gt
 
 
 def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
-    """Whether an installed package, or a version, is ``"<"``, ``">="`` … `requirement_version`, by the release numbers."""
+    """Whether an installed package, or a version, is ``"<"``, ``">="`` … `requirement_version`."""
     if operation not in _COMPARED:
         raise SettingError(f"operation={operation!r} is not one of {', '.join(_COMPARED)}")
     given = str(library_or_version)
     version = given if given[:1].isdigit() else importlib.metadata.version(given)
-    return bool(getattr(operator, _COMPARED[operation])(_numbers(version), _numbers(requirement_version)))
+    found = TorchVersion(version.partition("+")[0])
+    return bool(getattr(operator, _COMPARED[operation])(found, str(requirement_version)))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Compare the version of torch as `compare_versions` does."""
     return compare_versions("torch", operation, version)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release numbers, without zeros at their end."""
-    release = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, re.sub(r"(\.0+)+$", "", release[0]).split("."))) if release else ()
 
 
 # -- imports ----------------------------------------------------------------------------------------------------------
@@ -521,8 +509,8 @@ FSDP_SHARDING_STRATEGY = list(plugins.SHARDING)
 globals().update(_imports, **accelerate.FILES)
 globals().update({n: plugins.stand_in(n, INSTEAD[n]) for n in plugins.REFUSED_NAMES["stand_ins"].split()})
 _NOT_LISTED = (
-    "AbstractContextManager Any BatchError Callable INSTEAD Iterable Iterator Path RefusedError SettingError StrEnum annotations layer "
-    "get_logger load_weights logger nn read_bytes submodules unwrap"
+    "AbstractContextManager Any BatchError Callable INSTEAD Iterable Iterator Path RefusedError SettingError StrEnum TorchVersion "
+    "annotations layer get_logger load_weights logger nn read_bytes submodules unwrap"
 )
 NAMES: dict[str, Any] = {
     name: value

@@ -168,13 +168,7 @@ class LossScaler:
         """The factor of the loss. Waits for the device."""
         return self.scaler.get_scale()
 
-    @property
-    def _loss_scale(self) -> float:
-        return self.loss_scale()
-
-    @_loss_scale.setter
-    def _loss_scale(self, scale: float) -> None:
-        self.scaler.update(scale)
+    _loss_scale = property(loss_scale, lambda self, scale: self.scaler.update(scale))
 
     @property
     def _unskipped(self) -> int:

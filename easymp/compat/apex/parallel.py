@@ -205,11 +205,7 @@ class Reducer:
         """Gradients become their means over the ranks, in place. The ranks must have the same ones."""
         if self.module is not None:
             self.grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for grad in self.grads:
-            alike.setdefault((grad.device, grad.dtype), []).append(grad)
-        for some in alike.values():
-            flat = torch.cat([g.reshape(-1) for g in some])
-            dist.all_reduce(flat)
-            parts = (flat / dist.get_world_size()).split([g.numel() for g in some])
-            torch._foreach_copy_(some, [part.view_as(g) for part, g in zip(parts, some)])
+        for work in [dist.all_reduce(grad, async_op=True) for grad in self.grads]:
+            work.wait()
+        if self.grads:
+            torch._foreach_div_(self.grads, dist.get_world_size())

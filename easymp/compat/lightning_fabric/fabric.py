@@ -241,6 +241,8 @@ class Fabric:
         return self._made
 
     device = property(lambda self: self.easymp.device)
+    autocast = property(lambda self: self.easymp.autocast)
+    print = property(lambda self: self.easymp.print)  # on the first process of each node
     global_rank = property(lambda self: read_ranks().rank)
     local_rank = property(lambda self: read_ranks().local_rank)
     node_rank = property(lambda self: read_ranks().rank // max(1, read_ranks().local_size))
@@ -305,9 +307,6 @@ class Fabric:
         """Inside, gradients stay on this rank: for accumulation by the script."""
         return self.easymp.no_sync(module) if enabled else nullcontext()
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return self.easymp.autocast()
-
     def init_tensor(self) -> torch.device:
         """Inside, new tensors are on the device of this rank."""
         return self.device
@@ -349,10 +348,6 @@ class Fabric:
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Rank 0 runs the block before the others; with `local` that of each node."""
         return self.easymp.local_main_process_first() if local else self.easymp.main_process_first()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, on the first process of each node."""
-        self.easymp.print(*args, **kwargs)
 
     def save(
         self, path: str | os.PathLike[str], state: Mapping[str, Any],
