@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 from ..base import env
@@ -24,6 +26,16 @@ def library(name: str, purpose: str) -> Any:
         if error.name != name:
             raise
         raise SettingError(f"{name} is needed {purpose}, and missing: pip install 'easymp[cli]'") from error
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, by KeyboardInterrupt: child processes and temporary folders go with it."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def coloured() -> bool:

@@ -230,3 +230,22 @@ def test_the_ring_keeps_the_last_updates_of_one_line(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.jsonl"
     file.write_text('{"script": "a.py"}\n{"update": 7, "optimizer": 0}\n{"update": 8, "opti')  # killed
     assert ring.read(str(file)) == ({"script": "a.py"}, {(7, 0): entry(7)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_leaves_nothing_behind(tmp_path: Path, processes: int) -> None:
+    trained(tmp_path, processes, "7", "0")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "wait.py").write_text(
+        "import os, time\ndef before_step(acc, models):\n    print('at', os.getpid(), flush=True)\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "easymp", "replay", "run", "--step", "7", "--hooks", "wait.py"]
+    variables = ring.env.merged({"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)})
+    with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as replay:
+        assert replay.stdout is not None
+        rank = int(next(line for line in replay.stdout if "at " in line).split("at ")[1])
+        replay.terminate()
+        assert replay.wait(60) == 130
+    assert not list(scratch.glob("easymp-*")) and not Path(f"/proc/{rank}").exists()

@@ -32,7 +32,6 @@ import json
 import math
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +47,7 @@ from ...errors import SettingError
 from ...launcher.entrypoints import check_script
 from ...settings import OVERRIDE, overrides, read_pairs
 from ..plot import NOISY, OUTLIER, Line, Panel, colour, curves, draw, logarithmic, missing, page, smoothed
-from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, plain, table, width, wrap
+from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, ended_by_signals, paint, plain, table, width, wrap
 from .runs import (
     FINISHED,
     INTERRUPTED,
@@ -151,12 +150,8 @@ def run(args: argparse.Namespace) -> int:
         chosen = variants(dict(varied), args.arguments)
         task = Task(args.script, args.arguments, args.module, args.timeout)
         # SIGTERM ends the running ranks as Ctrl-C does, and the finished runs are shown.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            with env.override(**overrides(args.set)):
-                found = compare(task, chosen, folder.absolute(), args)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        with ended_by_signals(), env.override(**overrides(args.set)):
+            found = compare(task, chosen, folder.absolute(), args)
     written, trouble = write(found)
     print(json.dumps(as_json(found), indent=2) if args.json else words(found))
     near = [os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path) for path in written]

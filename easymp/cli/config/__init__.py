@@ -17,12 +17,12 @@ Exit codes: 0 written, or nothing to change; 1 an error; 2 wrong usage, or quest
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from typing import TYPE_CHECKING
 
 from ...base.lazy import modules_at_first_use
 from ...errors import SettingError
+from ..terminal import ended_by_signals
 from .rules import read_document
 
 if TYPE_CHECKING:
@@ -61,12 +61,10 @@ def run(args: argparse.Namespace) -> int:
         cure = "Pass --yes to take the defaults, --dry-run with it to see them, and --set KEY=VALUE to change them"
         print(f"easymp config: {why}. {cure}", file=sys.stderr)
         return 2
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: prompts clean up
     try:
-        wizard.configure(args, ahead, asks)
+        with ended_by_signals():  # prompts clean up
+            wizard.configure(args, ahead, asks)
     except (KeyboardInterrupt, EOFError):
         print("\nNothing was written.")
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
     return 0

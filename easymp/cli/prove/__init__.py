@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -35,7 +34,7 @@ from ...settings import NAMES, checked, overrides, resolve
 from ..compare import Progress, count
 from ..compare.runs import FINISHED, INTERRUPTED, Task, Variant
 from ..compare.runs import run as run_once
-from ..terminal import BOLD, GREEN, RED, YELLOW, paint, plain, print_json, table, wrap
+from ..terminal import BOLD, GREEN, RED, YELLOW, ended_by_signals, paint, plain, print_json, table, wrap
 
 TASK, FIRST, ROWS, REFUSED, SKIPPED = (
     "task.json",
@@ -96,12 +95,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output and args.output.exists() and any(args.output.iterdir()):
         raise SettingError(f"{str(args.output)!r} is there, and not empty: name a new folder with --output")
     place = nullcontext(args.output) if args.output else tempfile.TemporaryDirectory(prefix="easymp-prove-")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with place as folder:
-            found = prove(args, Path(folder).absolute())
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with ended_by_signals(), place as folder:
+        found = prove(args, Path(folder).absolute())
     code = CODES.index(found["verdict"])
     if args.json:
         print_json(found)

@@ -38,7 +38,7 @@ from ...errors import SettingError
 from ...launcher.entrypoints import check_script
 from ...settings import NAMES, OVERRIDE, checked, overrides
 from ..compare import count
-from ..terminal import BOLD, GREEN, RED, YELLOW, paint, plain, print_json, table, wrap
+from ..terminal import BOLD, GREEN, RED, YELLOW, ended_by_signals, paint, plain, print_json, table, wrap
 
 if TYPE_CHECKING:
     from ...hardware import gpus
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         "arguments": args.arguments, "updates": args.steps,
     }  # fmt: skip
     begun = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="easymp-rehearse-") as folder:
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="easymp-rehearse-") as folder:
         Path(folder, TASK).write_text(json.dumps(task), encoding="utf-8")
         with env.override(
             **overrides([*args.set, *(f"{name}={word}" for name, word in {**QUIET, **asked}.items())])
@@ -241,7 +241,8 @@ def unlike(seen: Sequence[Mapping[str, Any]]) -> str:
             if at < max(len(first), len(second)):
                 return (
                     f"the ranks would wait for each other for good: rank {one['rank']} comes to {meeting(first, at)}, and rank "
-                    f"{other['rank']} to {meeting(second, at)}, as number {at + 1} of their group of {group[2]} ranks. All of them must make the same calls in one order"
+                    f"{other['rank']} to {meeting(second, at)}, as number {at + 1} of their group of {group[2]} ranks. "
+                    "All of them must make the same calls in one order"
                 )
     return ""
 

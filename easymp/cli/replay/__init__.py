@@ -39,6 +39,7 @@ from ...base.lazy import modules_at_first_use
 from ...errors import SettingError
 from ...launcher.entrypoints import check_script
 from ...settings import OVERRIDE
+from ..terminal import ended_by_signals
 
 if TYPE_CHECKING:
     from ...checkpoint import ring
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         "update": args.step, "checkpoint": start, "project": str(project), "module": module, "script": script, "arguments": words,
         "folder": folder, "hooks": args.hooks and str(args.hooks.absolute()), "pdb": args.pdb, "nonfinite": args.nonfinite, "begin": begin,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="easymp-replay-") as scratch:
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="easymp-replay-") as scratch:
         Path(scratch, TASK).write_text(json.dumps(task), encoding="utf-8")
         code = launch(scratch, processes, args.cpu, args.step, begin.get("variables"))
         end = Path(scratch, END)
