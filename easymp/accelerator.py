@@ -292,6 +292,9 @@ class Accelerator(Collectives, Checkpoints):
             )
             self._nonfinite = guards.Nonfinite(settings.nonfinite, run, self._scaler, prepared, dtypes)
             self._norms: list[Tensor] = []  # of the clips since the last backward
+            self._normed: dict[
+                int, Tensor
+            ] = {}  # id of a parameter → the first of these that has its gradient in it
             self._clipped = 0  # updates before the last clip
             self._collection = oom.Collection()
             if settings.gc:
@@ -663,6 +666,7 @@ class Accelerator(Collectives, Checkpoints):
                 optimizer.follow_backward()
         window.backwards += 1
         self._norms.clear()
+        self._normed.clear()
         scaler, sums = self._scaler, prepared.sums
         if scaler.enabled:
             scaler.settle()
@@ -937,8 +941,10 @@ class Accelerator(Collectives, Checkpoints):
         updates = sum(optimizer.updates for optimizer in prepared.optimizers)
         if updates != self._clipped:  # after a plain loss.backward(), which clears nothing
             self._norms.clear()
+            self._normed.clear()
             self._clipped = updates
         self._norms.append(norm)
+        self._normed = dict.fromkeys(map(id, chosen), norm) | self._normed
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -971,7 +977,7 @@ class Accelerator(Collectives, Checkpoints):
     ) -> None:
         """Leave out an update whose gradient norm or loss is a spike; call it after backward and the clip, before the step.
 
-        The norm is that of `clip_grad_norm_` before the clip, or is measured here where nothing was clipped; the loss is the mean over the
+        The norm is that of `clip_grad_norm_` before the clip, of gradients that were not clipped measured here; the loss is the mean over the
         window's micro-batches. Both are averaged over the ranks, so that all ranks decide alike. With m the median of the last `window`
         values and d = 1.4826 · median(|x - m|), a value x is a spike if x > m + factor · d, or if it is not finite (without a loss scale,
         which sees to these). Until there are ``window // 2`` values, only the latter counts. Spikes are among the values: a lasting rise
@@ -1028,15 +1034,17 @@ class Accelerator(Collectives, Checkpoints):
             raise RefusedError(
                 "guard(policy='skip') with a comm_hook that remembers what it did not send, and so what was skipped: use another comm_hook"
             )
-        guard.add(loss, policy, window, factor)
+        key = "all" if optimizer is None else str(self._prepared.optimizers.index(chosen[0]))
+        guard.add(key, loss, policy, window, factor)
         if self._window.accumulation != 1 and not self._window.sync:
             return
         self._nonfinite.skips()
-        if not self._norms:
-            held = [p for one in chosen for group in one.param_groups for p in group["params"]]
-            self.clip_grad_norm_(held, float("inf"))
-        key = "all" if optimizer is None else str(self._prepared.optimizers.index(chosen[0]))
-        judged, step = guard.judge(key, self._norms, window, factor), chosen[0].updates + 1
+        held = [p for one in chosen for group in one.param_groups for p in group["params"]]
+        # Chosen by what is the same on all ranks, since a norm of shards is a collective.
+        if rest := [p for p in held if p.requires_grad and id(p) not in self._normed]:
+            self.clip_grad_norm_(rest, float("inf"))
+        norms = {id(norm): norm for p in held if (norm := self._normed.get(id(p))) is not None}
+        judged, step = guard.judge(key, list(norms.values()), window, factor), chosen[0].updates + 1
         if policy == "rollback" and judged[0]:
             numbers, samples = judged.tolist(), guard.samples()
             place = self._go_back()

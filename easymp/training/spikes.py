@@ -83,7 +83,7 @@ class Guard:
         self._run, self._scaler, self._table = run, scaler, table
         self._histories: dict[str, History] = {}  # by the optimizers that are judged together
         self._loaded: dict[str, Any] = {}
-        self._losses: list[Tensor] = []  # of the micro-steps of this window
+        self._losses: dict[str, list[Tensor]] = {}  # of the micro-steps of this window, by the same
         self._read = Samples(lambda: None, 0, 0, 0)  # by the last update
         self._pending, self._about = Pending(), dict[int, tuple[Row, Samples | None]]()
         self._returned: tuple[str, int] = "", 0
@@ -92,7 +92,7 @@ class Guard:
     def used(self) -> bool:
         return bool(self._histories or self._loaded)
 
-    def add(self, loss: Tensor, policy: str, window: int, factor: float) -> None:
+    def add(self, key: str, loss: Tensor, policy: str, window: int, factor: float) -> None:
         """Look at the arguments of a call, and keep the loss."""
         check_word("policy", policy, get_args(GuardPolicy))
         if type(window) is not int or window < 4 or not factor > 0:
@@ -103,12 +103,12 @@ class Guard:
             raise StepError(
                 "guard() takes the loss of this micro-batch as a tensor with one number, as backward() does"
             )
-        self._losses.append(local(loss.detach()).float().reshape(()))
+        self._losses.setdefault(key, []).append(local(loss.detach()).float().reshape(()))
 
     def judge(self, key: str, norms: Sequence[Tensor], window: int, factor: float) -> Tensor:
         """Judge the update that ends the window; the result of `History.judge`, the same on all ranks."""
         world = self._run.world
-        losses, self._losses = self._losses, []
+        losses = self._losses.pop(key)
         norm = torch.stack([local(n.detach()).float().reshape(()) for n in norms]).norm()
         mean = torch.stack(losses).mean()
         now = torch.stack([number.to(world.device, non_blocking=True) for number in (norm, mean)])
@@ -133,8 +133,10 @@ class Guard:
         loader = window.reading
         if not isinstance(loader, PreparedLoader):
             return None
-        begin = before.end
-        if before.loader() is not loader or before.epoch != loader.epoch or begin > loader.position:
+        begin, goes_on = before.end, before.loader() is loader and before.epoch == loader.epoch
+        if goes_on and begin == loader.position:  # another optimizer's part of the same update
+            return before
+        if not goes_on or begin > loader.position:
             micro_steps = window.micro if window.accumulation != 1 else 1
             begin = max(0, loader.position - micro_steps * (loader.total_batch_size or loader.position))
         self._read = Samples(weakref.ref(loader), loader.epoch, begin, loader.position)

@@ -222,6 +222,37 @@ def test_a_spike_is_logged_with_its_samples(tmp_path: Path) -> None:
     assert row["gradient norm"] > row["gradient norm limit"]
 
 
+@pytest.mark.parametrize("clipped", ["", "encoder", "head", "encoder head"])
+@pytest.mark.parametrize(("precision", "bad"), [("fp32", 1), ("bf16-true", 0)])
+def test_each_optimizer_is_judged_by_its_own_values(
+    tmp_path: Path, clipped: str, precision: Any, bad: int
+) -> None:
+    """After one backward, and whatever a clip left out: a NaN in gradients of one model is of its optimizer alone."""
+    x, more = torch.ones(2, 4), {"gradient_accumulation_steps": 2, "mixed_precision": precision}
+    with Accelerator(cpu=True, project_dir=str(tmp_path), seed=0, **more) as acc:
+        models = {"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 1)}
+        given = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models.values()]
+        encoder, head, *optimizers = acc.prepare(*models.values(), *given)
+        for number in range(24):
+            with acc.accumulate():
+                loss = head(encoder(x + number % 3).detach()).square().mean() + encoder(x).square().mean()
+                acc.backward(loss)
+                if number == 23:
+                    bias = (encoder, head)[bad].bias
+                    bias.grad = torch.full_like(bias, torch.nan)
+                for name in clipped.split():
+                    acc.clip_grad_norm_({"encoder": encoder, "head": head}[name].parameters(), 1e9)
+                for scale, optimizer in zip((1, 100), optimizers):
+                    acc.guard(scale + 0 * loss, optimizer=optimizer, window=8)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert [optimizer.step_was_skipped for optimizer in optimizers] == [bad == 0, bad == 1]
+        assert bias.isfinite().all()
+    (row,) = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert (row["update"], row["loss"]) == (12, (1, 100)[bad])
+
+
 def test_returns_to_one_checkpoint_end(tmp_path: Path) -> None:
     with Accelerator(cpu=True, project_dir=str(tmp_path), log_with="none") as acc:
         model, optimizer = one_weight(acc)
