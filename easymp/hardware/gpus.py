@@ -178,6 +178,29 @@ def collective_seconds(kind: str, size: int, ranks: int, nodes: int, name: str) 
     return sent / (rate * GB * REACHED) + LATENCY * math.ceil(math.log2(max(2, ranks)))
 
 
+# -- time of kernels -----------------------------------------------------------------------------------------------------
+
+# GB/s of a GPU's own memory, from the data sheets; of the first size where a model has two.
+MEMORY = {
+    "GB200": 8000, "B300": 8000, "B200": 8000, "GH200": 4000, "H200": 4800, "H200 NVL": 4800, "H100": 3350, "H100 PCIe": 2000,
+    "H100 NVL": 3900, "H800": 3350, "H800 PCIe": 2000, "H20": 4000, "A100": 1555, "A800": 1555, "A30": 933, "A40": 696, "A10": 600,
+    "A10G": 600, "A2": 200, "L40S": 864, "L40": 864, "L20": 864, "L4": 300, "RTX PRO 6000 Blackwell": 1792, "RTX 6000 Ada": 960,
+    "RTX A6000": 768, "RTX A5000": 768, "RTX A4000": 448, "RTX 5090": 1792, "RTX 5080": 960, "RTX 4090": 1008, "RTX 4080": 717,
+    "RTX 3090 Ti": 1008, "RTX 3090": 936, "RTX 3080": 760, "RTX 2080 Ti": 616, "Titan RTX": 672, "Quadro RTX 8000": 672,
+    "Quadro RTX 6000": 672, "T4": 320, "V100": 900, "V100 PCIe": 900, "V100S": 1134, "MI355X": 8000, "MI350X": 8000, "MI325X": 6000,
+    "MI300X": 5300, "MI300A": 5300, "MI250X": 1638, "MI250": 1638, "MI210": 1638, "MI100": 1229,
+}  # fmt: skip
+# Part of the peak rate that the products of a training reach with all that lies between them: 44 to 52 % in table 1 of "Efficient
+# Large-Scale Language Model Training on GPU Clusters" (arXiv:2104.04473).
+ATTAINED = 0.5
+
+
+def copy_seconds(size: int, name: str) -> float | None:
+    """Predict the time in which the GPU called `name` reads or writes `size` bytes of its memory; None where it is not known."""
+    gpu = find(name)
+    return size / (MEMORY[gpu.name] * GB * REACHED) if gpu else None
+
+
 # -- machines in words --------------------------------------------------------------------------------------------------
 
 

@@ -17,11 +17,12 @@ from ..base.pytree import map_leaves
 from ..errors import BatchError, PrepareError
 from ..logging import get_logger
 from ..options import AutocastKwargs
-from ..protocols import Facts, Refusal
+from ..protocols import Facts, Precision, Refusal
 
 logger = get_logger(__name__)
 
 LOW = (torch.float16, torch.bfloat16)
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class FP32:
@@ -139,6 +140,11 @@ class FP16(Mixed):
                     f"{device.name} has no Tensor Cores and its fp16 gives NaN", "use fp32 or auto"
                 )
         return None
+
+
+def product_type(policy: Precision | type[Precision]) -> str:
+    """The type of most products on a GPU, as `hardware.gpus.peak_flops` calls it."""
+    return policy.name if policy.swaps else HALVES.get(policy.compute, "tf32" if policy.tf32 else "fp32")
 
 
 def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:

@@ -46,6 +46,7 @@ class DDP(Single):
     """
 
     name: ClassVar[str] = "ddp"
+    traffic: ClassVar = {"backward": ("all_reduce",)}
     several: ClassVar[str] = "averages gradients over processes"
     Options: ClassVar[type] = DistributedDataParallelKwargs
 

@@ -105,6 +105,7 @@ class FSDP(Spread):
     """
 
     name: ClassVar[str] = "fsdp"
+    traffic: ClassVar = {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")}
     several: ClassVar[str] = "shards a model over processes"
     no_join: ClassVar[str] = "every rank's forward needs the other ranks' shards"
     Options: ClassVar[type] = FSDPOptions

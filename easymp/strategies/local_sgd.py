@@ -62,6 +62,7 @@ class LocalTraining(Single):
     """
 
     name: ClassVar[str] = "local_sgd"
+    traffic = None
     several: ClassVar[str] = "averages models over processes"
     no_join: ClassVar[str] = "models are averaged after as many updates on every rank"
     Options: ClassVar[type] = LocalSGDOptions

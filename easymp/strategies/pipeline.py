@@ -125,6 +125,7 @@ class Pipeline(Spread):
     """
 
     name: ClassVar[str] = "pipeline"
+    traffic = None
     late_loss: ClassVar[bool] = True
     several: ClassVar[str] = "gives each process a stage of the model"
     no_join: ClassVar[str] = "every batch goes through the stages of all ranks"

@@ -43,6 +43,7 @@ class Single:
     masters: ClassVar[bool] = True
     replicated: ClassVar[bool] = True
     late_loss: ClassVar[bool] = False
+    traffic: ClassVar[dict[str, tuple[str, ...]] | None] = {}
     no_offload = ""
     no_step_in_backward = ""
     no_double_backward = ""
@@ -311,6 +312,7 @@ class DataParallel(Single):
     """
 
     name: ClassVar[str] = "data_parallel"
+    traffic = None
     Options: ClassVar[type] = DataParallelOptions
 
     def __init__(self, world: World, options: DataParallelOptions) -> None:

@@ -124,6 +124,7 @@ class TensorParallel(Spread):
     """
 
     name: ClassVar[str] = "tensor_parallel"
+    traffic = None
     several: ClassVar[str] = "splits layers over processes"
     no_join: ClassVar[str] = "every rank's forward needs the other ranks' parts"
     Options: ClassVar[type] = TensorParallelOptions

@@ -74,6 +74,7 @@ class ZeRO1(DDP):
     """
 
     name: ClassVar[str] = "zero1"
+    traffic: ClassVar = {"backward": ("all_reduce",), "step": ("all_gather",)}
     several: ClassVar[str] = "shards optimizer states over processes"
     no_join: ClassVar[str] = "every rank's step needs the other ranks' shards"
     Options: ClassVar[type] = ZeRO1Options

@@ -38,6 +38,7 @@ from ..errors import SettingError, failing
 from ..hardware.gpus import peak_flops
 from ..logging import get_logger, tqdm_class
 from ..precision import PRECISIONS
+from ..precision.policies import product_type
 from .recorder import Ahead, Progress
 from .rows import Pending, Row
 
@@ -49,7 +50,6 @@ RECENT = 10.0  # seconds over which rates are taken on a terminal
 UNFINISHED = 2.0  # seconds for which a line that the script has not ended (a prompt, dots) stays the last one
 MANY = 1000  # counts of tokens that are kept before they are added up
 GAP = "  "
-HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 Part = tuple[int, str]  # a text of the line; on narrow terminals those with the largest number go first
 
@@ -314,10 +314,9 @@ class Flops:
         compiles = plan.compiles or (dynamo and dynamo.utils.counters["frames"])
         if policy is None or compiles:
             return None
-        products = HALVES.get(policy.compute, "tf32" if policy.tf32 else "fp32")
         hardware = plan.hardware
         chip = hardware.cpu if device.type == "cpu" else hardware.devices[device.index or 0]
-        return peak_flops(chip.name, policy.name if policy.swaps else products)
+        return peak_flops(chip.name, product_type(policy))
 
     def close(self) -> None:
         if self._counter is not None:

@@ -36,6 +36,7 @@ class Activations(NamedTuple):
     plain: int  # bytes, if nothing were recomputed
     blocks: int  # parts that are recomputed
     of: int  # parts that may be
+    flops: tuple[int, int]  # of products and attention, in forward and in backward with recomputation
 
     def __str__(self) -> str:
         return f"{self.blocks} of {self.of} blocks are recomputed: {size(self.bytes)} of activations instead of {size(self.plain)}"
@@ -76,7 +77,7 @@ def count_activations(
             parts, bisect_left(range(parts), True, key=lambda number: follow(number).peak <= available)
         )
     found = follow(blocks)
-    return Activations(found.peak, found.copies, follow(0).peak, blocks, parts)
+    return Activations(found.peak, found.copies, follow(0).peak, blocks, parts, found.flops)
 
 
 def _arguments(sample: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -129,6 +130,7 @@ class Alive(NamedTuple):
     kept: int  # after forward
     peak: int  # in forward or backward
     copies: int  # how much higher the peak is with these copies
+    flops: tuple[int, int]  # in forward and in backward
 
 
 def _follow(
@@ -147,7 +149,14 @@ def _follow(
     # Imported here: few runs need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
 
+    counts = dict(flop_registry)
+    for direction in ("", "_backward"):
+        gpu = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{direction}")
+        cpu = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}")
+        counts.setdefault(cpu, flop_registry[gpu])
+    flops = 0
     now = {True: 0, False: 0}  # bytes of copies of weights, and of all else
     alive, both = [0], [0]  # bytes of all else, and with copies, after each new storage
     born = weakref.WeakKeyDictionary[Any, int]()  # storage → its place in these
@@ -177,7 +186,10 @@ def _follow(
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal flops
             out = func(*args, **(kwargs or {}))
+            if count := counts.get(func._overloadpacket):
+                flops += count(*args, **(kwargs or {}), out_val=out)
             copied = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in weights
             for leaf in leaves(out):
                 note(leaf, copied)
@@ -209,7 +221,7 @@ def _follow(
                     outputs = shapes(*args, **kwargs)
                 ends = [t.sum().real for t in leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
                 del args, kwargs, outputs, shapes  # from here on only the graph holds activations
-                kept = now[False]
+                kept, forward = now[False], flops
                 if backward and ends:
                     end = sum(ends[1:], ends[0])
                     one = torch.ones_like(end)
@@ -222,7 +234,7 @@ def _follow(
             f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: {why}): check the "
             "sample, or leave the sample out"
         ) from error
-    return Alive(kept, max(alive), max(both) - max(alive))
+    return Alive(kept, max(alive), max(both) - max(alive), (forward, flops - forward))
 
 
 class Budget:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from .. import optim
 from ..base.units import columns, size, unit
 from ..errors import SettingError, nearest
+from ..hardware import gpus
 from ..logging import get_logger
 from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
-from ..precision.policies import LOW, Float8Linear, swappable
+from ..precision.policies import LOW, Float8Linear, product_type, swappable
 from ..protocols import Choice, Layout, Precision, Source, Strategy
 from ..registry import PrecisionName, StrategyName
 from ..settings import Settings, as_record
@@ -81,6 +82,7 @@ class Memory:
         reducing: whole gradients and those in communication, beside those in `gradients`, at the peak.
         activations: what forward keeps for backward, and gradients of these, at the peak; None where no sample was given.
         notes: figures that are approximate, or not counted.
+        flops: floating-point operations of products and attention on the sample, in forward and in backward; None likewise.
 
     Example:
         >>> need = easymp.memory.estimate(nn.Linear(2, 1), optimizer="sgd")
@@ -101,6 +103,7 @@ class Memory:
     reducing: int
     activations: int | None
     notes: tuple[str, ...] = ()
+    flops: tuple[int, int] | None = None
 
     @property
     def rows(self) -> dict[str, int]:
@@ -121,7 +124,8 @@ class Memory:
         """Two models at once, under one strategy and precision."""
         both = {row: (getattr(self, row), getattr(other, row)) for row in ROWS}
         sums = {row: None if None in pair else sum(pair) for row, pair in both.items()}
-        return replace(self, **sums, notes=tuple(dict.fromkeys(self.notes + other.notes)))
+        both_flops = self.flops and other.flops and tuple(map(add, self.flops, other.flops))
+        return replace(self, **sums, notes=tuple(dict.fromkeys(self.notes + other.notes)), flops=both_flops)
 
     def __str__(self) -> str:
         many = f"{self.world} ranks" if self.world > 1 else "one rank"
@@ -132,7 +136,7 @@ class Memory:
         return "\n".join([f"{self.strategy}, {self.precision}, {many}; a rank needs", *lines, *self.notes])
 
 
-ROWS = tuple(f.name for f in fields(Memory)[3:-1])
+ROWS = tuple(f.name for f in fields(Memory)[3:-2])
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,7 @@ def estimate(
         sums["gradients"] = min(sum(gradients), layout.early * widest or max(gradients))
         if not layout.gathers:  # ddp sums a flat copy of the bucket
             layout = layout._replace(reducing=layout.early)
-    notes = [layout.note] if layout.note else []
+    notes, flops = [layout.note] if layout.note else [], None
     if policy.swaps:
         words = "activations are counted as under autocast, which is more"
         notes.append(f"{policy.name} {words}")
@@ -281,6 +285,7 @@ def estimate(
             module, policy, sample, asked, (below or 0) - sum(sums.values()), activation_offload
         )
         activations = -(-found.bytes // (share := getattr(read, "context_parallel", 1)))
+        flops = found.flops
         if asked:  # recomputation frees copies, too
             sums["copies"] = min(sums["copies"], found.copies)
         if share > 1:
@@ -291,7 +296,8 @@ def estimate(
         notes.append(NO_SAMPLE)
     elif activation_offload:
         notes.append("activations that forward keeps are in the host's memory")
-    return Memory(kind.name, policy.name, world, **{**sums, "activations": activations}, notes=tuple(notes))
+    sums["activations"] = activations  # type: ignore[assignment]
+    return Memory(kind.name, policy.name, world, **sums, notes=tuple(notes), flops=flops)
 
 
 def table(
@@ -412,6 +418,100 @@ def _rounds(optimizer: Optimizer) -> bool:
     # LARC has no rule, and does not let the optimizer inside round.
     rules = [issubclass(kind, optim.FusedOptimizer) and getattr(kind, "rule", None) for kind in kinds]
     return all(rule and rule.counts for rule in rules)
+
+
+class Prediction(NamedTuple):
+    """Predicted seconds of an update.
+
+    Attributes:
+        seconds: of the whole update; None where it is not known.
+        compute: of forward and backward.
+        links: of collectives, as far as neither hides them.
+        optimizer: of the step's reads and writes.
+        why: the reason why it is not known.
+    """
+
+    seconds: float | None
+    compute: float = 0
+    links: float = 0
+    optimizer: float = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        parts = {"forward and backward": self.compute, "links": self.links, "optimizer": self.optimizer}
+        said = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts.items())
+        return self.why if self.seconds is None else f"{self.seconds:.2g} s an update ({said})"
+
+
+def predict(
+    model: nn.Module | int, need: Memory, device: str, per_node: int | None = None, options: Any = None
+) -> Prediction:
+    """Predict the time of an update of one micro-batch on each rank, by a roofline.
+
+    - Forward and backward: ``need.flops`` at `hardware.gpus.ATTAINED` of the vendor's rate, whatever bounds each kernel.
+    - Links: the strategy's collectives by `hardware.gpus.collective_seconds`, each as one message ("ZeRO", arXiv:1910.02054, section 7):
+      gradients once around the ranks in backward, under zero1 weights after the step, under fsdp weights in forward and backward. Those
+      of forward and backward run beside these, and only what is longer counts; hsdp averages shards of gradients between groups.
+    - Optimizer: this rank's weights, states and masters are read and written and its gradients read, by `hardware.gpus.copy_seconds`.
+
+    Not counted: the input, the host, imbalance, and what a kernel launch costs, so small models are slower.
+
+    Args:
+        model: as for `estimate`, on the same `options`.
+        need: the estimate, with `flops`.
+        device: the GPU's name, as the driver or a person calls it.
+        per_node: ranks of a node; None means one node.
+        options: of the strategy.
+
+    Returns:
+        The prediction.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> need = replace(easymp.memory.estimate(1_000_000_000, world=8, precision="bf16"), flops=(10**13, 2 * 10**13))
+        >>> print(easymp.memory.predict(1_000_000_000, need, "H100"))
+        0.071 s an update (forward and backward 0.061 s, links 0 s, optimizer 0.01 s)
+    """
+    kind, policy = STRATEGIES[need.strategy], PRECISIONS[need.precision]
+    rate = gpus.peak_flops(device, word := product_type(policy))
+    if rate is None:
+        return Prediction(None, why=f"{device or 'this device'} has no known rate of {word} products")
+    if need.flops is None:
+        return Prediction(None, why="the operations are not counted: pass a sample batch")
+    read, usual = as_record(kind.Options, f"strategy {kind.name!r}", options), kind.Options()
+    others = ("comm_hook", "cpu_offload", "context_parallel")
+    changed = [name for name in others if getattr(read, name, None) != getattr(usual, name, None)]
+    if kind.traffic is None or changed:
+        words = f" with {', '.join(changed)}" if changed else ""
+        return Prediction(None, why=f"the traffic of {kind.name}{words} is not predicted")
+    module = model if isinstance(model, nn.Module) else Counted(model)
+    near = min(need.world, per_node or need.world)
+    layout = kind.layout(module, read, need.world, near)
+    shards = need.world // layout.states("", torch.empty(need.world, device="meta"))  # ranks of one copy
+    group = shards if layout.gathers else need.world
+    trained = [p for p in module.parameters() if p.requires_grad]
+    stored = sum(p.numel() * _stored(p, policy) for p in trained)
+    widest = policy.compute.itemsize if layout.gathers else FP32  # of what is gathered
+    weights = sum(p.numel() * min(widest, _stored(p, policy)) for p in module.parameters())
+    reduced = sum(p.numel() for p in trained) * policy.reduce.itemsize if layout.gathers else stored
+
+    def send(what: str, size: int, ranks: int, nodes: int) -> float:
+        return (ranks > 1 and gpus.collective_seconds(what, size, ranks, nodes, device)) or 0.0
+
+    def phase(name: str) -> float:
+        there = name == "backward" and not getattr(read, "reshard_after_forward", True)  # from forward
+        sizes = {"all_gather": 0 if there else weights}
+        within = -(-group // near)  # nodes
+        return sum(
+            send(what, sizes.get(what, reduced), group, within) for what in (kind.traffic or {}).get(name, ())
+        )
+
+    copies, nodes = need.world // group, -(-need.world // near)
+    forward, backward = (number / rate / gpus.ATTAINED for number in need.flops)
+    averaging = phase("backward") + send("all_reduce", reduced // group, copies, min(copies, nodes))
+    links = max(0, phase("forward") - forward) + max(0, averaging - backward) + phase("step")
+    optimizer = gpus.copy_seconds(2 * (need.states + need.masters) + 3 * stored // shards, device) or 0.0
+    return Prediction(forward + backward + links + optimizer, forward + backward, links, optimizer)
 
 
 def fits(need: Memory, available: int) -> bool:

@@ -132,6 +132,65 @@ def test_processes_of_a_cpu_share_its_memory_and_devices_do_not(ask):
         assert {row["available"] for row in ask(words)["rows"]} == {available}
 
 
+def test_predicted_time(script, ask, capsys):
+    ask_for = "1B --precision bf16 --strategy single,ddp,zero1,fsdp,hsdp,tensor_parallel --time 2048"
+    record = ask(f"{ask_for} --for 2x8xH100 --processes 1,16")
+    time = {row["strategy"]: row["time"] for row in record["rows"]}
+    for row in record["rows"]:
+        assert row["flops"] == [2 * 10**9 * 2048, 4 * 10**9 * 2048]  # 6 a parameter and token
+        seconds = row["time"]["seconds"]
+        if row["strategy"] == "tensor_parallel":
+            assert seconds is None and "tensor_parallel is not predicted" in row["time"]["why"]
+        else:
+            assert row["time"]["compute"] == pytest.approx(6 * 10**9 * 2048 / 989.4e12 / 0.5)
+            assert seconds == pytest.approx(sum(row["time"][p] for p in ("compute", "links", "optimizer")))
+            assert row["tokens_per_second"] == pytest.approx(row["world"] * 2048 / seconds)
+    # Whole weights of 4 bytes go over 8 adapters of 50 GB/s; under ddp while backward runs.
+    gathered = 4e9 * 15 / 16 / 320e9 + 40e-6
+    late = max(0, 2 * gathered - 40e-6 - time["ddp"]["compute"] * 2 / 3)
+    assert time["single"]["links"] == 0 and time["ddp"]["links"] == pytest.approx(late)
+    assert time["zero1"]["links"] == pytest.approx(late + gathered)
+    assert time["single"]["optimizer"] == pytest.approx(28e9 / 2680e9)  # 7 tensors of 4 bytes
+    assert time["fsdp"]["optimizer"] == pytest.approx(28e9 / 2680e9 / 16, rel=0.01)
+    assert time["hsdp"]["optimizer"] == pytest.approx(28e9 / 2680e9 / 8, rel=0.01)
+    assert "the fastest that fits is predicted to be fsdp on 16 with bf16: " in record["suggestion"]
+    slow, fast = (ask(f"{ask_for} --for 2x8x{gpu} --processes 16")["rows"] for gpu in ("A100", "B200"))
+    assert all(a["time"]["seconds"] > b["time"]["seconds"] for a, b in zip(slow[:4], fast[:4]))
+
+    counted = ask(f"{script}:Once --for H100 --input 32x64 --time --precision fp32")["rows"][0]
+    assert counted["flops"] == [2 * 32 * 64 * 64, 2 * 32 * 64 * 64]  # the input needs no gradient
+    assert counted["samples_per_second"] == pytest.approx(32 / counted["time"]["seconds"])
+    assert "time" not in ask("1M")["rows"][0]
+    for words, why in (
+        ("1M --for 4xcpu-64GB --time", "has no known rate of fp32 products"),
+        ("1M --for 2x80GB --time", "a GPU of 80 GB has no known rate of"),
+        (
+            '1M --for 2xH100 --strategy fsdp --options {"cpu_offload":true} --time',
+            "fsdp with cpu_offload is not predicted",
+        ),
+    ):
+        assert any(why in note for note in ask(words)["notes"]), words
+    assert "--time '0' is not a whole number" in ask("1M --time 0", code=1)
+    assert main(["estimate", "1B", "--for", "8xH100", "--time"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "seconds tokens/s" in said and "of an update of 4,096 tokens a rank, predicted" in said
+
+
+def test_recomputation_costs_a_forward(ask, folder, capsys):
+    lines = (
+        "from torch import nn",
+        "def make():",
+        "    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)",
+    )
+    Path("gpt_of_mine.py").write_text("\n".join([*lines, "    return nn.TransformerEncoder(layer, 4)"]))
+    words = "gpt_of_mine:make --for H100 --input 2x32x64 --precision bf16 --time"
+    plain, again = (ask(words + more)["rows"][0] for more in ("", " --activation-checkpointing"))
+    attention = 4 * 4 * 2 * 32 * 32 * 64  # 4 layers, two products
+    assert plain["flops"][0] == 2 * 64 * (4 * 4 * 64 * 64 + 4 * 2 * 64 * 128) + attention
+    assert again["flops"] == [plain["flops"][0], sum(plain["flops"])]
+    assert again["time"]["compute"] > plain["time"]["compute"] and again["total"] < plain["total"]
+
+
 def test_what_is_impossible_is_left_out_and_said_where_it_was_asked_for(ask):
     record = ask("1M --precision fp32,bf16,half", "V100")
     assert {precision for _, _, precision in names(record)} == {"fp32", "fp16"}

@@ -3,7 +3,17 @@
 import pytest
 
 from easymp import SettingError
-from easymp.hardware.gpus import FABRIC, GPUS, NETWORK, collective_seconds, describe, find, peak_flops
+from easymp.hardware.gpus import (
+    FABRIC,
+    GPUS,
+    MEMORY,
+    NETWORK,
+    collective_seconds,
+    copy_seconds,
+    describe,
+    find,
+    peak_flops,
+)
 
 from .machines import MACHINES
 
@@ -55,7 +65,8 @@ def test_predicted_time_of_collectives():
     assert far == pytest.approx(10**9 * 15 / 16 / 40e9 + 40e-6)
     assert collective_seconds("send", 10**9, 2, 1, "T4") == pytest.approx(10**9 / 12.6e9 + 10e-6)
     assert collective_seconds("send", 1, 2, 1, "an unknown one") is None
-    assert {*FABRIC, *NETWORK} <= {gpu.name for gpu in GPUS}
+    assert {*FABRIC, *NETWORK} <= {gpu.name for gpu in GPUS} == {*MEMORY}
+    assert copy_seconds(3350 * 10**9, "H100") == pytest.approx(1 / 0.8) and copy_seconds(1, "cpu") is None
 
 
 @pytest.mark.parametrize("name", ["8xH100", "T4", "A100", "MI300X"])

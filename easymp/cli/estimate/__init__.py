@@ -7,6 +7,7 @@ examples:
   easymp estimate 7B                                        a transformer of 7 billion parameters
   easymp estimate 350M --processes 1,8 --memory 80GB        on eight devices of 80 GB elsewhere
   easymp estimate 70B --for 8x8xH100                        on eight nodes of eight H100
+  easymp estimate 7B --for 8xH100 --time 8192               seconds of an update of 8192 tokens a rank
   easymp estimate model.safetensors --optimizer sgd         weights, trained by SGD
   easymp estimate train:make_model --input 32x3x224x224     with the activations of a batch
   easymp estimate 7B --strategy fsdp --options '{"cpu_offload": true}'
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import hardware
 from ...base.lazy import modules_at_first_use
-from ...base.units import read_bytes, size, unit
+from ...base.units import rate, read_bytes, size, unit
 from ...errors import SettingError, nearest
 from ...registry import ALIASES, PRECISIONS, STRATEGIES
 from ..config.rules import read_json
@@ -65,6 +66,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--activation-checkpointing", nargs="?", const="blocks", metavar="WHAT", help=again)
     add("--activation-offload", action="store_true", help="kept activations are in the host's memory")
     add("--optimizer-in-backward", action="store_true", help="gradients are freed as they come")
+    time = "predict an update of TOKENS a rank (4096), or of the batch of --input; needs a GPU that is known"
+    add("--time", nargs="?", const="4096", metavar="TOKENS", help=time)
     add("--options", metavar="JSON", help="of the one strategy that is named")
     add("--json", action="store_true", help="for programs")
 
@@ -77,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     precisions = _names(args.precision, [*PRECISIONS, *ALIASES], "precision")
     memory = read_bytes(args.memory, "--memory ") if args.memory else None
     options = read_json(args.options, "--options") if args.options else None
+    tokens = _count(args.time, "--time") if args.time else None
     kind = kind_of(args.model)  # a wrong word is refused before torch is imported
     sized = estimate_rows.read_model(args.model, kind, args.dtype)
     how = {
@@ -89,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
     }
     per_node = there.processes if there else args.per_node
     asked = processes, strategies, precisions, memory, per_node, args.cpu
-    found = estimate_rows.estimates(sized, there.hardware if there else hardware.detect(), *asked, how)
+    found = estimate_rows.estimates(
+        sized, there.hardware if there else hardware.detect(), *asked, how, tokens
+    )
     if args.json:
         return print_json(_record(sized, found))
     print(f"{sized.name}: {sized.parameters:,} parameters, {args.optimizer}\n")
@@ -140,12 +146,18 @@ def _table(found: estimate_rows.Estimates) -> str:
     }
     if not any(row.need.activations for row in found.rows):
         del columns["activations"]
+    timed = any(row.time and row.time.seconds for row in found.rows)
     rows: list[list[Any]] = [["on", "strategy", "precision", *columns, "spare"]]
+    rows[0] += ["seconds", f"{found.unit}/s"] * timed
     for row in found.rows:
         sizes = [sum(getattr(row.need, part) or 0 for part in parts) for parts in columns.values()]
         numbers = [f"{bytes_ / scale:,.2f}" if bytes_ else "-" for bytes_ in sizes]
         need = row.need
         rows.append([need.world, need.strategy, need.precision, *numbers, f"{row.spare / scale:+,.2f}"])
+        if timed:
+            rows[-1] += (
+                [f"{row.time.seconds:.3g}", rate(found.speed(row))] if found.speed(row) else ["-", "-"]
+            )
     available = {row.available for row in found.rows}
     shared = ", shared by the processes," if len(available) > 1 else ""
     legend = (
@@ -153,6 +165,7 @@ def _table(found: estimate_rows.Estimates) -> str:
         f"weights and gradients on their way between ranks; spare: of {size(max(available))}{shared} less "
         f"{estimate_rows.SPARE:.0%} for activations and workspace."
     )
+    legend += f" seconds: of an update of {found.batch:,} {found.unit} a rank, predicted." * timed
     return f"{table(rows, right={0, *range(3, len(rows[0]))})}\n\n{wrap(legend)}"
 
 
@@ -162,7 +175,9 @@ def _record(sized: estimate_rows.Sized, found: estimate_rows.Estimates) -> dict[
         return row and {key: getattr(row.need, name) for key, name in keys.items()}
 
     def record(row: estimate_rows.Row) -> dict[str, Any]:
-        facts = {"available": row.available, "fits": row.fits, "spare": row.spare}
+        facts: dict[str, Any] = {"available": row.available, "fits": row.fits, "spare": row.spare}
+        if row.time:
+            facts |= {"time": row.time._asdict(), f"{found.unit}_per_second": found.speed(row)}
         return {**dataclasses.asdict(row.need), "total": row.need.total, **facts}
 
     return {

@@ -27,7 +27,7 @@ from ...protocols import Facts
 from ...registry import ALIASES, PRECISIONS, STRATEGIES
 from ...settings import Settings
 from ...strategies.transforms import read_which
-from ...training.memory import NO_SAMPLE, SPARE, Memory, estimate, fits
+from ...training.memory import NO_SAMPLE, SPARE, Memory, Prediction, estimate, fits, predict
 from ...training.memory import STATES as STATES
 
 WITH_INPUT = "activations are not counted: pass the shape of a batch (--input)"
@@ -223,6 +223,7 @@ class Row(NamedTuple):
 
     need: Memory
     available: int
+    time: Prediction | None = None  # where it was asked for
 
     @property
     def fits(self) -> bool:
@@ -244,6 +245,13 @@ class Estimates(NamedTuple):
     refused: list[str]  # impossible requests, a sentence each
     notes: list[str]  # approximations
     preferred: list[str]  # precisions, the one that this machine would take first
+    batch: int = 0  # samples or tokens of a rank's update, where its time is predicted
+    unit: str = "samples"
+
+    def speed(self, row: Row) -> float | None:
+        """Predicted samples or tokens a second, of all ranks."""
+        seconds = row.time and row.time.seconds
+        return self.batch * row.need.world / seconds if seconds else None
 
     @property
     def suggested(self) -> Row | None:
@@ -273,6 +281,9 @@ class Estimates(NamedTuple):
             words += (
                 f"; the fewest processes are {least.need.world}, by {least} ({size(least.spare)} to spare)"
             )
+        timed = [row for row in self.rows if row.fits and self.speed(row)]
+        if quick := max(timed, key=lambda row: self.speed(row) or 0, default=None):
+            words += f"; the fastest that fits is predicted to be {quick}: {quick.time}"
         return words
 
 
@@ -286,8 +297,12 @@ def estimates(
     per_node: int | None,
     cpu: bool,
     how: Mapping[str, Any],
+    tokens: int | None = None,
 ) -> Estimates:
-    """Estimate every combination; the arguments are the flags of the command, `how` those that `estimate` takes."""
+    """Estimate every combination; the arguments are the flags of the command, `how` those that `estimate` takes.
+
+    With `tokens`, the time of an update is predicted, of as many tokens a rank where the model has no forward.
+    """
     sample, recomputed = how["sample"], how["activation_checkpointing"] or how["activation_offload"]
     if sample is not None and not sized.runs:
         raise SettingError(f"activations need a forward, and {sized.name} has none: pass module:callable")
@@ -337,10 +352,22 @@ def estimates(
                     refused.append(f"{strategy} on {world} with {precision}: {error}")
                 else:
                     copies = min(need.copies, known[precision].copies) if precision in known else need.copies
-                    rows.append(Row(dataclasses.replace(need, copies=copies), plan.memory))
+                    flops = known[precision].flops if precision in known else need.flops
+                    if tokens and not sized.runs:
+                        flops = (2 * sized.parameters * tokens, 4 * sized.parameters * tokens)
+                    need = dataclasses.replace(need, copies=copies, flops=flops)
+                    name = hardware.devices[0].name if facts[world].device != "cpu" else ""
+                    time = (
+                        predict(sized.model, need, name, plan.ranks.local_size, how["options"])
+                        if tokens
+                        else None
+                    )
+                    rows.append(Row(need, plan.memory, time))
     if not rows:
         raise SettingError(f"nothing is left to estimate: {'; '.join(refused) or 'no processes'}")
-    return Estimates(rows, list(dict.fromkeys(refused)), _notes(sized, rows), [*preferred, *kinds])
+    batch = len(sample[0]) if sample and sample[0].ndim else 1
+    counted = (batch, "samples") if sized.runs else (tokens or 0, "tokens")
+    return Estimates(rows, list(dict.fromkeys(refused)), _notes(sized, rows), [*preferred, *kinds], *counted)
 
 
 def _notes(sized: Sized, rows: Sequence[Row]) -> list[str]:
@@ -351,5 +378,7 @@ def _notes(sized: Sized, rows: Sequence[Row]) -> list[str]:
         for note in row.need.notes:
             note = (WITH_INPUT if sized.runs else WITHOUT) if note == NO_SAMPLE else note
             about.setdefault(note, set()).add(row.need.strategy)
+        if row.time and row.time.why:
+            about.setdefault(f"time: {row.time.why}", set()).add(row.need.strategy)
     said = [note if who == every else f"{', '.join(sorted(who))}: {note}" for note, who in about.items()]
     return [*sized.notes, *said]
