@@ -977,7 +977,7 @@ class Accelerator(Collectives, Checkpoints):
     ) -> None:
         """Leave out an update whose gradient norm or loss is a spike; call it after backward and the clip, before the step.
 
-        The norm is that of `clip_grad_norm_` before the clip, of gradients that were not clipped measured here; the loss is the mean over the
+        The norm is that of `clip_grad_norm_` before the clip; gradients without a clip are measured here. The loss is the mean over the
         window's micro-batches. Both are averaged over the ranks, so that all ranks decide alike. With m the median of the last `window`
         values and d = 1.4826 · median(|x - m|), a value x is a spike if x > m + factor · d, or if it is not finite (without a loss scale,
         which sees to these). Until there are ``window // 2`` values, only the latter counts. Spikes are among the values: a lasting rise
