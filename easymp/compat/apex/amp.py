@@ -69,6 +69,7 @@ class AmpHandle:
 
     @contextmanager
     def _disable_casts(self) -> Iterator[None]:
+        """Inside, O1 casts nothing."""
         away: AbstractContextManager[Any] = nullcontext()
         if isinstance(self._running, ListedCasts):
             away = self._running.suspended()
@@ -89,6 +90,7 @@ class AmpHandle:
 
 
 _handle = AmpHandle()
+disable_casts = _handle._disable_casts
 
 
 def init(
@@ -104,11 +106,6 @@ def init(
     if enabled:
         _handle.on(torch.device("cuda" if torch.cuda.is_available() else "cpu"), patch_type, allow_banned)
     return _handle
-
-
-def disable_casts() -> AbstractContextManager[None]:
-    """Inside, O1 casts nothing."""
-    return _handle._disable_casts()
 
 
 def _decorator(how: Cast) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -262,7 +259,6 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16, False)
 
 
 def _properties(level: str, given: dict[str, Any]) -> Properties:
-    """Properties of `level`, overridden by those `given`."""
     if level not in LEVELS:
         raise ApexError(
             f"Unexpected optimization level {level!r}{nearest(level, LEVELS) or '.'} Options are 'O0', 'O1', 'O2', 'O3'. Note "
@@ -282,7 +278,6 @@ def _properties(level: str, given: dict[str, Any]) -> Properties:
 
 
 def _read(name: str, value: Any) -> Any:
-    """The value of a property, checked."""
     if name == "loss_scale":
         try:
             number = value if value == "dynamic" else float(value)
@@ -675,7 +670,7 @@ submodules(
         "_amp_state": named(AmpState, master_params, maybe_print, _amp_state=_amp_state),
         "amp": CASTS,
         "frontend": named(Properties, initialize, load_state_dict, state_dict, opt_levels=LEVELS),
-        "handle": named(AmpHandle, disable_casts, scale_loss, absent={"NoOpHandle": OLD}),
+        "handle": named(AmpHandle, scale_loss, disable_casts=disable_casts, absent={"NoOpHandle": OLD}),
         "opt": OLD,
         "scaler": named(LossScaler),
         **dict.fromkeys(("_initialize", "_process_optimizer", "compat", "lists", "utils", "wrap"), INTERNAL),

@@ -59,7 +59,6 @@ class Strategy:
 
 
 def _classes(option: str, policy: Any) -> list[str] | None:
-    """Names of the classes in a policy."""
     if policy is None:
         return None
     kinds = list(policy) if isinstance(policy, (set, frozenset, list, tuple)) else [policy]
@@ -100,7 +99,6 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 def _on_cpu(accelerator: Any) -> bool:
-    """Whether the CPU is asked for."""
     if accelerator in ("auto", "cpu"):
         return accelerator == "cpu"
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -117,7 +115,6 @@ def _known(name: str, given: str, known: Mapping[str, Any]) -> Any:
 
 
 def _strategy(given: Any) -> Strategy:
-    """The strategy of the Accelerator for several processes."""
     if isinstance(given, Strategy):
         return given
     if str(given).startswith("deepspeed"):
@@ -127,7 +124,6 @@ def _strategy(given: Any) -> Strategy:
 
 
 def _processes(devices: Any, cpu: bool) -> int:
-    """Processes on this machine."""
     if isinstance(devices, (list, tuple)):
         if list(devices) != list(range(len(devices))):
             raise RefusedError(f"devices={devices!r}: set CUDA_VISIBLE_DEVICES, and pass their number")
