@@ -1004,7 +1004,7 @@ class Accelerator(Collectives, Checkpoints):
             CheckpointError: the checkpoint cannot be loaded.
 
         Example:
-            >>> acc = Accelerator(cpu=True, log_with="none")
+            >>> acc = Accelerator(cpu=True, log_with="none", seed=0)
             >>> model = nn.Linear(2, 1)
             >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
             >>> for i in range(20):
@@ -1019,22 +1019,8 @@ class Accelerator(Collectives, Checkpoints):
             15
         """
         self._refuse_in_backward("guard()")
-        guard, chosen = self._guard, self._prepared.optimizers
-        if optimizer is not None:
-            chosen = [one for one in chosen if optimizer in (one, one.given)]
-        if not chosen or any(one.turn.spike is not None or one.turn.phase is Phase.STEPPED for one in chosen):
-            raise StepError(
-                "guard() judges the update of a prepared optimizer, once: call it after backward() and clip_grad_norm_(), before step()"
-            )
-        if not self._scaler.agree:
-            raise StepError(
-                "guard() inside join_uneven_inputs, where ranks that are done cannot agree: leave one of them out"
-            )
-        if policy == "skip" and getattr(self._prepared.strategy.options, "remembers", False):
-            raise RefusedError(
-                "guard(policy='skip') with a comm_hook that remembers what it did not send, and so what was skipped: use another comm_hook"
-            )
-        key = "all" if optimizer is None else str(self._prepared.optimizers.index(chosen[0]))
+        guard = self._guard
+        key, chosen = guard.choose(self._prepared, optimizer, policy)
         guard.add(key, loss, policy, window, factor)
         if self._window.accumulation != 1 and not self._window.sync:
             return

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ..base.accumulation import Phase
 from ..base.dtensor import local
 from ..data import PreparedLoader
-from ..errors import SettingError, StepError
+from ..errors import RefusedError, SettingError, StepError
 from ..logging import get_logger
 from ..options import check_word
 from ..trackers.rows import Pending, Row
@@ -25,6 +26,7 @@ from ..trackers.rows import Pending, Row
 if TYPE_CHECKING:
     from ..optim.optimizer import PreparedOptimizer
     from ..precision import Scaler
+    from .prepare import Preparation
     from .state import Run
 
 logger = get_logger(__name__)
@@ -91,6 +93,28 @@ class Guard:
     @property
     def used(self) -> bool:
         return bool(self._histories or self._loaded)
+
+    def choose(
+        self, prepared: Preparation, optimizer: torch.optim.Optimizer | None, policy: str
+    ) -> tuple[str, list[PreparedOptimizer]]:
+        """The optimizers whose update is judged, and the key of their history. Raises where it cannot be judged."""
+        chosen, key = prepared.optimizers, "all"
+        if optimizer is not None:
+            chosen = [one for one in chosen if optimizer in (one, one.given)]
+            key = str(prepared.optimizers.index(chosen[0])) if chosen else ""
+        if not chosen or any(one.turn.spike is not None or one.turn.phase is Phase.STEPPED for one in chosen):
+            raise StepError(
+                "guard() judges the update of a prepared optimizer, once: call it after backward() and clip_grad_norm_(), before step()"
+            )
+        if not self._scaler.agree:
+            raise StepError(
+                "guard() inside join_uneven_inputs, where ranks that are done cannot agree: leave one of them out"
+            )
+        if policy == "skip" and getattr(prepared.strategy.options, "remembers", False):
+            raise RefusedError(
+                "guard(policy='skip') with a comm_hook that remembers what it did not send, and so what was skipped: use another comm_hook"
+            )
+        return key, chosen
 
     def add(self, key: str, loss: Tensor, policy: str, window: int, factor: float) -> None:
         """Look at the arguments of a call, and keep the loss."""
