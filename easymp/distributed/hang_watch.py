@@ -2,17 +2,21 @@
 
 A thread of each rank looks at torch's flight recorder, which holds the last collectives of NCCL and gloo with the lines that called
 them. Where one has waited for ``hang_after`` seconds, the lowest rank that waits asks the others for theirs, and compares. Messages
-between two ranks (send and recv) are not in gloo's recorder.
+between two ranks (send and recv) are not in gloo's recorder: there the stack and processor time of the script's thread tell that it
+sleeps in one.
 """
 
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import pickle  # of bytes that this process's torch has just made
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +36,8 @@ LOOKS = 8  # looks at the recorder in `hang_after` seconds
 PATIENCE = timedelta(seconds=15)  # for an answer: the first look at lines takes torch seconds
 PAUSE = 1.0  # seconds between two looks at a rank that does not wait
 BUSY = 0.05  # seconds of processor time within them that say that it works
+MESSAGES = "messages between two ranks"
+IDLE = 0.001  # seconds of processor time between two looks at a thread that sleeps
 # Their shapes are the same on all ranks; of others the roots have more, or each rank has its own.
 ALIKE = ("all_reduce", "broadcast", "reduce_scatter", "allgather_base", "_all_gather_base")
 OTHERS = (str(Path(__file__).parent.parent), str(Path(threading.__file__).parent))  # easymp and Python
@@ -55,7 +61,7 @@ class Call(NamedTuple):
     @property
     def place(self) -> str:
         """Its number and group in words."""
-        return f"call {self.number} of {self.group}"
+        return "a message" if self.group == MESSAGES else f"call {self.number} of {self.group}"
 
     def same(self, other: Call) -> bool:
         """Whether two ranks' calls of one number fit together."""
@@ -164,6 +170,10 @@ class HangWatch:
         )
         self._rank, self._size, self.since = watch.rank, watch.size, time.time()
         self._said: tuple[str, int] | None = None
+        self._asleep, self._worked = (
+            0.0,
+            0.0,
+        )  # since when the script's thread sleeps in a message, and its processor time
         self._over = threading.Event()
         rank = self._rank
         store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
@@ -181,6 +191,7 @@ class HangWatch:
     def _run(self) -> None:
         try:
             while not self._over.wait(self._after / LOOKS):
+                self._look()
                 waiting = self._waiting()
                 if waiting is not None and (waiting.group, waiting.number) != self._said:
                     self._said = waiting.group, waiting.number
@@ -189,6 +200,27 @@ class HangWatch:
                         self._report(waiting)
         except RuntimeError:
             return  # the store is gone, and with it rank 0: the collective fails
+
+    def _look(self) -> None:
+        """See whether the script's thread sleeps in a message, or in a call of ``wait``."""
+        frame, clock = (
+            sys._current_frames().get(self._watch.trains),
+            getattr(time, "pthread_getcpuclockid", None),
+        )
+        if frame is None or clock is None:
+            return
+        file, before = frame.f_code.co_filename, self._worked
+        self._worked = time.clock_gettime(clock(self._watch.trains))
+        line = linecache.getline(file, frame.f_lineno or 0)  # None between two lines
+        inside = f"torch{os.sep}distributed{os.sep}" in file or ".wait(" in line
+        sleeps = inside and self._worked - before < IDLE
+        self._asleep = (self._asleep or time.time()) if sleeps else 0.0
+
+    def _message(self) -> Call:
+        """The message that the script's thread waits for; each rank's has another number, for there is nothing to compare."""
+        frame = sys._current_frames().get(self._watch.trains)
+        stack = ({"filename": f.f_code.co_filename, "line": line} for f, line in traceback.walk_stack(frame))
+        return Call(MESSAGES, self._rank + 1, "send or receive", "", _line(stack) if frame else "", False)
 
     def _waiting(self) -> Call | None:
         """The oldest call that has waited too long."""
@@ -201,6 +233,8 @@ class HangWatch:
         if meeting is not None:
             number, name, began = meeting
             found.append((Call("the script's calls", number, name, "", "", False), began))
+        if self._asleep and all(call.done for call, _ in found):
+            found.append((self._message(), self._asleep))
         return found
 
     def _ring(self) -> list[Call]:

@@ -78,6 +78,34 @@ def test_a_rank_that_is_late_and_calls_in_another_order_are_named(tmp_path: Path
     assert json.loads((tmp_path / "hang-1.json").read_text())["calls"]
 
 
+# A message that nobody sends, which gloo's recorder does not have.
+MESSAGES = """
+import sys, torch, torch.distributed as dist
+from easymp import Accelerator
+
+acc = Accelerator(cpu=True, hang_after=1, timeout=10, project_dir=sys.argv[1])
+if acc.process_index == 0:
+    dist.recv(torch.ones(3), 1)
+request = dist.irecv(torch.ones(3), 0)
+request.wait()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_messages_are_named_with_their_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MESSAGES)
+    command = [sys.executable, "-m", "easymp", "launch", "--processes", "2", str(script), str(tmp_path)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        said = "".join(next(line for line in run.stderr if "have waited" in line) + next(run.stderr))
+        run.terminate()
+    assert re.search(r"ranks 0, 1 have waited for 1 s, rank 0 in a message, .* at \S+train.py:7\.", said), (
+        said
+    )
+    assert re.search(r"rank 1 waits in another call: send or receive at \S+train.py:9", said), said
+
+
 KINDS = {
     "sleep": r"rank 1 has not come to it, and stands still: .* at \S+train.py:\d+ in sleep",
     "work": r"gather.*rank 1 has not come to it, and still moves: .* in (work|<lambda>|until_reported)",
