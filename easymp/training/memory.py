@@ -124,8 +124,9 @@ class Memory:
         """Two models at once, under one strategy and precision."""
         both = {row: (getattr(self, row), getattr(other, row)) for row in ROWS}
         sums = {row: None if None in pair else sum(pair) for row, pair in both.items()}
-        both_flops = self.flops and other.flops and tuple(map(add, self.flops, other.flops))
-        return replace(self, **sums, notes=tuple(dict.fromkeys(self.notes + other.notes)), flops=both_flops)
+        flops = self.flops and other.flops and tuple(map(add, self.flops, other.flops))
+        notes = tuple(dict.fromkeys(self.notes + other.notes))
+        return replace(self, **sums, notes=notes, flops=flops)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         many = f"{self.world} ranks" if self.world > 1 else "one rank"
@@ -357,7 +358,7 @@ def _named(known: Mapping[str, Any], name: str, what: str) -> Any:
     return known[name]
 
 
-def _stored(parameter: Tensor, policy: Precision) -> int:
+def _stored(parameter: Tensor, policy: Precision | type[Precision]) -> int:
     """Bytes of an element as the precision stores it."""
     raised = policy.raises and parameter.requires_grad and parameter.dtype in LOW
     converts = raised or (policy.param != torch.float32 and parameter.is_floating_point())
@@ -478,7 +479,8 @@ def predict(
         return Prediction(None, why=f"{device or 'this device'} has no known rate of {word} products")
     if need.flops is None:
         return Prediction(None, why="the operations are not counted: pass a sample batch")
-    read, usual = as_record(kind.Options, f"strategy {kind.name!r}", options), kind.Options()
+    read: Any = as_record(kind.Options, f"strategy {kind.name!r}", options)
+    usual = kind.Options()
     others = ("comm_hook", "cpu_offload", "context_parallel")
     changed = [name for name in others if getattr(read, name, None) != getattr(usual, name, None)]
     if kind.traffic is None or changed:

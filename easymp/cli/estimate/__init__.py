@@ -155,9 +155,8 @@ def _table(found: estimate_rows.Estimates) -> str:
         need = row.need
         rows.append([need.world, need.strategy, need.precision, *numbers, f"{row.spare / scale:+,.2f}"])
         if timed:
-            rows[-1] += (
-                [f"{row.time.seconds:.3g}", rate(found.speed(row))] if found.speed(row) else ["-", "-"]
-            )
+            speed = found.speed(row)
+            rows[-1] += [f"{row.need.world * found.batch / speed:.3g}", rate(speed)] if speed else ["-", "-"]
     available = {row.available for row in found.rows}
     shared = ", shared by the processes," if len(available) > 1 else ""
     legend = (
