@@ -427,7 +427,7 @@ class Prediction(NamedTuple):
     Attributes:
         seconds: of the whole update; None where it is not known.
         compute: of forward and backward.
-        links: of collectives, as far as neither hides them.
+        links: of collectives, as far as neither hides them; all of them where `need` has no `flops`.
         optimizer: of the step's reads and writes.
         why: the reason why it is not known.
     """
@@ -477,8 +477,6 @@ def predict(
     rate = gpus.peak_flops(device, word := product_type(policy))
     if rate is None:
         return Prediction(None, why=f"{device or 'this device'} has no known rate of {word} products")
-    if need.flops is None:
-        return Prediction(None, why="the operations are not counted: pass a sample batch")
     read: Any = as_record(kind.Options, f"strategy {kind.name!r}", options)
     usual = kind.Options()
     others = ("comm_hook", "cpu_offload", "context_parallel")
@@ -509,10 +507,12 @@ def predict(
         )
 
     copies, nodes = need.world // group, -(-need.world // near)
-    forward, backward = (number / rate / gpus.ATTAINED for number in need.flops)
+    forward, backward = (number / rate / gpus.ATTAINED for number in need.flops or (0, 0))
     averaging = phase("backward") + send("all_reduce", reduced // group, copies, min(copies, nodes))
     links = max(0, phase("forward") - forward) + max(0, averaging - backward) + phase("step")
     optimizer = gpus.copy_seconds(2 * (need.states + need.masters) + 3 * stored // shards, device) or 0.0
+    if need.flops is None:
+        return Prediction(None, 0, links, optimizer, "the operations are not counted: pass a sample batch")
     return Prediction(forward + backward + links + optimizer, forward + backward, links, optimizer)
 
 
@@ -536,8 +536,13 @@ def fits(need: Memory, available: int) -> bool:
 # -- Strategy "auto": decided by the memory that the first models need, before they are wrapped.
 
 
-def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
-    """Choose the first of `needs` that fits into `available` bytes, or the last one; the reason has the arithmetic."""
+def by_memory(
+    needs: Mapping[str, Memory], available: int, times: Mapping[str, Prediction] | None = None
+) -> Choice[str]:
+    """Choose the first of `needs` that fits into `available` bytes, or the last one; the reason has the arithmetic.
+
+    It has `times`, too, which do not choose: forward and backward, not known before a batch, may hide the links.
+    """
     most = int(available * (1 - SPARE))
     said: list[str] = []
     for name, need in needs.items():
@@ -549,6 +554,11 @@ def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
     if not fits(need, available):
         words = "training may run out of memory, so use more processes or a smaller model"
         said.append(f"{size(need.total - most)} too much: {words}")
+    for tried, time in (times or {}).items():
+        if time.optimizer:
+            said.append(
+                f"{tried}: {time.links:.2g} s of links at most, {time.optimizer:.2g} s of optimizer an update"
+            )
     return Choice(name, "; ".join(said), Source.DETECTED)
 
 
@@ -577,7 +587,11 @@ class AutoStrategy:
         choice = self._planned
         if not fits(needs[first], available):
             needs.update({name: self.need(name, models, optimizers) for name in names})
-            choice = by_memory(needs, available)
+            chip, every = plan.device.reason, nn.ModuleList(models)  # an accelerator's name
+            found = gpus.find(chip) and {
+                n: predict(every, need, chip, world.local_size) for n, need in needs.items()
+            }
+            choice = by_memory(needs, available, found)
             if not self._free:
                 reason = f"{choice.reason}; options of {choice.value} were given, so it stays"
                 choice = replace(choice, reason=reason)
