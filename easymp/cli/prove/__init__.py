@@ -63,6 +63,10 @@ BATCHNORM = (
     "{} takes the statistics of each process's micro-batch by itself: Accelerator(convert_sync_batchnorm=True) takes those of all "
     "processes; micro-batches of an accumulation stay apart."
 )
+PREPARED = (
+    "Steps of other libraries and of torch alone are not compared: give the model, the optimizer and the loader to the prepare() of one "
+    "Accelerator. Where the first updates overflow, pass more --steps."
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +167,7 @@ def judge(rows: Sequence[Any], refused: str, failed: Sequence[str], steps: int) 
         why = refused or failed[0]
     elif not done:
         why = "no update was made with a prepared optimizer, or each one had an overflow, or a window that was not full"
+        hints = [PREPARED]
     else:
         every = [row[kind]["largest"] for row in done for kind in ("gradients", "weights")]
         worst = max(filter(None, every), key=lambda one: one["times"])

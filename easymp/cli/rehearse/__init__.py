@@ -214,13 +214,8 @@ def judge(
         verdict, why = NOT_REHEARSED, "the script ended before an update of its prepared optimizers"
     ranks = [summary(one, here, device) for one in seen]
     sentence = f"{verdict.capitalize()}{': ' + why if why else f' on {processes} ranks'}."
-    return {
-        "verdict": verdict,
-        "sentence": sentence,
-        "processes": processes,
-        "nodes": processes // here,
-        "ranks": ranks,
-    }
+    world = {"processes": processes, "nodes": processes // here}
+    return {"verdict": verdict, "sentence": sentence, **world, "ranks": ranks}
 
 
 def unlike(seen: Sequence[Mapping[str, Any]]) -> str:
@@ -293,14 +288,8 @@ def show(found: Mapping[str, Any]) -> None:
         lines = [["rank", *kinds, "peak", "of", "checkpoint", "samples"]]
         for one in ranks:
             bytes_ = [size(max(one["bytes"].get(kind, 0), one["at_peak"][kind])) for kind in kinds]
-            lines.append(
-                [
-                    one["rank"],
-                    *bytes_,
-                    *(size(one[k]) for k in ("peak", "memory", "checkpoint")),
-                    one["samples"],
-                ]
-            )
+            rest = (size(one[k]) for k in ("peak", "memory", "checkpoint"))
+            lines.append([one["rank"], *bytes_, *rest, one["samples"]])
         print(f"\n{table(lines, right=set(range(len(lines[0]))))}")
         note = "Each kind at its largest, and the peak of an update; communication: buffers of collectives; activations: with "
         print(
