@@ -170,9 +170,7 @@ class Strategy(Protocol):
     local_updates: ClassVar[bool]  # ranks update by themselves, and parameters are averaged now and then
     replicated: ClassVar[bool]  # plain parameters are equal on all ranks, or will be when averaged
     masters: ClassVar[bool]  # optimizers can step fp32 copies in place of low-precision parameters
-    traffic: ClassVar[
-        dict[str, tuple[str, ...]] | None
-    ]  # collectives of the whole model in "forward", "backward", "step"; None: others
+    traffic: ClassVar[dict[str, tuple[str, ...]] | None]  # collectives by phase; None: others
     late_loss: ClassVar[bool]  # the result of `loss` has its value only after backward
     data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
     data_size: int

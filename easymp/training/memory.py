@@ -501,10 +501,8 @@ def predict(
     def phase(name: str) -> float:
         there = name == "backward" and not getattr(read, "reshard_after_forward", True)  # from forward
         sizes = {"all_gather": 0 if there else weights}
-        within = -(-group // near)  # nodes
-        return sum(
-            send(what, sizes.get(what, reduced), group, within) for what in (kind.traffic or {}).get(name, ())
-        )
+        calls = (kind.traffic or {}).get(name, ())
+        return sum(send(what, sizes.get(what, reduced), group, -(-group // near)) for what in calls)
 
     copies, nodes = need.world // group, -(-need.world // near)
     forward, backward = (number / rate / gpus.ATTAINED for number in need.flops or (0, 0))

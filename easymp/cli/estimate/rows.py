@@ -357,12 +357,8 @@ def estimates(
                         flops = (2 * sized.parameters * tokens, 4 * sized.parameters * tokens)
                     need = dataclasses.replace(need, copies=copies, flops=flops)
                     name = hardware.devices[0].name if facts[world].device != "cpu" else ""
-                    time = (
-                        predict(sized.model, need, name, plan.ranks.local_size, how["options"])
-                        if tokens
-                        else None
-                    )
-                    rows.append(Row(need, plan.memory, time))
+                    about = sized.model, need, name, plan.ranks.local_size, how["options"]
+                    rows.append(Row(need, plan.memory, predict(*about) if tokens else None))
     if not rows:
         raise SettingError(f"nothing is left to estimate: {'; '.join(refused) or 'no processes'}")
     batch = len(sample[0]) if sample and sample[0].ndim else 1
