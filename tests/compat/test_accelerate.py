@@ -85,6 +85,7 @@ def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch, t
         acc.init_trackers("run", {"lr": 0.1}, init_kwargs={"wandb": {"name": "x"}})
         acc.log({"loss": 1.0}, step=1)
         assert acc.trackers == [] and accelerate.state.is_initialized()
+        acc.get_tracker("wandb", unwrap=True).define_metric("loss")  # nothing, as there
         with pytest.raises(SettingError, match="'wand' is not a tracker"):
             acc.log({"loss": 1.0}, log_kwargs={"wand": {}})
         model = nn.Linear(2, 2)

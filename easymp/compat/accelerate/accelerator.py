@@ -40,6 +40,7 @@ from ...options import (
 from ...settings import as_record, read_record, resolve
 from ...strategies.ddp import Replica
 from ...trackers import TRACKERS
+from ...trackers.logbook import SILENT
 from ...training.collectives import gather_object
 from ...training.state import GradientState, accelerators
 from ..layer import unless_set
@@ -247,6 +248,10 @@ class Accelerator(accelerator.Accelerator):
         super().init_trackers(project_name, config, self._for_this_run(init_kwargs))
         if not set(self._logbook.names) <= TRACKERS.keys():  # the script's own start here, as in Accelerate
             self._logbook.all()
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """As `easymp.Accelerator.get_tracker`; in a run without trackers an object that takes every call and does nothing."""
+        return super().get_tracker(name, unwrap) if self._logbook.names else SILENT
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
