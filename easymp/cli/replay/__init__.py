@@ -17,7 +17,7 @@ Words after -- are the script and its arguments, in place of the run's own.
 look.py defines before_forward(acc, models), before_step(acc, models), or both.
 
 Exit codes: 0 stopped there, and what could be compared is equal; 1 something
-differs, or the script failed; 2 the update never came, or wrong usage.
+differs, the script failed, or an error; 2 the update never came, or wrong usage.
 """
 
 from __future__ import annotations
