@@ -6,6 +6,7 @@ micro-steps; backward, clipping, the loss scale and the optimizers read and adva
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -244,9 +245,17 @@ class UpdateWindow:
             )
         if self.micro <= 1:
             self.counts_items = False  # of a window that was never finished
+        tensor = isinstance(items, Tensor)
+        counted = items.numel() == 1 if tensor else not isinstance(items, str)
+        if not counted or ((not tensor or items.is_cpu) and not 0 <= float(items) < math.inf):
+            shown = f"a tensor of shape {tuple(items.shape)}" if not counted and tensor else repr(items)
+            raise StepError(
+                f"backward() got {shown} as num_items: pass how many items the loss sums over, one number of at least 0, such as "
+                "(labels != -100).sum()"
+            )
         here = number(items, loss.device)
         if not self.counts_items:
-            total = world.reduce(here).clamp(min=1.0)
+            total = above_0(world.reduce(here))
             if self.sync and self.micro <= 1:
                 self.items = total
                 return loss * (world.size / total)
@@ -258,7 +267,7 @@ class UpdateWindow:
 
     def finish_items(self, gradients: Iterable[Tensor], world: Any) -> None:
         """Correct the gradients of a window that has ended, after the last backward."""
-        self.items = world.reduce(self._count).clamp(min=1.0)
+        self.items = above_0(world.reduce(self._count))
         factor = self._stand_in / self.items
         grads = [local(g) for g in gradients]
         if grads:
@@ -334,6 +343,11 @@ class MicroStep:
         self._window.inside = False
         while self._open:
             self._open.pop().__exit__(*error)
+
+
+def above_0(total: Tensor) -> Tensor:
+    """`total`, or 1 where nothing was counted, as a divisor; weights of items may add up to less than 1."""
+    return torch.where(total == 0, 1.0, total)
 
 
 def number(value: float | Tensor, device: torch.device) -> Tensor:

@@ -98,3 +98,17 @@ def test_an_accelerator_that_is_dropped_is_closed() -> None:
     dropped = train()
     gc.collect()
     assert dropped() is None
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_num_items_may_be_weights_and_no_nonsense(steps: int) -> None:
+    x, weights = torch.arange(4.0)[:, None] + 1, torch.tensor([0.1, 0.2, 0.0, 0.1])
+    with Accelerator(cpu=True, mixed_precision="fp32", gradient_accumulation_steps=steps) as acc:
+        model = acc.prepare(nn.Linear(1, 1, bias=False))
+        for part, its in zip(x.chunk(steps), weights.chunk(steps)):
+            with acc.accumulate(model):
+                acc.backward((model(part)[:, 0] * its).sum(), num_items=its.sum())
+        torch.testing.assert_close(model.weight.grad, (x[:, 0] * weights).sum().view(1, 1) / weights.sum())
+        for wrong in (-3, float("nan"), float("inf"), "4", torch.tensor(-1), torch.tensor([True, False])):
+            with acc.accumulate(model), pytest.raises(StepError, match="as num_items: pass how many"):
+                acc.backward(model(x).sum(), num_items=wrong)  # type: ignore[arg-type]
