@@ -660,11 +660,7 @@ class Checkpoints:
         return huggingface.get_state_dict(self._run.world, model, unwrap)
 
     def weights(
-        self,
-        model: nn.Module | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        bucket: int | str = "1GiB",
+        self, model: nn.Module | None = None, *, dtype: torch.dtype | None = None, bucket: int | str = "1GiB"
     ) -> weight_stream.WeightStream:
         """Stream a model's whole weights: for another program, such as an inference server, or a file format of your own.
 

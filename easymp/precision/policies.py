@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -265,7 +266,10 @@ def upcast_again(module: nn.Module) -> Iterator[None]:
 # Each tensor is divided by one scale, which maps its largest element to the format's largest number; ``torch._scaled_mm`` multiplies
 # the product by both scales. Parameters and their gradients stay fp32. Where parameters are whole on a rank (all strategies but fsdp and
 # hsdp), each weight is rounded once an update, in front of the model and of what torch.compile sees, and read by all micro-batches, by
-# recomputation and by backward: one byte an element, from the first forward that trains to the step.
+# recomputation and by backward: one byte an element, from the first forward that trains to the step. Under fsdp and hsdp each rank rounds
+# its shard once an update, by the scale of the whole weight, and the rounded shards are gathered, see `Float8Shard`. That needs a tensor
+# that holds fp8 and takes a bf16 gradient: torchao's. The products stay ours: torchao's linear layer takes another module's place, which
+# loses hooks, and rounds the weight at each product where it is not gathered.
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -364,10 +368,64 @@ def round_once(layers: Sequence[Float8Linear]) -> None:
             layer.once = nn.Parameter(weight, requires_grad=False), scale, layer.weight
 
 
-def forget_rounded(layers: Sequence[Float8Linear], *_: Any) -> None:
+def forget_rounded(layers: Sequence[Float8Linear | Float8Shard], *_: Any) -> None:
     """Called after an optimizer's step: torch's fused ones and our kernels do not count versions."""
     for layer in layers:
         layer.once = None
+
+
+class Float8Shard:
+    """The shard of a `Float8Linear`'s weight, gathered in fp8: torch's FSDP2 calls the two hooks that this sets on the shard.
+
+    The scale is that of the whole weight, so that the gathered bits are those of `round_once`. The layer's weight is a DTensor, sharded
+    along dimension 0; `over_ranks` gives the largest of the ranks' values, elementwise.
+    """
+
+    def __init__(self, layer: Float8Linear, over_ranks: Callable[[Tensor], Tensor]) -> None:
+        self.layer, self.shape, self.over_ranks = ref(layer), layer.weight.shape, over_ranks
+        self.once: tuple[Tensor, Tensor] | None = None  # the rounded shard and its scale
+        self.seen = -1  # version of the shard that was rounded
+        self._part: Any = None
+
+    def part(self) -> Any:
+        """This rank's shard; a new one, as after ``model.to()`` or a load that assigns, gets the hooks."""
+        part = getattr(getattr(self.layer(), "weight", None), "_local_tensor", None)  # None: gathered now
+        known = self._part and self._part()
+        if part is None or part is known:
+            return known
+        part.fsdp_pre_all_gather, part.fsdp_post_all_gather = self.give, self.take
+        self._part, self.once = ref(part), None
+        return part
+
+    def current(self) -> bool:
+        return self.seen == self.part()._version and self.once is not None
+
+    def give(self, mesh: Any) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        """What is gathered, and what each rank knows of it: torch's ``fsdp_pre_all_gather``."""
+        if self.once is None:  # outside of the model's forward
+            round_shards([self])
+        data, scale = self.once  # type: ignore[misc]
+        missing = -(-self.shape[0] // mesh.size()) - data.shape[0]
+        return (_padded(data, missing),), (scale.reciprocal(),)
+
+    def take(self, outputs: tuple[Tensor], known: tuple[Tensor], dtype: Any, *, out: Any = None) -> Any:
+        """The whole weight, as a tensor of `dtype` to autograd: torch's ``fsdp_post_all_gather``."""
+        (data,), (scale,) = outputs, known
+        if out is not None:  # in memory that it knows
+            out._scale = scale
+            return None
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
+
+        how = LinearMMConfig(), GemmInputRole.WEIGHT
+        return Float8TrainingTensor(data[: self.shape[0]], scale, dtype, *how), (data,)
+
+
+def round_shards(shards: Sequence[Float8Shard]) -> None:
+    """Round `shards`, with one collective for all scales."""
+    parts = [shard.part().detach() for shard in shards]
+    peaks = shards[0].over_ranks(torch.stack([_peak(part).float() for part in parts]))
+    for shard, part, peak in zip(shards, parts, peaks):
+        shard.once, shard.seen = rounded(part, FORWARD, peak), part._version
 
 
 class _Product(torch.autograd.Function):
@@ -404,21 +462,31 @@ class _Product(torch.autograd.Function):
         return of_input, of_weight, None, None, None
 
 
-def _padded(matrix: Tensor) -> Tensor:
-    """`matrix` with rows of zeros, which add nothing to a product that sums over rows, up to a multiple of 16."""
-    more = -matrix.shape[0] % FP8.multiple
+def _padded(matrix: Tensor, more: int | None = None) -> Tensor:
+    """`matrix` with `more` rows of zeros, which add nothing to a product that sums over rows; None: up to a multiple of 16."""
+    more = -matrix.shape[0] % FP8.multiple if more is None else more
     if not more:
         return matrix
     bytes_ = nn.functional.pad(matrix.view(torch.uint8), (0, 0, 0, more))  # zero has no bits set
     return bytes_.view(matrix.dtype)
 
 
-def rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`tensor` in fp8, contiguous, and the fp32 scale (0-dim) that multiplies it back to its range."""
+def rounded(tensor: Tensor, dtype: torch.dtype, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`tensor` in fp8, contiguous, and the fp32 scale (0-dim) that multiplies it back to its range.
+
+    A `tensor` that was gathered in fp8 stays as it is. `peak` is the largest magnitude (0-dim) of what `tensor` is a part of.
+    """
+    data: Tensor | None = getattr(tensor, "_data", None)  # of torchao's Float8TrainingTensor
+    if data is not None:
+        return data, tensor._scale.reciprocal()  # type: ignore[attr-defined]
     largest = torch.finfo(dtype).max
     wide = tensor.detach().float()
-    scale = (wide.abs().amax() if wide.numel() else wide.new_zeros(())).clamp(min=1e-12) / largest
+    scale = (_peak(wide) if peak is None else peak).clamp(min=1e-12) / largest
     return (wide / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
+
+
+def _peak(tensor: Tensor) -> Tensor:
+    return tensor.abs().amax() if tensor.numel() else tensor.new_zeros(())
 
 
 def _columns(tensor: Tensor) -> Tensor:

@@ -70,9 +70,7 @@ class Profile(torch.profiler.profile):
         if how.schedule_option is not None:
             schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **how.schedule_option})
         super().__init__(
-            activities=_activities(how),
-            schedule=schedule,
-            **{name: getattr(how, name) for name in AS_TORCH},
+            activities=_activities(how), schedule=schedule, **{name: getattr(how, name) for name in AS_TORCH}
         )
         self.record_steps = True  # without a schedule, too
         self._over_after = LAST if self._free else _last_step(how.schedule_option)

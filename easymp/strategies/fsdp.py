@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.sharded import check_sums
 from ..options import check_fields
-from ..precision.policies import as_if_fp32
+from ..precision.policies import Float8Linear, Float8Shard, as_if_fp32, forget_rounded, round_shards
 from ..protocols import Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse
 from .meta_init import materialise, on_meta
@@ -165,6 +166,8 @@ class FSDP(Spread):
         sharded = Sharded(module, model, parts, self._world, self.options, whole, policy.gather)
         sharded.early, sharded.replicated = bool(self.reduces_each), len(self._shape) > 1
         sharded.watch_parts()
+        if policy.rounds:
+            sharded.rounded = rounded_shards(model, self.options, self._world)
         return sharded
 
     def spread(self, optimizer: Optimizer) -> Optimizer:
@@ -348,6 +351,20 @@ def shard(
         modules[0].set_symm_mem_for_comm()  # type: ignore[operator]
 
 
+def rounded_shards(model: nn.Module, options: FSDPOptions, world: World) -> tuple[Float8Shard, ...]:
+    """Shards that are gathered in fp8: those of `Float8Linear` layers of the repeated blocks, where no layer of another kind reads them.
+
+    None without torchao, or with shards in a GPU's host memory, which torch moves before it asks for what is gathered.
+    """
+    if not find_spec("torchao") or (options.cpu_offload and world.device.type != "cpu"):
+        return ()
+    others = {id(p) for m in model.modules() if type(m) is not Float8Linear for p in m._parameters.values()}
+    inside = (m for block in find_blocks(model, options.wrap) for m in block.modules())
+    own = {id(m.weight): m for m in inside if type(m) is Float8Linear and hasattr(m.weight, "to_local")}
+    shards = (Float8Shard(m, partial(world.reduce, op="max")) for i, m in own.items() if i not in others)
+    return tuple(shard for shard in shards if shard.part() is not None)
+
+
 class Sharded(Reducing):
     """Calls the model under the precision's autocast, with equal buffers on all ranks.
 
@@ -358,6 +375,7 @@ class Sharded(Reducing):
 
     Attributes:
         early: whether backwards before the end of an accumulation window reduce gradients to shards.
+        rounded: shards that are gathered in fp8. They are rounded once an update, and in front of each forward without gradients.
         replicated: whether shards are replicated: their gradients are averaged at the end of the window.
     """
 
@@ -386,6 +404,7 @@ class Sharded(Reducing):
         self._empty: list[Tensor] | None = None  # without a gradient when an early window of replicas began
         self._used: set[int] = set()  # ids of those that have had one since
         self._ending = False  # whether this backward ends with `_end_window`
+        self.rounded: tuple[Float8Shard, ...] = ()
         self._all = tuple(root.parameters())
         self._frozen = [not p.requires_grad for p in self._all]
 
@@ -414,8 +433,12 @@ class Sharded(Reducing):
             self._empty = [p for p in sharded if p.grad is None]
             self.root.set_reduce_scatter_unused_params(True)
         self._stale = training and self.reduces
+        if self.rounded and not (training and all(shard.current() for shard in self.rounded)):
+            round_shards(self.rounded)
         with self.world.explained("forward"):
             outputs = self.module(*args, **kwargs)
+        if not training:
+            forget_rounded(self.rounded)  # evaluation may see weights that were swapped by `.data`
         if training and not self.reduces and not self._gathered:
             self._gather_once()
         if not training and not self.options.reshard_after_forward:

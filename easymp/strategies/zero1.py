@@ -25,15 +25,7 @@ from ..precision.policies import LOW
 from ..protocols import Counting, Layout, WrapContext, chunk_elements
 from .blocks import refuse_sparse
 from .ddp import DDP, buckets_of
-from .single import (
-    Reducing,
-    Single,
-    clip_to_norm,
-    counting_over,
-    hook_gradient,
-    share_buffers,
-    take_rank_0s,
-)
+from .single import Reducing, Single, clip_to_norm, counting_over, hook_gradient, share_buffers, take_rank_0s
 
 # The older name warns from torch 2.13 on.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
+from importlib.util import find_spec
 from operator import add
 from typing import Any, NamedTuple
 
@@ -246,7 +247,8 @@ def estimate(
     states, rounds = _states(optimizer, module), _rounds(optimizer)
     low = policy.compute.itemsize < FP32 and policy.param.itemsize == FP32
     copied = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
-    rounds_once = _swapped(module) if policy.rounds and not layout.gathers else set()
+    at_once = not layout.gathers or find_spec("torchao") is not None
+    rounds_once = _swapped(module) if policy.rounds and at_once else set()
     sums = dict.fromkeys(ROWS, 0)
     widest, gradients = 1, [0]
     for name, parameter in module.named_parameters():  # a tied one once
@@ -255,7 +257,8 @@ def estimate(
         sums["weights"] += layout.weights(name, parameter) * size
         if id(parameter) in copied and size > policy.compute.itemsize:
             sums["copies"] += layout.copies(name, parameter) * policy.compute.itemsize
-        sums["copies"] += (id(parameter) in rounds_once) * layout.copies(name, parameter)  # fp8: one byte
+        if id(parameter) in rounds_once:  # fp8: one byte
+            sums["copies"] += (layout.weights if layout.gathers else layout.copies)(name, parameter)
         if parameter.requires_grad:
             wide = FP32 if size < FP32 and policy.keeps_updates and (policy.masters or not rounds) else 0
             gradients.append(layout.gradients(name, parameter) * (size + wide))

@@ -296,7 +296,10 @@ class Preparation:
         context = WrapContext(precision, place, options.initialize, *compiling, early)
         wrapped = strategy.wrap(model, optimizers, context)
         if precision.swaps and strategy.sharded:
-            self._say_weights(f"gathered in bf16, and rounded for {precision.name} after each gather")
+            in_fp8 = len(wrapped.rounded)
+            rest = f"gathered in bf16, and rounded for {precision.name} after each gather"
+            words = f"shards of {in_fp8} weights in blocks rounded once an update and gathered in fp8; others {rest}"
+            self._say_weights(words if in_fp8 else rest)
         if world.size > 1:
             world.hurry_groups()
         if precision.masters or (strategy.sums and self._run.window.accumulation != 1):
@@ -310,9 +313,12 @@ class Preparation:
             if parameter.is_floating_point() or parameter.is_complex():
                 self._undo.append(hook_gradient(parameter, self._gradient_done).remove)
         self.models.append(route)
-        if precision.rounds and not strategy.sharded:  # else weights are gathered anew for each forward
-            layers = [m for m in model.modules() if isinstance(m, Float8Linear) and "weight" in m._parameters]
-            route.before, forget = partial(round_once, layers), partial(forget_rounded, layers)
+        if precision.rounds:
+            own = [m for m in model.modules() if isinstance(m, Float8Linear) and "weight" in m._parameters]
+            if not strategy.sharded:
+                route.before = partial(round_once, own)
+            layers = wrapped.rounded if strategy.sharded else own
+            forget = partial(forget_rounded, layers)
             self._run.window.stepped.append(forget)
             self._undo += [partial(self._run.window.stepped.remove, forget), partial(forget_rounded, layers)]
             self._undo.append(

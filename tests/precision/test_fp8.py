@@ -13,8 +13,10 @@ import torch._dynamo.utils
 from torch import Tensor, nn
 
 from easymp import Accelerator, Choice, PrepareError, Source
+from easymp.base.dtensor import local
 from easymp.precision import policies
 from easymp.precision.policies import FP8, Float8Linear
+from easymp.strategies import fsdp
 from easymp.training import prepare
 
 CPU = torch.device("cpu")
@@ -229,6 +231,112 @@ def test_what_is_implied_compiles_blocks_where_there_are_some(monkeypatch: pytes
             compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
             assert compiled == ([*model.blocks] if isinstance(model, Net) else [])
             assert acc.plan.compiles == bool(compiled) and words in acc.plan.compile.reason
+
+
+def gathered(path: Path, torchao: bool, settings: Any, processes: int) -> tuple[Any, ...]:
+    """Two updates of two micro-batches, an evaluation, a save, and another update, which a load takes back and repeats."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, times, sent, losses = nn.Sequential(Block(), Block(), nn.Linear(32, 16)), [], [], []
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.01), torch.randn(16, 32)
+    dist, round_shards = torch.distributed, fsdp.round_shards
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def send(*args: Any, **kwargs: Any) -> Any:
+        sent.append((args[1] if len(args) > 1 else kwargs["input_tensor"]).nbytes)
+        return gather(*args, **kwargs)
+
+    def count(shards: Any) -> None:
+        times.extend(shards)
+        round_shards(shards)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FP8, "refuse", staticmethod(lambda facts: None))
+        patch.setattr(fsdp, "round_shards", count)
+        patch.setattr(dist, name, send)
+        if not torchao:
+            patch.setattr(fsdp, "find_spec", lambda name: None)
+        with Accelerator(cpu=True, mixed_precision="fp8", gradient_accumulation_steps=2, **settings) as acc:
+            original = model
+            model, optimizer = acc.prepare(model, optimizer)
+
+            def update() -> None:
+                for micro in range(2):
+                    with acc.accumulate(model):
+                        loss = model(x[acc.process_index :: processes] + micro).square().mean()
+                        acc.backward(loss)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    losses.append(float(acc.reduce(loss.detach(), "mean")))
+
+            for _ in range(2):
+                update()
+            rounds, bytes_ = len(times), sum(sent)
+            with torch.no_grad():
+                losses.append(model(x).sum().item())
+            acc.save_state(path)
+            update()
+            ended = [(local(p).clone(), type(local(p))) for p in original.parameters()]
+            acc.load_state(path)
+            original.to("cpu")  # torch makes other shards of it
+            update()
+            same = [torch.equal(local(p), value) for p, (value, _) in zip(original.parameters(), ended)]
+            words = acc.plan.weights.reason
+    return losses, rounds, bytes_, words, all(same), {kind for _, kind in ended} == {Tensor}
+
+
+def weights_of(path: Path, strategy: str, precision: str) -> list[Any]:
+    """The weights of a checkpoint, by a run of another precision and strategy."""
+    model = nn.Sequential(Block(), Block(), nn.Linear(32, 16))
+    with Accelerator(cpu=True, mixed_precision=precision, strategy=strategy) as acc:
+        model, _ = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        acc.load_state(path)
+        return [(name, w.sum().item()) for name, w in acc.get_state_dict(model).items()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [
+        ({"strategy": "fsdp", "activation_checkpointing": "blocks"}, 3),  # uneven shards
+        pytest.param(
+            {"strategy": "fsdp", "compile": {"what": "blocks", "backend": "aot_eager"}},
+            2,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"strategy": "hsdp", "strategy_options": {"shard_size": 2}}, 4, marks=pytest.mark.slow),
+    ],
+    ids=["recomputed", "blocks compiled", "hsdp"],
+)
+def test_torchao_gathers_in_fp8_what_is_rounded_once_an_update(
+    settings: Any, processes: int, ranks: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao", reason="fp8 gathers under fsdp need torchao (extra fp8)")
+    how: Any = {"processes": processes, "timeout": 200}
+    found = ranks(gathered, tmp_path / "fp8", True, settings, processes, **how)
+    for _, rounds, _, words, same, plain in found:
+        assert rounds == 4 * 2  # four weights in blocks, and two updates
+        assert "shards of 4 weights in blocks rounded once" in words
+        assert same and plain  # resumed to the same bits, from shards that are torch's own tensors
+    losses = found[0][0]
+    ddp = ranks(
+        gathered,
+        tmp_path / "ddp",
+        True,
+        {**settings, "strategy": "ddp", "strategy_options": None},
+        processes,
+        **how,
+    )[0]
+    assert losses == pytest.approx(ddp[0], rel=0.1)
+    assert losses[0] == pytest.approx(ddp[0][0], rel=0.02)
+    ours = ranks(gathered, tmp_path / "bf16", False, settings, processes, **how)[0]
+    assert ours[0] == pytest.approx(losses, rel=0.1)
+    assert not ours[1] and ours[3].startswith("gathered in bf16")
+    assert found[0][2] < 0.6 * ours[2]  # bytes
+    one, other = (
+        ranks(weights_of, tmp_path / "fp8", *to, processes=2)[0] for to in (("ddp", "fp32"), ("fsdp", "bf16"))
+    )
+    assert dict(one) == pytest.approx(dict(other))
 
 
 @pytest.mark.parametrize("half", [True, False])
