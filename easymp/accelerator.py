@@ -366,7 +366,7 @@ class Accelerator(Collectives, Checkpoints):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in an update; may be set."""
+        """Micro-batches in an update; may be set between updates."""
         return self._window.accumulation
 
     @gradient_accumulation_steps.setter
@@ -374,7 +374,13 @@ class Accelerator(Collectives, Checkpoints):
         number = records.GradientAccumulationPlugin(steps).num_steps
         if number > 1:
             self._refuse_in_backward(f"gradient_accumulation_steps = {number}")
-        self._window.accumulation = number
+        window = self._window
+        if number != window.accumulation and not window.sync:
+            raise StepError(
+                f"gradient_accumulation_steps = {number} after micro-step {window.micro} of {window.accumulation}, whose loss was "
+                f"divided by {window.accumulation}: set it where sync_gradients is true"
+            )
+        window.accumulation = number
 
     @property
     def sync_gradients(self) -> bool:

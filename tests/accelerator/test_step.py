@@ -112,3 +112,17 @@ def test_num_items_may_be_weights_and_no_nonsense(steps: int) -> None:
         for wrong in (-3, float("nan"), float("inf"), "4", torch.tensor(-1), torch.tensor([True, False])):
             with acc.accumulate(model), pytest.raises(StepError, match="as num_items: pass how many"):
                 acc.backward(model(x).sum(), num_items=wrong)  # type: ignore[arg-type]
+
+
+def test_the_number_of_micro_batches_changes_between_updates_only() -> None:
+    with Accelerator(cpu=True, mixed_precision="fp32", gradient_accumulation_steps=4) as acc:
+        model = acc.prepare(nn.Linear(1, 1, bias=False))
+        acc.gradient_accumulation_steps = 2
+        for _ in range(2):
+            with acc.accumulate(model):
+                acc.backward(model(torch.ones(1, 1)).sum())
+            if not acc.sync_gradients:
+                with pytest.raises(StepError, match="= 8 after micro-step 1 of 2"):
+                    acc.gradient_accumulation_steps = 8
+        assert model.weight.grad.item() == 1.0
+        acc.gradient_accumulation_steps = 8
