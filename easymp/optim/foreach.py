@@ -28,9 +28,7 @@ class Lists:
     p: list[Tensor]
     g: list[Tensor]  # negated where the group maximizes
     states: dict[str, list[Tensor]]
-    counters: (
-        list[Tensor] | None
-    )  # of steps, this one counted; None where neither the rule nor rounding needs them
+    counters: list[Tensor] | None  # of steps, with this one; None: neither rule nor rounding needs them
     steps: Any  # the same in one tensor [parameters], at least 1; float64 where the device has it
     go: Any  # 1, or 0 if nothing is to change
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
@@ -111,16 +112,23 @@ class FusedOptimizer(torch.optim.Optimizer):
     _chosen: tuple[tuple[Any, ...], StepChoice] | None = None
     _clip: Clip | None = None  # left to the next step by `clip_grad_norm_`
     _meshes: Sequence[Any] = ()  # of the parameters, now
-    counting: Counting | None = (
-        None  # of gradients over the ranks; by default by the meshes of the parameters
-    )
+    counting: Counting | None = None  # of gradients over the ranks; None: by the parameters' meshes
     _steps: dict[Tensor, Tensor] | None = None  # counters of a rule without a step in its state
     lent: Scale | None = None  # the loss scale, which a step by our kernels moves
-    first: Callable[[Tensor], int] | None = (
-        None  # `Rounding.first` where parameters are parts of others, and no DTensors
-    )
 
-    @classmethod
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Show the words of `OptionWords` in the signature of `cls`, for help() and completion."""
+        super().__init_subclass__(**given)
+        shown = signature(cls.__init__)
+        found = list(shown.parameters.values())[1:]
+        if found and found[-1].annotation == "Unpack[OptionWords]":
+            last = found.pop()
+            for name, kind in OptionWords.__annotations__.items():
+                default = False if name in ("maximize", "stochastic_rounding") else None
+                how = {"default": default, "annotation": kind.__forward_arg__}
+                found.append(last.replace(name=name, kind=last.KEYWORD_ONLY, **how))
+        cls.__signature__ = shown.replace(parameters=found)  # type: ignore[attr-defined]
+
     def options_of(cls, given: dict[str, Any]) -> Options:
         """`given` as `Options`; a TypeError for other keywords, as of a function."""
         for name in given.keys() - Options.__dataclass_fields__.keys():

@@ -143,9 +143,7 @@ p -= size * (d / (sqrtf(sum) + eps));
 class TorchOptimizer(FusedOptimizer):
     """Base of optimizers that torch has, too."""
 
-    torchs: ClassVar[
-        type[torch.optim.Optimizer]
-    ]  # torch's class, whose step runs where kernels do not, fused if it can
+    torchs: ClassVar[type[torch.optim.Optimizer]]  # steps where kernels do not run, fused if it can
     _fused_here: bool = False  # whether the fused step was our choice
 
     def __init__(

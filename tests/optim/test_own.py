@@ -1,6 +1,7 @@
 """easymp's own optimizers: the same numbers by our kernels and by torch, under torch's own protocols, and checkpoints both ways."""
 
 import copy
+import inspect
 import math
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -383,3 +384,16 @@ def test_low_precision_and_double():
         give(held, 0)
         optimizer(held, lr=0.1, **({"norm_type": math.inf} if optimizer is ours.NovoGrad else {})).step()
         assert all(p.dtype == dtype and p.isfinite().all() for p in held)
+
+
+def test_signatures_name_every_keyword() -> None:
+    class Own(ours.AdamW):
+        def __init__(self) -> None:
+            super().__init__([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+
+    for kind in (ours.AdamW, ours.SGD, ours.LAMB, ours.Lion):
+        words = inspect.signature(kind).parameters
+        assert {"maximize", "fused", "ema_decay", "state_dtype", "stochastic_rounding"} <= words.keys()
+        given = {name: word.default for name, word in words.items() if word.kind is word.KEYWORD_ONLY}
+        kind([torch.nn.Parameter(torch.ones(2))], **given)
+    assert not inspect.signature(Own).parameters and Own().defaults["lr"] == 0.5
