@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from easymp import CheckpointError, RefusedError, StepError
-from easymp.compat import deepspeed
+from easymp.compat import deepspeed, explain
 from easymp.compat.deepspeed import utils
 
 BATCH = {"train_batch_size": 4}
@@ -446,9 +447,12 @@ def saved_and_loaded(folder, stage):
         engine.save_16bit_model(folder, "model.safetensors")
         assert engine.save_16bit_model(folder)
     if not int(os.environ.get("RANK", 0)):
-        for state in (torch.load(os.path.join(folder, "pytorch_model.bin")), zero_to_fp32(folder, "other")):
+        with warnings.catch_warnings(action="ignore"):
+            fp32 = zero_to_fp32(folder, "other", exclude_frozen_parameters=True)
+        for state in (torch.load(os.path.join(folder, "pytorch_model.bin")), fp32):
             assert list(state) == list(model().state_dict())
             assert all(torch.equal(a, b) for a, b in zip(state.values(), whole))
+        assert "# without effect: exclude_frozen_parameters" in explain()
     return facts
 
 

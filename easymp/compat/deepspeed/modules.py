@@ -260,7 +260,9 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 # -- utils: weights of a checkpoint ------------------------------------------------------------------------------------------
 
 
-def _place(checkpoint_dir: Any, tag: Any) -> Path:
+def _place(checkpoint_dir: Any, tag: Any, exclude: bool = False) -> Path:
+    if exclude:
+        layer.ignore({"exclude_frozen_parameters": "a checkpoint does not say which weights are frozen"})
     found = Path(checkpoint_dir, "latest").read_text(encoding="utf-8").strip() if tag is None else str(tag)
     return Path(checkpoint_dir, found)
 
@@ -269,7 +271,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:  # fmt: skip
     """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32; frozen ones, too."""
-    state = read_weights(_place(checkpoint_dir, tag))
+    state = read_weights(_place(checkpoint_dir, tag, exclude_frozen_parameters))
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
 
@@ -285,10 +287,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:  # fmt: skip
     """Write these weights as ``pytorch_model.bin``, or as ``model.safetensors`` and shards."""
     if safe_serialization:
-        convert(_place(checkpoint_dir, tag), output_dir, "fp32", max_shard_size)
+        convert(_place(checkpoint_dir, tag, exclude_frozen_parameters), output_dir, "fp32", max_shard_size)
     else:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
         save_whole(state, Path(output_dir, "pytorch_model.bin"))
 
 

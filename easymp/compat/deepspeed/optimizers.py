@@ -291,9 +291,8 @@ SCHEDULES = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCos
 # -- optimizers, and both by name ----------------------------------------------------------------------------------------
 
 OURS = {word: getattr(optim, name) for word, name in NAMES.items()}
-NOT_HERE = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
-NOT_HERE |= {"muadam": "Adam", "muadamw": "AdamW", "musgd": "SGD"}
-NOT_HERE |= {"muon": "AdamW"}
+NOT_HERE = dict.fromkeys(("onebitadam", "zerooneadam", "muadamw", "muon"), "AdamW")
+NOT_HERE |= {"onebitlamb": "Lamb", "muadam": "Adam", "musgd": "SGD"}
 # Arguments of DeepSpeed's own Adam and Lamb that change nothing here.
 WITHOUT_EFFECT = "set_grad_none fp32_optimizer_states fused freeze_step cuda_aware".split()
 Betas = tuple[float, float]
