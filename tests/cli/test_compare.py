@@ -289,9 +289,10 @@ def test_plans_that_finish_are_refused_and_are_interrupted(tmp_path: Path) -> No
     assert (out / "compare.html").exists()
 
 
-def recording(folder: Path, seconds: float, losses: list[float]) -> None:
+def recording(folder: Path, seconds: float, losses: list[float], plan: Any = (), machine: Any = ()) -> None:
     """A run that was recorded: 100 updates of 10 samples in `seconds`."""
-    begin = {"time": 1e9, "rank": 0, "ranks": 1, "memory": "process", "plan": {}, "machine": MACHINE}
+    about = {"plan": dict(plan), "machine": MACHINE | dict(machine)}
+    begin = {"time": 1e9, "rank": 0, "ranks": 1, "memory": "process", **about}
     count = {"updates": 100, "samples": 1000}
     lines = [{"event": "begin", "at": 0.0, **begin}]
     lines += [{"event": "first", "at": 1.0, "updates": 1, "samples": 10}]
@@ -299,7 +300,9 @@ def recording(folder: Path, seconds: float, losses: list[float]) -> None:
         values = {"updates": i, "step": i, "values": {"loss": loss}}
         lines.append({"event": "log", "at": 1 + seconds * i / len(losses), **values})
     lines += [{"event": "memory", "at": 1 + seconds, "bytes": 1 << 30, **count}]
-    lines += [{"event": "end", "at": 1 + seconds, "plan": {}, "seconds": seconds, "peak": 1 << 30, **count}]
+    lines += [
+        {"event": "end", "at": 1 + seconds, "plan": dict(plan), "seconds": seconds, "peak": 1 << 30, **count}
+    ]
     folder.mkdir(parents=True)
     (folder / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -326,6 +329,40 @@ def test_runs_that_exist_are_compared(recordings, fonts, tmp_path, capsys):
     assert main(["compare", "runs/fp32-0", "runs/O1-0", "--output", "two"]) == 0
     sentence = "Probably use fp32-0: fastest of 2 (31 × O1-0, 1 run each, O1-0 unproven)"
     assert capsys.readouterr().out.startswith(sentence)
+
+
+def test_the_predicted_time_of_an_update_stands_beside_the_measured_one(fonts, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cards = {"devices": [{"name": "NVIDIA H100 80GB HBM3", "memory": 80 << 30}] * 8}
+    for i, (strategy, device, accumulation) in enumerate(
+        [("ddp", "cuda:0", 1), ("ddp", "cuda:0", 3), ("ddp", "cpu", 1)]
+    ):
+        plan = {"strategy": strategy, "device": device, "precision": "bf16", "accumulation": accumulation}
+        plan = {name: {"value": value, "reason": ""} for name, value in plan.items()} | {"processes": 8}
+        recording(tmp_path / f"run-{i}", 99 * 0.25, [1.0], plan, cards)
+    (tmp_path / "wide.py").write_text(
+        "from torch import nn\ndef make(): return nn.Linear(8192, 8192, bias=False)\n"
+    )
+    words = [
+        "compare",
+        *(f"{n}=run-{n}" for n in range(3)),
+        "--predict",
+        "wide:make",
+        "--input",
+        "65536x8192",
+    ]
+    assert main([*words, "--output", "out"]) == 0
+    out = capsys.readouterr().out
+    assert "Not predicted: 2 (this device has no known rate of" in out and "predicted" in out
+    one, three, unknown = json.loads((tmp_path / "out" / "compare.json").read_text())["plans"]
+    assert one["seconds_per_update"]["median"] == pytest.approx(0.25, rel=0.02)
+    # The weight's gradient alone: 4 * 65536 * 8192**2 operations at half of 989e12 a second.
+    assert one["predicted"]["compute"] == pytest.approx(4 * 65536 * 8192**2 / 989e12 * 2, rel=0.02)
+    assert three["predicted"]["compute"] == pytest.approx(3 * one["predicted"]["compute"])
+    assert three["predicted"]["optimizer"] == one["predicted"]["optimizer"] > 0
+    assert unknown["predicted"]["seconds"] is None
+    assert main(["compare", "run-0", "run-1", "--predict", "wide:make"]) == 1
+    assert "belong together" in capsys.readouterr().err
 
 
 def test_runs_that_only_logged_rows_are_compared_by_their_steps(monkeypatch, fonts, tmp_path, capsys):

@@ -12,6 +12,7 @@ examples:
   easymp compare train.py --vary compile=no,blocks --vary seed=0,1
   easymp compare train.py --vary batch=32,64 -- --batch-size {batch}
   easymp compare train.py --strategy fsdp --vary strategy_options.cpu_offload=false,true
+  easymp compare train.py --strategy ddp,fsdp --predict train:make_model --input 8x1024:int64
   easymp compare fp32=runs/a fp32=runs/b bf16=runs/c     runs that exist
 
 Words after -- are the script's own. Three runs of each plan or more can show
@@ -41,11 +42,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base import env
+from ...base.lazy import modules_at_first_use
 from ...base.units import duration, rate, size
 from ...base.units import unit as unit_of
-from ...errors import SettingError
+from ...errors import EasympError, SettingError
 from ...launcher.entrypoints import check_script
 from ...settings import OVERRIDE, overrides, read_pairs
+from ..estimate import kind_of
 from ..plot import NOISY, OUTLIER, Line, Panel, colour, curves, draw, logarithmic, missing, page, smoothed
 from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, ended_by_signals, paint, plain, table, width, wrap
 from .runs import (
@@ -67,6 +70,11 @@ from .verdict import Comparison, conclude, is_busy, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from ...training.memory import Prediction
+    from ..estimate import rows as estimate_rows
+else:  # it imports torch
+    modules_at_first_use(globals(), estimate_rows=".estimate.rows")
 
 NEEDED = ("matplotlib", "jinja2")
 SHOWN = ("mixed_precision", "strategy", "gradient_accumulation_steps")  # a decision of the plan shows them
@@ -123,6 +131,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, metavar="SECONDS", help=timeout)
     metric = "compare this logged value (loss and accuracy); may be repeated"
     add("--metric", action="append", default=[], metavar="NAME", help=metric)
+    predict = (
+        "the model, as for easymp estimate: shows the predicted time of an update beside the measured one, by AdamW and "
+        "without recomputation, on a GPU that is known"
+    )
+    add("--predict", metavar="MODEL", help=predict)
+    shape = "with --predict: an argument of forward, for the batch of one process, such as 8x1024:int64; repeatable"
+    add("--input", action="append", default=[], metavar="SHAPE", help=shape)
     add("--output", type=Path, metavar="DIR", help="a new folder for the reports (easymp-compare-DATE)")
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("--json", action="store_true", help="print all of it as JSON, in place of the table")
@@ -141,6 +156,12 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError("runs that exist are compared as they are: leave out what would start new ones")
     if not args.runs:
         check_script(args.script, args.module)
+    if bool(args.predict) != bool(args.input):
+        raise SettingError("--predict MODEL and --input SHAPE belong together: pass both, or neither")
+    sized = args.predict and estimate_rows.read_model(args.predict, kind_of(args.predict))
+    if sized and not sized.runs:
+        raise SettingError(f"--predict {args.predict} has no forward to count: pass module:callable")
+    sample = estimate_rows.read_sample(args.input)
     if folder.exists() and any(folder.iterdir()):
         raise SettingError(f"{str(folder)!r} is there, and not empty: name a new folder with --output")
     if args.runs:
@@ -152,6 +173,8 @@ def run(args: argparse.Namespace) -> int:
         # SIGTERM ends the running ranks as Ctrl-C does, and the finished runs are shown.
         with ended_by_signals(), env.override(**overrides(args.set)):
             found = compare(task, chosen, folder.absolute(), args)
+    if sized:
+        found = predicted(found, sized, sample)
     written, trouble = write(found)
     print(json.dumps(as_json(found), indent=2) if args.json else words(found))
     near = [os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path) for path in written]
@@ -183,6 +206,30 @@ def compare(task: Task, chosen: Sequence[Variant], folder: Path, args: argparse.
         if end.status == INTERRUPTED:
             break
     return conclude(task, runs, folder, args.metric)
+
+
+def predicted(found: Comparison, sized: estimate_rows.Sized, sample: Any) -> Comparison:
+    """Predict an update of each plan, from what its record says of plan and machine, by `easymp.memory.predict`."""
+    made: dict[str, Prediction] = {}
+    for summary in found.summaries:
+        record = summary.typical and summary.typical.record
+        if not record or not {"device", "strategy", "precision", "processes"} <= record.plan.keys():
+            continue
+        plan = {name: one["value"] if isinstance(one, dict) else one for name, one in record.plan.items()}
+        devices = [] if plan["device"] == "cpu" else record.machine["devices"]
+        how = {name: plan[name] for name in ("strategy", "precision")}
+        try:
+            need = estimate_rows.estimate(sized.model, **how, world=plan["processes"], sample=sample)
+            device = devices[0]["name"] if devices else ""
+            one = estimate_rows.predict(sized.model, need, device, len(devices) or None)
+        except EasympError as error:  # the runs are kept
+            one = estimate_rows.Prediction(None, why=str(error))
+        again = one.compute * (plan.get("accumulation", 1) - 1)  # links and optimizer work once an update
+        seconds = None if one.seconds is None else one.seconds + again
+        made[summary.name] = one._replace(seconds=seconds, compute=one.compute + again)
+    unknown = [f"{name} ({one.why})" for name, one in made.items() if one.seconds is None]
+    said = f" Not predicted: {', '.join(unknown)}." if unknown else ""
+    return dataclasses.replace(found, predicted=made, missing=(found.missing + said).strip())
 
 
 class Progress:
@@ -299,6 +346,13 @@ def columns(found: Comparison) -> tuple[list[Column], str]:
             for s in standings
         ]
         shown.append(Column("ratio", told))
+    known_times = {name: one.seconds for name, one in found.predicted.items() if one.seconds}
+    if known_times:
+        shown.append(Column("update", [_cell(plan.paces, duration) for plan in plans]))
+        guesses = [(plan, known_times.get(plan.name)) for plan in plans]
+        off = [f"× {ratio(middle(p.paces) / guess)}" if guess and p.paces else "" for p, guess in guesses]
+        told = [duration(guess) if guess else "–" for _, guess in guesses]
+        shown.append(Column("predicted", list(zip(told, off))))
     results = [Column(m.name, [_cell(plan.finals(m), m.text) for plan in plans]) for m in found.metrics]
     if any(standing.result for standing in standings):
         results.append(Column("result", [(standing.result or "–", "") for standing in standings]))
@@ -343,6 +397,8 @@ def as_json(found: Comparison) -> dict[str, Any]:
             "processes": plan.variant.processes,
             "seconds": _spread(plan.seconds),
             "speed": _spread(plan.speeds),
+            "seconds_per_update": _spread(plan.paces),
+            "predicted": one._asdict() if (one := found.predicted.get(plan.name)) else None,
             "peak_bytes": _spread(plan.peaks),
             "seconds_before": _spread(plan.before),
             "metrics": {metric.name: _spread(plan.finals(metric)) for metric in found.metrics},

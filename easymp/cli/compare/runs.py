@@ -408,6 +408,11 @@ class Summary:
         return [record.seconds for record in self.records if record.seconds is not None]
 
     @property
+    def paces(self) -> list[float]:
+        """Seconds an update."""
+        return [r.seconds / r.updates for r in self.records if r.seconds and r.updates]
+
+    @property
     def before(self) -> list[float]:
         """Seconds from the start of the processes to the end of the first update: imports, data, warm-up."""
         return [run.before for run in self.runs if run.end.status == FINISHED and run.before is not None]

@@ -13,8 +13,8 @@ loss and accuracy ends within a tolerance: half a point of a share, a twentieth 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from operator import truediv
 from pathlib import Path
@@ -71,6 +71,9 @@ class Comparison:
     verdict: Verdict
     folder: Path
     machine: dict[str, Any]  # its facts, from the first run with a record
+    predicted: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the `Prediction` of a plan by its name, where asked for
 
     @property
     def interrupted(self) -> bool:
