@@ -127,6 +127,11 @@ def kind_of(text: str) -> int | str:
         if not 1 <= number <= MOST:
             raise SettingError(f"{text!r} is not a number of parameters from 1 to {MOST:.0e}")
         return round(number)
+    if text.endswith(".py"):
+        what = f"{os.path.basename(text)[:-3]}:make_model"
+        raise SettingError(
+            f"{text} is a script: name the function in it that returns the model, as in {what}"
+        )
     if os.path.exists(text) or "://" in text or text.endswith((".safetensors", ".json")):
         return "weights"
     if re.fullmatch(r"[\w.]+:[\w.]+", text):

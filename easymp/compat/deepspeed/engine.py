@@ -308,8 +308,8 @@ class DeepSpeedEngine(nn.Module):
         if train_batch_size % (batch.micro * batch.world) or train_batch_size < 1:
             raise ValueError(f"train_batch_size={train_batch_size} is not {batch.micro} × {batch.world} × n")
         steps = train_batch_size // (batch.micro * batch.world)
-        self._config = replace(self._config, batch=batch._replace(train=train_batch_size, steps=steps))
         self.accelerator.gradient_accumulation_steps = steps
+        self._config = replace(self._config, batch=batch._replace(train=train_batch_size, steps=steps))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Samples of a micro-batch, with as many micro-batches in an update as before."""

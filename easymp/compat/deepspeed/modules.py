@@ -270,7 +270,7 @@ def _place(checkpoint_dir: Any, tag: Any, exclude: bool = False) -> Path:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32; frozen ones, too."""
+    """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32, read at once; frozen ones, too."""
     state = read_weights(_place(checkpoint_dir, tag, exclude_frozen_parameters))
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
