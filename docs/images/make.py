@@ -2,7 +2,7 @@
 
 - plan.svg: the plan that examples/digits.py prints
 - profile.svg: the profile that examples/char_gpt.py prints on two processes
-- rehearse.svg: a rehearsal of docs/guides/rehearsing.md on 64 ranks
+- rehearse.svg, prove.svg, replay.svg: a command of docs/guides/rehearsing.md, proving.md and replaying.md
 - compare.png: the page of ``easymp compare``, photographed by chromium
 
 It needs rich, the extras ``report`` and ``examples``, and chromium on PATH for the last.
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -72,11 +73,34 @@ def profile(folder: str) -> None:
     terminal(command, printed[begin:end], "profile")
 
 
+def of_guide(folder: str, page: str, command: str, before: str = "") -> None:
+    """Draw a command of a guide, which runs beside the files that the guide shows."""
+    text = (ROOT / f"docs/guides/{page}.md").read_text(encoding="utf-8")
+    for name, content in re.findall(r'```python title="([^"]+)"\n(.*?)```', text, re.DOTALL):
+        (Path(folder) / name).write_text(content, encoding="utf-8")
+    if before:
+        run(f"sh -c '{before} || true'", folder)
+    printed = run(command, folder).replace(f"{folder}/", "").splitlines()
+    terminal(
+        command,
+        "\n".join(textwrap.fill(line, 110) if len(line) > 110 else line for line in printed),
+        command.split()[1],
+    )
+
+
 def rehearse(folder: str) -> None:
-    page = (ROOT / "docs/guides/rehearsing.md").read_text(encoding="utf-8")
-    (Path(folder) / "train.py").write_text(re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)[0])
     command = "easymp rehearse train.py --processes 64 --for 8xH100 --strategy fsdp --global-batch 512"
-    terminal(command, run(command, folder), "rehearse")
+    of_guide(folder, "rehearsing", command)
+
+
+def prove(folder: str) -> None:
+    command = "easymp prove train.py --strategy ddp --processes 2 --precision fp32 --steps 2 -- --sync"
+    of_guide(folder, "proving", command)
+
+
+def replay(folder: str) -> None:
+    command = "easymp replay run --step 60 --nonfinite --hooks look.py"
+    of_guide(folder, "replaying", command, f"{sys.executable} train.py")
 
 
 def compare(folder: str) -> None:
@@ -102,7 +126,14 @@ def compare(folder: str) -> None:
     ).save(picture, optimize=True)
 
 
-PICTURES = {"plan": plan, "profile": profile, "rehearse": rehearse, "compare": compare}
+PICTURES = {
+    "plan": plan,
+    "profile": profile,
+    "rehearse": rehearse,
+    "prove": prove,
+    "replay": replay,
+    "compare": compare,
+}
 
 
 def main() -> None:
