@@ -482,7 +482,8 @@ def from_a_data_set():
     scheduler = partial(torch.optim.lr_scheduler.ConstantLR, factor=0.5, total_iters=2)
     made = deepspeed.initialize(args, model(), training_data=TensorDataset(*data()), lr_scheduler=scheduler)
     engine, optimizer, loader, schedule = made
-    assert schedule is engine.lr_scheduler and optimizer is engine.optimizer
+    assert type(schedule) is torch.optim.lr_scheduler.ConstantLR and schedule is engine.lr_scheduler
+    assert optimizer is engine.optimizer
     for inputs, labels in loader:
         seen += [tuple(row[:2]) for row in inputs.tolist()]
         engine.backward(cross_entropy(engine(inputs), labels))

@@ -126,7 +126,8 @@ class DeepSpeedEngine(nn.Module):
 
     Attributes:
         module, config: the user's model, and the configuration as it was given.
-        optimizer, lr_scheduler, training_dataloader: prepared, or None.
+        optimizer, training_dataloader: prepared, or None.
+        lr_scheduler: itself, or None.
         accelerator: the Accelerator that does the work.
         global_steps, micro_steps, skipped_steps, global_samples: updates, micro-batches, updates that an overflow skipped, samples.
 
@@ -158,7 +159,8 @@ class DeepSpeedEngine(nn.Module):
         self.basic_optimizer, self._collate = optimizer, collate
         loader = None if data is None else self._loader(data, config.batch.micro, collate)
         prepared = acc.prepare(model, optimizer, scheduler, loader)
-        called, self.optimizer, self.lr_scheduler, self.training_dataloader = prepared
+        called, self.optimizer, self._schedule, self.training_dataloader = prepared
+        self.lr_scheduler = getattr(self._schedule, "scheduler", None)  # itself, as there
         if self.optimizer is not None:
             self.optimizer.__class__ = EngineOptimizer  # a PreparedOptimizer with names more
         object.__setattr__(self, "_called", called)  # not a submodule: its parameters are the module's
@@ -270,8 +272,8 @@ class DeepSpeedEngine(nn.Module):
             self._applied = ended and not skipped
             counters.global_steps += ended
             counters.skipped_steps += skipped
-            if self._applied and self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
+            if self._applied and self._schedule is not None:
+                self._schedule.step(**(lr_kwargs or {}))
         self._end()
         counters.micro_steps += 1
         counters.global_samples += ended * config.batch.train
@@ -470,14 +472,14 @@ class DeepSpeedEngine(nn.Module):
         tag = latest.read_text(encoding="utf-8").strip() if tag is None else str(tag)
         place = os.path.join(load_dir, tag)
         self._drop_window()
-        schedule = self.lr_scheduler if load_lr_scheduler_states else None
+        schedule = self._schedule if load_lr_scheduler_states else None
         if load_module_only or not load_optimizer_states:
             return place, self._load_weights(place, load_module_strict, load_module_only, schedule)
-        keep = self.lr_scheduler is not None and schedule is None
-        kept = copy.deepcopy(self.lr_scheduler.state_dict()) if keep else None
+        keep = self._schedule is not None and schedule is None
+        kept = copy.deepcopy(self._schedule.state_dict()) if keep else None
         self.accelerator.load_state(place, strict=load_module_strict)
         if keep:
-            self.lr_scheduler.load_state_dict(kept)
+            self._schedule.load_state_dict(kept)
         return place, self._counters.client
 
     def _drop_window(self) -> None:
