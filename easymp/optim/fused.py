@@ -115,6 +115,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     counting: Counting | None = None  # of gradients over the ranks; None: by the parameters' meshes
     _steps: dict[Tensor, Tensor] | None = None  # counters of a rule without a step in its state
     lent: Scale | None = None  # the loss scale, which a step by our kernels moves
+    first: Callable[[Tensor], int] | None = None  # `Rounding.first` of plain parts
 
     def __init_subclass__(cls, **given: Any) -> None:
         """Show the words of `OptionWords` in the signature of `cls`, for help() and completion."""
@@ -129,6 +130,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 found.append(last.replace(name=name, kind=last.KEYWORD_ONLY, **how))
         cls.__signature__ = shown.replace(parameters=found)  # type: ignore[attr-defined]
 
+    @classmethod
     def options_of(cls, given: dict[str, Any]) -> Options:
         """`given` as `Options`; a TypeError for other keywords, as of a function."""
         for name in given.keys() - Options.__dataclass_fields__.keys():
