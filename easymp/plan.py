@@ -141,13 +141,9 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
         words = "torch's fused step, where it has one and the caller left that open"
         optimizer = Choice("fused", words, origin)
     decided = (device, precision, _weights(precision), strategy, accumulation, optimizer)
-    memory, activations = (
-        _memory(settings, hardware, ranks, device.value),
-        _activations(settings, facts.device),
-    )
-    return Plan(
-        *decided, settings, hardware, ranks, memory, activations, _compile(settings, facts, precision)
-    )
+    memory = _memory(settings, hardware, ranks, device.value)
+    later = _activations(settings, facts.device), _compile(settings, facts, precision)
+    return Plan(*decided, settings, hardware, ranks, memory, *later)
 
 
 def _facts(hardware: Hardware, ranks: Ranks, device: str) -> Facts:
@@ -312,13 +308,8 @@ def _activations(settings: Settings, device: str) -> Choice[str] | None:
 
 def _compile(settings: Settings, facts: Facts, precision: Choice[str]) -> Choice[str] | None:
     """The repeated blocks, on a GPU, where the precision's casts are slow by themselves and the user has not said anything."""
-    swaps = PRECISIONS.get(precision.value, Measured).swaps
-    if (
-        facts.device != "cuda"
-        or not swaps
-        or settings.compile is not None
-        or settings.strategy == "data_parallel"
-    ):
+    slow = facts.device == "cuda" and PRECISIONS.get(precision.value, Measured).swaps
+    if not slow or settings.compile is not None or settings.strategy == "data_parallel":
         return None
     if find_spec("triton") is None:
         return Choice("no", f"{precision.value} is slow without: Triton is not installed", Source.DETECTED)

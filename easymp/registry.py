@@ -82,23 +82,8 @@ ALIASES = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16
 Parallel = Literal["data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline"]
 StrategyName = Literal["auto", "single", Parallel, "local_sgd"]
 Alias = Literal["no", "float32", "bfloat16", "float16", "half"]
-PrecisionName = Literal[
-    "auto",
-    "fp32",
-    "tf32",
-    "bf16",
-    "fp16",
-    "fp8",
-    "mxfp8",
-    "nvfp4",
-    "bf16-true",
-    "fp16-true",
-    "O0",
-    "O1",
-    "O2",
-    "O3",
-    Alias,
-]
+Level = Literal["bf16-true", "fp16-true", "O0", "O1", "O2", "O3"]
+PrecisionName = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", Level, Alias]
 
 
 def reported(precision: Any) -> PrecisionName:

@@ -417,10 +417,8 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
         name, dot, option = name.partition(".")
         if dot:
             before = sources.get(name, (source, ""))[1].replace("asked for", f"{name} of the script")
-            value, words = (
-                {**as_table(values.get(name)), option: value},
-                f"{before} and {words}".removeprefix(" and "),
-            )
+            value = {**as_table(values.get(name)), option: value}
+            words = f"{before} and {words}".removeprefix(" and ")
         values[name], sources[name] = value, (source, words)
 
     file = read()

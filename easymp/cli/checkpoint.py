@@ -176,12 +176,5 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(map(plain, names[:FEW])) + (f" and {more} more" if more > 0 else "")
 
 
-ACTIONS = {
-    "list": run_list,
-    "inspect": run_inspect,
-    "verify": run_verify,
-    "diff": run_diff,
-    "merge": run_merge,
-    "convert": run_convert,
-    "prune": run_prune,
-}
+_runs = (run_list, run_inspect, run_verify, run_diff, run_merge, run_convert, run_prune)
+ACTIONS = {run.__name__.removeprefix("run_"): run for run in _runs}

@@ -61,11 +61,8 @@ def _elsewhere(args: argparse.Namespace, settings: easymp.Settings) -> int:
     if args.json:
         known = {**there._asdict(), "hardware": dataclasses.asdict(there.hardware)}
         return print_json({**known, "plan": plan.as_dict()})
-    rows = [
-        *facts(there.hardware),
-        ["nodes", there.nodes],
-        *(["not known", words] for words in there.unknown),
-    ]
+    unknown = [["not known", words] for words in there.unknown]
+    rows = [*facts(there.hardware), ["nodes", there.nodes], *unknown]
     print(f"{table(rows, fold=True)}\n\nPlan\n{plan.explain()}")
     return 0
 

@@ -105,9 +105,7 @@ class Run(NamedTuple):
     config: Mapping[str, Any]  # hyperparameters and settings by name, of the last start
     rows: int  # how many
     began: float  # seconds since 1970
-    points: Mapping[
-        str, list[tuple[int, float, float]]
-    ]  # by the logged name: step, seconds from the start, value
+    points: Mapping[str, list[tuple[int, float, float]]]  # by logged name: step, seconds from start, value
 
 
 def read(places: Sequence[Path]) -> list[Run]:

@@ -185,10 +185,9 @@ def _distance(name: str) -> float:
         wanted = model().to(acc.device)(inputs)
         ours = acc.prepare(*parts())
         distance = float((ours[0](inputs).float() - wanted).norm() / wanted.norm())
-        if not distance <= NEAR[name]:
-            raise Wrong(
-                f"{name}: outputs lie {distance:.2%} from fp32's; at most {NEAR[name]:.2%} is rounding"
-            )
+        most = NEAR[name]
+        if not distance <= most:
+            raise Wrong(f"{name}: outputs lie {distance:.2%} from fp32's; at most {most:.2%} is rounding")
         with torch.enable_grad():
             loss = epoch(*ours, acc.backward)
         if not loss.isfinite():
@@ -205,9 +204,8 @@ def checkpoints(acc: Accelerator, folder: Path) -> str:
     acc.load_state(place)
     again = float(acc.mean(epoch(*ours, acc.backward)))
     if once != again:
-        raise Wrong(
-            f"the epoch after the checkpoint had a mean loss of {once!r}, and {again!r} after loading it"
-        )
+        losses = f"a mean loss of {once!r}, and {again!r} after loading it"
+        raise Wrong(f"the epoch after the checkpoint had {losses}")
     damages = checkpoint.verify(place) if acc.is_main_process else []
     if damages:
         raise Wrong(f"{len(damages)} of its files changed: {damages[0].file} {damages[0].why}")
@@ -233,9 +231,8 @@ def kernels(device: torch.device) -> str:
     epoch(ours, kernel, loader, lambda loss: (loss.backward(), kernel.clip_grad_norm_(0.1)))
     far = max(float((a - b).abs().max()) for a, b in zip(ours.parameters(), net.parameters()))
     if not far <= NEAR_KERNELS:
-        raise Wrong(
-            f"after an epoch a weight lies {far:.2g} from torch's; at most {NEAR_KERNELS:g} is rounding"
-        )
+        most = f"at most {NEAR_KERNELS:g} is rounding"
+        raise Wrong(f"after an epoch a weight lies {far:.2g} from torch's; {most}")
     return f"{SAMPLES // BATCH} steps of AdamW with clipping are torch's, up to {far:.1g}"
 
 
@@ -280,13 +277,8 @@ def note(folder: Path, check: str, run: Callable[[], str]) -> None:
     """Run one check, and write down its beginning and its outcome: "good", "left out" or "bad"."""
 
     def write(outcome: str, words: str = "", seconds: float = 0.0, second_hand: bool = False) -> None:
-        line = {
-            "check": check,
-            "outcome": outcome,
-            "words": words,
-            "seconds": seconds,
-            "second_hand": second_hand,
-        }
+        said = {"words": words, "seconds": seconds, "second_hand": second_hand}
+        line = {"check": check, "outcome": outcome, **said}
         with (folder / f"rank-{read_ranks().rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

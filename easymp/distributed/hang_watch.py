@@ -54,9 +54,8 @@ class Call(NamedTuple):
     done: bool
 
     def __str__(self) -> str:
-        return (f"{self.name}({self.shapes})" if self.shapes else self.name) + (
-            f" at {self.line}" if self.line else ""
-        )
+        called = f"{self.name}({self.shapes})" if self.shapes else self.name
+        return f"{called} at {self.line}" if self.line else called
 
     @property
     def place(self) -> str:
@@ -161,23 +160,18 @@ class HangWatch:
         folder: Path,
         meeting: Callable[[], tuple[int, str, float] | None],
     ) -> None:
-        self._watch, self._store, self._after, self._folder, self._meeting = (
-            watch,
-            store,
-            after,
-            folder,
-            meeting,
-        )
+        self._watch, self._store, self._after = watch, store, after
+        self._folder, self._meeting = folder, meeting
         self._rank, self._size, self.since = watch.rank, watch.size, time.time()
         self._said: tuple[str, int] | None = None
-        self._asleep, self._worked = (
-            0.0,
-            0.0,
-        )  # since when the script's thread sleeps in a message, and its processor time
+        self._asleep = self._worked = 0.0  # when the script's thread fell asleep in a message; processor time
         self._over = threading.Event()
-        rank = self._rank
-        store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
-        watch.told |= {"waits": self._waits, "calls": self._calls, "pulse": self._pulse}
+        store.set(f"process/{watch.rank}", f"{socket.gethostname()} {os.getpid()}")
+        watch.told |= {
+            "waits": lambda: "yes" if self._waiting() else "",
+            "calls": self._calls,
+            "pulse": lambda: json.dumps([sum(psutil.Process().cpu_times()[:2]), watch.told["where"]()]),
+        }
         self._thread = threading.Thread(target=self._run, name=HANG, daemon=True)
         self._thread.start()
 
@@ -203,10 +197,8 @@ class HangWatch:
 
     def _look(self) -> None:
         """See whether the script's thread sleeps in a message, or in a call of ``wait``."""
-        frame, clock = (
-            sys._current_frames().get(self._watch.trains),
-            getattr(time, "pthread_getcpuclockid", None),
-        )
+        frame = sys._current_frames().get(self._watch.trains)
+        clock = getattr(time, "pthread_getcpuclockid", None)
         if frame is None or clock is None:
             return
         file, before = frame.f_code.co_filename, self._worked
@@ -240,15 +232,9 @@ class HangWatch:
     def _ring(self) -> list[Call]:
         return [call for call, _ in self._recorded(frames=True)]
 
-    def _waits(self) -> str:
-        return "yes" if self._waiting() is not None else ""
-
     def _calls(self) -> str:
         self._write({})
         return json.dumps(self._ring())
-
-    def _pulse(self) -> str:
-        return json.dumps([sum(psutil.Process().cpu_times()[:2]), self._watch.told["where"]()])
 
     def _write(self, more: dict[str, Any]) -> None:
         facts = {"rank": self._rank, "time": time.time(), "at": self._watch.told["where"](), **more}

@@ -86,9 +86,8 @@ class World:
         self.owned = False  # whether we started the process group, and so end it
         self.watch: Watch | None = None  # listens for the other ranks; None in a world of one
         self.hangs: HangWatch | None = None  # see `name_hangs`
-        self.meeting: tuple[int, str, float] | None = (
-            None  # number and name of the call that `compare` compares, and since when
-        )
+        # Number and name of the call that `compare` compares, and since when.
+        self.meeting: tuple[int, str, float] | None = None
         self._process = os.getpid()
         self._left = False
         self._store: dist.Store | None = None

@@ -164,11 +164,9 @@ def run(
         with env.override(**surroundings(config, threads), **variables), _signals(agents), _quiet():
             rendezvous = MultiNode(config) if config.limit > 1 else SingleNode(config)
             over, often = True, {"max_restarts": max_restarts, "monitor_interval": monitor_interval}
-            what = {"entrypoint": entrypoint, "args": tuple(arguments)}
+            what = {"entrypoint": entrypoint, "args": tuple(arguments), **often}
             try:
-                agents.append(
-                    Agent(WorkerSpec("default", processes, rendezvous, **what, **often), directory, grace)
-                )
+                agents.append(Agent(WorkerSpec("default", processes, rendezvous, **what), directory, grace))
                 return _results(agents[0], Path(directory))
             except SignalException:
                 over = False

@@ -80,9 +80,8 @@ def launch_script(
         chosen, threads = hardware.rank_cores(processes, usable, gpus)
         masks = ";".join(f"{sum(1 << core for core in cores):x}" for cores in chosen)
     if masks:
-        get_logger(__name__).info(
-            "each rank runs on the cores of its NUMA node: %s (--no-numa: everywhere)", masks
-        )
+        pinned = "each rank runs on the cores of its NUMA node: %s (--no-numa: everywhere)"
+        get_logger(__name__).info(pinned, masks)
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
     kind = "module" if module else "script"
     words = [str(word).replace("$", "$$") for word in (worker.__file__, kind, masks, script, *arguments)]
@@ -231,7 +230,8 @@ def notebook_launcher(
     if processes == 1 and num_nodes == 1:
         with env.override(**variables):
             return [function(*args)]
-    return _fork(function, args, processes, config, max_restarts, monitor_interval, variables)
+    often = {"max_restarts": max_restarts, "monitor_interval": monitor_interval}
+    return _fork(function, args, processes, variables, config=config, **often)
 
 
 def debug_launcher(
@@ -254,7 +254,8 @@ def debug_launcher(
         >>> debug_launcher(lambda x: x + Accelerator().process_index, (1,))
         [1, 2]
     """
-    return _fork(function, args, _checked(num_processes), RendezvousConfig(), 0, 0.05, {"EASYMP_CPU": "1"})
+    how = {"config": RendezvousConfig(), "max_restarts": 0, "monitor_interval": 0.05}
+    return _fork(function, args, _checked(num_processes), {"EASYMP_CPU": "1"}, **how)
 
 
 # -- checks
@@ -303,29 +304,14 @@ class _Unsendable(NamedTuple):
 
 
 def _fork(
-    function: Callable[..., R],
-    args: Sequence[Any],
-    processes: int,
-    config: RendezvousConfig,
-    max_restarts: int,
-    monitor_interval: float,
-    variables: dict[str, str | None],
+    function: Callable[..., R], args: Sequence[Any], processes: int, variables: dict[str, Any], **how: Any
 ) -> list[R | None]:
+    """`how` is for `agent.run`."""
     _refuse_fork(cpu=variables.get("EASYMP_CPU") == "1")
     # torch.cuda.is_available(), which elastic calls, would initialise the driver in this process without it.
-    variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables}
+    how |= {"threads": 1, "grace": GRACE, "variables": {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables}}
     try:
-        results = agent.run(
-            lambda: _in_child(function, args),
-            [],
-            processes,
-            config=config,
-            max_restarts=max_restarts,
-            monitor_interval=monitor_interval,
-            threads=1,
-            variables=variables,
-            grace=GRACE,
-        )
+        results = agent.run(lambda: _in_child(function, args), [], processes, **how)
     except agent.RanksFailed as error:
         raise WorldError(error.explain()) from None
     except agent.Interrupted as error:

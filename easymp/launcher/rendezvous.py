@@ -352,10 +352,8 @@ class MultiNode(SingleNode):
                 raise self._gone(error) from None
             if ends:
                 raise Ended(ends) from None
-            late = (
-                "before this node's ranks could start again" if self._round else "before this node took part"
-            )
-            where = f"the run at {self._config.endpoint} is over, {late}"
+            late = "'s ranks could start again" if self._round else " took part"
+            where = f"the run at {self._config.endpoint} is over, before this node{late}"
             raise WorldError(f"{where}: the others' output says how it ended") from None
         except (SettingError, WorldError):
             raise
@@ -408,9 +406,7 @@ class MultiNode(SingleNode):
         return waiting
 
     def tell(self, report: Report) -> None:
-        own = tuple(
-            f._replace(text="") for f in report.failures
-        )  # tracebacks are shown where they were raised
+        own = tuple(f._replace(text="") for f in report.failures)  # tracebacks are shown where they arose
         report = report._replace(failures=own, node=self._name, main=self._main)
         with self._unless_lost():
             self._told = self._store.add("told", 1)

@@ -95,9 +95,7 @@ def main() -> NoReturn:
     from easymp.base import env
 
     error_file, rank = env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK", 0)
-    if (
-        sys.platform == "linux"
-    ):  # SIGTERM when the launcher is killed (PR_SET_PDEATHSIG = 1): no rank is orphaned
+    if sys.platform == "linux":  # SIGTERM when the launcher is killed (PR_SET_PDEATHSIG = 1): no orphans
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if cores:
         mask = int(cores.split(";")[env.integer("LOCAL_RANK", 0)], 16)

@@ -415,11 +415,9 @@ def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | No
     biggest = max(own.time, key=own.time.__getitem__)
     said = [f"{percent(own.share(biggest))} of the step is {_named(biggest)}."]
     if own.share(DATA) >= WAITS:
-        cure = (
-            f"more workers (num_workers={workers} now) or less work a sample would help"
-            if workers
-            else "num_workers=2 or more reads ahead while the step computes"
-        )
+        cure = "num_workers=2 or more reads ahead while the step computes"
+        if workers:
+            cure = f"more workers (num_workers={workers} now) or less work a sample would help"
         said.append(f"The loader makes the step wait {ms(own.each(DATA))}: {cure}.")
     if own.share(COMMUNICATION) >= COMMUNICATES:
         behind = own.a_step(own.hidden)

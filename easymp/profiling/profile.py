@@ -460,7 +460,6 @@ def footprint(prepared: Any) -> dict[str, int]:
     for name, held in tensors.items():
         here = [part for tensor in held if not (part := local(tensor)).is_meta]
         storages = [part.untyped_storage() for part in here if part.layout is torch.strided]
-        found[name] = sum(
-            {storage.data_ptr(): storage.nbytes() for storage in storages}.values()
-        )  # each once
+        each_once = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        found[name] = sum(each_once.values())
     return {name: total for name, total in found.items() if total}

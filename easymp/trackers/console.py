@@ -79,7 +79,7 @@ class Console:
         self._listen, self._listens = listen, True  # until the script logs a loss
         self._heard: tuple[Tensor, Any] | None = None  # the loss of a backward, and its number of items
         self._loss: tuple[int, Tensor] | None = (
-            None  # the last one that was looked at, without graph, and its update
+            None  # the update of the last look, and its loss without graph
         )
         self._seen: dict[str, Any] = {}  # loss, its update, and the learning rate at the last mark
         self._counts: list[Tensor] = []  # tokens of each update since then
@@ -87,9 +87,7 @@ class Console:
         self._first: Mark | None = None
         self._marks: deque[Mark] = deque()  # the recent ones
         self._every, self._due = EVERY, 0.0
-        self._until: float = (
-            0  # the update that is counted next, if no loop changes and the time is not over before
-        )
+        self._until = 0.0  # the update that is counted next, if no loop changes and the time is not over
         self._wake, self._loops = 0.0, 0
         self._now = self._next = 0.0  # of the last counted update, and when the loss is to be looked at again
         self._span = 0.0  # seconds of an update

@@ -48,13 +48,8 @@ ADAMS = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")  # AdamW, unless ad
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 SCALER = "scaler_options"
 MOST_POWER = 127  # of 2, in fp32
-SWITCHES = {"cpu", "multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "debug", "same_network"}
-BY_FLAG = {
-    "use_fsdp": "FSDP",
-    "use_deepspeed": "DEEPSPEED",
-    "use_megatron_lm": "MEGATRON_LM",
-    "multi_gpu": "MULTI_GPU",
-}
+BY_FLAG = {f"use_{name.lower()}": name for name in ENGINES} | {"multi_gpu": "MULTI_GPU"}
+SWITCHES = {*BY_FLAG, "cpu", "debug", "same_network"}
 REFUSED = ("no counterpart", "not in force", "unknown")
 
 

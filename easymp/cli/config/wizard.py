@@ -393,9 +393,8 @@ def _say_next(draft: Draft, place: Path, machine: str | None) -> None:
     same = place.resolve() == usual.resolve()
     named = "" if same else f"{settings.VARIABLE}={shlex.quote(str(place))} "
     least, most = draft.nodes
-    if (
-        draft.machine.nodes > 1 and most > 1 and not machine
-    ):  # the job's variables tell each launcher of the others
+    if draft.machine.nodes > 1 and most > 1 and not machine:
+        # The job's variables tell each launcher of the others.
         command = f"srun easymp launch {SCRIPT}"
     elif most > 1:
         many = str(most) if least == most else f"{least} to {most}"
