@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     sized = args.predict and estimate_rows.read_model(args.predict, kind_of(args.predict))
     if sized and not sized.runs:
         raise SettingError(f"--predict {args.predict} has no forward to count: pass module:callable")
-    sample = estimate_rows.read_sample(args.input)
+    sample = estimate_rows.read_sample(args.input) if sized else None
     if folder.exists() and any(folder.iterdir()):
         raise SettingError(f"{str(folder)!r} is there, and not empty: name a new folder with --output")
     if args.runs:
