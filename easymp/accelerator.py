@@ -292,9 +292,8 @@ class Accelerator(Collectives, Checkpoints):
             )
             self._nonfinite = guards.Nonfinite(settings.nonfinite, run, self._scaler, prepared, dtypes)
             self._norms: list[Tensor] = []  # of the clips since the last backward
-            self._normed: dict[
-                int, Tensor
-            ] = {}  # id of a parameter → the first of these that has its gradient in it
+            # id of a parameter → the first norm that has its gradient in it
+            self._normed: dict[int, Tensor] = {}
             self._clipped = 0  # updates before the last clip
             self._collection = oom.Collection()
             if settings.gc:
