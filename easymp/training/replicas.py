@@ -36,7 +36,7 @@ MAY_DIFFER = set(
     "strategy_options dataloader_config scaler_options".split()
 )
 FIRST = 3  # updates that are compared one by one
-CHUNK = 2**20  # elements that are summed at a time
+CHUNK = 2**18  # elements that are summed at a time
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ODD = 0x5DEECE66D  # sums are multiplied by it before the next one is added
 WHOLE = -1  # the piece of a parameter that is not cut
