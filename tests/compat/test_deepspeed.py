@@ -132,6 +132,13 @@ def looked_at(stage, half):
         utils.safe_set_full_fp32_param(weight, ones * 0.3)
         assert torch.equal(utils.safe_get_full_optimizer_state(weight, "momentum_buffer"), ones)
         assert torch.equal(safe_get_full_fp32_param(weight), ones * 0.3)
+        part = utils.safe_get_local_fp32_param(weight)
+        utils.safe_set_local_fp32_param(weight, part * 2)
+        assert part.numel() == weight.numel() // (2 if stage == 3 else 1)
+        assert torch.equal(safe_get_full_fp32_param(weight), ones * 0.6)
+        engine.empty_partition_cache()
+        parameters[1].requires_grad_(False)
+        assert safe_get_full_fp32_param(parameters[1]) is None
         with pytest.raises(ValueError, match="has \\['momentum_buffer'"):
             utils.safe_get_full_optimizer_state(weight, "nothing")
         return gradients, state, norms, kinds
@@ -304,8 +311,11 @@ def test_calls_in_a_wrong_order():
     with started({**BATCH, "optimizer": SGD}) as engine:
         with pytest.raises(StepError, match=r"step\(\) before a backward"):
             engine.step()
-        with pytest.raises(StepError, match=r"inside engine.no_sync\(\)"), engine.no_sync():
-            engine.step()
+        for error in (StepError, AssertionError):
+            with pytest.raises(error, match="inside no_sync context manager"), engine.no_sync():
+                engine.step()
+        with pytest.raises(AssertionError, match="reentry"), engine.no_sync(), engine.no_sync():
+            pass
         with pytest.raises(RefusedError, match="call step"):
             engine.set_gradient_accumulation_boundary(True)
         assert engine.train().training
@@ -427,6 +437,13 @@ def saved_and_loaded(folder, stage):
         once, rate = train(engine, range(3, 6)), engine.get_lr()
         engine.save_checkpoint(folder, tag="other", save_latest=False)
         assert engine.save_checkpoint(folder, tag=0, save_latest=False)
+    if stage:
+        checking = {**config, "checkpoint": {"tag_validation": "Fail"}}
+        with (
+            started(checking) as engine,
+            pytest.raises(AssertionError, match="differs between ranks: a0, a1"),
+        ):
+            engine.save_checkpoint(folder, tag=f"a{engine.global_rank}")
     with started(config) as engine:
         path, client = engine.load_checkpoint(folder)
         facts = os.path.basename(path), client, engine.global_steps

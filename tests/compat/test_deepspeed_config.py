@@ -68,6 +68,7 @@ def test_the_batch_triangle(given, solved):
         ({**BATCH, "fp16": {"enabled": True, "hysteresis": True}}, "fp16.hysteresis=True is not a finite number"),
         ({**BATCH, "fp16": {"enabled": True, "min_loss_scale": math.nan}}, "fp16.min_loss_scale=nan is not a finite"),
         ({**BATCH, "fp16": {"enabled": "yes"}}, "fp16.enabled='yes' is neither true nor false"),
+        ({**BATCH, "checkpoint": {"tag_validation": "foo"}}, "checkpoint.tag_validation='foo' is not one of ignore, warn"),
         ({**BATCH, "fp16": 1}, "fp16=1 must be a dict"),
         ({**BATCH, "gradient_cliping": 1.0}, "has no key 'gradient_cliping', did you mean 'gradient_clipping'"),
         ({**BATCH, "zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 must lie in 0 … 3"),

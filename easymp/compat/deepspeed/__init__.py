@@ -98,4 +98,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+DeepSpeedConfigError = SettingError
+__git_hash__ = __git_branch__ = "unknown"  # a release has none
+
 __getattr__ = layer.absent("deepspeed", ABSENT[""], lambda: __all__)

@@ -164,6 +164,8 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
     if content.get("steps_per_print") == math.inf:
         content["steps_per_print"] = 0
     ignored, batch = _look_through(content), triangle(content, world)
+    if str(tag := _value(content, "tag_validation", "checkpoint")).lower() not in ("ignore", "warn", "fail"):
+        raise SettingError(f"checkpoint.tag_validation={tag!r} is not one of ignore, warn and fail")
     typed = [_typed(content, name) for name in ("optimizer", "scheduler")]
     return Config(content, batch, *_precision(content), _offloads(content), *typed, ignored)
 
@@ -198,7 +200,7 @@ def _check(name: str, value: Any, default: Any) -> None:
         default = None if value == "auto" else 0
     elif value == "auto":
         raise SettingError(f"{name}='auto' is for tools that fill it in: write a value, or leave it out")
-    if isinstance(default, bool) and not isinstance(value, bool):
+    if isinstance(default, bool) and value not in (True, False):
         raise SettingError(f"{name}={value!r} is neither true nor false")
     if isinstance(default, bool) or not isinstance(default, (int, float)):
         return
@@ -233,7 +235,7 @@ def _precision(content: Mapping[str, Any]) -> tuple[str, str, bool]:
 
 def _offloads(content: Mapping[str, Any]) -> bool:
     zero = "zero_optimization"
-    asked = any(_value(content, f"cpu_offload{more}", zero) is True for more in ("", "_param", "_params"))
+    asked = any(_value(content, f"cpu_offload{more}", zero) in (True,) for more in ("", "_param", "_params"))
     for key in ("offload_optimizer", "offload_param"):
         device = _value(content, "device", f"{zero}.{key}")
         if device == "nvme":

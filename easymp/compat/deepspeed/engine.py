@@ -96,6 +96,10 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 NAME_ONE = "name one in the configuration, or pass it to initialize()"
 
 
+class EngineError(StepError, AssertionError):
+    """A call in the wrong place, which DeepSpeed refuses by an assertion."""
+
+
 class Counters(SimpleNamespace):
     """The engine's counters and the caller's own state; in every checkpoint."""
 
@@ -252,7 +256,9 @@ class DeepSpeedEngine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; on the last one of an update also clip, and step the optimizer and the scheduler."""
         if self._apart:
-            raise StepError("engine.step() inside engine.no_sync(): step after the block")
+            raise EngineError(
+                "It is illegal to call Engine.step() inside no_sync context manager: step after the block"
+            )
         if not self._boundary:  # after the script's own loss.backward()
             if self._micro is None:
                 raise StepError("engine.step() before a backward: call engine(…) and backward(loss) first")
@@ -291,13 +297,20 @@ class DeepSpeedEngine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients stay on this rank, and no step is made. Stages 2 and 3 reduce at each backward, and refuse it."""
         if self._config.stage >= 2:
-            raise StepError("engine.no_sync() with stage 2 or 3, which reduces at each backward")
+            raise EngineError(
+                "no_sync context manager is incompatible with stages 2 and 3, which reduce at each backward"
+            )
+        if self._apart:
+            raise EngineError("no_sync context manager reentry is unsupported: leave the inner one out")
         self._apart = True
         try:
             with self.accelerator.no_sync(self._called):
                 yield
         finally:
             self._apart = False
+
+    def empty_partition_cache(self) -> None:
+        """Does nothing: weights are gathered for a block at a time, and freed behind it."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
@@ -438,6 +451,12 @@ class DeepSpeedEngine(nn.Module):
         if exclude_frozen_parameters:
             raise RefusedError("exclude_frozen_parameters=True: only save_16bit_model takes it")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        checked = self._config.value("tag_validation", "checkpoint").lower()
+        if checked != "ignore" and len(tags := dict.fromkeys(current_world().gather_objects(tag))) > 1:
+            said = f"the tag of save_checkpoint differs between ranks: {', '.join(tags)}. Pass the same one on all ranks"
+            if checked == "fail":
+                raise EngineError(said)
+            warnings.warn(f"{said}; rank 0's counts", EasympWarning, stacklevel=2)
         self._counters.client = dict(client_state or {})
         window = self.accelerator._window
         before, window.sync = window.sync, True  # the script asks for a save here

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from ...base.dtensor import local
 from ...checkpoint.conversion import convert, read_weights
+from ...checkpoint.weights import load_weights
 from ...distributed import World, locate, read_ranks
 from ...errors import RefusedError
 from ...logging import get_logger
@@ -200,8 +201,10 @@ def _held(param: Tensor, state: str = "", grad: bool = False) -> Any:
     held = param if run is None else run.masters.get(id(param), param)
     if grad:
         return param.grad if held.grad is None else held.grad
-    if run is None or not state:
-        return None if run is None else held
+    if run is None or not param.requires_grad:
+        return None
+    if not state:
+        return held
     (optimizer,) = run.optimizers_of([held])
     states = optimizer.state.get(held, {})
     if state not in states:
@@ -209,16 +212,22 @@ def _held(param: Tensor, state: str = "", grad: bool = False) -> Any:
     return states[state]
 
 
-def _whole(param: Tensor, state: str = "", grad: bool = False) -> Any:
+def _get(param: Tensor, state: str = "", grad: bool = False, whole: bool = True) -> Any:
     there = _held(param, state, grad)
-    return there.full_tensor().detach() if hasattr(there, "full_tensor") else there
+    if there is None:
+        return None
+    there = there.full_tensor() if whole and hasattr(there, "full_tensor") else local(there)
+    return (there if grad or state else there.float()).detach()
 
 
 @torch.no_grad()
-def _fill(there: Any, value: Tensor) -> None:
+def _set(param: Tensor, value: Tensor, state: str = "", grad: bool = False, whole: bool = True) -> None:
+    there = _held(param, state, grad)
     if there is None:
-        raise ValueError("there is nothing to set: gradients are there between backward() and step() only")
-    if hasattr(there, "placements"):
+        raise ValueError(
+            "there is nothing to set: the parameter is frozen, or it is not between backward() and step()"
+        )
+    if whole and hasattr(there, "placements"):
         from torch.distributed.tensor import distribute_tensor
 
         mesh, placements = there.device_mesh, there.placements
@@ -227,34 +236,63 @@ def _fill(there: Any, value: Tensor) -> None:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The whole parameter in fp32, its master where it has one; None before `initialize`."""
-    found = _whole(param)
-    return None if found is None else found.float()
+    """The whole parameter in fp32, its master where it has one; None before `initialize`, and of a frozen one."""
+    return _get(param)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole gradient between backward and step, averaged over the ranks; None where there is none."""
-    return _whole(param, grad=True)
+    return _get(param, grad=True)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A whole state of the optimizer, by torch's names (``"exp_avg"``); a ValueError where it has none of that name."""
-    return _whole(param, optim_state_key)
+    return _get(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Set the parameter, or its master, which the next step copies to it."""
-    _fill(_held(param), value)
+    _set(param, value)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set the gradient, between backward and step."""
-    _fill(_held(param, grad=True), value)
+    _set(param, value, grad=True)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Set a state of the optimizer."""
-    _fill(_held(param, optim_state_key), value)
+    _set(param, value, optim_state_key)
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """This rank's part of the parameter in fp32, under stage 3."""
+    return _get(param, whole=False)
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's part of the gradient, under stage 3."""
+    return _get(param, grad=True, whole=False)
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """This rank's part of a state of the optimizer."""
+    return _get(param, optim_state_key, whole=False)
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set this rank's part of the parameter, or of its master."""
+    _set(param, value, whole=False)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Set this rank's part of the gradient."""
+    _set(param, value, grad=True, whole=False)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of a state of the optimizer."""
+    _set(param, value, optim_state_key, whole=False)
 
 
 # -- utils: weights of a checkpoint ------------------------------------------------------------------------------------------
@@ -276,7 +314,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: Any, tag: str | None = None) -> Any:
-    """Load these weights into `model`, on the CPU."""
+    """Load these weights into `model`, on the CPU; into one whose parameters are sharded where it is, on all ranks."""
+    if any(hasattr(p, "placements") for p in model.parameters()):
+        load_weights(model, _place(checkpoint_dir, tag), strict=False, dtype="live")
+        return model
     model.cpu().load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 
@@ -345,8 +386,12 @@ def GatheredParameters(
 
 
 EXPORT = (get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint)
-WHOLE = (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state)
-WHOLE_SET = (safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state)
+SAFE = (
+    *(safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state),
+    *(safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state),
+    *(safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state),
+    *(safe_set_local_fp32_param, safe_set_local_grad, safe_set_local_optimizer_state),
+)
 CHECKPOINTING = (checkpoint, configure, is_configured, reset)
 MODULES: dict[str, dict[str, Any]] = {
     "accelerator": named(get_accelerator),
@@ -360,7 +405,7 @@ MODULES: dict[str, dict[str, Any]] = {
         *(destroy_process_group, get_local_rank, get_rank, get_world_size, init_distributed, log_summary),
         absent=partial(getattr, dist),
     ),
-    "utils": named(*WHOLE, *WHOLE_SET, RepeatingLoader, log_dist, see_memory_usage, logger=logger),
+    "utils": named(*SAFE, RepeatingLoader, log_dist, see_memory_usage, logger=logger),
     "utils.zero_to_fp32": named(*EXPORT, convert_zero_checkpoint_to_fp32_state_dict),
     "zero": named(GatheredParameters, Init),
     "runtime.activation_checkpointing": {},
