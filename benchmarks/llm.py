@@ -4,11 +4,11 @@
     python benchmarks/llm.py                    # on an NVIDIA GPU: 124M and 1B parameters, eager and compiled, bf16 and fp8
     python benchmarks/llm.py --rehearse         # tiny sizes: see that it runs
 
-The data are the bytes of the standard library's source text. An update is two micro-batches, clipping and AdamW; rows with micro-batches of one
-sequence show more of what a wrapper adds to the model's products. All contenders of a row
-live in one process (or two, by DDP) and take turns, an update each, every time in another order. A ratio is the median over the rounds
-of (contender / by hand) in the same round, with the quartiles behind it; the loop by hand runs twice, and its second copy shows what
-the method makes of no difference at all. Before anything is timed, the losses of three updates must agree.
+The data are the bytes of the standard library's source text. An update is two micro-batches, clipping and AdamW; rows with micro-batches
+of one sequence show more of what a wrapper adds to the model's products. All contenders of a row live in one process (or two, by DDP) and
+take turns, an update each, every time in another order. A ratio is the median over the rounds of (contender / by hand) in the same round,
+with the quartiles behind it; the loop by hand runs twice, and its second copy shows what the method makes of no difference at all. Before
+anything is timed, the losses of three updates must agree.
 
 Memory is the peak of these three updates above what was there before: on CPUs the bytes of all tensors that operations make, on GPUs
 what the caching allocator counts. MFU is the share of the GPU's peak that the model's products take: 6 FLOPs a token and parameter, and

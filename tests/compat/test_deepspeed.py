@@ -311,6 +311,10 @@ def test_calls_in_a_wrong_order():
     with started({**BATCH, "optimizer": SGD}) as engine:
         with pytest.raises(StepError, match=r"step\(\) before a backward"):
             engine.step()
+        for parameter in engine.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        engine.step()
+        assert (engine.global_steps, engine.skipped_steps) == (1, 0)
         for error in (StepError, AssertionError):
             with pytest.raises(error, match="inside no_sync context manager"), engine.no_sync():
                 engine.step()
@@ -362,6 +366,7 @@ def test_what_the_engine_says_of_itself():
 def test_optimizers_by_name(word, params, kind, options):
     with started({**BATCH, "optimizer": {"type": word, "params": params}}) as engine:
         made = engine.optimizer.given
+        assert isinstance(engine.optimizer, type(made))
         assert type(made).__name__ == kind
         assert {name: made.param_groups[0][name] for name in options} == options
 
@@ -551,7 +556,8 @@ def test_activations_are_computed_again():
 
 def test_its_own_optimizers_and_small_modules():
     p, ops = nn.Parameter(torch.ones(2)), deepspeed.ops
-    assert isinstance(ops.adam.FusedAdam([p], lr=0.1), torch.optim.AdamW)
+    made = ops.adam.FusedAdam([p], lr=0.1)
+    assert isinstance(made, torch.optim.AdamW) and isinstance(made, ops.adam.FusedAdam)
     assert type(ops.adam.DeepSpeedCPUAdam([p], adamw_mode=False)) is torch.optim.Adam
     assert ops.lamb.FusedLamb([p], lr=0.1).param_groups[0]["lr"] == 0.1
     assert deepspeed.runtime.lr_schedules.WarmupLR is deepspeed.WarmupLR

@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import torch
 
 from easymp import RefusedError, SettingError
 from easymp.cli.config.importers import DEEPSPEED
@@ -100,6 +101,10 @@ def test_initialize_says_what_is_missing():
     ]:
         with pytest.raises(SettingError, match=words):
             deepspeed.initialize(**given)
+    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model().parameters()))
+    config = {**BATCH, "optimizer": {"type": "Adam"}}
+    with pytest.raises(AssertionError, match="drives another optimizer"):
+        deepspeed.initialize(model=model(), config=config, lr_scheduler=other)
 
 
 def test_old_spellings_and_nulls():

@@ -8,6 +8,7 @@ strategy "zero1", where each rank holds whole parameters, and stage 3 is "fsdp";
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ...errors import SettingError
 from ...version import __version__
 from ..layer import submodules
 from .config import ABSENT, ADDRESSES, layer, read
-from .engine import DeepSpeedEngine
+from .engine import DeepSpeedEngine, InitializeError
 from .modules import MODULES, get_accelerator, init_distributed, log_dist, logger
 from .optimizers import (
     SCHEDULES,
@@ -63,10 +64,11 @@ def initialize(
     `training_data`, in shuffled micro-batches. `config` is a dict or a path.
 
     Raises:
-        SettingError: no model, no configuration or two, or one that is wrong.
+        AssertionError: no model, or a scheduler of another optimizer.
+        SettingError: no configuration or two, or one that is wrong.
     """
     if model is None:
-        raise SettingError("deepspeed.initialize requires a model")
+        raise InitializeError("deepspeed.initialize requires a model: pass model=")
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"deepspeed.initialize(model={model!r}): pass a torch.nn.Module")
     for name, made in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
@@ -100,5 +102,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 DeepSpeedConfigError = SettingError
 __git_hash__ = __git_branch__ = "unknown"  # a release has none
+__version_major__, __version_minor__, __version_patch__ = map(int, re.findall(r"\d+", __version__)[:3])
 
 __getattr__ = layer.absent("deepspeed", ABSENT[""], lambda: __all__)

@@ -140,7 +140,10 @@ def _value(content: Mapping[str, Any], key: str, section: str) -> Any:
     inside: Any = content
     for name in section.split(".") if section else ():
         inside = inside.get(name) or {}
-    default, found = KEYS[section][key].default, inside.get(key)
+    default, found = (
+        KEYS[section][key].default,
+        inside.get(key, inside.get(f"stage3_{key}")),
+    )  # an older spelling
     return (default[0] if isinstance(default, list) else default) if found in (None, "auto") else found
 
 

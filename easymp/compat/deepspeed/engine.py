@@ -100,6 +100,10 @@ class EngineError(StepError, AssertionError):
     """A call in the wrong place, which DeepSpeed refuses by an assertion."""
 
 
+class InitializeError(SettingError, AssertionError):
+    """Arguments of `initialize` that DeepSpeed refuses by an assertion."""
+
+
 class Counters(SimpleNamespace):
     """The engine's counters and the caller's own state; in every checkpoint."""
 
@@ -119,6 +123,11 @@ class EngineOptimizer(PreparedOptimizer):
         return self._scaler.get_scale()
 
     loss_scale = cur_scale
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """For `isinstance`: scripts ask for the class of the optimizer that they passed or named."""
+        return type(self.optimizer)
 
     @property
     def overflow(self) -> bool:
@@ -157,9 +166,13 @@ class DeepSpeedEngine(nn.Module):
         if scheduler is None and config.scheduler is not None:
             scheduler = optimizers.scheduler(*config.scheduler)
         if scheduler is not None and optimizer is None:
-            raise SettingError(f"a scheduler without an optimizer: {NAME_ONE}")
+            raise InitializeError(f"a scheduler without an optimizer: {NAME_ONE}")
         if scheduler is not None and not hasattr(scheduler, "step"):
             scheduler = scheduler(optimizer)
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise InitializeError(
+                "lr_scheduler drives another optimizer: pass that one too, or a function that makes the scheduler"
+            )
         self.basic_optimizer, self._collate = optimizer, collate
         loader = None if data is None else self._loader(data, config.batch.micro, collate)
         prepared = acc.prepare(model, optimizer, scheduler, loader)
@@ -238,7 +251,7 @@ class DeepSpeedEngine(nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of `loss`, divided by the accumulation steps; returns the divided loss."""
         if self.optimizer is None:
-            raise StepError(f"backward() on an engine without an optimizer: {NAME_ONE}")
+            raise EngineError(f"backward() on an engine without an optimizer: {NAME_ONE}")
         self._begin()
         steps = self._config.batch.steps
         loss = loss if scale_wrt_gas else loss * steps
@@ -261,7 +274,12 @@ class DeepSpeedEngine(nn.Module):
             )
         if not self._boundary:  # after the script's own loss.backward()
             if self._micro is None:
-                raise StepError("engine.step() before a backward: call engine(…) and backward(loss) first")
+                if all(p.grad is None for p in self.module.parameters()):
+                    raise EngineError(
+                        "engine.step() before a backward: call engine(…) and backward(loss) first"
+                    )
+                self._begin()
+                self._scaled = True  # gradients that the script set, times the loss scale
             if self.accelerator.scaler.scales and not self._scaled:
                 raise StepError("loss.backward() leaves the loss scale out: engine.scale(loss).backward()")
             # A backward that adds nothing hands the gradients to the Accelerator.

@@ -345,8 +345,15 @@ def _refuse_unknown(params: Iterable[str], takes: list[str], kind: str) -> None:
             raise SettingError(f"{kind} has no parameter {name!r}{near} It takes: {', '.join(takes)}")
 
 
+class Adams(type):
+    """The type of what makes Adam or AdamW: what it makes is an instance of it."""
+
+    def __instancecheck__(cls, found: Any) -> bool:
+        return isinstance(found, torch.optim.Adam)
+
+
 # fmt: off
-class FusedAdam:
+class FusedAdam(metaclass=Adams):
     """AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``."""
 
     def __new__(
@@ -357,7 +364,7 @@ class FusedAdam:
         return optimizer("Adam", {**given, "adam_w_mode": adam_w_mode, "bias_correction": bias_correction}, params)
 
 
-class DeepSpeedCPUAdam:
+class DeepSpeedCPUAdam(metaclass=Adams):
     """`FusedAdam` with its options in another order."""
 
     def __new__(
