@@ -189,6 +189,15 @@ def test_recomputation_costs_a_forward(ask, folder, capsys):
     assert plain["flops"][0] == 2 * 64 * (4 * 4 * 64 * 64 + 4 * 2 * 64 * 128) + attention
     assert again["flops"] == [plain["flops"][0], sum(plain["flops"])]
     assert again["time"]["compute"] > plain["time"]["compute"] and again["total"] < plain["total"]
+    both = ask(words)
+    first, second = both["rows"][:2]
+    assert (first["recomputed"], second["recomputed"]) == ("", "blocks") and second["total"] == again["total"]
+    assert second["largest"] > first["largest"] > 2
+    filled = ask(words.replace("2x32", f"{first['largest']}x32"))["rows"][0]
+    over = ask(words.replace("2x32", f"{first['largest'] * 21 // 20}x32"))["rows"][0]
+    assert filled["fits"] and not over["fits"]
+    assert filled["samples_per_second"] == pytest.approx(first["largest_per_second"], rel=0.01)
+    assert f"in micro-batches of {first['largest']:,}" in both["suggestion"]
 
 
 def test_what_is_impossible_is_left_out_and_said_where_it_was_asked_for(ask):

@@ -152,16 +152,22 @@ def _table(found: estimate_rows.Estimates) -> str:
     if not any(row.need.activations for row in found.rows):
         del columns["activations"]
     timed = any(row.time and row.time.seconds for row in found.rows)
-    rows: list[list[Any]] = [["on", "strategy", "precision", *columns, "spare"]]
-    rows[0] += ["seconds", f"{found.unit}/s"] * timed
+    most = any(row.most_time for row in found.rows) and timed
+    again = any(row.again for row in found.rows)
+    head = ["on", "strategy", "precision", *["recomputed"] * again]
+    rows: list[list[Any]] = [[*head, *columns, "spare"]]
+    rows[0] += ["seconds", f"{found.unit}/s"] * timed + ["most", f"{found.unit}/s"] * most
     for row in found.rows:
         sizes = [sum(getattr(row.need, part) or 0 for part in parts) for parts in columns.values()]
         numbers = [f"{bytes_ / scale:,.2f}" if bytes_ else "-" for bytes_ in sizes]
         need = row.need
-        rows.append([need.world, need.strategy, need.precision, *numbers, f"{row.spare / scale:+,.2f}"])
+        what = [need.world, need.strategy, need.precision, *[row.again or "-"] * again]
+        rows.append([*what, *numbers, f"{row.spare / scale:+,.2f}"])
         if timed:
             speed = found.speed(row)
             rows[-1] += [f"{row.need.world * found.batch / speed:.3g}", rate(speed)] if speed else ["-", "-"]
+        if most:
+            rows[-1] += [f"{row.most:,}" if row.most else "-", rate(found.speed(row, True) or 0)]
     available = {row.available for row in found.rows}
     shared = ", shared by the processes," if len(available) > 1 else ""
     legend = (
@@ -170,7 +176,8 @@ def _table(found: estimate_rows.Estimates) -> str:
         f"{estimate_rows.SPARE:.0%} for activations and workspace."
     )
     legend += f" seconds: of an update of {found.batch:,} {found.unit} a rank, predicted." * timed
-    return f"{table(rows, right={0, *range(3, len(rows[0]))})}\n\n{wrap(legend)}"
+    legend += " most: the largest micro-batch that fits." * most
+    return f"{table(rows, right={0, *range(len(head), len(rows[0]))})}\n\n{wrap(legend)}"
 
 
 def _record(sized: estimate_rows.Sized, found: estimate_rows.Estimates) -> dict[str, Any]:
@@ -182,6 +189,11 @@ def _record(sized: estimate_rows.Sized, found: estimate_rows.Estimates) -> dict[
         facts: dict[str, Any] = {"available": row.available, "fits": row.fits, "spare": row.spare}
         if row.time:
             facts |= {"time": row.time._asdict(), f"{found.unit}_per_second": found.speed(row)}
+            facts |= {
+                "recomputed": row.again,
+                "largest": row.most,
+                "largest_per_second": found.speed(row, True),
+            }
         return {**dataclasses.asdict(row.need), "total": row.need.total, **facts}
 
     return {

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -224,6 +225,9 @@ class Row(NamedTuple):
     need: Memory
     available: int
     time: Prediction | None = None  # where it was asked for
+    again: str = ""  # what is recomputed in backward
+    most: int = 0  # samples of the largest micro-batch that fits, where activations are counted, too
+    most_time: Prediction | None = None  # of an update of that
 
     @property
     def fits(self) -> bool:
@@ -235,7 +239,8 @@ class Row(NamedTuple):
         return int(self.available * (1 - SPARE)) - self.need.total
 
     def __str__(self) -> str:
-        return f"{self.need.strategy} on {self.need.world} with {self.need.precision}"
+        words = f"{self.need.strategy} on {self.need.world} with {self.need.precision}"
+        return f"{words}, {self.again} recomputed" if self.again else words
 
 
 class Estimates(NamedTuple):
@@ -248,10 +253,10 @@ class Estimates(NamedTuple):
     batch: int = 0  # samples or tokens of a rank's update, where its time is predicted
     unit: str = "samples"
 
-    def speed(self, row: Row) -> float | None:
-        """Predicted samples or tokens a second, of all ranks."""
-        seconds = row.time and row.time.seconds
-        return self.batch * row.need.world / seconds if seconds else None
+    def speed(self, row: Row, most: bool = False) -> float | None:
+        """Predicted samples or tokens a second, of all ranks; with `most`, of the largest micro-batch."""
+        time, batch = (row.most_time, row.most) if most else (row.time, self.batch)
+        return batch * row.need.world / time.seconds if time and time.seconds else None
 
     @property
     def suggested(self) -> Row | None:
@@ -281,9 +286,13 @@ class Estimates(NamedTuple):
             words += (
                 f"; the fewest processes are {least.need.world}, by {least} ({size(least.spare)} to spare)"
             )
-        timed = [row for row in self.rows if row.fits and self.speed(row)]
-        if quick := max(timed, key=lambda row: self.speed(row) or 0, default=None):
-            words += f"; the fastest that fits is predicted to be {quick}: {quick.time}"
+        most = any(self.speed(row, True) for row in self.rows)
+        timed = [row for row in self.rows if (row.most if most else row.fits) and self.speed(row, most)]
+        if quick := max(timed, key=lambda row: self.speed(row, most) or 0, default=None):
+            batch = f" in micro-batches of {quick.most:,}" if most else ""
+            words += (
+                f"; the fastest that fits is predicted to be {quick}{batch}: {quick.most_time or quick.time}"
+            )
         return words
 
 
@@ -301,7 +310,8 @@ def estimates(
 ) -> Estimates:
     """Estimate every combination; the arguments are the flags of the command, `how` those that `estimate` takes.
 
-    With `tokens`, the time of an update is predicted, of as many tokens a rank where the model has no forward.
+    With `tokens`, the time of an update is predicted, of as many tokens a rank where the model has no forward. With a sample, too, each row
+    comes a second time with recomputed blocks, where nothing else was asked for, and has the largest micro-batch that fits.
     """
     sample, recomputed = how["sample"], how["activation_checkpointing"] or how["activation_offload"]
     if sample is not None and not sized.runs:
@@ -329,19 +339,35 @@ def estimates(
     known = {}
     which = read_which(how["activation_checkpointing"] or None)
     each = which is not None and which.below is not None  # by size, activations depend on the rest
+    agains = [how["activation_checkpointing"]]
+    if sample is not None and tokens and not recomputed:
+        agains.append("blocks")
     if sample is not None and not each:  # the same for every strategy and world
-        alone = {**how, "options": None, "strategy": "single"}
-        known = {name: estimate(sized.model, **alone, precision=name) for name in kinds}
+        for again in tuple(agains):
+            alone = {**how, "options": None, "strategy": "single", "activation_checkpointing": again}
+            try:
+                known |= {(name, again): estimate(sized.model, **alone, precision=name) for name in kinds}
+            except EasympError:
+                if again == how["activation_checkpointing"]:
+                    raise
+                agains.remove(again)  # a model without repeated blocks
+    batch = len(sample[0]) if sample and sample[0].ndim else 1
     rows: list[Row] = []
     for world, plan in plans.items():
         for strategy in strategies or SIMPLEST:
             if why := STRATEGIES[strategy].refuse(facts[world]):
                 refused += [f"{strategy} on {world}: {why}"] if strategies else []
                 continue
-            for precision in kinds:
-                where = {**how, "world": world, "per_node": plan.ranks.local_size}
-                if precision in known:
-                    where |= {"activations": known[precision].activations, "sample": None}
+            for precision, again in product(kinds, agains):
+                where = {
+                    **how,
+                    "world": world,
+                    "per_node": plan.ranks.local_size,
+                    "activation_checkpointing": again,
+                }
+                alone = known.get((precision, again))
+                if alone:
+                    where |= {"activations": alone.activations, "sample": None}
                 try:
                     if clash := incompatible(PRECISIONS[precision], STRATEGIES[strategy]):
                         raise RefusedError(str(clash))
@@ -351,17 +377,30 @@ def estimates(
                 except EasympError as error:  # this model, under this strategy
                     refused.append(f"{strategy} on {world} with {precision}: {error}")
                 else:
-                    copies = min(need.copies, known[precision].copies) if precision in known else need.copies
-                    flops = known[precision].flops if precision in known else need.flops
+                    flops = need.flops
+                    if alone:
+                        need, flops = (
+                            dataclasses.replace(need, copies=min(need.copies, alone.copies)),
+                            alone.flops,
+                        )
                     if tokens and not sized.runs:
                         flops = (2 * sized.parameters * tokens, 4 * sized.parameters * tokens)
-                    need = dataclasses.replace(need, copies=copies, flops=flops)
-                    name = hardware.devices[0].name if facts[world].device != "cpu" else ""
-                    about = sized.model, need, name, plan.ranks.local_size, how["options"]
-                    rows.append(Row(need, plan.memory, predict(*about) if tokens else None))
+                    need = dataclasses.replace(need, flops=flops)
+                    row = Row(need, plan.memory, again=again if len(agains) > 1 and again else "")
+                    if tokens:
+                        name = hardware.devices[0].name if facts[world].device != "cpu" else ""
+                        about = name, plan.ranks.local_size, how["options"]
+                        row = row._replace(time=predict(sized.model, need, *about))
+                        if (
+                            need.activations
+                            and flops
+                            and (most := (row.spare + need.activations) * batch // need.activations) > 0
+                        ):
+                            grown = dataclasses.replace(need, flops=tuple(n * most // batch for n in flops))
+                            row = row._replace(most=most, most_time=predict(sized.model, grown, *about))
+                    rows.append(row)
     if not rows:
         raise SettingError(f"nothing is left to estimate: {'; '.join(refused) or 'no processes'}")
-    batch = len(sample[0]) if sample and sample[0].ndim else 1
     counted = (batch, "samples") if sized.runs else (tokens or 0, "tokens")
     return Estimates(rows, list(dict.fromkeys(refused)), _notes(sized, rows), [*preferred, *kinds], *counted)
 
