@@ -1,4 +1,4 @@
-"""docs/moving-in/*.md: they name what exists. tests/docs/test_pages.py runs their programs."""
+"""docs/migrating/*.md: they name what exists. tests/docs/test_pages.py runs their programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from easymp import Accelerator
 
 from .run import ROOT
 
-GUIDES = sorted(ROOT.glob("docs/moving-in/*.md"))
+GUIDES = sorted(ROOT.glob("docs/migrating/*.md"))
 MODULES = ("logging", "toml")  # easymp.logging, easymp.toml
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -32,6 +32,6 @@ def test_what_it_names_is_there(guide):
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_the_readme_has_its_import_line(guide):
     text = guide.read_text(encoding="utf-8")
-    assert f"docs/moving-in/{guide.name})" in README or f"moving-in/{guide.stem}/)" in README
+    assert f"docs/migrating/{guide.name})" in README or f"migrating/{guide.stem}/)" in README
     changed = re.findall(r"^-(.*import.*)\n\+(.*)$", text, re.MULTILINE)
     assert not changed or any(f"| `{old}` | `{new}` |" in README for old, new in changed)

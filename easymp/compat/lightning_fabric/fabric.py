@@ -470,6 +470,11 @@ class Fabric:
             method(*args, **{name: value for name, value in kwargs.items() if every or name in takes})
 
     @property
+    def accelerator(self) -> Any:
+        """An AttributeError: there is no object of a device's kind."""
+        raise AttributeError("fabric.accelerator is not part of easymp.compat: fabric.device has type and index")
+
+    @property
     def logger(self) -> Any:
         """The first logger."""
         return next(iter(self.loggers), None)
