@@ -11,7 +11,7 @@ fp32, embeddings return fp32. The numbers differ from ddp's by the rounding of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -458,6 +458,9 @@ class Sharded(Reducing):
                 if whole is not shard:
                     self._hooks.append(hook_gradient(whole, partial(self._note_use, id(shard))))
             part.reshard()
+        for group in self._groups():
+            for one in group.fsdp_params:
+                one.accumulate_unsharded_grad_if_needed = partial(_accumulate, group, one)
         self._gathered = True
 
     def _expect_average(self, _: Tensor) -> None:
@@ -502,18 +505,22 @@ class Sharded(Reducing):
         if not self._unreduced:
             return
         self._unreduced, cleared = False, parameters()
+        for group in self._groups():
+            chosen = [p for p in group.fsdp_params if id(p.sharded_param) in cleared]
+            for kept in chosen:
+                # In another dtype than the parameter's; else in the gathered parameter.
+                kept.unsharded_accumulated_grad = None
+                if hasattr(kept, "_unsharded_param"):
+                    kept._unsharded_param.grad = None
+            if len(chosen) == len(group.fsdp_params):
+                group._partial_reduce_output = None
+
+    def _groups(self) -> Iterator[Any]:
+        """torch's groups of parameters that are gathered together."""
         for part in self.parts:
             state = part._get_fsdp_state()
             before_2_11 = getattr(state, "_fsdp_param_group", None)
-            for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [before_2_11]):
-                chosen = [p for p in group.fsdp_params if id(p.sharded_param) in cleared]
-                for kept in chosen:
-                    # In another dtype than the parameter's; else in the gathered parameter.
-                    kept.unsharded_accumulated_grad = None
-                    if hasattr(kept, "_unsharded_param"):
-                        kept._unsharded_param.grad = None
-                if len(chosen) == len(group.fsdp_params):
-                    group._partial_reduce_output = None
+            yield from filter(None, getattr(state, "_fsdp_param_groups", None) or [before_2_11])
 
     def forget(self) -> None:
         for hook in self._hooks:
@@ -526,6 +533,15 @@ class Sharded(Reducing):
             self.root.set_requires_gradient_sync(wanted)
         elif self.replicated:
             self.root.set_requires_all_reduce(wanted)
+
+
+def _accumulate(group: Any, one: Any) -> None:
+    """Add a gradient to the sum of earlier micro-batches; beside such sums the first one, too, is in their dtype, as torch asks."""
+    type(one).accumulate_unsharded_grad_if_needed(one)
+    if hasattr(one, "_unsharded_param") and any(
+        p.unsharded_accumulated_grad is not None for p in group.fsdp_params
+    ):
+        one.to_accumulated_grad_if_needed()
 
 
 def _check_gathered(module: nn.Module, args: Any) -> None:

@@ -324,6 +324,7 @@ def test_files_of_torch_save(tmp_path):
         assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["pytorch_model.bin", index]
 
 
+@pytest.mark.filterwarnings("ignore:Accelerate")
 def test_second_arguments_of_checkpoints_are_accelerates(tmp_path):
     with Accelerator(cpu=True) as acc:
         model = acc.prepare(nn.Linear(2, 1))

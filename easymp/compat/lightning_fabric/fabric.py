@@ -472,7 +472,9 @@ class Fabric:
     @property
     def accelerator(self) -> Any:
         """An AttributeError: there is no object of a device's kind."""
-        raise AttributeError("fabric.accelerator is not part of easymp.compat: fabric.device has type and index")
+        raise AttributeError(
+            "fabric.accelerator is not part of easymp.compat: fabric.device has type and index"
+        )
 
     @property
     def logger(self) -> Any:
