@@ -42,7 +42,10 @@ class GPU:
         if self.architecture.startswith("gfx"):
             return amd_facts(f"AMD {self.name}", self.architecture, size)
         digits = self.architecture.removeprefix("sm_")
-        return facts_for(f"NVIDIA {self.name}", (int(digits[:-1]), int(digits[-1])), size)
+        sized = (
+            f"-{size // GB}GB" if self.memory[1:] else ""
+        )  # as the driver tells models of several sizes apart
+        return facts_for(f"NVIDIA {self.name}{sized}", (int(digits[:-1]), int(digits[-1])), size)
 
 
 def _nvidia(name: str, memory: str, chip: int, fp32: float, tf32: float, half: float, fp8: float = 0) -> GPU:
@@ -134,18 +137,9 @@ FABRIC = {
     "GB200": 900, "B300": 900, "B200": 900, "GH200": 450, "H200": 450, "H200 NVL": 450, "H100": 450, "H100 NVL": 300, "H20": 450,
     "H800": 200, "A100": 300, "A800": 200, "A30": 100, "V100": 150, "MI355X": 537, "MI350X": 537, "MI325X": 448, "MI300X": 448,
 }  # fmt: skip
-PCIE = {
-    "sm_9": 63,
-    "sm_1": 63,
-    "gfx94": 63,
-    "gfx95": 63,
-    "sm_8": 31.5,
-    "gfx90": 31.5,
-}  # of 16 lanes; others 15.75
-NETWORK = {
-    "B300": 100,
-    **dict.fromkeys(("A100", "A800"), 25),
-}  # GB/s of a GPU to other nodes, as in the vendor's DGX or HGX
+# Of 16 lanes; others 15.75.
+PCIE = {"sm_9": 63, "sm_1": 63, "gfx94": 63, "gfx95": 63, "sm_8": 31.5, "gfx90": 31.5}
+NETWORK = {"B300": 100, "A100": 25, "A800": 25}  # GB/s of a GPU to other nodes, as in the vendor's DGX or HGX
 REACHED = 0.8  # part of these rates that large collectives reach
 LATENCY = 10e-6  # seconds of a message
 
@@ -181,6 +175,7 @@ def collective_seconds(kind: str, size: int, ranks: int, nodes: int, name: str) 
 # -- time of kernels -----------------------------------------------------------------------------------------------------
 
 # GB/s of a GPU's own memory, from the data sheets; of the first size where a model has two.
+# The A100's (June 2021) has 1,555 with 40 GB, and with 80 GB 1,935 as PCIe and 2,039 as SXM; the A800 is the same chip.
 MEMORY = {
     "GB200": 8000, "B300": 8000, "B200": 8000, "GH200": 4000, "H200": 4800, "H200 NVL": 4800, "H100": 3350, "H100 PCIe": 2000,
     "H100 NVL": 3900, "H800": 3350, "H800 PCIe": 2000, "H20": 4000, "A100": 1555, "A800": 1555, "A30": 933, "A40": 696, "A10": 600,
@@ -198,7 +193,11 @@ ATTAINED = 0.5
 def copy_seconds(size: int, name: str) -> float | None:
     """Predict the time in which the GPU called `name` reads or writes `size` bytes of its memory; None where it is not known."""
     gpu = find(name)
-    return size / (MEMORY[gpu.name] * GB * REACHED) if gpu else None
+    if gpu is None:
+        return None
+    wide = gpu.name in ("A100", "A800") and re.search(r"80\s*gb", name.lower())
+    rate = (1935 if "pcie" in name.lower() else 2039) if wide else MEMORY[gpu.name]
+    return size / (rate * GB * REACHED)
 
 
 # -- machines in words --------------------------------------------------------------------------------------------------

@@ -67,6 +67,15 @@ def test_predicted_time_of_collectives():
     assert collective_seconds("send", 1, 2, 1, "an unknown one") is None
     assert {*FABRIC, *NETWORK} <= {gpu.name for gpu in GPUS} == {*MEMORY}
     assert copy_seconds(3350 * 10**9, "H100") == pytest.approx(1 / 0.8) and copy_seconds(1, "cpu") is None
+    named = {
+        "A100": 1555,
+        "NVIDIA A100-SXM4-40GB": 1555,
+        "NVIDIA A100-SXM4-80GB": 2039,
+        "NVIDIA A100 80GB PCIe": 1935,
+    }
+    named[describe("8xA100-80GB").hardware.devices[0].name] = 2039
+    for name, rate in named.items():
+        assert copy_seconds(rate * 10**9, name) == pytest.approx(1 / 0.8)
 
 
 @pytest.mark.parametrize("name", ["8xH100", "T4", "A100", "MI300X"])
