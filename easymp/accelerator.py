@@ -146,7 +146,8 @@ class Accelerator(Collectives, Checkpoints):
             attention. "16GiB": as many blocks as a rank needs to stay below this size, counted in the first forward.
         activation_offload: keep activations in pinned host memory from forward to backward; a side stream copies. CUDA only.
         optimizer_in_backward: step each parameter as its gradient is done, and free the gradient; `step` then counts the update.
-            Refused with what needs all gradients: accumulation, clipping, a loss scale, ``nonfinite="skip"`` or ``"raise"``.
+            Refused with what needs all gradients: accumulation, clipping, a loss scale, ``nonfinite="skip"`` or ``"raise"``. Leave out
+            ``torch.nn.utils.clip_grad_norm_``, too: it finds no gradients, and clips nothing without an error.
         gc: False leaves Python's garbage collection alone. Else what is there after the first update is frozen, and it runs at every
             500th update only; as before at the end.
         compile: torch.compile of the whole model (True or "model"), of each repeated block ("blocks"), or as `CompileOptions` say.

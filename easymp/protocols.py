@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -127,6 +127,8 @@ class Layout(NamedTuple):
         copies: of autocast's half-precision copies of weights, at the end of forward.
         gathers: layers compute with gathered weights; half precisions gather them in their own dtype and need no copies.
         gathered: other ranks' weights that are gathered here, at the peak.
+        rounded: ids of the weights that fp8 rounds before they are gathered, in one byte an element.
+        gathered_once: elements of these in `gathered`.
         unreduced: gradients that are whole, in the dtype of gathered weights, beside those in `gradients`, at the peak.
         reducing: gradients in communication buffers, at the peak.
         early: gradients that are there at once, where parameters are stepped in backward; 0: the largest parameter's.
@@ -139,6 +141,8 @@ class Layout(NamedTuple):
     copies: Elements = all_elements
     gathers: bool = False
     gathered: int = 0
+    rounded: Collection[int] = ()
+    gathered_once: int = 0
     unreduced: int = 0
     reducing: int = 0
     early: int = 0

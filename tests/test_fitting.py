@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from easymp import Accelerator, DistributedDataParallelKwargs
+from easymp.training.memory import estimate, predict
 
 from .accelerator.models import heard
 from .strategies import models
@@ -53,7 +55,7 @@ def test_what_does_not_fit_whole_is_sharded(ranks, memory, strategy, level):
         torch.testing.assert_close(it["losses"], one["losses"], rtol=1e-5, atol=0)
     reason = seen[0]["reason"]
     if level is None:
-        assert (reason, seen[0]["said"]) == ("2 processes", [])
+        assert (reason, seen[0]["said"]) == ("2 processes; the fewest moving parts, and it fits", [])
         return
     assert seen[0]["said"] == [(level, f"strategy fsdp: {reason}")]
     assert reason.startswith("ddp needs 107.5 KiB a rank (weights 26.9 KiB, gradients 26.9")
@@ -74,6 +76,51 @@ def test_what_was_asked_for_stays(ranks, asked, words):
     assert [(level, said.endswith(words)) for level, said in it["said"]] == (
         [("WARNING", True)] if words else []
     )
+
+
+def table(memory: str, rows: int, device: str, asked: dict[str, Any]) -> tuple[Any, str, list[Any], Any]:
+    """The plan after a model was prepared with a loader, on a CPU that is called by a GPU's name."""
+    data = torch.utils.data.TensorDataset(torch.rand(64, 12))
+    with heard(LOG) as said, Accelerator(memory=memory, mixed_precision="fp32", cpu=True, **asked) as acc:
+        run = acc._run
+        run.plan = dataclasses.replace(run.plan, device=dataclasses.replace(run.plan.device, reason=device))
+        acc.prepare(models.make("tied"), torch.utils.data.DataLoader(data, rows))
+        return acc.plan.strategy, acc.plan.explain(), [level for level, _ in said], acc.plan.as_dict()
+
+
+def test_the_plan_holds_what_auto_chose_from(ranks):
+    def told(*how: Any) -> Any:
+        (choice, shown, levels, record), other = ranks(table, *how)
+        assert (choice, record["candidates"]) == (other[0], other[3]["candidates"])  # on all ranks alike
+        each = record["candidates"]
+        assert all(one["reason"] in shown for one in each) and "candidates    ddp" in shown
+        return choice, levels, each
+
+    choice, levels, each = told("300KiB", 8, "NVIDIA H100 80GB HBM3", {"gradient_accumulation_steps": 2})
+    assert (choice.value, levels) == ("ddp", [])
+    assert choice.reason == "2 processes; the fewest moving parts, and it fits"
+    pairs = [("ddp", ""), ("fsdp", ""), ("ddp", "blocks"), ("fsdp", "blocks")]
+    assert [(one["strategy"], one["recomputed"]) for one in each] == pairs
+    need = estimate(models.make("tied"), world=2, sample=torch.ones(8, 12, device="meta"))
+    assert (each[0]["bytes"], each[0]["activations"]) == (need.total, need.activations)
+    time, one = each[0]["time"], predict(models.make("tied"), need, "H100")
+    assert time["compute"] == pytest.approx(2 * one.compute) and time["links"] == pytest.approx(
+        one.links, rel=0.1
+    )
+    assert each[2]["time"]["compute"] > time["compute"] and each[2]["activations"] < each[0]["activations"]
+    assert "KiB a rank in micro-batches of 8, fits; 1e-05 s an update (forward" in each[0]["reason"]
+
+    choice, levels, each = told("255KiB", 8, "a CPU", {})
+    assert (choice.value, levels) == ("fsdp", ["INFO"]) and not any(one["time"] for one in each)
+    assert [one["fits"] for one in each] == [False, True, True, True]
+    choice, levels, each = told("250KiB", 8, "a CPU", {})
+    assert (choice.value, levels) == ("ddp", ["WARNING"])
+    assert "and nothing without: pass activation_checkpointing='blocks'" in choice.reason
+    choice, levels, each = told("250KiB", 8, "a CPU", {"activation_checkpointing": "blocks"})
+    assert (choice.value, levels, len(each)) == ("ddp", [], 2)
+    choice, levels, each = told("30MiB", 8, "H100", {})  # too small to be followed
+    assert [(one["activations"], one["time"]["seconds"]) for one in each] == [(None, None)] * 2
+    assert "KiB a rank without activations, fits; 1e-05 s of links at most, " in each[0]["reason"]
 
 
 def test_one_process_that_has_too_little_is_told():
@@ -104,7 +151,7 @@ def test_models_that_come_later_change_nothing(ranks):
         # free_memory lets go of all: the next models are the first again
         two = ["Parameter", "Parameter"]
         assert it["strategies"] == [("ddp", two), ("fsdp", ["DTensor"]), ("ddp", ["Parameter"])]
-        assert it["reason"] == "2 processes"
+        assert it["reason"] == "2 processes; the fewest moving parts, and it fits"
     ((level, words),) = each[0]["said"]
     start = "strategy ddp stays, for models are wrapped already; with this one ddp needs 108.6 KiB a rank"
     assert level == "WARNING" and words.startswith(start)

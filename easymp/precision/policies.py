@@ -325,6 +325,11 @@ def swappable(module: nn.Module, multiple: int = FP8.multiple) -> bool:
     return type(module) is nn.Linear and not any(n % multiple for n in module.weight.shape)
 
 
+def rounded_weights(model: nn.Module) -> set[int]:
+    """ids of the weights that fp8 rounds, before or after their layers were swapped."""
+    return {id(m.weight) for m in model.modules() if isinstance(m, Float8Linear) or swappable(m)}
+
+
 class Float8Linear(nn.Linear):
     """`nn.Linear` with its product in forward and two products in backward in fp8. Inputs have shape (..., in_features).
 

@@ -28,7 +28,14 @@ from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.sharded import check_sums
 from ..options import check_fields
-from ..precision.policies import Float8Linear, Float8Shard, as_if_fp32, forget_rounded, round_shards
+from ..precision.policies import (
+    Float8Linear,
+    Float8Shard,
+    as_if_fp32,
+    forget_rounded,
+    round_shards,
+    rounded_weights,
+)
 from ..protocols import Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse
 from .meta_init import materialise, on_meta
@@ -168,6 +175,7 @@ class FSDP(Spread):
         sharded.watch_parts()
         if policy.rounds:
             sharded.rounded = rounded_shards(model, self.options, self._world)
+            sharded.unrounded = no_fp8_gathers(self.options, self._world.device)
         return sharded
 
     def spread(self, optimizer: Optimizer) -> Optimizer:
@@ -278,7 +286,9 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     ignored = matching(model, options.ignore)
     taken = {id(p) for name, p in model.named_parameters() if name in ignored}
     kept = trained_kept = 0  # elements from the begin of backward to its end, and trainable ones of these
-    blocks: list[tuple[int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
+    early_rounds = not no_fp8_gathers(options, torch.device("cuda"))  # for which estimates are made
+    products, rounded = rounded_weights(model) if early_rounds else set(), set[int]()
     share, early = no_elements if options.cpu_offload else chunk_elements(ranks), 0
     for group in find_groups(model, options.wrap, [p for p in model.parameters() if id(p) in taken]):
         own = {id(p): p for module in group for p in module.parameters() if id(p) not in taken}
@@ -288,10 +298,12 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
         if len(group) > 1 or group[0] is model:
             kept, trained_kept = kept + everything, trained_kept + trained
         else:
-            blocks.append((everything, trained))
+            small = products & own.keys()
+            rounded |= small
+            blocks.append((everything, trained, sum(own[i].numel() for i in small)))
         early = max(early, sum(share("", p) for p in own.values() if p.requires_grad))
     blocks.sort(reverse=True)
-    block = max((trained for _, trained in blocks), default=0)
+    block = max((trained for _, trained, _ in blocks), default=0)
     unreduced, reducing = max((trained_kept + block, block), (trained_kept, trained_kept), key=sum)
 
     def held(name: str, parameter: Tensor) -> int:
@@ -301,7 +313,9 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     return Layout(
         *(held, held, held),
         gathers=True,
-        gathered=kept + sum(elements for elements, _ in together),
+        gathered=kept + sum(elements for elements, *_ in together),
+        rounded=rounded,
+        gathered_once=sum(elements for *_, elements in together),
         unreduced=unreduced,
         reducing=reducing,
         early=early,
@@ -351,12 +365,17 @@ def shard(
         modules[0].set_symm_mem_for_comm()  # type: ignore[operator]
 
 
-def rounded_shards(model: nn.Module, options: FSDPOptions, world: World) -> tuple[Float8Shard, ...]:
-    """Shards that are gathered in fp8: those of `Float8Linear` layers of the repeated blocks, where no layer of another kind reads them.
+def no_fp8_gathers(options: FSDPOptions, device: torch.device) -> str:
+    """Why no shard is gathered in fp8; "" if they can be."""
+    if not find_spec("torchao"):
+        return "torchao is not installed"
+    moves = "with cpu_offload torch moves shards to the GPU before it asks what to gather"
+    return moves if options.cpu_offload and device.type != "cpu" else ""
 
-    None without torchao, or with shards in a GPU's host memory, which torch moves before it asks for what is gathered.
-    """
-    if not find_spec("torchao") or (options.cpu_offload and world.device.type != "cpu"):
+
+def rounded_shards(model: nn.Module, options: FSDPOptions, world: World) -> tuple[Float8Shard, ...]:
+    """Shards that are gathered in fp8: those of `Float8Linear` layers of the repeated blocks, where no layer of another kind reads them."""
+    if no_fp8_gathers(options, world.device):
         return ()
     others = {id(p) for m in model.modules() if type(m) is not Float8Linear for p in m._parameters.values()}
     inside = (m for block in find_blocks(model, options.wrap) for m in block.modules())
@@ -375,6 +394,7 @@ class Sharded(Reducing):
 
     Attributes:
         early: whether backwards before the end of an accumulation window reduce gradients to shards.
+        unrounded: why there are no `rounded` ones under fp8.
         rounded: shards that are gathered in fp8. They are rounded once an update, and in front of each forward without gradients.
         replicated: whether shards are replicated: their gradients are averaged at the end of the window.
     """
@@ -405,6 +425,7 @@ class Sharded(Reducing):
         self._used: set[int] = set()  # ids of those that have had one since
         self._ending = False  # whether this backward ends with `_end_window`
         self.rounded: tuple[Float8Shard, ...] = ()
+        self.unrounded = ""
         self._all = tuple(root.parameters())
         self._frozen = [not p.requires_grad for p in self._all]
 

@@ -18,24 +18,25 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from importlib.util import find_spec
+from inspect import signature
 from operator import add
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
 
 from .. import optim
 from ..base.units import columns, size, unit
-from ..errors import SettingError, nearest
+from ..errors import EasympError, SettingError, nearest
 from ..hardware import gpus
 from ..logging import get_logger
-from ..plan import candidates
+from ..plan import Candidate, candidates
 from ..precision import ALIASES, PRECISIONS
-from ..precision.policies import LOW, Float8Linear, product_type, swappable
+from ..precision.policies import LOW, product_type, rounded_weights
 from ..protocols import Choice, Layout, Precision, Source, Strategy
 from ..registry import PrecisionName, StrategyName
 from ..settings import Settings, as_record
@@ -63,6 +64,7 @@ NO_SAMPLE = "activations are not counted: pass a sample batch"
 Optimizer = str | int | type[torch.optim.Optimizer] | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Models = Sequence[nn.Module]
 Optimizers = Sequence[torch.optim.Optimizer]
+Sample = tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,10 @@ def estimate(
     states, rounds = _states(optimizer, module), _rounds(optimizer)
     low = policy.compute.itemsize < FP32 and policy.param.itemsize == FP32
     copied = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
-    at_once = not layout.gathers or find_spec("torchao") is not None
-    rounds_once = _swapped(module) if policy.rounds and at_once else set()
+    rounds_once: Collection[int] = ()
+    if policy.rounds:
+        rounds_once = {id(module.all)} if isinstance(module, Counted) else rounded_weights(module)
+        rounds_once = layout.rounded if layout.gathers else rounds_once
     sums = dict.fromkeys(ROWS, 0)
     widest, gradients = 1, [0]
     for name, parameter in module.named_parameters():  # a tied one once
@@ -276,7 +280,7 @@ def estimate(
         notes.append(f"{policy.name} {words}")
     if module is model:
         there = policy.compute.itemsize if low and layout.gathers and widest <= FP32 else widest
-        sums["gathered"] = layout.gathered * there
+        sums["gathered"] = layout.gathered * there - layout.gathered_once * (there - 1) * policy.rounds
         sums["reducing"] = layout.unreduced * there + layout.reducing * policy.reduce.itemsize
     else:
         notes.append("from a count alone: weights that are gathered at a time are not counted")
@@ -381,13 +385,6 @@ def _matrices(model: nn.Module) -> set[int]:
     return found
 
 
-def _swapped(model: nn.Module) -> set[int]:
-    """ids of the weights that fp8 rounds; of a bare number of parameters, all."""
-    if isinstance(model, Counted):
-        return {id(model.all)}
-    return {id(m.weight) for m in model.modules() if isinstance(m, Float8Linear) or swappable(m)}
-
-
 def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
     """Number of state tensors of a parameter's size that the optimizer keeps for each parameter."""
     if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
@@ -445,6 +442,12 @@ class Prediction(NamedTuple):
         parts = {"forward and backward": self.compute, "links": self.links, "optimizer": self.optimizer}
         said = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts.items())
         return self.why if self.seconds is None else f"{self.seconds:.2g} s an update ({said})"
+
+    def of(self, micro_batches: int) -> Prediction:
+        """The same of an update of more micro-batches: links and optimizer work once an update."""
+        again = self.compute * (micro_batches - 1)
+        seconds = None if self.seconds is None else self.seconds + again
+        return self._replace(seconds=seconds, compute=self.compute + again)
 
 
 def predict(
@@ -537,13 +540,27 @@ def fits(need: Memory, available: int) -> bool:
 # -- Strategy "auto": decided by the memory that the first models need, before they are wrapped.
 
 
-def by_memory(
-    needs: Mapping[str, Memory], available: int, times: Mapping[str, Prediction] | None = None
-) -> Choice[str]:
-    """Choose the first of `needs` that fits into `available` bytes, or the last one; the reason has the arithmetic.
+def first_batch(models: Models, loaders: Sequence[Any], share: int) -> Sample:
+    """A rank's micro-batch for the one model, on the meta device; None where `loaders` do not tell it without reading.
 
-    It has `times`, too, which do not choose: forward and backward, not known before a batch, may hide the links.
+    The first one tells it if its data are tensors; a rank gets 1/`share` of a batch.
     """
+    if len(models) > 1 or isinstance(models[0], torch.jit.ScriptModule):
+        return None
+    every = signature(models[0].forward).parameters.values()
+    wants = sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in every)
+    for loader in loaders[:1]:
+        known = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+        if known and loader.batch_size and 0 < wants <= len(loader.dataset.tensors):
+            rows = max(1, loader.batch_size // share)
+            return tuple(
+                t.new_empty((rows, *t.shape[1:]), device="meta") for t in loader.dataset.tensors[:wants]
+            )
+    return None
+
+
+def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
+    """Choose the first of `needs` that fits into `available` bytes, or the last one; the reason has the arithmetic."""
     most = int(available * (1 - SPARE))
     said: list[str] = []
     for name, need in needs.items():
@@ -555,12 +572,7 @@ def by_memory(
     if not fits(need, available):
         words = "training may run out of memory, so use more processes or a smaller model"
         said.append(f"{size(need.total - most)} too much: {words}")
-    for tried, time in (times or {}).items():
-        if time.optimizer:
-            said.append(
-                f"{tried}: {time.links:.2g} s of links at most, {time.optimizer:.2g} s of optimizer an update"
-            )
-    return Choice(name, "; ".join(said), Source.DETECTED)
+    return Choice(need.strategy, "; ".join(said), Source.DETECTED)
 
 
 class AutoStrategy:
@@ -571,8 +583,11 @@ class AutoStrategy:
         self._planned = run.plan.strategy
         self.needs: Memory | None = None  # of all models so far
 
-    def choose(self, models: Models, optimizers: Optimizers, strategy: Strategy) -> Strategy:
-        """The strategy for `models`, which are not yet wrapped; only the first models can change it. A collective for the first ones."""
+    def choose(self, models: Models, optimizers: Optimizers, strategy: Strategy, sample: Sample) -> Strategy:
+        """The strategy for `models`, which are not yet wrapped; only the first models can change it. A collective for the first ones.
+
+        The first candidate that fits has the fewest moving parts. Predicted times are told, and do not choose.
+        """
         plan, world, name = self._run.plan, self._run.world, strategy.name
         if self.needs is not None:
             self.needs += self.need(name, models, optimizers)
@@ -581,29 +596,72 @@ class AutoStrategy:
                 words = "strategy %s stays, for models are wrapped already; with this one %s"
                 logger.warning(words, name, short)
             return strategy
-        names = candidates(plan) if self._free else iter([name])
-        first = next(names)
-        seen = world.gather_objects((plan.memory, self.need(first, models, optimizers)))
-        available, needs = min(have for have, _ in seen), {first: seen[0][1]}  # the same figures on all ranks
+        names = candidates(plan) if self._free else [name]
+        plain = {name: self.need(name, models, optimizers) for name in names}
+        found = None if world.rank else self._follow(plain, models, optimizers, sample)
+        batch = len(sample[0]) if found and sample else 0
+        here = plan.memory, found or {(name, ""): plain[name] for name in plain}, batch
+        seen = world.gather_objects(here)
+        available, (_, each, batch) = min(have for have, *_ in seen), seen[0]  # the same figures on all ranks
+        needs = {f"{n} with {word} recomputed" if word else n: need for (n, word), need in each.items()}
         choice = self._planned
-        if not fits(needs[first], available):
-            needs.update({name: self.need(name, models, optimizers) for name in names})
-            chip, every = plan.device.reason, nn.ModuleList(models)  # an accelerator's name
-            found = gpus.find(chip) and {
-                n: predict(every, need, chip, world.local_size) for n, need in needs.items()
-            }
-            choice = by_memory(needs, available, found)
+        if fits(next(iter(needs.values())), available):
+            choice = replace(choice, reason=f"{choice.reason}; the fewest moving parts, and it fits")
+        else:
+            choice = by_memory(needs, available)
+            first = next((word for (_, word), need in each.items() if fits(need, available)), None)
+            if again := first and not plan.settings.activation_checkpointing:
+                reason = f"{choice.reason}, and nothing without: pass activation_checkpointing={first!r}"
+                choice = replace(choice, reason=reason)
             if not self._free:
                 reason = f"{choice.reason}; options of {choice.value} were given, so it stays"
                 choice = replace(choice, reason=reason)
-            tell = logger.info if fits(needs[choice.value], available) else logger.warning
+            tell = logger.warning if first is None or again else logger.info
             tell("strategy %s: %s", choice.value, choice.reason)
-        self.needs = needs[choice.value]
-        self._run.plan = replace(plan, strategy=choice)
+        self.needs = plain[choice.value]
+        told = [self._candidate(models, word, batch, need, available) for (_, word), need in each.items()]
+        self._run.plan = replace(plan, strategy=choice, candidates=tuple(told))
         if choice.value == strategy.name:
             return strategy
         kind = STRATEGIES[choice.value]
         return kind(world, kind.Options())  # type: ignore[call-arg]
+
+    def _follow(
+        self, plain: Mapping[str, Memory], models: Models, optimizers: Optimizers, sample: Sample
+    ) -> dict[tuple[str, str], Memory]:
+        """`plain` with activations and operations, by strategy and what is recomputed; nothing where they are not known.
+
+        Small models are not followed: that would take longer than preparing them.
+        """
+        settings, found = self._run.plan.settings, dict[tuple[str, str], Memory]()
+        asked = read_which(settings.activation_checkpointing)
+        small = next(iter(plain.values())).total < self._run.plan.memory / 4
+        if sample is None or small or (asked and asked.below):
+            return found
+        for word in [str(settings.activation_checkpointing)] if asked else ["", "blocks"]:
+            how: Any = {"activation_offload": settings.activation_offload, "sample": sample}
+            how["activation_checkpointing"] = word or False
+            for name in plain:
+                try:
+                    need = self.need(name, models, optimizers, **how)
+                except EasympError:  # forward depends on values, or the model has no repeated blocks
+                    break
+                first = found.setdefault(("", word), need)
+                found[name, word] = replace(need, copies=min(need.copies, first.copies), flops=first.flops)
+                how |= {"sample": None, "activations": first.activations}  # the same for each strategy
+            found.pop(("", word), None)
+        return found
+
+    def _candidate(self, models: Models, word: str, batch: int, need: Memory, available: int) -> Candidate:
+        plan, fit, time = self._run.plan, fits(need, available), {}
+        counted = f"in micro-batches of {batch}" if batch else "without activations"
+        said = f"{size(need.total)} a rank {counted}, {'fits' if fit else 'too much'}"
+        if gpus.find(chip := plan.device.reason):  # an accelerator's name
+            told = predict(nn.ModuleList(models), need, chip, self._run.world.local_size)
+            time = (told := told.of(plan.accumulation.value))._asdict()
+            parts = f"{told.links:.2g} s of links at most, {told.optimizer:.2g} s of optimizer an update"
+            said += f"; {told if told.seconds else parts}"
+        return Candidate(need.strategy, word, need.total, need.activations, fit, time, said)
 
     def look_alone(self, models: Models, optimizers: Optimizers, name: str) -> None:
         """On one process, where nothing can be chosen: say in the plan and the log if memory is short for all of `models`."""
@@ -635,7 +693,7 @@ class AutoStrategy:
             self._run.plan = replace(plan, accumulation=replace(choice, reason=reason))
 
     def need(
-        self, name: str, models: Models, optimizers: Optimizers, options: Any = None, **words: bool
+        self, name: str, models: Models, optimizers: Optimizers, options: Any = None, **words: Any
     ) -> Memory:
         """What a rank needs for `models` under the strategy of this name, without activations; `words` of `estimate`."""
         world, averages = self._run.world, self._run.plan.settings.ema_decay is not None

@@ -47,7 +47,7 @@ from ..strategies.transforms import (
     recompute,
 )
 from .activations import Budget
-from .memory import SPARE, AutoStrategy
+from .memory import SPARE, AutoStrategy, first_batch
 from .replicas import ADDED, Replicas, compare_prepared
 from .state import Run
 from .wrapper import Route, forward_methods, make_view
@@ -163,7 +163,9 @@ class Preparation:
         given = [o for o in objects if isinstance(o, Optimizer)]
         plain = [o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in given]
         if new:
-            self._spread(new, plain, named)
+            share = self._run.world.size if self._options.loading.split_batches else 1
+            loaders = [o for o in objects if type(o) is DataLoader]
+            self._spread(new, plain, named, first_batch(new, loaders, share))
         ready = (PreparedLoader, SkippedLoader, optim.PreparedOptimizer, optim.PreparedScheduler, type(None))
         for kind, make in (
             (nn.Module, partial(self._prepare_model, optimizers=plain, named=named)),
@@ -213,12 +215,16 @@ class Preparation:
                 owner[id(parameter)] = name
 
     def _spread(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], named: Mapping[int, Sequence[str]]
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        named: Mapping[int, Sequence[str]],
+        sample: tuple[Tensor, ...] | None,
     ) -> None:
         """Decide the strategy for `models`, and apply changes that every strategy shares, before it wraps them."""
         run, options = self._run, self._options
         if run.plan.settings.strategy == AUTO and run.world.size > 1:
-            self.strategy = self._auto.choose(models, optimizers, self.strategy)
+            self.strategy = self._auto.choose(models, optimizers, self.strategy, sample)
         elif run.plan.settings.strategy == AUTO:
             every = [*(route.original for route in self.models), *models]
             # An upper bound for any precision and usual optimizer; an estimate takes longer.
@@ -299,7 +305,8 @@ class Preparation:
             in_fp8 = len(wrapped.rounded)
             rest = f"gathered in bf16, and rounded for {precision.name} after each gather"
             words = f"shards of {in_fp8} weights in blocks rounded once an update and gathered in fp8; others {rest}"
-            self._say_weights(words if in_fp8 else rest)
+            why = wrapped.unrounded and f": {wrapped.unrounded}"
+            self._say_weights(words if in_fp8 else f"{rest}{why}")
         if world.size > 1:
             world.hurry_groups()
         if precision.masters or (strategy.sums and self._run.window.accumulation != 1):

@@ -18,6 +18,7 @@ from easymp.precision import policies
 from easymp.precision.policies import FP8, Float8Linear
 from easymp.strategies import fsdp
 from easymp.training import prepare
+from easymp.training.memory import estimate
 
 CPU = torch.device("cpu")
 
@@ -238,6 +239,8 @@ def gathered(path: Path, torchao: bool, settings: Any, processes: int) -> tuple[
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, times, sent, losses = nn.Sequential(Block(), Block(), nn.Linear(32, 16)), [], [], []
+    counters, graphs = torch._dynamo.utils.counters, []
+    counters.clear()
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.01), torch.randn(16, 32)
     dist, round_shards = torch.distributed, fsdp.round_shards
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -269,12 +272,14 @@ def gathered(path: Path, torchao: bool, settings: Any, processes: int) -> tuple[
                         optimizer.step()
                         optimizer.zero_grad()
                     losses.append(float(acc.reduce(loss.detach(), "mean")))
+                graphs.append(counters["stats"].get("unique_graphs", 0))
 
             for _ in range(2):
                 update()
             rounds, bytes_ = len(times), sum(sent)
             with torch.no_grad():
                 losses.append(model(x).sum().item())
+                graphs.append(counters["stats"].get("unique_graphs", 0))
             acc.save_state(path)
             update()
             ended = [(local(p).clone(), type(local(p))) for p in original.parameters()]
@@ -283,7 +288,8 @@ def gathered(path: Path, torchao: bool, settings: Any, processes: int) -> tuple[
             update()
             same = [torch.equal(local(p), value) for p, (value, _) in zip(original.parameters(), ended)]
             words = acc.plan.weights.reason
-    return losses, rounds, bytes_, words, all(same), {kind for _, kind in ended} == {Tensor}
+    compiled = graphs, dict(counters["graph_break"]), sent[:3]
+    return losses, rounds, bytes_, words, all(same), {kind for _, kind in ended} == {Tensor}, compiled
 
 
 def weights_of(path: Path, strategy: str, precision: str) -> list[Any]:
@@ -314,7 +320,20 @@ def test_torchao_gathers_in_fp8_what_is_rounded_once_an_update(
     pytest.importorskip("torchao", reason="fp8 gathers under fsdp need torchao (extra fp8)")
     how: Any = {"processes": processes, "timeout": 200}
     found = ranks(gathered, tmp_path / "fp8", True, settings, processes, **how)
-    for _, rounds, _, words, same, plain in found:
+    options = settings.get("strategy_options")
+    model, shards = (
+        nn.Sequential(Block(), Block(), nn.Linear(32, 16)),
+        (options or {}).get("shard_size", processes),
+    )
+    how_many = {"world": processes, "options": options}
+    need = estimate(model, strategy=settings["strategy"], precision="fp8", **how_many)
+    weights = 4 * 32 * 64  # of the layers in blocks
+    assert need.copies == pytest.approx(weights / shards, rel=0.05)
+    for _, rounds, _, words, same, plain, (graphs, breaks, sent) in found:
+        # Estimated are both blocks and the head at once, in the bytes that the first forward gathers; shards are padded.
+        assert need.gathered <= sum(sent) * shards <= need.gathered * (1.05 if shards == 3 else 1)
+        _, second, evaluated, third, _ = graphs
+        assert not breaks and evaluated == third and bool(second) == ("compile" in settings)
         assert rounds == 4 * 2  # four weights in blocks, and two updates
         assert "shards of 4 weights in blocks rounded once" in words
         assert same and plain  # resumed to the same bits, from shards that are torch's own tensors
@@ -332,6 +351,10 @@ def test_torchao_gathers_in_fp8_what_is_rounded_once_an_update(
     ours = ranks(gathered, tmp_path / "bf16", False, settings, processes, **how)[0]
     assert ours[0] == pytest.approx(losses, rel=0.1)
     assert not ours[1] and ours[3].startswith("gathered in bf16")
+    assert ours[3].endswith("after each gather: torchao is not installed")
+    words = fsdp.no_fp8_gathers(fsdp.FSDPOptions(cpu_offload=True), torch.device("cuda"))
+    assert words.startswith("with cpu_offload torch moves shards to the GPU")
+    assert not fsdp.no_fp8_gathers(fsdp.FSDPOptions(cpu_offload=True), torch.device("cpu"))
     assert found[0][2] < 0.6 * ours[2]  # bytes
     one, other = (
         ranks(weights_of, tmp_path / "fp8", *to, processes=2)[0] for to in (("ddp", "fp32"), ("fsdp", "bf16"))

@@ -224,9 +224,7 @@ def predicted(found: Comparison, sized: estimate_rows.Sized, sample: Any) -> Com
             one = estimate_rows.predict(sized.model, need, device, len(devices) or None)
         except EasympError as error:  # the runs are kept
             one = estimate_rows.Prediction(None, why=str(error))
-        again = one.compute * (plan.get("accumulation", 1) - 1)  # links and optimizer work once an update
-        seconds = None if one.seconds is None else one.seconds + again
-        made[summary.name] = one._replace(seconds=seconds, compute=one.compute + again)
+        made[summary.name] = one.of(plan.get("accumulation", 1))
     unknown = [f"{name} ({one.why})" for name, one in made.items() if one.seconds is None]
     said = f" Not predicted: {', '.join(unknown)}." if unknown else ""
     return dataclasses.replace(found, predicted=made, missing=(found.missing + said).strip())
