@@ -29,29 +29,6 @@ AUTOMATIC = ("single", "ddp", "fsdp")
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One of those that strategy "auto" chose from, on several processes.
-
-    Attributes:
-        strategy: its name.
-        recomputed: the word of `activation_checkpointing`, or "" where nothing is recomputed.
-        bytes: that a rank needs.
-        activations: bytes of these that are activations; None: not counted.
-        fits: whether a rank has them, with a fifth of its memory to spare.
-        time: predicted seconds of an update, and of its parts; empty where the device's rates are not known.
-        reason: the same in words.
-    """
-
-    strategy: str
-    recomputed: str
-    bytes: int
-    activations: int | None
-    fits: bool
-    time: dict[str, Any]
-    reason: str
-
-
-@dataclass(frozen=True)
 class Plan:
     """What runs, each decision with its reason, and the facts behind it.
 
@@ -69,7 +46,8 @@ class Plan:
         activations: which activations are recomputed or offloaded; None: none.
         compile: what torch.compile compiles where the precision implies it; None: what the settings say.
         data: how several ranks split the data, if no prepared loader is read.
-        candidates: what strategy "auto" chose from, once models are known on several ranks.
+        candidates: what strategy "auto" chose from, once models are known on several ranks: "strategy", what is "recomputed", "bytes" of a
+            rank, "activations" among them (None: not counted), whether it "fits", predicted "time" ({}: not known), and "reason" in words.
 
     Example:
         >>> plan = Accelerator(cpu=True, mixed_precision="bf16").plan
@@ -92,7 +70,7 @@ class Plan:
     activations: Choice[str] | None = None
     compile: Choice[str] | None = None
     data: Choice[str] | None = None
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[dict[str, Any], ...] = ()
 
     @property
     def choices(self) -> dict[str, Choice[Any]]:
@@ -119,8 +97,8 @@ class Plan:
         rows = [("processes", f"{self.ranks.size}{nodes}", self.ranks.announced or self.ranks.alone)]
         rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
         for i, one in enumerate(self.candidates):
-            name = f"{one.strategy}, recomputed" if one.recomputed else one.strategy
-            rows.append(("" if i else "candidates", name, one.reason))
+            name = one["strategy"] + ", recomputed" * bool(one["recomputed"])
+            rows.append(("" if i else "candidates", name, one["reason"]))
         return "\n".join(columns(rows, 3))
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,8 +108,9 @@ class Plan:
             Decision → value, reason and source, as plain values; "processes"; and "candidates", if there are any.
         """
         said = {n: {**vars(choice), "source": choice.source.value} for n, choice in self.choices.items()}
-        each = [dataclasses.asdict(one) for one in self.candidates]
-        return {"processes": self.ranks.size, **said, **({"candidates": each} if each else {})}
+        return {"processes": self.ranks.size, **said} | (
+            {"candidates": [*self.candidates]} if self.candidates else {}
+        )
 
 
 def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:

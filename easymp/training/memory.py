@@ -34,7 +34,7 @@ from ..base.units import columns, size, unit
 from ..errors import EasympError, SettingError, nearest
 from ..hardware import gpus
 from ..logging import get_logger
-from ..plan import Candidate, candidates
+from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
 from ..precision.policies import LOW, product_type, rounded_weights
 from ..protocols import Choice, Layout, Precision, Source, Strategy
@@ -619,7 +619,9 @@ class AutoStrategy:
             tell = logger.warning if first is None or again else logger.info
             tell("strategy %s: %s", choice.value, choice.reason)
         self.needs = plain[choice.value]
-        told = [self._candidate(models, word, batch, need, available) for (_, word), need in each.items()]
+        told = [
+            self._told(models, word, batch, need, fits(need, available)) for (_, word), need in each.items()
+        ]
         self._run.plan = replace(plan, strategy=choice, candidates=tuple(told))
         if choice.value == strategy.name:
             return strategy
@@ -652,8 +654,9 @@ class AutoStrategy:
             found.pop(("", word), None)
         return found
 
-    def _candidate(self, models: Models, word: str, batch: int, need: Memory, available: int) -> Candidate:
-        plan, fit, time = self._run.plan, fits(need, available), {}
+    def _told(self, models: Models, word: str, batch: int, need: Memory, fit: bool) -> dict[str, Any]:
+        """A candidate for the plan."""
+        plan, time = self._run.plan, {}
         counted = f"in micro-batches of {batch}" if batch else "without activations"
         said = f"{size(need.total)} a rank {counted}, {'fits' if fit else 'too much'}"
         if gpus.find(chip := plan.device.reason):  # an accelerator's name
@@ -661,7 +664,8 @@ class AutoStrategy:
             time = (told := told.of(plan.accumulation.value))._asdict()
             parts = f"{told.links:.2g} s of links at most, {told.optimizer:.2g} s of optimizer an update"
             said += f"; {told if told.seconds else parts}"
-        return Candidate(need.strategy, word, need.total, need.activations, fit, time, said)
+        facts = {"strategy": need.strategy, "recomputed": word, "bytes": need.total}
+        return {**facts, "activations": need.activations, "fits": fit, "time": time, "reason": said}
 
     def look_alone(self, models: Models, optimizers: Optimizers, name: str) -> None:
         """On one process, where nothing can be chosen: say in the plan and the log if memory is short for all of `models`."""
