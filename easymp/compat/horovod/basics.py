@@ -45,10 +45,8 @@ class NotInitializedError(EasympError, ValueError):
 class ProcessSet:
     """Ranks that run operations together: pass it to `init` or `add_process_set`, then to operations.
 
-    `process_set_id` is None before it is added, and after it is removed; 0 of `global_process_set`.
-
-    Raises:
-        ValueError: anything but a list of ranks, each once; such as an MPI communicator.
+    `process_set_id` is None before it is added, and after it is removed; 0 of `global_process_set`. Raises ValueError for anything but a
+    list of ranks, each once; such as an MPI communicator.
     """
 
     mpi_comm = None
@@ -67,11 +65,7 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks) if self.process_set_id else size()
 
     def rank(self) -> int | None:
-        """Rank of this process among its ranks; None before it is added.
-
-        Raises:
-            ValueError: this process is not one of them.
-        """
+        """Rank of this process among its ranks, of which it must be one; None before it is added."""
         if self.process_set_id is None:
             return None
         if not self.included():
@@ -109,11 +103,7 @@ class Run:
         return f"noname.{self.asked[kind, among.process_set_id]}"
 
     def members(self, among: ProcessSet) -> tuple[int, ...]:
-        """The ranks of a process set, ``()`` for all.
-
-        Raises:
-            ValueError: it is not a ProcessSet, it was not added, or this process is not part of it.
-        """
+        """The ranks of a process set that was added and that this process is part of, ``()`` for all."""
         if not isinstance(among, ProcessSet):
             raise ValueError(f"process_set={among!r}: pass an hvd.ProcessSet that hvd.init was given")
         if self.sets.get(among.process_set_id or 0) is not among:
@@ -129,16 +119,8 @@ _run: Run | None = None
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the other processes, which `easymp launch`, torchrun, srun, mpirun or a launcher that sets RANK and WORLD_SIZE started.
 
-    Called again, it only adds process sets that are new.
-
-    Args:
-        comm: None, or all ranks.
-        process_sets: sets to add. "dynamic" has no effect: `add_process_set` always works.
-
-    Raises:
-        RefusedError: `comm` leaves ranks out, or is an MPI communicator.
-        ValueError: a process set that exists already.
-        WorldError: announced processes did not arrive.
+    Called again, it only adds process sets that are new. "dynamic" has no effect: `add_process_set` always works. Raises WorldError where
+    announced processes did not arrive, and RefusedError for a `comm` that leaves ranks out.
     """
     global _run
     if comm is not None and not isinstance(comm, Iterable):
@@ -162,10 +144,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def shutdown() -> None:
-    """Leave the other ranks: operations in flight, and later ones, raise HorovodInternalError there. Without `init` it does nothing.
-
-    It is also called when the process ends; the other ranks are told the error that ended it.
-    """
+    """Leave the other ranks, where operations in flight and later ones raise HorovodInternalError. The end of the process calls it, too."""
     global _run
     if _run is None or _run.process != os.getpid():  # a forked child has no part in it
         return
@@ -175,10 +154,8 @@ def shutdown() -> None:
         process_set.process_set_id = None
     global_process_set.process_set_id = 0
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    why = "hvd.shutdown(), or the end of its script"
-    if error is not None:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-    run.engine.close(why, PATIENCE if error is None else 0.0)
+    why = f"{type(error).__name__}: {error}" if error else "hvd.shutdown(), or the end of its script"
+    run.engine.close(why.splitlines()[0], PATIENCE if error is None else 0.0)
     run.world.close()
 
 
@@ -190,12 +167,7 @@ def running() -> Run:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add and return a process set, or one of these ranks; every rank of the world calls it.
-
-    Raises:
-        ValueError: it exists already, or has ranks that do not.
-        HorovodInternalError: the ranks pass different sets.
-    """
+    """Add and return a process set, or one of these ranks, which must be new; every rank of the world calls it alike."""
     run = running()
     new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     asked = run.world.gather_objects(new.ranks)
@@ -213,11 +185,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set, and return whether it was there; every rank of the world calls it. The set of all ranks stays.
-
-    Raises:
-        ValueError: it is not a ProcessSet.
-    """
+    """Remove a process set, and return whether it was there; every rank of the world calls it. The set of all ranks stays."""
     run = running()
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"remove_process_set({process_set!r}): pass what add_process_set returned")
@@ -233,49 +201,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    """Whether `init` has been called."""
-    return _run is not None
-
-
-def _fact(name: str, words: str, read: Callable[[World], Any]) -> Callable[[], Any]:
-    def fact() -> Any:
-        return read(running().world)
-
-    fact.__name__, fact.__qualname__, fact.__doc__ = name, name, words
-    return fact
-
-
-rank = _fact("rank", "Rank of this process.", lambda world: world.rank)
-size = _fact("size", "Number of processes.", lambda world: world.size)
-local_rank = _fact("local_rank", "Rank on this node.", lambda world: world.local_rank)
-local_size = _fact("local_size", "Processes of this node.", lambda world: world.local_size)
-cross_rank = _fact("cross_rank", "This node's number.", lambda world: world.rank // max(1, world.local_size))
-cross_size = _fact("cross_size", "Nodes.", lambda world: world.ranks.nodes)
-is_homogeneous = _fact("is_homogeneous", "True: all nodes have as many processes.", lambda world: True)
+def _fact(name: str, words: str, read: Callable[[], Any]) -> Callable[[], Any]:
+    """`read`, with a name and a doc string."""
+    read.__name__, read.__qualname__, read.__doc__ = name, name, words
+    return read
 
 
 def nccl_built() -> int:
     """NCCL's version as its own number (22703 for 2.27.3); 0 where this torch has no NCCL."""
-    if not (dist.is_nccl_available() and torch.version.cuda):
-        return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
+    major, minor, patch = (
+        torch.cuda.nccl.version()[:3] if dist.is_nccl_available() and cuda_built() else (0, 0, 0)
+    )
     return major * 10000 + minor * 100 + patch
-
-
-def cuda_built() -> bool:
-    """Whether this torch has CUDA."""
-    return torch.version.cuda is not None
-
-
-def rocm_built() -> bool:
-    """Whether this torch has ROCm."""
-    return torch.version.hip is not None
-
-
-def mpi_built() -> bool:
-    """False: operations go over torch.distributed's own backends. mpirun may start the processes."""
-    return False
 
 
 def mpi_threads_supported() -> bool:
@@ -283,5 +220,18 @@ def mpi_threads_supported() -> bool:
     raise ValueError("Horovod MPI is not enabled; operations go over torch.distributed's own backends")
 
 
+rank = _fact("rank", "Rank of this process.", lambda: running().world.rank)
+size = _fact("size", "Number of processes.", lambda: running().world.size)
+local_rank = _fact("local_rank", "Rank on this node.", lambda: running().world.local_rank)
+local_size = _fact("local_size", "Processes of this node.", lambda: running().world.local_size)
+cross_rank = _fact("cross_rank", "This node's number.", lambda: rank() // max(1, local_size()))
+cross_size = _fact("cross_size", "Nodes.", lambda: running().world.ranks.nodes)
+is_homogeneous = _fact("is_homogeneous", "True: all nodes have as many processes.", lambda: bool(running()))
+is_initialized = _fact("is_initialized", "Whether `init` has been called.", lambda: _run is not None)
+cuda_built = _fact("cuda_built", "Whether this torch has CUDA.", lambda: torch.version.cuda is not None)
+rocm_built = _fact("rocm_built", "Whether this torch has ROCm.", lambda: torch.version.hip is not None)
+mpi_built = _fact(
+    "mpi_built", "False: data goes over torch's backends; mpirun may start processes.", lambda: False
+)
 gloo_built = gloo_enabled = dist.is_gloo_available  # gloo carries CPU tensors
 mpi_enabled = ddl_built = ccl_built = mpi_built

@@ -36,17 +36,10 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides the samples of an epoch that no rank has processed among the ranks.
+    """Divides the samples of an epoch that no rank has processed among the ranks, shuffled by `seed` and epoch.
 
-    Args:
-        dataset: anything with a length.
-        shuffle: in an order of `seed` and epoch, the same on all ranks.
-        seed: the same on all ranks.
-
-    Attributes:
-        processed_num: samples processed by all ranks, from the start of the epoch's order.
-        processed_indices: samples that `record_indices` named, left out too.
-        remaining_indices: the epoch's order without both.
+    `processed_num` counts samples from the start of the epoch's order, and `processed_indices` are those that `record_indices` named;
+    `remaining_indices` is the order without both.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -70,10 +63,8 @@ class ElasticSampler(Sampler[int]):
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"epoch": self.epoch, "processed_num": self.processed_num}
-        if self.processed_indices:
-            state["processed_indices"] = sorted(self.processed_indices)
-        return state
+        indices = {"processed_indices": sorted(self.processed_indices)} if self.processed_indices else {}
+        return {"epoch": self.epoch, "processed_num": self.processed_num, **indices}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epoch: int = state_dict["epoch"]
@@ -101,12 +92,10 @@ class ElasticSampler(Sampler[int]):
 
 
 class TorchState:
-    """A model, an optimizer, samplers, and values, with commits; all are attributes.
+    """Models, optimizers, samplers, schedules and values, with commits; all are attributes.
 
-    Args:
-        model, optimizer: further ones may have names of their own. What has `state_dict` and `load_state_dict` is kept by them.
-        project_dir: where commits are written; None: as EASYMP_PROJECT_DIR or easymp.toml says, else nowhere.
-        kwargs: models, optimizers, samplers, schedules, numbers, words.
+    What has `state_dict` and `load_state_dict` is kept by them. Commits are written to `project_dir`, or where EASYMP_PROJECT_DIR or
+    easymp.toml says, else nowhere.
     """
 
     def __init__(
@@ -191,11 +180,7 @@ class TorchState:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a state that is called again, from the last commit, when an operation failed on all ranks.
-
-    Raises:
-        HorovodInternalError: the ranks do not find together again, or it failed a hundred times.
-    """
+    """A function of a state that is called again, from the last commit, when an operation failed on all ranks, up to a hundred times."""
 
     @functools.wraps(func)
     def wrapped(state: TorchState, *args: Any, **kwargs: Any) -> Any:
@@ -206,12 +191,10 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 if not skip_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
-            except HorovodInternalError as error:
-                failed: RuntimeError = error
-                skip_sync = False
+            except (HorovodInternalError, HostsUpdatedInterrupt) as error:
+                failed, skip_sync = error, getattr(error, "skip_sync", False)
+            if isinstance(failed, HorovodInternalError):
                 state.restore()
-            except HostsUpdatedInterrupt as error:
-                failed, skip_sync = error, error.skip_sync
             shutdown()
             init()
             state.on_reset()

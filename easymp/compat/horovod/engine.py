@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from ...distributed import World
 from ...distributed.process_group import MOVABLE, OPS, odd_one_out
@@ -30,17 +31,16 @@ logger = get_logger(__name__)
 FOREVER = timedelta(days=30)
 STALLED = 60.0  # seconds of waiting before a warning
 FUSED = 64 << 20  # bytes that are reduced at a time
+ROWS = ("allgather", "alltoall")  # dimension 0 may differ
 # Fields that must be equal on all ranks, by kind of operation.
-REDUCED = ("shape", "dtype", "op", "prescale", "postscale", "device")
 ALIKE = {
-    "allreduce": REDUCED,
-    "reducescatter": REDUCED,
+    **dict.fromkeys(
+        ("allreduce", "reducescatter"), ("shape", "dtype", "op", "prescale", "postscale", "device")
+    ),
+    **dict.fromkeys(ROWS, ("dtype", "device")),
     "broadcast": ("shape", "dtype", "root", "device"),
-    "allgather": ("dtype", "device"),
-    "alltoall": ("dtype", "device"),
     "barrier": (),
 }
-ROWS = ("allgather", "alltoall")  # dimension 0 may differ
 
 
 # -- requests, and the orders that rank 0 makes of them ----------------------------------------------------------------
@@ -49,12 +49,7 @@ ROWS = ("allgather", "alltoall")  # dimension 0 may differ
 class Op(IntEnum):
     """Kind of a reduction, with Horovod's numbers. Averages of integers are rounded toward zero."""
 
-    Average = 0
-    Sum = 1
-    Adasum = 2
-    Min = 3
-    Max = 4
-    Product = 5
+    Average, Sum, Adasum, Min, Max, Product = range(6)
 
 
 class Request(NamedTuple):
@@ -109,10 +104,10 @@ class Table:
     def complete(self) -> list[Order]:
         """Remove and return operations that every rank asked for (or joined before), or that a rank left; then the ranks that left."""
         orders = []
-        for key, asked in list(self._waiting.items()):
-            joined = [] if key[1] else self.joined  # a rank that joined still takes part in its process sets
-            if len(asked.keys() | set(joined)) == (len(key[1]) or self.size):
-                orders.append(agree(self._waiting.pop(key), self.size, joined))
+        for (name, ranks), asked in list(self._waiting.items()):
+            joined = [] if ranks else self.joined  # a rank that joined still takes part in its process sets
+            if len(asked.keys() | set(joined)) == (len(ranks) or self.size):
+                orders.append(agree(self._waiting.pop((name, ranks)), joined))
         if len(self.joined) == self.size:
             orders.append(Order(Request("join", "join", root=self.joined[-1])))
             self.joined.clear()
@@ -129,48 +124,45 @@ class Table:
         return orders
 
 
-def agree(asked: Mapping[int, Request], size: int, joined: Sequence[int] = ()) -> Order:
+def agree(asked: Mapping[int, Request], joined: Sequence[int] = ()) -> Order:
     """The order that follows from the ranks' requests of one name."""
-    ranks = sorted(asked)
-    several = [asked[rank] for rank in ranks]
-    first = several[0]
-    if error := _fault(ranks, several, size, joined):
-        return Order(first, error=f"{first.name}: {error}")
+    ranks, several = zip(*sorted(asked.items()))
+    if error := _fault(ranks, several, joined):
+        return Order(several[0], error=f"{several[0].name}: {error}")
     rows = {"allgather": [request.shape[:1] for request in several], "alltoall": [r.splits for r in several]}
-    return Order(first, rows.get(first.kind, ()))
+    return Order(several[0], rows.get(several[0].kind, ()))
 
 
-def _fault(ranks: Sequence[int], asked: Sequence[Request], size: int, joined: Sequence[int]) -> str:
+def _fault(ranks: Sequence[int], asked: Sequence[Request], joined: Sequence[int]) -> str:
     """Why the requests do not fit together, or ``""``."""
-    first, shapes = asked[0], [request.shape for request in asked]
-    for word in ALIKE[first.kind]:
-        values = [getattr(request, word) for request in asked]
+    kind, shapes = asked[0].kind, [request.shape for request in asked]
+    facts = {word: [getattr(request, word) for request in asked] for word in ALIKE[kind]}
+    if kind in ROWS:
+        facts["shape, beyond dimension 0"] = [shape[1:] for shape in shapes]
+        if not all(shapes):
+            return "a scalar has no dimension 0: pass tensor[None]"
+    for word, values in facts.items():
         if any(value != values[0] for value in values):
             return f"the ranks' calls differ in {word}: {odd_one_out(values, ranks=ranks)}"
-    if first.kind in ROWS and not all(shapes):
-        return "a scalar has no dimension 0: pass tensor[None]"
-    if first.kind in ROWS and any(shape[1:] != shapes[0][1:] for shape in shapes):
-        return f"the ranks' calls differ in shape, beyond dimension 0: {odd_one_out(shapes, ranks=ranks)}"
-    if joined and first.kind not in ("allreduce", "barrier"):
-        return f"{first.kind} needs every rank, and rank {', '.join(map(str, joined))} joined: it has no more data"
+    if joined and kind not in ("allreduce", "barrier"):
+        return f"{kind} needs every rank, and rank {', '.join(map(str, joined))} joined: it has no more data"
     return ""
 
 
 def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
     """`orders` in their sequence; neighbours that one reduction can carry out are together, up to 64 MiB."""
     batch: list[Order] = []
-    held = 0
+    last, held = None, 0
     for order in orders:
-        request, error = order.request, order.error
-        fuses = request.kind == "allreduce" and request.op != "Adasum" and not error
-        kind, count = getattr(torch, request.dtype or "uint8"), torch.Size(request.shape).numel()
-        size = kind.itemsize * count if fuses else FUSED + 1
-        how = request._replace(name="", shape=())
-        if batch and (held + size > FUSED or batch[0].request._replace(name="", shape=()) != how):
+        request = order.request
+        fuses = request.kind == "allreduce" and request.op != "Adasum" and not order.error
+        how = request._replace(name="", shape=()) if fuses else None
+        size = getattr(torch, request.dtype or "uint8").itemsize * torch.Size(request.shape).numel()
+        if batch and (how is None or how != last or held + size > FUSED):
             yield batch
             batch, held = [], 0
         batch.append(order)
-        held += size
+        last, held = how, held + size
     if batch:
         yield batch
 
@@ -187,21 +179,15 @@ class Carrier:
 
     def carry(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Outputs of `orders` that `fusable` put together, as new tensors."""
-        kind = orders[0].request.kind
-        if kind == "allreduce":
-            return self._reduce(orders[0].request, tensors)
-        if kind == "barrier":
-            self._all(tensors[0])
-            return [None]
-        return [getattr(self, kind)(orders[0], tensors[0])]
-
-    def _reduce(self, how: Request, tensors: Sequence[Tensor]) -> list[Tensor]:
+        how = orders[0].request
         if len(tensors) == 1:
-            return [self._reduced(_copy(tensors[0]), how)]
-        flat = self._reduced(torch.cat([t.reshape(-1) for t in tensors]), how)
-        parts = flat.split([t.numel() for t in tensors])
+            return [getattr(self, how.kind)(orders[0], tensors[0])]
+        flat = self._reduced(torch.cat([tensor.reshape(-1) for tensor in tensors]), how)
         # Clones: a small one does not hold the memory of all.
-        return [part.view(tensor.shape).clone() for tensor, part in zip(tensors, parts)]
+        return [part.clone() for part in _unflatten_dense_tensors(flat, tensors)]
+
+    def allreduce(self, order: Order, tensor: Tensor) -> Tensor:
+        return self._reduced(_copy(tensor), order.request)
 
     def _reduced(self, flat: Tensor, how: Request) -> Tensor:
         """A reduction in place, or by way of a type that every backend has; averages of integers are rounded toward zero."""
@@ -216,6 +202,9 @@ class Carrier:
         if how.op == "Average":
             flat = flat.div(self._size, rounding_mode=None if flat.is_floating_point() else "trunc")
         return _scaled(flat, how.postscale).to(dtype)
+
+    def barrier(self, order: Order, tensor: Tensor) -> None:
+        self._all(tensor)
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
         """The ranks' tensors of one shape."""
@@ -270,20 +259,16 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
 
 
 def adasum(tensors: Sequence[Tensor]) -> Tensor:
-    """Adasum of the ranks' tensors, a power of two of them, in rank order, as a tree."""
-    level = list(tensors)
-    while len(level) > 1:
-        level = [pair(a, b) for a, b in zip(level[::2], level[1::2])]
-    return level[0]
-
-
-def pair(a: Tensor, b: Tensor) -> Tensor:
-    """Adasum of two tensors; dot products in double precision, and a tensor of zeros has no effect."""
-    x, y = a.double(), b.double()
-    dot, xx, yy = (x * y).sum(), (x * x).sum(), (y * y).sum()
-    left = 1 - dot / (2 * xx) if xx > 0 else 1.0
-    right = 1 - dot / (2 * yy) if yy > 0 else 1.0
-    return (left * x + right * y).to(a.dtype)
+    """Adasum of the ranks' tensors, a power of two of them, in rank order, as a tree; dot products in double precision."""
+    if len(tensors) > 2:
+        return adasum([adasum(tensors[i : i + 2]) for i in range(0, len(tensors), 2)])
+    if len(tensors) == 1:
+        return tensors[0]
+    a, b = (tensor.double() for tensor in tensors)
+    dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    # A tensor of zeros has no effect: 0 / 1 stands for 0 / 0.
+    mixed = (1 - dot / (2 * aa).where(aa > 0, 1)) * a + (1 - dot / (2 * bb).where(bb > 0, 1)) * b
+    return mixed.to(tensors[0].dtype)
 
 
 # -- the engine of a rank -----------------------------------------------------------------------------------------------
@@ -308,11 +293,7 @@ class Pending:
 
 
 class Engine:
-    """One rank's part. `submit`, then `wait`.
-
-    Args:
-        world: of all ranks. In a world of one, operations are done at once.
-    """
+    """One rank's part: `submit`, then `wait`. In a `world` of one, operations are done at once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -503,8 +484,7 @@ class Engine:
         """The ranks no longer talk: end every operation in flight with an error."""
         with self._lock:
             self._broken = self._broken or f"the ranks no longer talk ({why})"
-            waited = bool(self._pending)
-        report = f"\n{self._report()}" if waited else ""
+        report = f"\n{self._report()}" if self._pending else ""
         with self._lock:
             self._broken += report
             for pending in self._pending.values():

@@ -37,7 +37,6 @@ class NoneCompressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor that travels, and the context of `decompress`."""
         return tensor, None
 
     @staticmethod
@@ -68,11 +67,7 @@ class Compression:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for the result of an asynchronous operation: a tensor, or a tuple of them for a group. The second time it is None.
-
-    Raises:
-        HorovodInternalError: the operation failed on all ranks.
-    """
+    """Wait for the result of an asynchronous operation: a tensor, or a tuple of them for a group. The second time it is None."""
     run = running()
     if handle not in run.handles:
         return None
@@ -82,26 +77,30 @@ def synchronize(handle: int) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Whether it has ended, so that `synchronize` will not wait.
-
-    Raises:
-        ValueError: no such handle, or one that was synchronized.
-    """
+    """Whether it has ended, so that `synchronize` will not wait. Raises ValueError once it was synchronized."""
     if handle not in running().handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
     return all(pending.done.is_set() for pending in running().handles[handle][0])
 
 
-def _enqueue(kind: str, tensors: Any, name: str | None, among: ProcessSet, finish: Any = None, **fields: Any) -> int:  # fmt: skip
+class _InPlace(NamedTuple):
+    """Tensors that the results go into."""
+
+    tensors: Any
+
+
+def _enqueue(
+    kind: str, given: Any, name: str | None, among: ProcessSet, finish: Any = None, **fields: Any
+) -> int:
     """A handle of operations on one tensor, on several (then `synchronize` returns a tuple), or on either as `_InPlace`.
 
     `finish` makes a result of the output and the order; `fields` are those of `Request`.
     """
-    into = isinstance(tensors, _InPlace)
-    tensors = _checked(tensors.tensors if into else tensors)
-    run, several = running(), not isinstance(tensors, Tensor)
+    into = isinstance(given, _InPlace)
+    given = given.tensors if into else given
+    run, several, tensors = running(), not isinstance(given, Tensor), _listed(given)
     ranks, whole, made = run.members(among), f"{kind}.{name or run.unnamed(kind, among)}", []
-    for i, tensor in enumerate(tensors if several else [tensors]):
+    for i, tensor in enumerate(tensors):
         if tensor.is_sparse or tensor.is_complex():
             instead = "view_as_real(tensor)" if tensor.is_complex() else "tensor.to_dense()"
             raise ValueError(f"{kind}: Tensor type {tensor.type()} is not supported: pass {instead}")
@@ -114,15 +113,13 @@ def _enqueue(kind: str, tensors: Any, name: str | None, among: ProcessSet, finis
     return _submit(made, several)
 
 
-def _checked(tensors: Any) -> Any:
-    """A tensor, or a list of several. Raises ValueError for anything else."""
-    if isinstance(tensors, Tensor):
-        return tensors
-    several = list(tensors) if isinstance(tensors, Iterable) else [tensors]
-    for each in several:
+def _listed(given: Any) -> list[Tensor]:
+    """One tensor, or several, as a list."""
+    tensors = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [given]
+    for each in tensors:
         if not isinstance(each, Tensor):
             raise ValueError(f"{each!r} is a {type(each).__name__}: pass a tensor, as torch.tensor({each!r})")
-    return several
+    return tensors
 
 
 def _submit(made: list[Pending], several: bool = False) -> int:
@@ -134,13 +131,9 @@ def _submit(made: list[Pending], several: bool = False) -> int:
     return handle
 
 
-class _InPlace(NamedTuple):
-    """Tensors that the results go into."""
-
-    tensors: Any
-
-
-def _variant(function: Any, name: str, how: str, into: bool = False, wait: bool = False) -> Callable[..., Any]:  # fmt: skip
+def _variant(
+    function: Any, name: str, how: str, into: bool = False, wait: bool = False
+) -> Callable[..., Any]:
     """`function` by another name: of several tensors, into its tensors, or waited for."""
     signature = inspect.signature(function)
     first, *others = signature.parameters.values()
@@ -274,7 +267,7 @@ grouped_reducescatter_async = _variant(reducescatter_async, "grouped_reducescatt
 
 
 class _Flow(torch.autograd.Function):
-    """Tensors by `forward`, and their gradients by `backward`; both map several tensors to as many."""
+    """Tensors by `forward`, and their gradients by `backward`; both map a list of tensors to as many."""
 
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> Any:
@@ -286,28 +279,22 @@ class _Flow(torch.autograd.Function):
         return None, None, *ctx.back(list(grads))
 
 
-def _through(tensors: Any, forward: Any, backward: Any, compression: Any = Compression.none) -> Any:
-    """`forward` of a tensor or of several, `backward` of their gradients, and a compression around both."""
-    if isinstance(tensors, Tensor):
-        one = _through([tensors], lambda t: [forward(t[0])], lambda g: [backward(g[0])], compression)
-        return one[0]
-    tensors = _checked(tensors)
+def _through(given: Any, forward: Any, backward: Any, compression: Any = Compression.none) -> Any:
+    """`forward` of a tensor or of several, `backward` of the list of their gradients, and a compression around `forward`."""
+    one, tensors = isinstance(given, Tensor), _listed(given)
     if not tensors:
         return []
     small, contexts = zip(*map(compression.compress, tensors))
-    return list(map(compression.decompress, _Flow.apply(forward, backward, *small), contexts))
+    run = (lambda tensors: [forward(tensors[0])]) if one else forward
+    outputs = list(map(compression.decompress, _Flow.apply(run, backward, *small), contexts))
+    return outputs[0] if one else outputs
 
 
 def allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none, op: Op | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
-    """A new tensor of the same shape and type: `op` over the ranks, the average by default. Gradients are reduced alike.
-
-    Raises:
-        NotInitializedError: a ValueError, before `init`.
-        HorovodInternalError: shapes or types differ between the ranks; on all of them.
-    """
+    """A new tensor of the same shape and type: `op` over the ranks, the average by default. Gradients are reduced alike."""
     how = _op(op, average), prescale_factor, postscale_factor, process_set
     return _through(
         tensor,
@@ -321,16 +308,14 @@ def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """As `allgather_async`, waited for. Its gradient is this rank's rows of the mean over the ranks."""
-    one = isinstance(tensor, Tensor)
 
-    def backward(grads: Any) -> Any:
-        lengths = torch.tensor([[each.shape[0] for each in ([tensor] if one else tensor)]])
+    def backward(grads: list[Tensor]) -> list[Tensor]:
+        lengths = torch.tensor([[each.shape[0] for each in _listed(tensor)]])
         rows = allgather(lengths, process_set=process_set).T.tolist()
         means = allreduce(grads, process_set=process_set)
-        own = [m.split(r)[process_set.rank()] for m, r in zip([means] if one else means, rows)]
-        return own[0] if one else own
+        return [mean.split(row)[process_set.rank()] for mean, row in zip(means, rows)]
 
-    return _through(tensor, lambda t: synchronize(allgather_async(t, name, process_set)), backward)
+    return _through(tensor, lambda given: synchronize(allgather_async(given, name, process_set)), backward)
 
 
 def broadcast(
@@ -340,7 +325,7 @@ def broadcast(
     return _through(
         tensor,
         lambda given: synchronize(broadcast_async(given, root_rank, name, process_set)),
-        lambda grad: allreduce(grad, process_set=process_set) * (rank() == root_rank),
+        lambda grads: [grad * (rank() == root_rank) for grad in allreduce(grads, process_set=process_set)],
     )
 
 
@@ -355,10 +340,7 @@ def alltoall(
         received.append(rows)
         return output
 
-    def backward(grad: Tensor) -> Tensor:
-        return alltoall(grad, received[0], process_set=process_set)[0]
-
-    output = _through(tensor, forward, backward)
+    output = _through(tensor, forward, lambda grads: alltoall(grads[0], received[0], None, process_set)[:1])
     return output if splits is None else (output, received[0])
 
 
@@ -367,14 +349,15 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """As `reducescatter_async`, waited for. The gradient is the ranks' gradients one after the other, times their number for a sum."""
-    how = op, process_set, prescale_factor, postscale_factor
-
-    def backward(grads: Any) -> Any:
-        factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
-        grads = grads * factor if isinstance(grads, Tensor) else [grad * factor for grad in grads]
-        return allgather(grads, process_set=process_set)
-
-    return _through(tensor, lambda t: synchronize(reducescatter_async(t, name, *how)), backward, compression)
+    how, factor = (op, process_set, prescale_factor, postscale_factor), prescale_factor * postscale_factor
+    return _through(
+        tensor,
+        lambda given: synchronize(reducescatter_async(given, name, *how)),
+        lambda grads: allgather(
+            [grad * factor * (process_set.size() if op == Sum else 1) for grad in grads], None, process_set
+        ),
+        compression,
+    )
 
 
 grouped_allreduce = _variant(allreduce, "grouped_allreduce", SEVERAL)
@@ -388,11 +371,8 @@ grouped_reducescatter = _variant(reducescatter, "grouped_reducescatter", SEVERAL
 def join(device: int = -1) -> int:
     """Say that this rank has no more data. Until all ranks say so, it takes part in reductions of all ranks with zeros.
 
-    Averages are still over all ranks; other operations of all ranks fail meanwhile. Zeros are made on the device of the other ranks'
-    tensors, so that `device` decides nothing.
-
-    Returns:
-        The rank that was the last to join.
+    Averages are still over all ranks; other operations of all ranks fail meanwhile. Zeros are made where the other ranks' tensors are, so
+    that `device` decides nothing. Returns the rank that was the last to join.
     """
     last = synchronize(_submit([Pending(Request("join", "join"), finish=lambda _, o: o.request.root)]))
     running().asked.clear()  # the ranks have asked for different numbers of operations without a name

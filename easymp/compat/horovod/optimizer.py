@@ -41,19 +41,9 @@ def DistributedOptimizer(
     ``with optimizer.skip_synchronize(): optimizer.step()``. In ``step(closure)`` gradients and the loss are reduced after each call of
     the closure, so that the ranks of an LBFGS decide alike.
 
-    Args:
-        optimizer: made of the parameters.
-        named_parameters: ``model.named_parameters()``; names must be different, and name all parameters of the optimizer.
-        compression: the form in which gradients travel; sparse ones travel as they are.
-        backward_passes_per_step: backward passes whose gradients are summed here before they travel.
-        op: Average, Sum, or Adasum: the last one combines the changes that each rank's own step makes.
-        gradient_predivide_factor: f divides before the sum over n ranks, n / f after it; with Average only.
-        num_groups, groups: checked, and without effect: gradients that come together travel together anyway.
-        sparse_as_dense: sparse gradients travel as dense ones, and come back sparse. Else the ranks' entries are gathered.
-        process_set: the ranks whose gradients are reduced; others step alone.
-
-    Raises:
-        ValueError: as in Horovod, for wrong names, groups, an op that is not known, a predivision without Average.
+    `compression` leaves sparse gradients as they are; with `sparse_as_dense` these travel as dense ones and come back sparse, else
+    the ranks' entries are gathered. Adasum combines the changes that each rank's own step makes. `groups` and `num_groups` are checked, and without
+    effect. Ranks outside `process_set` step alone.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer takes an optimizer, not a {type(optimizer).__name__}")
@@ -69,8 +59,15 @@ def DistributedOptimizer(
         raise SettingError("DistributedOptimizer of another one: pass the optimizer that it was made of")
     if num_groups:
         warnings.warn("`num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
-    if groups or num_groups:
-        _check_groups(groups or num_groups)
+    if groups := groups or num_groups:
+        if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        members = [p for group in groups for p in group] if isinstance(groups, list) else []
+        if any(not isinstance(p, Tensor) for p in members):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if len(set(members)) < len(members):
+            raise ValueError("A parameter can only appear once in groups.")
+        layer.ignore({"DistributedOptimizer(groups)": "gradients that come together travel together anyway"})
     adasum = op == Adasum and running().world.size > 1
     if adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
@@ -88,17 +85,6 @@ def DistributedOptimizer(
     made._active = running().world.size > 1 and process_set.included()
     made._hook()
     return made
-
-
-def _check_groups(groups: Any) -> None:
-    if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
-        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-    members = [p for group in groups for p in group] if isinstance(groups, list) else []
-    if any(not isinstance(p, Tensor) for p in members):
-        raise ValueError("groups must consist of torch.Tensor.")
-    if len({id(p) for p in members}) < len(members):
-        raise ValueError("A parameter can only appear once in groups.")
-    layer.ignore({"DistributedOptimizer(groups)": "gradients that come together travel together anyway"})
 
 
 def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
@@ -125,27 +111,23 @@ class _Distributed:
 
     def _hook(self: Any) -> None:
         """Register hooks on all parameters, for as long as the optimizer lives."""
-        me = weakref.ref(self)
-
-        def arrived(parameter: Tensor) -> None:
-            if (it := me()) is not None:
-                it._arrived(parameter)
-
+        arrived = weakref.WeakMethod(self._arrived)
         for parameter in self._names if self._active else ():
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
-                weakref.finalize(self, parameter.register_post_accumulate_grad_hook(arrived).remove)
+                hook = parameter.register_post_accumulate_grad_hook(lambda p: arrived()(p))
+                weakref.finalize(self, hook.remove)
 
     def _arrived(self: Any, parameter: Tensor) -> None:
         """Count a backward pass of the parameter; send its gradient after the last one."""
+        passes = self.backward_passes_per_step
         if parameter in self._flying:
-            passes = self.backward_passes_per_step
             raise AssertionError(
                 f"Gradients of {self._names[parameter]} were computed more than backward_passes_per_step={passes} times before call to "
                 "step(). Increase backward_passes_per_step to accumulate gradients locally."
             )
         self._seen[parameter] += 1
-        if self._seen[parameter] == self.backward_passes_per_step:
+        if self._seen[parameter] == passes:
             self._send(parameter)
 
     def _send(self: Any, parameter: Tensor) -> None:
@@ -195,7 +177,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, `step` does not wait: `synchronize` was called before."""
+        """Inside, `step` does not wait."""
         self._skip = True
         try:
             yield
@@ -283,11 +265,7 @@ class _Adasum(_Distributed):
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
-    """Root's values in the tensors of `model.state_dict()` or `model.named_parameters()`, on every rank, in place.
-
-    Raises:
-        ValueError: `params` is neither of these, nor an iterable of tensors.
-    """
+    """Root's values in the tensors of `model.state_dict()`, `model.named_parameters()` or an iterable, on every rank, in place."""
     if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
         raise ValueError(f"params is a {type(params).__name__}: pass model.state_dict()")
     entries: Iterable[Any] = sorted(params.items()) if isinstance(params, Mapping) else params
@@ -300,15 +278,9 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Root's state and param groups (learning rates, …), on every rank. No step is made, so no weight moves.
+    """Root's state and param groups (learning rates, …), on every rank. No step is made, so no weight moves, and `model` has no effect.
 
-    Args:
-        optimizer: anything but LBFGS, or a DistributedOptimizer of it.
-        root_rank: the rank that has the state.
-        model: it tells Horovod which gradients are sparse, for the step that it makes; it has no effect here.
-
-    Raises:
-        RefusedError: LBFGS: its state is not a list of tensors by parameter.
+    Raises RefusedError for LBFGS, whose state is not a list of tensors by parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError("cannot broadcast torch.optim.LBFGS state: start it anew on every rank")
@@ -329,19 +301,13 @@ def broadcast_optimizer_state(
 def load_in_place(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[dict[str, Any]], None]
 ) -> None:
-    """`load` the state, and keep the objects of param groups and state.
-
-    torch replaces them by new ones; a schedule or wrapper made before would keep the old ones, and rates would differ between ranks.
-    """
+    """`load` the state, and keep the objects of param groups and state, which schedules and wrappers made before hold."""
     groups, values = optimizer.param_groups, optimizer.state
     load(state)
-    for group, new in zip(groups, optimizer.param_groups):
-        if group is not new:
-            group.clear()
-            group.update(new)
-    if optimizer.state is not values:
-        values.clear()
-        values.update(optimizer.state)
+    for held, new in zip([*groups, values], [*optimizer.param_groups, optimizer.state]):
+        if held is not new:
+            held.clear()
+            held.update(new)
     optimizer.param_groups, optimizer.state = groups, values
 
 
