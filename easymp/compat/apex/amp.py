@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -97,10 +97,9 @@ def init(
     enabled: bool = True, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False,
     allow_banned: bool = False, *, patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle:  # fmt: skip
-    """O1's casts without models and optimizers; neither cached nor printed. Losses are scaled after `initialize` only.
+    """O1's casts without models and optimizers, until the returned handle's ``_deactivate()``. Products run in `patch_type`, fp16 or bf16.
 
-    With `allow_banned` binary_cross_entropy runs in fp32; otherwise it refuses half precision. Products run in `patch_type`, fp16 or bf16.
-    Returns the handle, whose ``_deactivate()`` turns the casts off.
+    With `allow_banned` binary_cross_entropy runs in fp32; otherwise it refuses half precision.
     """
     _handle._deactivate()
     if enabled:
@@ -108,7 +107,9 @@ def init(
     return _handle
 
 
-def _decorator(how: Cast) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _casts(how: Cast, word: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """A decorator, and a function that puts it on a module's function."""
+
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -121,23 +122,20 @@ def _decorator(how: Cast) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         return wrapper
 
-    decorate.__doc__ = f"A decorator. Under O1 floating-point arguments of `fn` are cast: {how.value}."
-    return decorate
-
-
-def _registration(how: Cast) -> Callable[[Any, str], None]:
     def register(module: Any, name: str) -> None:
         if not hasattr(module, name):
             raise SettingError(f"No function named {name} in module {module}: nothing can be cast for it")
-        setattr(module, name, _decorator(how)(getattr(module, name)))
+        setattr(module, name, decorate(getattr(module, name)))
 
+    decorate.__name__, register.__name__ = f"{word}_function", f"register_{word}_function"
+    decorate.__doc__ = f"A decorator. Under O1 floating-point arguments of `fn` are cast: {how.value}."
     register.__doc__ = f"Under O1 cast arguments of ``module.name``, if looked up there: {how.value}."
-    return register
+    return decorate, register
 
 
-_LISTS = (Cast.HALF, Cast.FLOAT, Cast.WIDEST)
-half_function, float_function, promote_function = map(_decorator, _LISTS)
-register_half_function, register_float_function, register_promote_function = map(_registration, _LISTS)
+half_function, register_half_function = _casts(Cast.HALF, "half")
+float_function, register_float_function = _casts(Cast.FLOAT, "float")
+promote_function, register_promote_function = _casts(Cast.WIDEST, "promote")
 
 
 # -- levels, loss scales, and the state of amp -------------------------------------------------------------------------
@@ -168,8 +166,9 @@ class LossScaler:
     _loss_scale = property(loss_scale, lambda self, scale: self.scaler.update(scale))
 
     @property
-    def _unskipped(self) -> int:
-        """Good blocks since the last overflow or growth; of a scale that does not move, all of them."""
+    def _unskipped(
+        self,
+    ) -> int:  # good blocks since the last overflow or growth; of a scale that does not move, all of them
         return int(self.scaler.state_dict()["_growth_tracker"]) if self.dynamic else self._counted
 
     def overflowed(self, found: torch.Tensor) -> bool:
@@ -200,19 +199,20 @@ PROPERTIES = [field.name for field in fields(Properties)][2:]
 class AmpState:
     """The state that the last `initialize` left, by the names under which scripts read it."""
 
-    def __init__(self) -> None:
-        self.opt_properties: Properties | None = None  # before `initialize`
-        self.allow_incoming_model_not_fp32 = False  # lets `initialize` take half parameters
-        self.verbosity = 1
-        self.loss_scalers: list[LossScaler] = []
-        self.handle: AmpHandle = _handle
-        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    opt_properties: Properties | None = None  # before `initialize`
+    allow_incoming_model_not_fp32 = False  # lets `initialize` take half parameters
+    verbosity = 1
+    loss_scalers: Sequence[LossScaler] = ()
+    handle = _handle
+    optimizers: ClassVar[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
 
     def loss(self, number: int) -> LossScaler:
         """The scaler of loss `number`."""
-        if 0 <= number < (made := len(self.loss_scalers)):
-            return self.loss_scalers[number]
-        raise ApexError(f"loss_id={number}, and there are {made} loss scalers: pass num_losses={number + 1}")
+        if not 0 <= number < (made := len(self.loss_scalers)):
+            raise ApexError(
+                f"loss_id={number}, and there are {made} loss scalers: pass num_losses={number + 1}"
+            )
+        return self.loss_scalers[number]
 
 
 _amp_state = AmpState()
@@ -227,10 +227,10 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """``loss_scaler0``, ``loss_scaler1`` … → {"loss_scale", "unskipped"}; in `destination`, if given."""
-    found = {} if destination is None else destination
+    destination = {} if destination is None else destination
     for i, scaler in enumerate(_amp_state.loss_scalers):
-        found[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-    return found
+        destination[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return destination
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -278,12 +278,13 @@ def _properties(level: str, given: dict[str, Any]) -> Properties:
 
 
 def _read(name: str, value: Any) -> Any:
+    if name == "loss_scale" and value == "dynamic":
+        return value
     if name == "loss_scale":
-        try:
-            number = value if value == "dynamic" else float(value)
-        except (TypeError, ValueError):
-            number = 0.0
-        if number != "dynamic" and (isinstance(value, bool) or not 0.0 < number < float("inf")):
+        number = 0.0
+        with suppress(TypeError, ValueError):
+            number = float(value)
+        if isinstance(value, bool) or not 0.0 < number < float("inf"):
             raise ApexError(f"loss_scale={value!r} must be a positive number, or 'dynamic'")
         return number
     if name == "cast_model_type":
@@ -327,10 +328,9 @@ class Share:
                 f"{scaler.number} would be added: end each loss with a context that unscales before the next begins"
             )
         self.check()
-        for parameter in self.masters.parameters:
-            parameter.grad = None  # of a loss that this optimizer was not given with
         self._stash = [(p, p.grad) for p in self.parameters() if p.grad is not None]
-        for parameter, _ in self._stash:
+        # Those of the model come from a loss that this optimizer was not given with.
+        for parameter in [*self.masters.parameters, *self.parameters()]:
             parameter.grad = None
         self.scaler = scaler
 
@@ -348,11 +348,12 @@ class Share:
 
     def abort(self) -> None:
         """Restore the gradients that were put aside, after a failed block."""
+        stash = self._stash
+        self.forget()
         for parameter in self.parameters():
             parameter.grad = None
-        self.masters.clear()
-        self._strange = []
-        self.end()
+        for parameter, stashed in stash:
+            parameter.grad = stashed
 
     def forget(self) -> None:
         """The gradients were cleared."""
@@ -406,8 +407,9 @@ class Stepping:
             raise ApexError("Currently, Amp does not support closure use: call the closure before step()")
         if share.overflow is not None:
             scaler, share.overflow = share.overflow, None
-            reducing = f"loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
-            maybe_print(f"Gradient overflow.  Skipping step, {reducing}")
+            maybe_print(
+                f"Gradient overflow.  Skipping step, loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
+            )
             share.masters.clear()
             return None
         share.check_ready()
@@ -433,9 +435,8 @@ class Stepping:
 
 
 def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Raise ApexError for optimizers that were initialized before, or have another library's step."""
-    for i, optimizer in enumerate(optimizers):
-        if isinstance(optimizer, Stepping) or any(optimizer is other for other in optimizers[:i]):
+    for optimizer in optimizers:
+        if isinstance(optimizer, Stepping) or len({*map(id, optimizers)}) < len(optimizers):
             raise ApexError("A given optimizer should only be passed through amp.initialize once")
         step: Callable[..., Any] | None = vars(optimizer).get("step")
         if step is not None and "_wrapped_by_lr_sched" not in vars(step):
@@ -485,7 +486,7 @@ def scale_loss(
     overflow skips the next step of every optimizer given, once, and the step says so.
 
     Each optimizer whose parameters the loss depends on must be given. With `delay_unscale` gradients stay multiplied by the scale; the next
-    block without it, with the same `loss_id`, divides them all. Raises RefusedError for `delay_overflow_check`, ApexError for the rest.
+    block without it, with the same `loss_id`, divides them all.
     """
     if delay_overflow_check:
         raise RefusedError("delay_overflow_check=True: each overflow is looked for at once; leave it out")
@@ -503,9 +504,8 @@ def scale_loss(
         )
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     shares, scaler = [_share_of(optimizer) for optimizer in given], _amp_state.loss(loss_id)
-    if not (
-        scaler.dynamic or scaler.loss_scale() != 1.0 or any(share.masters.parameters for share in shares)
-    ):
+    masters = any(share.masters.parameters for share in shares)
+    if not (scaler.dynamic or scaler.loss_scale() != 1.0 or masters):
         yield loss.float()
         return
     others = [share for share in map(_share_of, _amp_state.optimizers) if share not in shares]
@@ -544,12 +544,6 @@ acc.backward(loss)  # with amp.scale_loss(loss, optimizer) as scaled_loss: scale
 acc.clip_grad_norm_(model.parameters(), 1.0)  # clip_grad_norm_(amp.master_params(optimizer), 1.0)
 optimizer.step()
 """
-BRIEF = {
-    "O0": "fp32 training",
-    "O1": "casts around torch's functions",
-    "O2": "fp16 training with fp32 batch-norm and fp32 master weights",
-    "O3": "pure fp16 training",
-}
 
 
 def initialize(
@@ -562,11 +556,7 @@ def initialize(
     """`models` and `optimizers`, the same objects, changed in place to train at `opt_level`; wrap for DDP afterwards.
 
     Dynamic scales begin at 2**16, double after 2,000 good blocks and are halved at an overflow. cast_model_type=False casts nothing.
-
-    Raises:
-        TypeError: models or optimizers of another type.
-        ApexError: a level or property that is not known or does not fit; a model that is wrapped or not fp32; an optimizer that was given
-            before. Nothing has changed then.
+    Where it raises TypeError or ApexError, nothing has changed.
     """
     nets = list(models) if isinstance(models, list) else [models]
     steppers = list(optimizers or []) if isinstance(optimizers, list | None) else [optimizers]
@@ -590,9 +580,8 @@ def initialize(
     _handle._deactivate()
     layer.use("amp", NATIVE.format(level=opt_level))
     _amp_state.opt_properties, _amp_state.loss_scalers, _amp_state.verbosity = level, scalers, verbosity
-    changed = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    brief = BRIEF[opt_level] + (changed and f", with {changed}")
-    maybe_print(f"Selected optimization level {opt_level}: {brief}.", True)
+    changed = "".join(f", with {name}={value!r}" for name, value in given.items())
+    maybe_print(f"Selected optimization level {opt_level}: its properties{changed}.", True)
     for name in PROPERTIES:
         maybe_print(f"{name:22} : {getattr(level, name)}", True)
     for net in nets:
@@ -605,7 +594,6 @@ def initialize(
 
 
 def _check_models(models: list[nn.Module]) -> None:
-    """Raise ApexError for models that are wrapped already or not fp32."""
     for model in models:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise ApexError(
@@ -614,14 +602,15 @@ def _check_models(models: list[nn.Module]) -> None:
             )
         if _amp_state.allow_incoming_model_not_fp32:
             continue
-        wrong = [("param", *entry) for entry in model.named_parameters() if entry[1].dtype != torch.float32]
+        wrong = [
+            ("param", *entry) for entry in model.named_parameters() if entry[1].dtype in (*LOW, torch.float64)
+        ]
         wrong += [("buffer", *entry) for entry in model.named_buffers() if entry[1].dtype in LOW]
         for what, name, tensor in wrong:
-            if tensor.is_floating_point():
-                raise ApexError(
-                    f"Found {what} {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, you do not "
-                    "need to call .half() on your model before passing it, no matter what optimization level you choose"
-                )
+            raise ApexError(
+                f"Found {what} {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, you do not "
+                "need to call .half() on your model before passing it, no matter what optimization level you choose"
+            )
 
 
 def _prepare_model(model: nn.Module, level: Properties, outputs: torch.dtype | None) -> None:
@@ -654,13 +643,11 @@ def _save_in_fp32(dtype: torch.dtype, module: nn.Module, found: dict[str, Any], 
             found[name] = tensor.float()
 
 
-CASTS = {
-    name: globals()[name]
-    for name in (
-        *("disable_casts", "float_function", "half_function", "init", "promote_function"),
-        *("register_float_function", "register_half_function", "register_promote_function"),
-    )
-}
+CASTS = named(
+    *(float_function, half_function, init, promote_function),
+    *(register_float_function, register_half_function, register_promote_function),
+    disable_casts=disable_casts,
+)
 __all__ = [*CASTS, "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 OLD = "use amp.initialize(model, optimizer, opt_level='O1') and amp.scale_loss"
 INTERNAL = "it is Apex's own machinery; amp.register_half_function and its kind change how functions are cast"

@@ -35,9 +35,9 @@ class tofp16(nn.Module):
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """`module`, in place, with batch-norm layers that have parameters in fp32."""
-    norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.affine)
-    for norm in norms:
-        norm.float()
+    for norm in module.modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.affine:
+            norm.float()
     return module
 
 

@@ -43,7 +43,6 @@ class _ApexOptimizer(FusedOptimizer):
         """Follow from the parameters, which amp may make half."""
 
     def step(self, closure: Callable[[], Any] | None = None, **given: Any) -> Any:
-        """Step. Raises ApexError for gradients and scales as arguments."""
         if asked := ", ".join(f"{name}=…" for name, value in given.items() if value is not None):
             raise ApexError(
                 f"{type(self).__name__}.step({asked}): gradients are read from .grad, and amp.scale_loss scales; call step() alone"
@@ -51,7 +50,6 @@ class _ApexOptimizer(FusedOptimizer):
         return FusedOptimizer.step(self, closure)  # which no instance's hooks wrap
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Gradients become None, or 0 with ``set_grad_none=False``."""
         super().zero_grad(self._none if set_to_none is None else set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -90,11 +90,10 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     """This rank's group, of `group_size` consecutive ranks; None (all ranks) for 0. All ranks must call it."""
     if group_size == 0:
         return None
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
     if group_size < 0 or size % group_size:
         raise ApexError(f"group_size={group_size} does not divide the {size} ranks: pass a divisor, or 0")
-    groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, size, group_size)]
-    return groups[rank // group_size]
+    return dist.new_subgroups(group_size)[0]
 
 
 NATIVE = """
@@ -102,8 +101,6 @@ acc = Accelerator(strategy="ddp")  # DistributedDataParallelKwargs(comm_hook="fp
 model, optimizer, loader = acc.prepare(model, optimizer, loader)
 with acc.no_sync(model): ...  # disable_allreduce
 """
-BYTES = 4  # of an element, for the size of buckets
-ALL = 2**20  # MB: one bucket
 WITHOUT_EFFECT = {
     "allreduce_trigger_params": "buckets are filled in the order in which gradients come",
     "num_allreduce_streams": "torch chooses the streams",
@@ -115,7 +112,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel, with Apex's options. Parameters take rank 0's values when it is made; buffers stay each rank's own.
 
     `device_ids`, `output_device` and `find_unused_parameters` are torch's, `device_ids` also where torch has it, as the second argument.
-    `allreduce_trigger_params`, `num_allreduce_streams` and `prof` have no effect.
     """
 
     def __init__(
@@ -150,18 +146,19 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 device_ids=device_ids,
                 output_device=output_device,
                 broadcast_buffers=False,  # scripts may call the model twice before a backward: the graph's tensors must stay
-                bucket_cap_mb=ALL if delay_allreduce else message_size * BYTES / 2**20,
+                bucket_cap_mb=2**20
+                if delay_allreduce
+                else message_size * 4 / 2**20,  # one bucket, or elements of 4 bytes
                 find_unused_parameters=find_unused_parameters or delay_allreduce,
             )
         before = float(gradient_predivide_factor)
         after = dist.get_world_size() / before if gradient_average else 1.0
-        # torch's reducer keeps the hook and its state for good: they must not refer to this module.
         travels = torch.float32 if allreduce_always_fp32 else None
+        # torch's reducer keeps the hook and its state for good: they must not refer to this module.
         self._hook = SimpleNamespace(state=CommHookState(travels, before, after), off=False)
         self.register_comm_hook(self._hook, _reduce)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. Raises ApexError where the last backward left a parameter without a gradient."""
         try:
             return super().forward(*inputs, **kwargs)
         except RuntimeError as error:
@@ -194,10 +191,10 @@ class Reducer:
     """Averages gradients over the ranks when `reduce` is called. Parameters of a module take rank 0's values now."""
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
-        given = module_or_grads_list
-        self.module = given if isinstance(given, nn.Module) else None
-        self.grads = [] if isinstance(given, nn.Module) else list(given)
-        for parameter in self.module.parameters() if self.module is not None else ():
+        module = isinstance(module_or_grads_list, nn.Module)
+        self.module: Any = module_or_grads_list if module else None
+        self.grads: list[Tensor] = [] if module else list(module_or_grads_list)
+        for parameter in self.module.parameters() if module else ():
             dist.broadcast(parameter.detach(), 0)
 
     @torch.no_grad()

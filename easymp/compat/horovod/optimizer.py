@@ -41,9 +41,8 @@ def DistributedOptimizer(
     ``with optimizer.skip_synchronize(): optimizer.step()``. In ``step(closure)`` gradients and the loss are reduced after each call of
     the closure, so that the ranks of an LBFGS decide alike.
 
-    `compression` leaves sparse gradients as they are; with `sparse_as_dense` these travel as dense ones and come back sparse, else
-    the ranks' entries are gathered. Adasum combines the changes that each rank's own step makes. `groups` and `num_groups` are checked, and without
-    effect. Ranks outside `process_set` step alone.
+    Sparse gradients travel as they are; with `sparse_as_dense` as dense ones, which come back sparse. Adasum combines the changes that each
+    rank's own step makes. `groups` and `num_groups` are checked, and without effect. Ranks outside `process_set` step alone.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer takes an optimizer, not a {type(optimizer).__name__}")
