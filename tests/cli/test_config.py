@@ -204,7 +204,7 @@ def test_a_plan_for_another_machine(config):
     [
         ("--for 8xH101", 1, "'H101' is not a GPU that easymp knows, did you mean 'H100'?"),
         ("--for 8xH100 --measure", 1, "--measure times this machine, and --for names another one"),
-        ("--for V100 --set mixed_precision=bf16", 1, "NVIDIA V100 (sm_70) has no bf16 units"),
+        ("--for V100 --set mixed_precision=bf16", 1, "NVIDIA V100-16GB (sm_70) has no bf16 units"),
         ("--set mixed_precision=bf16", 1, "--set: mixed_precision = bf16 cannot run here: Tesla T4 (sm_75) has no"),
         ("--set mixed_precision=bf16", 1, "or pass --set mixed_precision=auto"),
         ("--set precision=bf16", 2, "'precision' is not a setting, did you mean 'mixed_precision'? Known:"),

@@ -78,7 +78,7 @@ def test_what_would_be_decided_on_another_machine(machine, lines, folder, capsys
 def test_what_would_be_refused_on_another_machine(folder, monkeypatch, capsys):
     monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
     assert main(["env", "--for", "8xV100"]) == 1
-    assert "NVIDIA V100 (sm_70) has no bf16 units" in capsys.readouterr().err
+    assert "NVIDIA V100-16GB (sm_70) has no bf16 units" in capsys.readouterr().err
     assert main(["env", "--for", ""]) == 1
     assert "'' describes no machine" in capsys.readouterr().err
     assert main(["env", "--for", "2x8xA100-80GB", "--json"]) == 0
