@@ -39,11 +39,10 @@ class Layer:
         """Note known options without effect, with the reasons. The first call warns, later ones log."""
         new = {what: why for what, why in words.items() if what not in self.ignored}
         said = "; ".join(f"{what} ({why})" for what, why in new.items())
+        text = f"{self.name}: without effect here: {said}. easymp.compat.explain() says more"
         if self.ignored and new:
-            logger.info("%s: without effect: %s", self.name, said)
+            logger.info("%s", text)
         elif new:
-            advice = "easymp.compat.explain() says more"
-            text = f"{self.name}: without effect here: {said}. {advice}"
             warnings.warn(text, EasympWarning, stacklevel=3)
         self.ignored.update(new)
 
@@ -127,13 +126,10 @@ def named(*things: Any, **others: Any) -> dict[str, Any]:
 def submodules(
     package: str, table: Mapping[str, Mapping[str, Any] | ModuleType | str], layer: Layer, original: str
 ) -> None:
-    """Register modules that hold names of `package` at the addresses by which scripts import them.
+    """Register modules that hold names of `package`, which is `original` in messages, at the addresses by which scripts import them.
 
-    Args:
-        package: its ``__name__``.
-        table: address below `package` → the module's names, or a module of ours that gives its ``__all__``. The key ``"absent"`` has
-            replacements by name, or is the module's ``__getattr__``. A string refuses the module, and all below it.
-        original: the name of the library's own package, for messages.
+    `table` has the module's names, or a module of ours that gives its ``__all__``, by the address below `package`. The key ``"absent"`` has
+    replacements by name, or is the module's ``__getattr__``. A string refuses the module, and all below it.
     """
     for address, names in table.items():
         parent, _, leaf = f"{package}.{address}".rpartition(".")

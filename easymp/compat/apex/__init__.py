@@ -16,7 +16,6 @@ __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimize
 
 MIXED = {"FusedMixedPrecisionLamb": "mixed_precision_lamb"}
 KERNELS = "use torch._foreach_* functions; clip_grad_norm_ and optimizers here do"
-MASTERS = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"
 
 
 class MultiTensorApply:
@@ -41,9 +40,9 @@ submodules(
     {
         "RNN": "use torch.nn.LSTM, GRU and RNN, which O1 casts as a whole",
         "contrib": "torch has most of it: scaled_dot_product_attention, nn.GroupNorm, label smoothing in cross_entropy",
-        "fp16_utils.fp16_optimizer": MASTERS,
+        "fp16_utils.fp16_optimizer": fp16_utils.MASTERS,
         "fp16_utils.fp16util": fp16_utils,
-        "fp16_utils.loss_scaler": MASTERS,
+        "fp16_utils.loss_scaler": fp16_utils.MASTERS,
         "fused_dense": "use torch.nn.Linear under torch.compile",
         "mlp": "use torch.nn.Linear and ReLU under torch.compile",
         "multi_tensor_apply": APPLY,
@@ -68,5 +67,5 @@ submodules(
     layer,
     "apex",
 )
-_WARNINGS = dict.fromkeys(("DeprecatedFeatureWarning", "deprecated_warning"), "nothing here is deprecated")
-__getattr__ = layer.absent("apex", _WARNINGS, lambda: __all__)
+_warnings = dict.fromkeys(("DeprecatedFeatureWarning", "deprecated_warning"), "nothing here is deprecated")
+__getattr__ = layer.absent("apex", _warnings, lambda: __all__)

@@ -36,9 +36,6 @@ class ApexError(EasympError, RuntimeError):
     """An error that Apex raises as RuntimeError, or a case that Apex would compute wrongly without an error."""
 
 
-# -- O1's casts, which hold from `initialize` or `init` on for all code of its thread, and the functions that users add to the lists ----
-
-
 class AmpHandle:
     """O1's casts, on or off, for the thread that turned them on."""
 
@@ -46,7 +43,6 @@ class AmpHandle:
         self._entered = ExitStack()
         self._running: AbstractContextManager[Any] | None = None
         self._device, self._half = torch.device("cpu"), torch.float16
-        self._suspended = 0
 
     def on(self, device: torch.device, half: torch.dtype = torch.float16, allow_banned: bool = False) -> None:
         """Torch's functions cast from now on, as `init` says; on a GPU by torch's autocast, where its lists are Apex's."""
@@ -65,22 +61,18 @@ class AmpHandle:
         self._running = None
 
     def is_active(self) -> bool:
-        return self._running is not None and not self._suspended
+        return self._running is not None
 
     @contextmanager
     def _disable_casts(self) -> Iterator[None]:
         """Inside, O1 casts nothing."""
-        away: AbstractContextManager[Any] = nullcontext()
-        if isinstance(self._running, ListedCasts):
-            away = self._running.suspended()
-        elif self._running is not None:
-            away = torch.autocast(self._device.type, enabled=False)
-        self._suspended += 1
+        running, self._running = self._running, None
+        listed = isinstance(running, ListedCasts)
         try:
-            with away:
+            with running.suspended() if listed else torch.autocast(self._device.type, enabled=False):
                 yield
         finally:
-            self._suspended -= 1
+            self._running = running
 
     def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, as by Apex."""
@@ -138,9 +130,6 @@ float_function, register_float_function = _casts(Cast.FLOAT, "float")
 promote_function, register_promote_function = _casts(Cast.WIDEST, "promote")
 
 
-# -- levels, loss scales, and the state of amp -------------------------------------------------------------------------
-
-
 class LossScaler:
     """The scale of one loss, which moves at the end of each `scale_loss`; one that was given as a number is constant, and skips no step."""
 
@@ -151,11 +140,11 @@ class LossScaler:
         min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
     ) -> None:  # fmt: skip
         self.dynamic = loss_scale == "dynamic"
-        rule = GradScalerKwargs(
-            *(min(init_scale, max_loss_scale), scale_factor, 1 / scale_factor, scale_window),
-            min_scale=min_loss_scale or 0.0,
-            max_scale=max_loss_scale,
+        first, bounds = (
+            min(init_scale, max_loss_scale),
+            {"min_scale": min_loss_scale or 0.0, "max_scale": max_loss_scale},
         )
+        rule = GradScalerKwargs(first, scale_factor, 1 / scale_factor, scale_window, **bounds)
         self.scaler = Scaler(rule if self.dynamic else GradScalerKwargs(float(loss_scale), dynamic=False))
         self._counted = 0
 
@@ -208,11 +197,10 @@ class AmpState:
 
     def loss(self, number: int) -> LossScaler:
         """The scaler of loss `number`."""
-        if not 0 <= number < (made := len(self.loss_scalers)):
-            raise ApexError(
-                f"loss_id={number}, and there are {made} loss scalers: pass num_losses={number + 1}"
-            )
-        return self.loss_scalers[number]
+        if 0 <= number < len(self.loss_scalers):
+            return self.loss_scalers[number]
+        made = len(self.loss_scalers)
+        raise ApexError(f"loss_id={number}, and there are {made} loss scalers: pass num_losses={number + 1}")
 
 
 _amp_state = AmpState()
@@ -220,8 +208,7 @@ _amp_state = AmpState()
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Print, unless verbosity=0; with `rank0` on rank 0 only."""
-    many = dist.is_available() and dist.is_initialized()
-    if _amp_state.verbosity > 0 and not (rank0 and many and dist.get_rank()):
+    if _amp_state.verbosity > 0 and not (rank0 and dist.is_initialized() and dist.get_rank()):
         print(msg)  # noqa: T201 (Apex's interface, with a parameter to turn it off)
 
 
@@ -278,25 +265,20 @@ def _properties(level: str, given: dict[str, Any]) -> Properties:
 
 
 def _read(name: str, value: Any) -> Any:
-    if name == "loss_scale" and value == "dynamic":
-        return value
-    if name == "loss_scale":
+    if name == "loss_scale" and value != "dynamic":
         number = 0.0
         with suppress(TypeError, ValueError):
             number = float(value)
         if isinstance(value, bool) or not 0.0 < number < float("inf"):
             raise ApexError(f"loss_scale={value!r} must be a positive number, or 'dynamic'")
         return number
-    if name == "cast_model_type":
-        if not any(value is known for known in TYPES):
-            raise ApexError(f"cast_model_type={value!r} is not one of {', '.join(map(str, TYPES))}")
+    if name == "cast_model_type" and not any(value is known for known in TYPES):
+        raise ApexError(f"cast_model_type={value!r} is not one of {', '.join(map(str, TYPES))}")
+    if name in ("loss_scale", "cast_model_type"):
         return value
     if str(value) not in ("True", "False"):
         raise ApexError(f"{name}={value!r} must be a boolean, the string 'True' or 'False', or None")
     return str(value) == "True"
-
-
-# -- optimizers, and scale_loss ----------------------------------------------------------------------------------------
 
 
 Seen = list[tuple[Tensor, Tensor | None, int]]  # parameters, each with its gradient and that one's version
@@ -532,9 +514,6 @@ def scale_loss(
     if scaler.overflowed(found):
         for share in shares:
             share.overflow = scaler
-
-
-# -- initialize --------------------------------------------------------------------------------------------------------
 
 
 NATIVE = """

@@ -19,10 +19,9 @@ __all__ = [
     *("to_python_float", "tofp16"),
 ]
 
-_AMP = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"
-_MOVED = dict.fromkeys(("FP16_Optimizer", "LossScaler", "DynamicLossScaler"), _AMP)
-__getattr__ = layer.absent("apex.fp16_utils", _MOVED, lambda: __all__)
-
+MASTERS = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"
+_moved = dict.fromkeys(("FP16_Optimizer", "LossScaler", "DynamicLossScaler"), MASTERS)
+__getattr__ = layer.absent("apex.fp16_utils", _moved, lambda: __all__)
 clip_grad_norm = nn.utils.clip_grad_norm_
 
 

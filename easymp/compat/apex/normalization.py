@@ -77,16 +77,12 @@ def fused_rms_norm_affine(
     return F.rms_norm(input, _sizes(normalized_shape, memory_efficient), weight, eps)
 
 
-def fused_layer_norm(
-    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
+def fused_layer_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:  # fmt: skip
     """Layer-norm without weights."""
     return fused_layer_norm_affine(input, None, None, normalized_shape, eps, memory_efficient)
 
 
-def fused_rms_norm(
-    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:  # fmt: skip
     """RMS-norm without weights."""
     return fused_rms_norm_affine(input, None, normalized_shape, eps, memory_efficient)
 

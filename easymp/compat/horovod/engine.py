@@ -43,9 +43,6 @@ ALIKE = {
 }
 
 
-# -- requests, and the orders that rank 0 makes of them ----------------------------------------------------------------
-
-
 class Op(IntEnum):
     """Kind of a reduction, with Horovod's numbers. Averages of integers are rounded toward zero."""
 
@@ -88,7 +85,7 @@ class Table:
         self.size = size
         self.joined: list[int] = []  # ranks without more data, in the order in which they said so
         self.left: dict[int, str] = {}  # ranks that shut down, and why; from then on nothing can be agreed on
-        self._leaving: list[int] = []
+        self._leaving: list[Order] = []
         self._waiting: dict[Any, dict[int, Request]] = {}
 
     def add(self, rank: int, requests: Sequence[Request]) -> None:
@@ -97,7 +94,7 @@ class Table:
                 self.joined.append(rank)
             elif request.kind == "leave":
                 self.left[rank] = request.name
-                self._leaving.append(rank)
+                self._leaving.append(Order(Request(request.name, "leave", root=rank)))
             else:
                 self._waiting.setdefault(request.key, {})[rank] = request
 
@@ -119,8 +116,7 @@ class Table:
             orders += [Order(request, error=f"{request.name}: {why}") for request in waiting]
             self._waiting.clear()
             self.joined.clear()
-        orders += [Order(Request(self.left[rank], "leave", root=rank)) for rank in self._leaving]
-        self._leaving.clear()
+        orders, self._leaving = orders + self._leaving, []
         return orders
 
 
@@ -165,9 +161,6 @@ def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
         last, held = how, held + size
     if batch:
         yield batch
-
-
-# -- execution ----------------------------------------------------------------------------------------------------------
 
 
 class Carrier:
@@ -269,9 +262,6 @@ def adasum(tensors: Sequence[Tensor]) -> Tensor:
     # A tensor of zeros has no effect: 0 / 1 stands for 0 / 0.
     mixed = (1 - dot / (2 * aa).where(aa > 0, 1)) * a + (1 - dot / (2 * bb).where(bb > 0, 1)) * b
     return mixed.to(tensors[0].dtype)
-
-
-# -- the engine of a rank -----------------------------------------------------------------------------------------------
 
 
 class HorovodInternalError(WorldError):

@@ -63,9 +63,6 @@ class Compression:
     fp16 = FP16Compressor
 
 
-# -- handles ------------------------------------------------------------------------------------------------------------
-
-
 def synchronize(handle: int) -> Any:
     """Wait for the result of an asynchronous operation: a tensor, or a tuple of them for a group. The second time it is None."""
     run = running()
@@ -151,9 +148,6 @@ def _variant(
     variant.__doc__ = f"As `{function.__name__}`, {how}."
     vars(variant)["__signature__"] = signature
     return variant
-
-
-# -- asynchronous -------------------------------------------------------------------------------------------------------
 
 
 def _reduce(kind: str, tensors: Any, name: Any, op: Any, pre: float, post: float, among: Any) -> int:
@@ -263,9 +257,6 @@ grouped_allgather_async = _variant(allgather_async, "grouped_allgather_async", S
 grouped_reducescatter_async = _variant(reducescatter_async, "grouped_reducescatter_async", SEVERAL)
 
 
-# -- synchronous, and differentiable ------------------------------------------------------------------------------------
-
-
 class _Flow(torch.autograd.Function):
     """Tensors by `forward`, and their gradients by `backward`; both map a list of tensors to as many."""
 
@@ -363,9 +354,6 @@ def reducescatter(
 grouped_allreduce = _variant(allreduce, "grouped_allreduce", SEVERAL)
 grouped_allgather = _variant(allgather, "grouped_allgather", SEVERAL)
 grouped_reducescatter = _variant(reducescatter, "grouped_reducescatter", SEVERAL)
-
-
-# -- ranks without more data, and barriers ------------------------------------------------------------------------------
 
 
 def join(device: int = -1) -> int:

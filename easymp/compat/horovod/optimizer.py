@@ -260,9 +260,6 @@ class _Adasum(_Distributed):
     step.hooked = True  # type: ignore[attr-defined]
 
 
-# -- parameters, optimizer states and objects ---------------------------------------------------------------------------
-
-
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
     """Root's values in the tensors of `model.state_dict()`, `model.named_parameters()` or an iterable, on every rank, in place."""
     if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
