@@ -306,8 +306,8 @@ class Share:
             return
         if self.scaler is not None:
             raise ApexError(
-                f"gradients scaled with loss_id={self.scaler.number} are waiting (delay_unscale=True), and others with loss_id="
-                f"{scaler.number} would be added: end each loss with a context that unscales before the next begins"
+                f"gradients scaled with loss_id={self.scaler.number} are waiting (delay_unscale=True): end them with one that unscales, "
+                f"before loss_id={scaler.number} begins"
             )
         self.check()
         self._stash = [(p, p.grad) for p in self.parameters() if p.grad is not None]
@@ -356,9 +356,8 @@ class Share:
         """Raise ApexError where such gradients were not cleared."""
         if any(p.grad is g and g is not None and g._version == version for p, g, version in self._strange):
             raise ApexError(
-                "this optimizer's parameters hold gradients of a loss whose amp.scale_loss it was not given with, still multiplied by "
-                "the loss scale: pass every optimizer whose parameters the loss depends on, as in amp.scale_loss(loss, [optimizer_a, "
-                "optimizer_b]), or clear them with zero_grad() first"
+                "this optimizer holds scaled gradients of a loss whose amp.scale_loss it was not given with: pass every optimizer whose "
+                "parameters the loss depends on, as in amp.scale_loss(loss, [a, b]), or clear them with zero_grad() first"
             )
         self._strange = []
 
@@ -370,8 +369,7 @@ class Share:
         if any(p.grad is not None for p in self.masters.parameters):
             raise ApexError(
                 "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with amp.scale_loss(loss, "
-                "optimizer) as scaled_loss: scaled_loss.backward()` around every backward, with every optimizer whose parameters the "
-                "loss depends on"
+                "optimizers) as scaled_loss:` around every backward, with every optimizer whose parameters the loss depends on"
             )
 
 
@@ -389,9 +387,8 @@ class Stepping:
             raise ApexError("Currently, Amp does not support closure use: call the closure before step()")
         if share.overflow is not None:
             scaler, share.overflow = share.overflow, None
-            maybe_print(
-                f"Gradient overflow.  Skipping step, loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
-            )
+            reducing = f"loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
+            maybe_print(f"Gradient overflow.  Skipping step, {reducing}")
             share.masters.clear()
             return None
         share.check_ready()
@@ -581,9 +578,8 @@ def _check_models(models: list[nn.Module]) -> None:
             )
         if _amp_state.allow_incoming_model_not_fp32:
             continue
-        wrong = [
-            ("param", *entry) for entry in model.named_parameters() if entry[1].dtype in (*LOW, torch.float64)
-        ]
+        floating = [("param", *p) for p in model.named_parameters() if p[1].is_floating_point()]
+        wrong = [entry for entry in floating if entry[2].dtype != torch.float32]
         wrong += [("buffer", *entry) for entry in model.named_buffers() if entry[1].dtype in LOW]
         for what, name, tensor in wrong:
             raise ApexError(

@@ -131,7 +131,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         if retain_allreduce_buffers or allreduce_communicators:
             raise RefusedError(
-                "retain_allreduce_buffers and allreduce_communicators: both are torch's; leave them out"
+                "retain_allreduce_buffers, allreduce_communicators: both are torch's; omit them"
             )
         if not gradient_predivide_factor > 0 or message_size < 1:
             raise ApexError(f"{gradient_predivide_factor=} must be above 0, and {message_size=} at least 1")

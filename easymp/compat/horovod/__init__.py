@@ -25,10 +25,8 @@ __all__ = [*mpi_ops.__all__, *_functions, "DistributedOptimizer", "SyncBatchNorm
 
 TIMELINE = dict.fromkeys(("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces")  # fmt: skip
 FUNCTIONS = [f"Horovod{g}{n}" for n in "Allreduce Allgather Broadcast Alltoall Reducescatter".split() for g in ("", "Grouped")]  # fmt: skip
-HANDLERS = [
-    *(f"{kind}StateHandler" for kind in ("Model", "Optimizer", "Sampler", "")),
-    *(f"{verb}_handler_registry" for verb in ("get", "set")),
-]
+HANDLERS = [f"{kind}StateHandler" for kind in ("Model", "Optimizer", "Sampler", "")]
+HANDLERS += ["get_handler_registry", "set_handler_registry"]
 KEPT = dict.fromkeys(HANDLERS, "give the object state_dict and load_state_dict, by which TorchState keeps it")
 RUN = "start the script with `easymp launch --processes N script.py`, or use easymp.notebook_launcher"
 _named = {n: vars(mpi_ops)[n] for n in ("Compression", "FP16Compressor", "NoneCompressor")}

@@ -53,8 +53,8 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
         self.process_set_id: int | None = None
-        given = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [ranks_or_comm]
-        if not isinstance(ranks_or_comm, Iterable) or any(not isinstance(rank, int) for rank in given):
+        given = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
+        if any(not isinstance(rank, int) for rank in given):
             raise ValueError(f"ProcessSet({ranks_or_comm!r}): pass a list of ranks. {NO_MPI}")
         self.ranks = sorted(given)
         if len(set(self.ranks)) < len(self.ranks):
@@ -123,14 +123,12 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     announced processes did not arrive, and RefusedError for a `comm` that leaves ranks out.
     """
     global _run
-    if comm is not None and not isinstance(comm, Iterable):
-        raise ValueError(f"{NO_MPI}: hvd.init(comm={comm!r}) takes a list of all ranks, or None")
     timeout = resolve().timeout
     ranks = locate(read_ranks(), timeout) if _run is None else _run.world.ranks
-    if comm and sorted(comm) != list(range(ranks.size)):
+    if comm and sorted(comm if isinstance(comm, Iterable) else ()) != list(range(ranks.size)):
         raise RefusedError(
-            f"hvd.init(comm={list(comm)}): the launcher started {ranks.size} processes, and all of them take part. "
-            "Leave comm out, and pass parts of the ranks as process_sets=[hvd.ProcessSet([…])]"
+            f"hvd.init(comm={comm}): the launcher started {ranks.size} processes, and all of them take part; {NO_MPI}. Leave comm out, "
+            "and pass parts of the ranks as process_sets=[hvd.ProcessSet([…])]"
         )
     if _run is None:
         layer.use("init, DistributedOptimizer, allreduce", NATIVE)

@@ -33,27 +33,19 @@ Average, Sum, Adasum, Min, Max, Product = Op
 
 
 class NoneCompressor:
-    """Tensors travel as they are."""
+    """Tensors travel as they are. `compress` returns the tensor that travels, and the context of `decompress`."""
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        return tensor
+    compress = staticmethod(lambda tensor: (tensor, None))
+    decompress = staticmethod(lambda tensor, ctx: tensor)
 
 
 class FP16Compressor:
     """Floating-point tensors travel as fp16, which holds 6e-8 to 65,504, and come back in their own type."""
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return tensor.to(torch.float16) if tensor.is_floating_point() else tensor, tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        return tensor.to(ctx)
+    compress = staticmethod(
+        lambda tensor: (tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype)
+    )
+    decompress = staticmethod(lambda tensor, ctx: tensor.to(ctx))
 
 
 class Compression:

@@ -38,9 +38,7 @@ def device_type() -> str:
 class autocast(torch.autocast):
     """`torch.autocast` on the device that is here; a context manager and a decorator."""
 
-    def __init__(
-        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
-    ) -> None:
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:  # fmt: skip
         layer.use("autocast and GradScaler", NATIVE)
         super().__init__(device_type(), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
@@ -56,15 +54,13 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device_type(), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
 
-def custom_fwd(
-    fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None
-) -> Callable[..., Any]:
-    """For the forward of an autograd.Function under `autocast`: as torch.amp.custom_fwd, on the device that is here."""
+def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[..., Any]:  # fmt: skip
+    """As `torch.amp.custom_fwd`, on the device that is here."""
     return torch.amp.custom_fwd(fwd, device_type=device_type(), cast_inputs=cast_inputs)
 
 
 def custom_bwd(bwd: Callable[..., Any]) -> Callable[..., Any]:
-    """For its backward: under the autocast of its forward."""
+    """As `torch.amp.custom_bwd`, on the device that is here."""
     return torch.amp.custom_bwd(bwd, device_type=device_type())
 
 
