@@ -193,7 +193,7 @@ def estimate(
     optimizer: Optimizer = "adamw",
     options: Any = None,
     sample: Any = None,
-    activations: int | None = None,
+    activations: int | Memory | None = None,
     averages: bool = False,
     activation_checkpointing: bool | str | Sequence[str] = False,
     activation_offload: bool = False,
@@ -214,7 +214,8 @@ def estimate(
         sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, a
             forward is followed as in `easymp.memory.bytes_saved`, and a backward from the sum of its outputs; a loss outside of the model
             is not counted. Activations are those of the whole model: where a strategy splits layers or stages, a rank keeps fewer.
-        activations: bytes of activations, if they are known already.
+        activations: bytes of activations, if they are known already; or an estimate with a sample, whose activations, operations and
+            copies (at most as many) are taken.
         averages: moving averages of the weights are kept (``Accelerator(ema_decay=...)``), in fp32, among the states.
         activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`, and for
             the copies that are alive at their peak.
@@ -285,6 +286,9 @@ def estimate(
     else:
         notes.append("from a count alone: weights that are gathered at a time are not counted")
     sums["buffers"] = sum(b.numel() * b.element_size() for b in module.buffers())
+    if isinstance(activations, Memory):
+        sums["copies"], flops = min(sums["copies"], activations.copies), activations.flops
+        activations = activations.activations
     if activations is None and sample is not None:
         which: Any = activation_checkpointing
         asked = read_which(Settings(activation_checkpointing=which).activation_checkpointing)
@@ -648,10 +652,8 @@ class AutoStrategy:
                     need = self.need(name, models, optimizers, **how)
                 except EasympError:  # forward depends on values, or the model has no repeated blocks
                     break
-                first = found.setdefault(("", word), need)
-                found[name, word] = replace(need, copies=min(need.copies, first.copies), flops=first.flops)
-                how |= {"sample": None, "activations": first.activations}  # the same for each strategy
-            found.pop(("", word), None)
+                found[name, word] = need
+                how |= {"sample": None, "activations": need}  # the same for each strategy
         return found
 
     def _told(self, models: Models, word: str, batch: int, need: Memory, fit: bool) -> dict[str, Any]:

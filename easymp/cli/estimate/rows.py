@@ -359,44 +359,32 @@ def estimates(
                 refused += [f"{strategy} on {world}: {why}"] if strategies else []
                 continue
             for precision, again in product(kinds, agains):
-                where = {
-                    **how,
-                    "world": world,
-                    "per_node": plan.ranks.local_size,
-                    "activation_checkpointing": again,
-                }
-                alone = known.get((precision, again))
-                if alone:
-                    where |= {"activations": alone.activations, "sample": None}
+                where = {**how, "world": world, "per_node": plan.ranks.local_size, "activations": None}
+                where |= {"activation_checkpointing": again, "strategy": strategy, "precision": precision}
+                if alone := known.get((precision, again)):
+                    where |= {"activations": alone, "sample": None}
                 try:
                     if clash := incompatible(PRECISIONS[precision], STRATEGIES[strategy]):
                         raise RefusedError(str(clash))
-                    need = estimate(sized.model, strategy=strategy, precision=precision, **where)
+                    need = estimate(sized.model, **where)
                 except SettingError:
                     raise
                 except EasympError as error:  # this model, under this strategy
                     refused.append(f"{strategy} on {world} with {precision}: {error}")
                 else:
-                    flops = need.flops
-                    if alone:
-                        need, flops = (
-                            dataclasses.replace(need, copies=min(need.copies, alone.copies)),
-                            alone.flops,
-                        )
                     if tokens and not sized.runs:
                         flops = (2 * sized.parameters * tokens, 4 * sized.parameters * tokens)
-                    need = dataclasses.replace(need, flops=flops)
+                        need = dataclasses.replace(need, flops=flops)
                     row = Row(need, plan.memory, again=again if len(agains) > 1 and again else "")
                     if tokens:
                         name = hardware.devices[0].name if facts[world].device != "cpu" else ""
                         about = name, plan.ranks.local_size, how["options"]
                         row = row._replace(time=predict(sized.model, need, *about))
-                        if (
-                            need.activations
-                            and flops
-                            and (most := (row.spare + need.activations) * batch // need.activations) > 0
-                        ):
-                            grown = dataclasses.replace(need, flops=tuple(n * most // batch for n in flops))
+                        kept = need.activations or 0
+                        most = (row.spare + kept) * batch // kept if kept and need.flops else 0
+                        if most > 0:
+                            flops = tuple(n * most // batch for n in need.flops or ())
+                            grown = dataclasses.replace(need, flops=flops)
                             row = row._replace(most=most, most_time=predict(sized.model, grown, *about))
                     rows.append(row)
     if not rows:
