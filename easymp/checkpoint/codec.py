@@ -282,9 +282,8 @@ def _refusal(value: Any, hashed: bool) -> str:
     elif callable(getattr(value, "state_dict", None)):
         what, remedy = f"a {_named(type(value))}", "store its state_dict()"
     else:
-        homes = (
-            base.__module__.removesuffix("._local") for base in type(value).__mro__
-        )  # pathlib._local in Python 3.13
+        # `pathlib._local` in Python 3.13.
+        homes = (base.__module__.removesuffix("._local") for base in type(value).__mro__)
         bases = {f"{home}.{base.__qualname__}" for home, base in zip(homes, type(value).__mro__)}
         known = next((known for base, known in REMEDIES.items() if base in bases), None)
         what, remedy = (

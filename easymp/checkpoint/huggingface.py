@@ -208,9 +208,8 @@ def save_model(world: World, model: nn.Module, place: str, max_shard_size: int |
         storage = open_storage(place)
         if not storage.renames:
             return storage, ""
-        above, name = os.path.split(
-            os.path.realpath(storage.place)
-        )  # the folder is made below the one above it
+        # The folder is made below the one above it.
+        above, name = os.path.split(os.path.realpath(storage.place))
         return open_storage(above), name
 
     if is_sharded(module, tensors):

@@ -458,10 +458,8 @@ class Progress:
         return f"{size(self._count / max(now - self._began, 1e-9))}/s"
 
     def _draw(self, now: float) -> None:
-        total, count = (
-            self._total,
-            min(self._count, self._total or self._count),
-        )  # blocks may be read twice at edges
+        total = self._total
+        count = min(self._count, total or self._count)  # blocks may be read twice at edges
         share = f" of {size(total)} ({count / total:.0%})" if total else ""
         text = f"{self._doing}: {size(count)}{share}, {self._rate(now)}"
         if not self._terminal:

@@ -232,9 +232,8 @@ class Table:
 
     rows: Tensor  # rows × `WORDS`
     chunks: Tensor  # row << 32 | chunk of the row; rows without elements have none
-    starts: tuple[
-        int, ...
-    ]  # the first chunk of each list of rows that was laid out; and the number of all chunks
+    # The first chunk of each list of rows that was laid out; and the number of all chunks.
+    starts: tuple[int, ...]
     firsts: Tensor  # the first chunk of each row; and the number of all chunks
 
 

@@ -67,9 +67,8 @@ class Rule:
     # The same by torch, (p, g, states, group, step), in place, for optimizers that torch has.
     reference: Callable[[Tensor, Tensor, dict[str, Any], Group, int], None] | None = None
     uses: Callable[[Group], tuple[str, ...]] | None = None  # which of `states` a param group has
-    refuse: Callable[[Group], str | None] = lambda group: (
-        None
-    )  # why kernels do not take a param group, in words
+    # Why kernels do not take a param group, in words.
+    refuse: Callable[[Group], str | None] = lambda group: None
     counts: bool = True  # the state has a "step"; if not, steps are counted beside it, from 1 where states were there before
     starts: Callable[[Group], float] = lambda group: 0.0  # the first value of states
     scalar: str = ""  # key of a float32 number of each tensor, 0-dim, that `Survey.weigh` sees and writes

@@ -83,12 +83,10 @@ class _Layout:
     """One set of parameters with gradients, at their addresses. It owns none of them: gradients can be freed, states replaced."""
 
     seen: Any = None  # facts of the tables (see `_seen`); while they stay, so do the tables. None where they are not known
-    things: list[Callable[[], Tensor | None]] = field(
-        default_factory=list
-    )  # weak references, as `_beside` has them
-    order: list[int] = field(
-        default_factory=list
-    )  # of each row, the number of its parameter among those with gradients
+    # Weak references, as `_beside` has them.
+    things: list[Callable[[], Tensor | None]] = field(default_factory=list)
+    # Of each row, the number of its parameter among those with gradients.
+    order: list[int] = field(default_factory=list)
     kinds: tuple[Kind, ...] = ()
     table: Table | None = None
     tensors: Tensor | None = None

@@ -42,9 +42,8 @@ class GPU:
         if self.architecture.startswith("gfx"):
             return amd_facts(f"AMD {self.name}", self.architecture, size)
         digits = self.architecture.removeprefix("sm_")
-        sized = (
-            f"-{size // GB}GB" if self.memory[1:] else ""
-        )  # as the driver tells models of several sizes apart
+        # As the driver tells models of several sizes apart.
+        sized = f"-{size // GB}GB" if self.memory[1:] else ""
         return facts_for(f"NVIDIA {self.name}{sized}", (int(digits[:-1]), int(digits[-1])), size)
 
 

@@ -352,9 +352,8 @@ class Float8Linear(nn.Linear):
 
     def current(self) -> bool:
         """Whether `once` is of the weight as it is. torch.compile cannot read versions; `round_once` was called outside of it."""
-        if (
-            self.once is None or self.once[2] is not self.weight
-        ):  # `torch.func.functional_call` puts others there
+        # `torch.func.functional_call` puts others there.
+        if self.once is None or self.once[2] is not self.weight:
             return False
         return torch.compiler.is_compiling() or self.seen == self.weight._version
 

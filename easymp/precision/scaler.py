@@ -135,9 +135,8 @@ class Scaler:
         found = self.agreed(self.divide(gradients, home), bool(gradients))
         if self.unscaled is not None:
             self.unscaled(found)
-        turn.found_inf = to_device(
-            found, home
-        )  # where the step reads it: for shards in host memory, the host
+        # Where the step reads it: for shards in host memory, the host.
+        turn.found_inf = to_device(found, home)
         turn.enter(Phase.UNSCALED)
 
     def _check_scaled(self, here: bool) -> None:
@@ -335,9 +334,8 @@ class Scaler:
         grows = count >= rule.growth_interval + rule.growth_delay
         lower = _times(scale, rule.backoff_factor).clamp(min=rule.min_scale)
         higher = _times(scale, rule.growth_factor).clamp(max=rule.max_scale)
-        higher = torch.where(
-            higher.isfinite(), higher, scale
-        )  # an infinite scale would never come down again
+        # An infinite scale would never come down again.
+        higher = torch.where(higher.isfinite(), higher, scale)
         refill = (~bad) if rule.refill_each_step else grows
         left = torch.where(bad & ~falls, patience - 1, patience)
         patience.copy_(torch.where(refill, rule.hysteresis, left))

@@ -164,9 +164,8 @@ def swap_in(module: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        module._apply(
-            fresh, recurse=False
-        )  # lets modules with weak references to parameters (LSTM) release them
+        # Lets modules with weak references to parameters (LSTM) release them.
+        module._apply(fresh, recurse=False)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 

@@ -328,9 +328,8 @@ class Preparation:
             forget = partial(forget_rounded, layers)
             self._run.window.stepped.append(forget)
             self._undo += [partial(self._run.window.stepped.remove, forget), partial(forget_rounded, layers)]
-            self._undo.append(
-                register_optimizer_step_post_hook(forget).remove
-            )  # of optimizers that are not prepared
+            # Of optimizers that are not prepared.
+            self._undo.append(register_optimizer_step_post_hook(forget).remove)
         if route.keep is not None and route.view is not model:
             self._run.window.stepped.append(route.forget)
             self._undo.append(partial(self._run.window.stepped.remove, route.forget))

@@ -121,9 +121,8 @@ class End:
     why: str  # a sentence where it did not finish; else ""
     started: float  # seconds since the epoch
     wall: float  # seconds in all
-    others: (
-        float | None
-    )  # processors that other work used meanwhile, on average; None where that is not known
+    # Processors that other work used meanwhile, on average; None where that is not known.
+    others: float | None
 
 
 def run(task: Task, variant: Variant, folder: Path, seed: int | None, tell: Callable[[], None]) -> End:

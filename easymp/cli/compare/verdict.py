@@ -71,9 +71,8 @@ class Comparison:
     verdict: Verdict
     folder: Path
     machine: dict[str, Any]  # its facts, from the first run with a record
-    predicted: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the `Prediction` of a plan by its name, where asked for
+    # The `Prediction` of a plan by its name, where asked for.
+    predicted: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def interrupted(self) -> bool:

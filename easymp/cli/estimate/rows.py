@@ -51,9 +51,8 @@ class Sized(NamedTuple):
     """A model to estimate."""
 
     name: str  # as it was given
-    model: (
-        nn.Module | int
-    )  # on the meta device if possible; or a number of parameters too small for a stand-in
+    # On the meta device if possible; or a number of parameters too small for a stand-in.
+    model: nn.Module | int
     parameters: int
     runs: bool  # whether its forward can be followed, for activations
     notes: tuple[str, ...] = ()  # assumptions
