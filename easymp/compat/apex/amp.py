@@ -67,9 +67,12 @@ class AmpHandle:
     def _disable_casts(self) -> Iterator[None]:
         """Inside, O1 casts nothing."""
         running, self._running = self._running, None
-        listed = isinstance(running, ListedCasts)
+        away: AbstractContextManager[Any] = nullcontext()
+        if running is not None:
+            listed = isinstance(running, ListedCasts)
+            away = running.suspended() if listed else torch.autocast(self._device.type, enabled=False)
         try:
-            with running.suspended() if listed else torch.autocast(self._device.type, enabled=False):
+            with away:
                 yield
         finally:
             self._running = running

@@ -431,8 +431,7 @@ class Engine:
     def _carry_all(self, orders: list[Order]) -> None:
         """Carry out those orders that concern this rank."""
         for batch in fusable([o for o in orders if tuple(o.request.ranks) in self._carriers]):
-            with self._lock:
-                found = [self._pending.get(order.request.key) for order in batch]
+            found = [self._pending.get(order.request.key) for order in batch]
             skipped = batch[0].error or batch[0].request.kind == "join"
             outputs = [None] * len(batch) if skipped else self._carry(batch, found)
             for order, pending, output in zip(batch, found, outputs):

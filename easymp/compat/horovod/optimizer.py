@@ -221,8 +221,7 @@ class _Distributed:
         for parameter in list(self._names) if self._flying else []:
             parameter.grad = None
         with suppress(HorovodInternalError):  # the state that is loaded now repairs the run
-            for _ in self._results():
-                pass
+            list(self._results())
         load_in_place(self, state_dict, super().load_state_dict)
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
