@@ -284,7 +284,7 @@ def _read(name: str, value: Any) -> Any:
     return str(value) == "True"
 
 
-Seen = list[tuple[Tensor, Tensor | None, int]]  # parameters, each with its gradient and that one's version
+Seen = dict[tuple[int, int], Tensor]  # gradients, by identity and version
 
 
 class Share:
@@ -298,7 +298,7 @@ class Share:
         self.scaler: LossScaler | None = None  # of the present gradients
         self.overflow: LossScaler | None = None  # on which a gradient overflowed since the last step
         self._stash: list[tuple[Tensor, Tensor]] = []  # divided gradients of the blocks before
-        self._strange: Seen = []  # gradients of a loss that this optimizer was not given with
+        self._strange: Seen = {}  # gradients of a loss that this optimizer was not given with
 
     def parameters(self) -> Iterator[Tensor]:
         return (p for group in self._optimizer.param_groups for p in group["params"])
@@ -342,27 +342,26 @@ class Share:
 
     def forget(self) -> None:
         """The gradients were cleared."""
-        self._stash, self._strange, self.scaler = [], [], None
+        self._stash, self._strange, self.scaler = [], {}, None
         self.masters.clear()
 
     def seen(self) -> Seen:
-        """The gradients before the backward of a loss that this optimizer was not given with."""
-        return [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters()]
+        """The present gradients."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        return {(id(grad), grad._version): grad for grad in grads}
 
     def compare(self, before: Seen) -> None:
-        """Note gradients that changed since `before`: they are multiplied by an unknown scale until they are cleared."""
-        for (parameter, grad, version), (_, now, newer) in zip(before, self.seen()):
-            if now is not None and (now is not grad or newer != version):
-                self._strange.append((parameter, now, newer))
+        """Note gradients that are not those of `before`: they have an unknown scale until they are cleared."""
+        self._strange |= {key: grad for key, grad in self.seen().items() if key not in before}
 
     def check(self) -> None:
         """Raise ApexError where such gradients were not cleared."""
-        if any(p.grad is g and g is not None and g._version == version for p, g, version in self._strange):
+        if self._strange.keys() & self.seen().keys():
             raise ApexError(
                 "this optimizer holds scaled gradients of a loss whose amp.scale_loss it was not given with: pass every optimizer whose "
                 "parameters the loss depends on, as in amp.scale_loss(loss, [a, b]), or clear them with zero_grad() first"
             )
-        self._strange = []
+        self._strange = {}
 
     def check_ready(self) -> None:
         """Raise ApexError where gradients are not ready for a step."""
