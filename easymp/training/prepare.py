@@ -163,9 +163,7 @@ class Preparation:
         given = [o for o in objects if isinstance(o, Optimizer)]
         plain = [o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in given]
         if new:
-            share = self._run.world.size if self._options.loading.split_batches else 1
-            loaders = [o for o in objects if type(o) is DataLoader]
-            self._spread(new, plain, named, first_batch(new, loaders, share))
+            self._spread(new, plain, named, objects)
         ready = (PreparedLoader, SkippedLoader, optim.PreparedOptimizer, optim.PreparedScheduler, type(None))
         for kind, make in (
             (nn.Module, partial(self._prepare_model, optimizers=plain, named=named)),
@@ -219,11 +217,13 @@ class Preparation:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         named: Mapping[int, Sequence[str]],
-        sample: tuple[Tensor, ...] | None,
+        objects: Sequence[Any],
     ) -> None:
         """Decide the strategy for `models`, and apply changes that every strategy shares, before it wraps them."""
         run, options = self._run, self._options
         if run.plan.settings.strategy == AUTO and run.world.size > 1:
+            share = run.world.size if options.loading.split_batches else 1
+            sample = first_batch(models, [o for o in objects if type(o) is DataLoader], share)
             self.strategy = self._auto.choose(models, optimizers, self.strategy, sample)
         elif run.plan.settings.strategy == AUTO:
             every = [*(route.original for route in self.models), *models]
