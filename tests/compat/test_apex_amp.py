@@ -431,6 +431,11 @@ def test_torchs_functions_cast_from_initialize_on_but_not_within_a_step():
     assert seen == [torch.float32]
     initialize(net(), opt_level="O0")
     assert F.linear(x, x).dtype == torch.float32
+    with (
+        torch.autocast(DEVICE, torch.bfloat16),
+        amp.disable_casts(),
+    ):  # of O1, which is off, and of nothing else
+        assert F.linear(x, x).dtype == torch.bfloat16
 
 
 def test_functions_of_users_join_the_lists(monkeypatch):
