@@ -319,7 +319,8 @@ def _finite(value: Any) -> Any:
 def concise(config: Mapping[str, Any]) -> dict[str, Any]:
     """A run's plain config in one level, with the plan's values and the machine's names only: for lists of parameters."""
     about = config["easymp"]
-    plan = {name: said["value"] if isinstance(said, dict) else said for name, said in about["plan"].items()}
+    made = {name: said for name, said in about["plan"].items() if not isinstance(said, list)}  # candidates
+    plan = {name: said["value"] if isinstance(said, dict) else said for name, said in made.items()}
     devices = [device["name"] for device in about["machine"]["devices"]]
     kinds = ", ".join(f"{devices.count(d)} × {d}" for d in dict.fromkeys(devices))
     machine = {"cpu": about["machine"]["cpu"]["name"], "devices": kinds}

@@ -256,9 +256,13 @@ def test_it_says_what_a_rank_would_do(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "train.py").write_text(START + GAN)
     assert main(["rehearse", str(tmp_path / "train.py"), *node[:4], "--ranks", "0"]) == 0
     said = " ".join(capsys.readouterr().out.split())
+    # auto says what was compared
     assert (
-        "ddp needs" in said and "fsdp needs" in said and "s of links at most, " in said
-    )  # auto says what was compared
+        "ddp needs" in said
+        and "fsdp needs" in said
+        and "candidate fsdp" in said
+        and "s of links at most, " in said
+    )
     assert "It would run on 64 ranks." in said and "native bf16 on sm_90" in said and "reduce_scatter" in said
 
 

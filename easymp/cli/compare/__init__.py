@@ -526,6 +526,7 @@ def _choices(plans: Sequence[Summary]) -> tuple[list[tuple[str, list[Any]]], lis
     made: list[dict[str, tuple[Any, str]]] = []
     for plan in plans:
         said = plan.typical.record.plan if plan.typical and plan.typical.record else {}
+        said = {n: one for n, one in said.items() if not isinstance(one, list)}  # candidates
         words = {n: one if isinstance(one, dict) else {"value": one, "reason": ""} for n, one in said.items()}
         made.append(
             {n: (w["value"], OUTSIDE if OVERRIDE in w["reason"] else w["reason"]) for n, w in words.items()}

@@ -279,6 +279,7 @@ def show(found: Mapping[str, Any]) -> None:
     if ranks:
         first = ranks[0]
         rows = [[name, c["value"], c["reason"]] for name, c in first["plan"].items() if isinstance(c, dict)]
+        rows += [["candidate", c["strategy"], c["reason"]] for c in first["plan"].get("candidates", ())]
         print(table([["processes", found["processes"], f"on {found['nodes']} nodes"], *rows], fold=True))
         kinds = [
             kind
