@@ -98,6 +98,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _integer(digits: str) -> int:
     if len(digits) > DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits")
+    if digits == "-0":
+        raise ValueError("the number -0, which safetensors reads as -0.0 and Python as 0")
     return int(digits)
 
 

@@ -191,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=READERS)
     parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0, help="0: another one in each run")
     given = parser.parse_args()
     for code in functions():
         atheris.instrument_func(code)
@@ -206,6 +207,7 @@ def main() -> None:
         for number, seed in enumerate(seeds(given.target)):
             Path(folder, str(number)).write_bytes(seed)
         options = {"runs": given.runs, "max_len": 2 * LONGEST, "timeout": SECONDS, "print_final_stats": 1}
+        options["seed"] = given.seed
         options["rss_limit_mb"] = MEGABYTES
         arguments = [
             sys.argv[0],

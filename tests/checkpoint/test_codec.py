@@ -26,6 +26,7 @@ NO_JSON = [
     (b"", "not JSON"),
     (b'{"a":1,"b":2,"a":3}', "'a' stands twice"),
     (b"[NaN]", "no number NaN"),
+    (b"[-0]", "the number -0"),
     (b"1" * 1_000_000, "an integer of 1000000 digits"),
     (b"[" * 1000 + b"]" * 1000, "nested more than 200 deep"),
     (b'["\\"[", ' + b"[" * 100_000 + b"]" * 100_001, "nested more than 200 deep"),
