@@ -382,6 +382,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     broadcast_buffers: bool = True
     bucket_cap_mb: float = 25
     find_unused_parameters: bool = False
+    _: dataclasses.KW_ONLY  # Accelerate has `check_reduction` in the fifth place
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     comm_hook: DDPCommunicationHookType | CommHook = "no"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.lazy import modules_at_first_use
-from ..base.pytree import leaf_paths, leaves, map_leaves, recursively_apply
+from ..base.pytree import LeafError, leaf_paths, leaves, map_leaves, recursively_apply
 from ..distributed.processes import Processes
 from ..errors import ALIKE, BatchError, SettingError, StepError, WorldError
 
@@ -229,7 +229,7 @@ def gather(tensor: T, *, world: World | None = None) -> T:
 
     Raises:
         WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
-        BatchError: a leaf is not a tensor.
+        BatchError: a leaf is not a tensor (a TypeError, too).
 
     Example:
         >>> acc = Accelerator(cpu=True)
@@ -279,7 +279,7 @@ def broadcast(tensor: T, from_process: int = 0, *, world: World | None = None) -
 
     Raises:
         WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks. Or `from_process` does not exist.
-        BatchError: a leaf is not a tensor.
+        BatchError: a leaf is not a tensor (a TypeError, too).
 
     Example:
         >>> acc = Accelerator(cpu=True)
@@ -335,7 +335,7 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, worl
     Raises:
         SettingError: an unknown `reduction`.
         WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
-        BatchError: a leaf is not a tensor.
+        BatchError: a leaf is not a tensor (a TypeError, too).
 
     Example:
         >>> acc = Accelerator(cpu=True)
@@ -371,7 +371,7 @@ def pad_across_processes(
 
     Raises:
         WorldError: the ranks' calls, structures, dtypes or other dimensions differ; on all ranks.
-        BatchError: a leaf is not a tensor.
+        BatchError: a leaf is not a tensor (a TypeError, too).
 
     Example:
         >>> acc = Accelerator(cpu=True)
@@ -414,7 +414,7 @@ def _together(
         world.compare(call, lambda: {place: _form(leaf, free) for place, leaf in found}, remedy=remedy)
     for place, leaf in found:
         if not isinstance(leaf, Tensor):
-            raise BatchError(
+            raise LeafError(
                 f"{call} takes nested lists, tuples and dicts of tensors, but the leaf{place and f' at {place}'} is a "
                 f"{type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
             )

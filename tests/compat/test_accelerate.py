@@ -546,3 +546,10 @@ def test_weights_on_one_device(tmp_path, caplog):
         utils.concatenate([{"name": "a"}, {"name": "b"}])
     assert utils.convert_file_size_to_int("1MiB") == 2**20 and utils.dtype_byte_size(torch.bool) == 1 / 8
     assert set(utils.load_state_dict(path)) == {*model.state_dict(), "more"}
+
+
+def test_what_would_be_read_as_another_thing_is_a_type_error():
+    with pytest.raises(TypeError):  # the fifth is check_reduction in Accelerate, and there is none here
+        accelerate.DistributedDataParallelKwargs(0, True, 25, False, True)
+    with Accelerator(cpu=True) as acc, pytest.raises(TypeError, match="the leaf at \\['name'\\] is a str"):
+        acc.gather({"name": "a"})
