@@ -81,7 +81,6 @@ class Replicas:
         # Parameters that an optimizer's first update did not train.
         self._frozen: dict[int, list[Tensor]] = {}
         self._sent: dict[int, _Sent] = {}
-        self._weights: dict[torch.device, Tensor] = {}
         self._paused = False
 
     def follow(self, strategy: Any) -> None:
@@ -189,9 +188,8 @@ class Replicas:
         return total
 
     def _fold(self, numbers: Tensor) -> Tensor:
-        if numbers.device not in self._weights:
-            self._weights[numbers.device] = torch.arange(1, 2 * CHUNK, 2, device=numbers.device)
-        return (numbers.to(torch.int64) * self._weights[numbers.device][: len(numbers)]).sum()
+        weights = torch.arange(1, 2 * len(numbers) + 1, 2, device=numbers.device)  # odd, and none is kept
+        return weights.mul_(numbers.to(torch.int64)).sum()
 
     def _read(self, key: int) -> None:
         """Wait for the comparison of this optimizer, if one is under way, and explain a difference on all ranks together."""
