@@ -45,7 +45,9 @@ OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
 SLURM = {"sbatch", "srun"}
 # processes that have imported what each page imports, and done nothing
 FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(["easymp", "torch"])
+FRESH.set_forkserver_preload(
+    ["easymp", "torch", "torch._dynamo"]
+)  # the latter comes with the first optimizer
 
 
 def can_run(block: Block) -> bool:
