@@ -93,6 +93,10 @@ class LengthError(BatchError, TypeError):
     """A loader has no length. Python's own word for that is TypeError: `list`, tqdm and others go on without one."""
 
 
+class LeafError(BatchError, TypeError):
+    """A leaf is not a tensor. Python's own word for that is TypeError."""
+
+
 class ArgumentError(SettingError, TypeError):
     """A call does not take this argument. Python's own word for that is TypeError."""
 

@@ -251,7 +251,7 @@ def by_mpirun(program: str, *options: str) -> subprocess.CompletedProcess[str]:
     """`program` on two processes."""
     clean = {name: value for name, value in os.environ.items() if not announces(name)}
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-    allowed["PYTHONUNBUFFERED"] = ""  # a line is one write, so mpirun mixes no lines of two ranks
+    allowed |= {"PYTHONUNBUFFERED": ""}  # a line is one write, which mpirun does not mix with another rank's
     words = ["mpirun", "--oversubscribe", *options, "-n", "2", sys.executable, "-c", program]
     return subprocess.run(
         words, cwd=ROOT, env={**clean, **allowed}, capture_output=True, text=True, timeout=100

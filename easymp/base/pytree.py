@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import BatchError
+from ..errors import BatchError, LeafError
 
 T = TypeVar("T")
 CYCLE = "a batch holds a list, dict or tuple that contains itself: return plain nested containers from the collate function"
@@ -113,10 +113,6 @@ def leaf_paths(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaf_paths(value, f"{place}.{name}")
     else:
         yield place, tree
-
-
-class LeafError(BatchError, TypeError):
-    """A leaf that is not a tensor."""
 
 
 def recursively_apply(

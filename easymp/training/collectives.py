@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..base.lazy import modules_at_first_use
-from ..base.pytree import LeafError, leaf_paths, leaves, map_leaves, recursively_apply
+from ..base.pytree import leaf_paths, leaves, map_leaves, recursively_apply
 from ..distributed.processes import Processes
-from ..errors import ALIKE, BatchError, SettingError, StepError, WorldError
+from ..errors import ALIKE, BatchError, LeafError, SettingError, StepError, WorldError
 
 if TYPE_CHECKING:
     from ..base.accumulation import UpdateWindow

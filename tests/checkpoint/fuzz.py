@@ -207,8 +207,7 @@ def main() -> None:
         for number, seed in enumerate(seeds(given.target)):
             Path(folder, str(number)).write_bytes(seed)
         options = {"runs": given.runs, "max_len": 2 * LONGEST, "timeout": SECONDS, "print_final_stats": 1}
-        options["seed"] = given.seed
-        options["rss_limit_mb"] = MEGABYTES
+        options |= {"seed": given.seed, "rss_limit_mb": MEGABYTES}
         arguments = [
             sys.argv[0],
             folder,

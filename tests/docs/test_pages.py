@@ -43,11 +43,9 @@ CLI = ROOT / "docs/reference/cli.md"  # made by the build
 LANGUAGES = {"python", "bash", "text", "toml", "yaml", "json", "diff"}
 OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
 SLURM = {"sbatch", "srun"}
-# processes that have imported what each page imports, and done nothing
+# processes that have imported what each page imports (torch._dynamo by its first optimizer), and done nothing
 FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(
-    ["easymp", "torch", "torch._dynamo"]
-)  # the latter comes with the first optimizer
+FRESH.set_forkserver_preload(["easymp", "torch", "torch._dynamo"])
 
 
 def can_run(block: Block) -> bool:

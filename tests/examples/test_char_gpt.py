@@ -1,4 +1,4 @@
-"""examples/char_gpt.py: it learns, more than how often each character occurs, and the same in every strategy."""
+"""examples/char_gpt.py: it learns, learns enough in its default number of steps, and learns the same in every strategy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .run import number, run, within
 
 SCRIPT = "examples/char_gpt.py"
 FP32 = ("--precision", "fp32")
-SHORT = (*FP32, "--steps", "6", "--batch-size", "8", "--windows", "32")
+SHORT = (*FP32, "--steps", "12", "--batch-size", "8", "--windows", "32")
 
 # Processes, further arguments, and by how much the loss may differ from one process's.
 SPREAD: dict[str, tuple[int, tuple[str, ...], float]] = {
@@ -52,8 +52,8 @@ def test_a_strategy_changes_no_number(ranks: Ranks, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_eighty_updates_are_far_below_the_frequency_of_characters() -> None:
-    printed = run(SCRIPT, "--steps", "80", "--windows", "64")
-    assert number("validation", printed) < 2.8
+@pytest.mark.timeout(1500)  # 300 updates on one thread, beside other tests
+def test_the_default_run_is_far_below_the_frequency_of_characters() -> None:
+    printed = run(SCRIPT)
+    assert number("validation", printed) < 1.8
     assert float(re.search(r"alone ([0-9.]+)", printed)[1]) > 3

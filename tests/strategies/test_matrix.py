@@ -153,12 +153,12 @@ def test_fp32_is_that_of_one_process(ranks: Any, label: str, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("label", WAYS)
-def test_the_other_precisions_agree(ranks: Any, label: str) -> None:
+@pytest.mark.parametrize(("label", "size"), ALL)
+def test_the_other_precisions_agree(ranks: Any, label: str, size: int) -> None:
     """Two models a precision, and the next precision and the next way have the other two; every accumulation and clip comes up."""
     others = sorted({*EXACT, *HALF} - {"fp32"})
-    for number, precision in enumerate(others, list(WAYS).index(label)):
-        check(ranks, label, WAYS[label].sizes[0], precision, ROWS[::5][number % 2 :: 2])
+    for number, precision in enumerate(others, ALL.index((label, size))):
+        check(ranks, label, size, precision, ROWS[::5][number % 2 :: 2])
 
 
 def words(strategy: str, precision: str) -> str:

@@ -34,7 +34,7 @@ from ...checkpoint import accelerate
 from ...checkpoint.huggingface import load, save_tree
 from ...checkpoint.weights import load_weights
 from ...distributed.processes import DistributedType, PrecisionType
-from ...errors import BatchError, RefusedError, SettingError
+from ...errors import BatchError, LeafError, RefusedError, SettingError
 from ...errors import WorldError as DistributedOperationException
 from ...logging import get_logger, tqdm
 from ...options import (
@@ -116,7 +116,7 @@ def find_device(data: Any) -> torch.device | None:
 def concatenate(data: Any, dim: int = 0) -> Any:
     """As easymp's; several values that are not tensors cannot be joined."""
     if len(data) > 1 and not all(isinstance(leaf, torch.Tensor) for leaf in pytree.leaves(data[0])):
-        raise pytree.LeafError("concatenate() joins nested tensors only: take other values out first")
+        raise LeafError("concatenate() joins nested tensors only: take other values out first")
     return pytree.concatenate(data, dim)
 
 
