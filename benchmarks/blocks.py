@@ -10,7 +10,8 @@ class Block(nn.Module):
     """Attention and an MLP, each after a norm; [batch, length, width] to the same.
 
     Args:
-        head: width of an attention head. How many there are follows from q, k and v, which may have been divided among ranks.
+        head: width of an attention head. How many there are follows from q, k and v, which may have been divided among
+            ranks.
     """
 
     def __init__(self, width: int, head: int) -> None:

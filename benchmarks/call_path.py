@@ -1,11 +1,11 @@
-"""How much of a wrapper's own code one `prepare(model, optimizer, loader)`, one `backward(loss)` and one micro-step run through.
+"""How much of a wrapper's own code a `prepare(model, optimizer, loader)`, a `backward(loss)` and a micro-step run.
 
     python benchmarks/call_path.py           # one table; --keep writes it to benchmarks/results
 
-On one process, counted by the interpreter's own tracing: files, functions, distinct lines, and the deepest pile of the wrapper's own
-frames (torch's between them do not count). Each wrapper prepares and trains before it is counted, so that imports at first use are not.
-A micro-step is one round of ``for x, y in loader:`` with forward, backward, step and zero_grad, of those in the middle of a pass:
-functions and lines that run in any of them.
+On one process, counted by the interpreter's own tracing: files, functions, distinct lines, and the deepest pile of the
+wrapper's own frames (torch's between them do not count). Each wrapper prepares and trains before it is counted, so that
+imports at first use are not. A micro-step is one round of ``for x, y in loader:`` with forward, backward, step and
+zero_grad, of those in the middle of a pass: functions and lines that run in any of them.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ def fabric() -> tuple[Prepare, Callable[[Tensor], None]]:
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
 
-    def prepare(
-        model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
-    ) -> tuple[Any, ...]:
+    def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> tuple[Any, ...]:
         return *fabric.setup(model, optimizer), fabric.setup_dataloaders(loader)
 
     return prepare, fabric.backward

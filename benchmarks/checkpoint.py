@@ -1,33 +1,41 @@
-"""What a checkpoint costs: time, lost training and memory, beside torch, safetensors, DCP, Accelerate, Fabric and the plain bytes.
+"""What checkpoints cost: time, lost steps and memory, beside torch, safetensors, DCP, Accelerate, Fabric, plain bytes.
 
-    python benchmarks/checkpoint.py                                   # 1 and 4 GB, on one process and on two; --keep keeps the tables
-    python benchmarks/checkpoint.py --case ddp --size 4GB --rounds 2
-    python benchmarks/checkpoint.py --record FILE --seconds 130       # a piece: begins nothing after 130 s, and ends with 75 if work is
+    python benchmarks/checkpoint.py                                   # 1 and 4 GB, on one process and on two; --keep
+    keeps the tables python benchmarks/checkpoint.py --case ddp --size 4GB --rounds 2 python benchmarks/checkpoint.py
+    --record FILE --seconds 130       # a piece: begins nothing after 130 s, and ends with 75 if work is
                                                                       # left, which the same command goes on with
 
-The state is a GPT in fp32 with its AdamW states. Each contender saves and loads as its own users would; rounds are interleaved, each in
-another order. A cell is the median of the rounds (least … most), a ratio the median of the ratios within a round.
+The state is a GPT in fp32 with its AdamW states. Each contender saves and loads as its own users would; rounds are
+interleaved, each in another order. A cell is the median of the rounds (least … most), a ratio the median of the ratios
+within a round.
 
-Every measurement is a process of its own, forked off this one, which holds the state and the imports and has never computed on more
-than one thread: so all begin with the same memory. Loads go to a run that was just built, with parameters in memory and no optimizer
-state yet, except for "live" ones; the clock stops when every page of the state has been touched, or a mapped file would look free. What was
-loaded is compared with what was saved, each time. A measurement that does not end in time, or fails, costs its contender the later rounds
-of that case, and the table says so; the others go on.
+Every measurement is a process of its own, forked off this one, which holds the state and the imports and has never
+computed on more than one thread: so all begin with the same memory. Loads go to a run that was just built, with
+parameters in memory and no optimizer state yet, except for "live" ones; the clock stops when every page of the state
+has been touched, or a mapped file would look free. What was loaded is compared with what was saved, each time. A
+measurement that does not end in time, or fails, costs its contender the later rounds of that case, and the table says
+so; the others go on.
 
-durable   until all is on disk: what a contender does not fsync itself (files and folders), the harness does, and counts. Each process saves
+durable   until all is on disk: what a contender does not fsync itself (files and folders), the harness does, and
+counts. Each process saves
           twice, and removes the first one before the second, which is the one that counts: runs save again and again.
-warm      the files are in the page cache (read through beforehand). cold: they were dropped from it, which mincore checks; a
+warm      the files are in the page cache (read through beforehand). cold: they were dropped from it, which mincore
+checks; a
           virtual machine's host may still have them in its memory.
-live      the warm load once more in the same process, into the run that it filled, of which all has been set to zero meanwhile: as one
-          goes back to an earlier step. Touching what is in memory already is taken off. Left out where memory might not hold it: for some
-          that is a second whole state a process.
-plain     the same bytes by os.write into one file a rank, then fsync; by readinto, into new memory (warm, cold) and into memory that was
-          in use before (live; "used"). A resuming run needs new memory for two thirds of its state, so new memory is the base of its
-          loads; ratios to both are given.
-memory    the most that was held beyond the state (anonymous and shared pages; page cache and mapped files are none), by VmHWM and by
+live      the warm load once more in the same process, into the run that it filled, of which all has been set to zero
+meanwhile: as one
+          goes back to an earlier step. Touching what is in memory already is taken off. Left out where memory might not
+          hold it: for some that is a second whole state a process.
+plain     the same bytes by os.write into one file a rank, then fsync; by readinto, into new memory (warm, cold) and
+into memory that was
+          in use before (live; "used"). A resuming run needs new memory for two thirds of its state, so new memory is
+          the base of its loads; ratios to both are given.
+memory    the most that was held beyond the state (anonymous and shared pages; page cache and mapped files are none), by
+VmHWM and by
           samples every 5 ms, of the rank that needs most. While loading, the state's own memory does not count.
 blocked   how long an asynchronous save holds up training; the second one may use the first one's memory again.
-stall     what the second one costs training in all: blocked, and how much slower the steps were until it was durable. A step is forward,
+stall     what the second one costs training in all: blocked, and how much slower the steps were until it was durable. A
+step is forward,
           backward and AdamW of one block of the model, on one thread; it changes the state that is being saved.
 """
 
@@ -101,7 +109,7 @@ LIMITS = {
 LEFT = 75  # exit code: there is work left (EX_TEMPFAIL)
 
 
-# -- files -----------------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def sync_all(path: Path) -> None:
@@ -137,29 +145,26 @@ def drop_cache(path: Path) -> float:
                 count = -(-size // mmap.PAGESIZE)
                 said = (ctypes.c_ubyte * count)()
                 first = (ctypes.c_char * size).from_buffer(view)
-                ctypes.CDLL(None).mincore(
-                    ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), said
-                )
+                ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), said)
                 del first
                 there, pages = there + sum(b & 1 for b in said), pages + count
         os.close(descriptor)
     return there / max(pages, 1)
 
 
-# -- one measurement, in processes of its own ----------------------------------------------------------------------------------
+# -- one measurement, in processes of its own --------------------------------------------------------------------------
 
 
 def resident(pid: int | str = "self") -> dict[str, int]:
     """Bytes: anonymous and shared pages ("held"), those of mapped files, all, and the most there were of all."""
-    found = dict.fromkeys(
-        ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem"), 0
-    )  # a process that has ended has none
+    found = dict.fromkeys(("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem"), 0)  # a process that has ended has none
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         word, _, value = line.partition(":")
         if word in found:
             found[word] = int(value.split()[0]) * 1024
     return {
-        "held": found["RssAnon"] + found["RssShmem"], "file": found["RssFile"], "all": found["VmRSS"], "most": found["VmHWM"]
+        "held": found["RssAnon"] + found["RssShmem"], "file": found["RssFile"],
+        "all": found["VmRSS"], "most": found["VmHWM"]
     }  # fmt: skip
 
 
@@ -249,16 +254,15 @@ def loading_twice(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
     run = told.run
     first = loading(told, path, wanted)
     for tensor in run.live():
-        tensor.zero_()  # a load that did nothing would pass otherwise; and what was a mapped file's is memory of this process
+        # a load that did nothing would pass otherwise; and what was a mapped file's is memory of this process
+        tensor.zero_()
     gc.collect()
     told.meet()
     begin = time.perf_counter()
     run.load(path)
     touch(run)
     touched = time.perf_counter()
-    touch(
-        run
-    )  # finds all in memory: what looking takes, which would be a quarter of a plain read into used memory
+    touch(run)  # finds all in memory: what looking takes, which would be a quarter of a plain read into used memory
     live = touched - begin - (time.perf_counter() - touched)
     compare(run, wanted)
     return {**first, "live": live}
@@ -381,9 +385,7 @@ def child(
     torch.set_num_threads(1 if phase in ALONE else max(1, (os.cpu_count() or 1) // size))
     try:
         if size > 1:
-            os.environ.update(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
-            )
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             dist.init_process_group("gloo")
         if phase in FRESH:
@@ -416,10 +418,11 @@ def free_port() -> int:
         return there.getsockname()[1]
 
 
-def measured(
-    job: Job, name: str, case: str, phase: str, path: Path, wanted: Any = None
-) -> list[dict[str, Any]]:
-    """What each rank found; "peak" is the most that it held above its start. Raises Failed, after `LIMITS` seconds at the latest."""
+def measured(job: Job, name: str, case: str, phase: str, path: Path, wanted: Any = None) -> list[dict[str, Any]]:
+    """What each rank found.
+
+    "peak" is the most that it held above its start. Raises Failed, after `LIMITS` seconds at the latest.
+    """
     context = multiprocessing.get_context("fork")
     port, size = free_port(), CASES[case]
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
@@ -429,9 +432,7 @@ def measured(
             mine, theirs = context.Pipe()
             rest = (path, wanted)
             workers.append(
-                context.Process(
-                    target=child, args=(theirs, log.name, job, name, case, phase, rank, port, rest)
-                )
+                context.Process(target=child, args=(theirs, log.name, job, name, case, phase, rank, port, rest))
             )
             workers[-1].start()
             theirs.close()
@@ -444,7 +445,9 @@ def measured(
             while any(found is None for found in results):
                 if time.monotonic() > limit:
                     busy = max(sum(psutil.Process(worker.pid).cpu_times()[:2]) for worker in workers)
-                    why = f"hangs: {phase!r} had no end after {LIMITS[job.size]:g} s, in which it computed for {busy:.0f}"
+                    why = (
+                        f"hangs: {phase!r} had no end after {LIMITS[job.size]:g} s, in which it computed for {busy:.0f}"
+                    )
                     raise Failed(why, log.read())
                 for pipe in wait([pipe for pipe, found in zip(pipes, results) if found is None], 0.005):
                     rank = pipes.index(pipe)  # type: ignore[arg-type]
@@ -487,11 +490,14 @@ def load_modules(names: Iterable[str]) -> None:
                 continue  # a module that is made, not found
 
 
-# -- all measurements ----------------------------------------------------------------------------------------------------------
+# -- all measurements --------------------------------------------------------------------------------------------------
 
 
 class Records:
-    """Measurements, each kept in a line of JSON as soon as it is there: a run that was cut short goes on where it was."""
+    """Measurements, each kept in a line of JSON as soon as it is there.
+
+    A run that was cut short goes on where it was.
+    """
 
     def __init__(self, place: Path | None) -> None:
         self.place = place
@@ -516,12 +522,11 @@ class Records:
         return {name: table[name] for name in CONTENDERS if name in table}
 
     def why_not(self, case: str, size: str) -> dict[str, str]:
-        """Contender → why it has no figures, or no more of them. One that failed its rehearsal (of any size) has none."""
-        there = {
-            name: f"left out: {kind.left_out[case]}"
-            for name, kind in CONTENDERS.items()
-            if case in kind.left_out
-        }
+        """Contender → why it has no figures, or no more of them.
+
+        One that failed its rehearsal (of any size) has none.
+        """
+        there = {name: f"left out: {kind.left_out[case]}" for name, kind in CONTENDERS.items() if case in kind.left_out}
         return there | {
             r["contender"]: r["why"]
             for r in self.all
@@ -545,9 +550,7 @@ def one_round(job: Job, name: str, case: str, folder: Path) -> dict[str, float]:
         os.sync()  # what others have written is not this one's to wait for
         beside = CONTENDERS[name].asynchronous
         saved = measured(job, name, case, "save beside training" if beside else "save", path)
-        figures = {k: most(saved, k) for k in ("durable", "durable_first")} | {
-            "save_peak": most(saved, "peak")
-        }
+        figures = {k: most(saved, k) for k in ("durable", "durable_first")} | {"save_peak": most(saved, "peak")}
         if beside:
             figures |= {k: most(saved, k) for k in ("blocked_first", "blocked", "stall", "step", "slower")}
         wanted = [found["digests"] for found in saved]
@@ -572,14 +575,15 @@ def one_round(job: Job, name: str, case: str, folder: Path) -> dict[str, float]:
 
 
 def rehearse(job: Job, name: str, case: str, records: Records, folder: Path) -> None:
-    """Once, tiny: imports what the contender needs, and tells whether it runs at all and whether a load notices a flipped bit."""
+    """Once, tiny.
+
+    Imports what the contender needs, and tells whether it runs at all and whether a load notices a flipped bit.
+    """
     one_round(job, name, case, folder)
     if name not in records.told("noticed"):
         path = folder / "checkpoint"
         saved = measured(job, name, "one", "save", path)
-        noticed = measured(job, name, "one", "flip", path, [found["digests"] for found in saved])[0][
-            "noticed"
-        ]
+        noticed = measured(job, name, "one", "flip", path, [found["digests"] for found in saved])[0]["noticed"]
         shutil.rmtree(path)
         records.add({"contender": name, "noticed": noticed})
 
@@ -591,18 +595,22 @@ def room(job: Job, case: str, folder: Path) -> None:
     for what, free, needed in (("disk", disk, 2.5 * job.bytes), ("memory", memory, copies * job.bytes)):
         if free < needed:
             raise SystemExit(
-                f"{TITLES[case]} with {job.size} needs about {needed / 1e9:.1f} GB of free {what}, and there are {free / 1e9:.1f}"
+                f"{TITLES[case]} with {job.size} needs about {needed / 1e9:.1f} GB of free {what}, and there are "
+                f"{free / 1e9:.1f}"
             )
 
 
 def warm_memory(size: int) -> None:
-    """Use `size` bytes once: a virtual machine that has never used them would be given them in the middle of a measurement."""
+    """Use `size` bytes once.
+
+    A virtual machine that has never used them would be given them in the middle of a measurement.
+    """
     with mmap.mmap(-1, size) as pages:
         for at in range(0, size, mmap.PAGESIZE):
             pages[at] = 1
 
 
-# -- the report ------------------------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 Found = dict[str, dict[int, dict[str, float]]]
 
@@ -615,9 +623,7 @@ def ratios(found: Found, name: str, word: str, base: str, other: str) -> list[fl
     """Of one round each."""
     there = found.get(base, {})
     return [
-        f[word] / there[r][other]
-        for r, f in sorted(found[name].items())
-        if word in f and other in there.get(r, {})
+        f[word] / there[r][other] for r, f in sorted(found[name].items()) if word in f and other in there.get(r, {})
     ]
 
 
@@ -725,9 +731,7 @@ def aims(found: Found, size: str, state: int) -> Iterator[str]:
         "durable save, seconds, beside the quickest peer", median(OURS, "durable"), min(peers, default=None)
     )
     yield from line("verified warm load / plain read into new memory", ratio(OURS, "warm", BASE, "warm"), 1.6)
-    yield from line(
-        "verified warm load / plain read into used memory", ratio(OURS, "warm", BASE, "warm_used"), 1.6
-    )
+    yield from line("verified warm load / plain read into used memory", ratio(OURS, "warm", BASE, "warm_used"), 1.6)
     yield from line("verified warm load / Accelerate's", ratio(OURS, "warm", "Accelerate", "warm"), 0.5)
     yield from line(
         "verified warm load, live / plain read into used memory",
@@ -760,7 +764,8 @@ def section(found: Found, why_not: dict[str, str], case: str, size: str) -> str:
         f"## {TITLES[case]}, {size}",
         "",
         (
-            f"{state / 1e6:.0f} MB in {tensors} tensors (beside AdamW's step counts); {count} round{'s' * (count != 1)}. Before "
+            f"{state / 1e6:.0f} MB in {tensors} tensors (beside AdamW's step counts); {count} "
+            f"round{'s' * (count != 1)}. Before "
             f"cold loads at most {still:.1%} of the files were still in the page cache."
         ),
         "",
@@ -789,9 +794,7 @@ def checksum_engine() -> str:
 def main() -> None:
     begun = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--rounds", type=int, help="turns of each contender (3; 1 with 4 GB on two processes)"
-    )
+    parser.add_argument("--rounds", type=int, help="turns of each contender (3; 1 with 4 GB on two processes)")
     parser.add_argument("--size", nargs="*", choices=list(SIZES), help="of the state (1GB and 4GB)")
     parser.add_argument("--case", nargs="*", choices=list(CASES), help="all of them")
     parser.add_argument(
@@ -837,9 +840,7 @@ def main() -> None:
     ]
     names = [name for name in CONTENDERS if not asked.only or name in asked.only or name == BASE]
     records = Records(asked.record)
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # and remove what lies on the disk
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and remove what lies on the disk
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)
@@ -903,7 +904,8 @@ def main() -> None:
     text = "\n".join([
         "# Checkpoints",
         "",
-        "Medians (least … most) of interleaved rounds; ratios are medians of the ratios within a round. `benchmarks/checkpoint.py` says",
+        ("Medians (least … most) of interleaved rounds; ratios are medians of the ratios within a round. "
+        "`benchmarks/checkpoint.py` says"),
         "what each column is.",
         "",
         *(section(records.found(case, size), why_not(case, size), case, size) for case, size, _ in runs),

@@ -1,4 +1,7 @@
-"""What `checkpoint.py` compares: a state of realistic tensors, and those who save and load it, each as its own users would."""
+"""What `checkpoint.py` compares.
+
+A state of realistic tensors, and those who save and load it, each as its own users would.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ HEAD = 32  # width of an attention head
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-# -- the state ---------------------------------------------------------------------------------------------------------------
+# -- the state ---------------------------------------------------------------------------------------------------------
 
 
 class GPT(nn.Module):
@@ -61,7 +64,10 @@ class Job:
         at = 0
 
         def fill(tensor: Tensor) -> Tensor:
-            """Without temporary tensors: holes that they leave in the heap would be used where new memory is to be measured."""
+            """Without temporary tensors.
+
+            Holes that they leave in the heap would be used where new memory is to be measured.
+            """
             nonlocal at
             at += 4099  # no two tensors are alike
             first = at % (len(tile) // 2)
@@ -70,9 +76,7 @@ class Job:
             return tensor
 
         with torch.no_grad():
-            self.moments = [
-                {k: fill(torch.empty_like(p)) for k in MOMENTS} for p in map(fill, self.net.parameters())
-            ]
+            self.moments = [{k: fill(torch.empty_like(p)) for k in MOMENTS} for p in map(fill, self.net.parameters())]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -98,7 +102,7 @@ def sync(path: Path) -> None:
     os.close(descriptor)
 
 
-# -- the contenders ------------------------------------------------------------------------------------------------------------
+# -- the contenders ----------------------------------------------------------------------------------------------------
 
 
 class Contender:
@@ -149,10 +153,7 @@ class Contender:
     def live(self) -> list[Tensor]:
         """The state, as far as it is on this rank."""
         parameters = list(self.net.parameters())
-        return [
-            local(t)
-            for t in [*parameters, *(self.optimizer.state[p][k] for p in parameters for k in MOMENTS)]
-        ]
+        return [local(t) for t in [*parameters, *(self.optimizer.state[p][k] for p in parameters for k in MOMENTS)]]
 
     def save(self, path: Path) -> None:
         raise NotImplementedError
@@ -237,7 +238,10 @@ class EasympAsync(Easymp):
 
 
 class Whole(Contender):
-    """The first rank writes one state, whole. Under fsdp as torch's tutorial has it: gathered there, read there, and sent to the others."""
+    """The first rank writes one state, whole.
+
+    Under fsdp as torch's tutorial has it: gathered there, read there, and sent to the others.
+    """
 
     def whole(self) -> dict[str, Any]:
         """On the first rank."""
@@ -328,9 +332,7 @@ class DCP(Contender):
                 return {"model": weights, "optimizer": states}
 
             def load_state_dict(self, state: dict[str, Any]) -> None:
-                set_state_dict(
-                    model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-                )
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
         return {"app": App()}
 
@@ -346,8 +348,10 @@ class DCP(Contender):
 
 
 class DCPAsync(DCP):
-    """Its thread calls collectives while training goes on. In the group that training uses they would meet training's own, in an order
-    that differs from rank to rank: that hangs, or crashes in gloo. So it has a group to itself."""
+    """Its thread calls collectives while training goes on.
+
+    In the group that training uses they would meet training's own, in an order that differs from rank to rank: that
+    hangs, or crashes in gloo. So it has a group to itself."""
 
     asynchronous = True
 
@@ -367,7 +371,7 @@ class DCPAsync(DCP):
 
 class Accelerate(Contender):
     left_out: ClassVar[dict[str, str]] = {
-        "fsdp": "on CPUs it passes over its FullyShardedDataParallelPlugin without a word, and would save what ddp saves"
+        "fsdp": "on CPUs it passes over its FullyShardedDataParallelPlugin without a word, and would save as ddp does"
     }
     facts = ("no", "none", "optimizer, scheduler, RNG")
 

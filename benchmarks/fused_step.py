@@ -1,22 +1,24 @@
-"""The step after backward: norm, unscale, clip, AdamW, averages. Our kernels beside torch on a GPU; our step beside torch's best on a CPU.
+"""The step after backward: norm, unscale, clip, AdamW, averages.
 
-    python benchmarks/fused_step.py                    # on a GPU; where there is none, the table of the CPU. --keep keeps it
-    python benchmarks/fused_step.py --cpu              # the CPU's in any case
-    python benchmarks/fused_step.py --sweep            # on a GPU: chunks and threads of our kernels
-    python benchmarks/fused_step.py --record FILE      # goes on where it was cut off
+Our kernels beside torch on a GPU; our step beside torch's best on a CPU.
 
-Contenders share the same tensors, as a GPT has them, and take turns on them, each round in another order; all are first seen to train
-alike. A figure is a median over the rounds, a ratio the median (quartiles) of the ratios within a round.
+    python benchmarks/fused_step.py                    # on a GPU; where there is none, the table of the CPU. --keep
+    keeps it python benchmarks/fused_step.py --cpu              # the CPU's in any case python benchmarks/fused_step.py
+    --sweep            # on a GPU: chunks and threads of our kernels python benchmarks/fused_step.py --record FILE
+    # goes on where it was cut off
 
-On a GPU a turn is what two CUDA events enclose. The device is kept busy before the first of them until the host is far ahead, so the
-host's own time is not in it, unless the step waits for the device. "Host" is what a call takes until it returns: over 40 ms where it waits.
-TB/s are the bytes that such a step cannot do without, read or written, over its time (steppers.py has them); "of a copy" is that beside
-torch's copy_ of as many bytes (up to 4 GiB, from there it is no quicker), which takes turns with the others. A trace says whether the host
-waits.
+Contenders share the same tensors, as a GPT has them, and take turns on them, each round in another order; all are first
+seen to train alike. A figure is a median over the rounds, a ratio the median (quartiles) of the ratios within a round.
 
-On a CPU a turn is time on the wall. "torch's best" is the quicker of its fused and its foreach step in the same conditions; the aim is met
-where the quartiles reach down to 1. A second table shows from what size on it pays to leave the factor of clipping and unscaling to the
-step (`easymp.optim.engine.WORTH`).
+On a GPU a turn is what two CUDA events enclose. The device is kept busy before the first of them until the host is far
+ahead, so the host's own time is not in it, unless the step waits for the device. "Host" is what a call takes until it
+returns: over 40 ms where it waits. TB/s are the bytes that such a step cannot do without, read or written, over its
+time (steppers.py has them); "of a copy" is that beside torch's copy_ of as many bytes (up to 4 GiB, from there it is no
+quicker), which takes turns with the others. A trace says whether the host waits.
+
+On a CPU a turn is time on the wall. "torch's best" is the quicker of its fused and its foreach step in the same
+conditions; the aim is met where the quartiles reach down to 1. A second table shows from what size on it pays to leave
+the factor of clipping and unscaling to the step (`easymp.optim.engine.WORTH`).
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from steppers import (
 from torch import Tensor
 from torch.autograd import DeviceType, profiler
 
-from easymp.cuda.cupy_launcher import CupyLauncher, Unavailable, launcher_for
+from easymp.cuda.cupy_launcher import CupyLauncher, launcher_for
 from easymp.cuda.kernel import CHUNK, THREADS
 from easymp.optim import engine as torch_engine
 
@@ -68,8 +70,8 @@ HELD = {"fp32": 24, "ema": 20, "masters": 20, "bf16": 8}  # bytes a parameter, f
 SMALL = ("8k", "16k", "tiny", "65k", "129k", "260k", "1M", "3M", "10M")
 CPU_ROUNDS = {**dict.fromkeys(SMALL, 201), "3M": 81, "10M": 41, "124M": 11, "350M": 7, "1.5B": 5}
 GPU_ROUNDS = {"10M": 61, "124M": 61, "350M": 41, "1.5B": 21}
-# How near the ends must be, of movements and of moments. Of bf16 gradients torch's norm is bf16, and so is its factor, each off by up to
-# 2^-8: twice that in a moment of squares.
+# How near the ends must be, of movements and of moments. Of bf16 gradients torch's norm is bf16, and so is its factor,
+# each off by up to 2^-8: twice that in a moment of squares.
 NEAR = {"fp32": (1e-4, 1e-4), "ema": (1e-4, 1e-4), "masters": (1e-2, 3e-2), "bf16": (1.0, 3e-2)}
 NEAR_AVERAGES = 1e-3  # they move by a thousandth of what the weights do, so that roundings count for more
 TITLES = {
@@ -80,7 +82,8 @@ TITLES = {
 }
 CHUNKS, BLOCKS = (4096, 8192, 16384, 32768, 65536), (128, 256, 512, 1024)
 
-FAILURES = Exception  # of one contender on this machine, out of memory or out of order: it is told, and leaves the others theirs
+# of one contender on this machine, out of memory or out of order: it is told, and leaves the others theirs
+FAILURES = Exception
 
 Times = dict[str, dict[str, Any]]  # contender → "ms" and "host" (µs), a figure a round, and "word"
 
@@ -89,7 +92,7 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-# -- all train alike ---------------------------------------------------------------------------------------------------------------
+# -- all train alike ---------------------------------------------------------------------------------------------------
 
 
 def apart(
@@ -99,7 +102,10 @@ def apart(
     device: torch.device,
     launcher: CupyLauncher | None,
 ) -> str:
-    """Which of them does not end three steps where the first one does, so that the times compare nothing; "" where all do."""
+    """Which of them does not end three steps where the first one does, so that the times compare nothing.
+
+    "" where all do.
+    """
     wanted: list[Tensor] = []
     first = ""
     for name, contender in contenders.items():
@@ -123,12 +129,16 @@ def apart(
         for ours, theirs, limit in zip(found, wanted, near):
             off, most = float((ours - theirs).norm()), float(theirs.norm())
             if not off <= limit * most:
-                return f"{name!r} trains otherwise than {first!r} ({kind}, {size}; {off:.2e} of {most:.2e}): no use timing it"
+                differs = f"{name!r} trains otherwise than {first!r} ({kind}, {size}; {off:.2e} of {most:.2e})"
+                return f"{differs}: no use timing it"
     return ""
 
 
 def replays_alike(size: str, device: torch.device, launcher: CupyLauncher) -> dict[str, Any]:
-    """Whether a step that was captured goes on bit for bit as one that is called, on new gradients each time; once they overflow."""
+    """Whether a step that was captured goes on bit for bit as one that is called, on new gradients each time.
+
+    Once they overflow.
+    """
     jobs = [Job(size, "fp32", device, launcher) for _ in range(2)]
     runs = [kernels(jobs[0])[0], graphed(jobs[1])[0]]
     try:
@@ -146,7 +156,7 @@ def replays_alike(size: str, device: torch.device, launcher: CupyLauncher) -> di
     return {"same": all(torch.equal(a, b) for a, b in zip(*ends))}
 
 
-# -- turns -------------------------------------------------------------------------------------------------------------------------
+# -- turns -------------------------------------------------------------------------------------------------------------
 
 
 def turn_on_cpu(run: Run) -> tuple[float, float]:
@@ -185,9 +195,7 @@ def take_turns(runs: Mapping[str, Run], rounds: int, turn: Callable[[Run], tuple
     return times
 
 
-def ready(
-    contenders: Mapping[str, Contender], job: Job
-) -> tuple[dict[str, Run], dict[str, str], dict[str, str]]:
+def ready(contenders: Mapping[str, Contender], job: Job) -> tuple[dict[str, Run], dict[str, str], dict[str, str]]:
     """What is timed of each, called a few times; what it says of itself; and of those that fail, why."""
     runs: dict[str, Run] = {}
     words: dict[str, str] = {}
@@ -210,9 +218,7 @@ class Records:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         there = path is not None and path.exists()
-        self._all = (
-            [json.loads(line) for line in path.read_text().splitlines()] if there and path is not None else []
-        )
+        self._all = [json.loads(line) for line in path.read_text().splitlines()] if there and path is not None else []
 
     def get(self, make: Callable[[], dict[str, Any]], **key: Any) -> dict[str, Any]:
         for entry in self._all:
@@ -242,7 +248,7 @@ def met(it: bool) -> str:
     return "met" if it else "missed"
 
 
-# -- a CPU -------------------------------------------------------------------------------------------------------------------------
+# -- a CPU -------------------------------------------------------------------------------------------------------------
 
 
 def on_cpu(size: str, contenders: Mapping[str, Contender], threads: int, rounds: int) -> dict[str, Any]:
@@ -270,7 +276,9 @@ def cpu_report(sizes: list[str], rounds: int | None, most: int, records: Records
             for case, contenders in cases.items():
                 turns = rounds or CPU_ROUNDS[size]
                 found = records.get(
-                    lambda size=size, contenders=contenders, threads=threads, turns=turns: on_cpu(size, contenders, threads, turns),
+                    lambda size=size, contenders=contenders, threads=threads, turns=turns: on_cpu(
+                        size, contenders, threads, turns
+                    ),
                     part="cpu", size=size, threads=threads, case=case, rounds=turns,
                 )  # fmt: skip
                 times = {name: found["times"][name]["ms"] for name in contenders}
@@ -295,21 +303,25 @@ def cpu_report(sizes: list[str], rounds: int | None, most: int, records: Records
         "AdamW(foreach)",
         "Accelerator",
         "/ torch's best",
-        "easymp.optim.AdamW",
+        "easymp.optim.Engine",
         "/ torch's best",
     ]
     engine = " and ".join(f"'{word}'" for word in sorted(engines))
     return "\n".join([
         "# The step after backward, on a CPU",
         "",
-        "fp32 parameters and states. torch unscales and clips in memory (`GradScaler.unscale_`, `clip_grad_norm_`). easymp is an",
-        "Accelerator's `clip_grad_norm_` and `step`, or those of `easymp.optim.AdamW`, which under a loss scale is unscaled in memory by",
-        f"torch's GradScaler; their engine here: {engine}. Medians of interleaved rounds; ratios are medians (quartiles) of the ratios",
+        ("fp32 parameters and states. torch unscales and clips in memory (`GradScaler.unscale_`, `clip_grad_norm_`). "
+        "easymp is an"),
+        ("Accelerator's `clip_grad_norm_` and `step`, or those of `easymp.optim.Engine`, which under a loss scale is "
+        "unscaled in memory by"),
+        (f"torch's GradScaler; their engine here: {engine}. Medians of interleaved rounds; ratios are medians "
+        "(quartiles) of the ratios"),
         "within a round.",
         "",
         report.table(head, lines),
         "",
-        f"Aim, no slower than torch's best within the quartiles: {'missed by ' + '; '.join(missed) if missed else 'met in all rows'}.",
+        ("Aim, no slower than torch's best within the quartiles: "
+        f"{'missed by ' + '; '.join(missed) if missed else 'met in all rows'}."),
         "",
         *worth_report(SMALL[:1] if rounds == 2 else SMALL, rounds, most, records),
         "",
@@ -326,7 +338,9 @@ def worth_report(sizes: Sequence[str], rounds: int | None, most: int, records: R
             line = [f"{size}: {count(size):,}, {threads} thread{'s' * (threads > 1)}"]
             for precision, contenders in WORTH.items():
                 found = records.get(
-                    lambda size=size, contenders=contenders, threads=threads, turns=turns: on_cpu(size, contenders, threads, turns),
+                    lambda size=size, contenders=contenders, threads=threads, turns=turns: on_cpu(
+                        size, contenders, threads, turns
+                    ),
                     part="worth", size=size, threads=threads, precision=precision, rounds=turns,
                 )  # fmt: skip
                 memory, left = (found["times"][name]["ms"] for name in (MEMORY, LEFT))
@@ -341,14 +355,17 @@ def worth_report(sizes: Sequence[str], rounds: int | None, most: int, records: R
     return [
         "## From what size on a factor is left to the step",
         "",
-        f"An Accelerator either way, on GPTs of 28 tensors (10M: 100). By itself it clips in memory below {torch_engine.WORTH:,} elements,",
+        (
+            "An Accelerator either way, on GPTs of 28 tensors (10M: 100). By itself it clips in memory below "
+            f"{torch_engine.WORTH:,} elements,"
+        ),
         f"and under a loss scale below {torch_engine.WORTH // torch_engine.SCALED:,}.",
         "",
         report.table(head, lines),
     ]
 
 
-# -- a GPU -------------------------------------------------------------------------------------------------------------------------
+# -- a GPU -------------------------------------------------------------------------------------------------------------
 
 
 def on_gpu(size: str, kind: str, device: torch.device, launcher: CupyLauncher, rounds: int) -> dict[str, Any]:
@@ -359,9 +376,7 @@ def on_gpu(size: str, kind: str, device: torch.device, launcher: CupyLauncher, r
     copied = min(numbers * contenders[KERNELS].bytes // 2, MOST_COPIED)
     needed, free = numbers * HELD[kind] + 2 * copied, torch.cuda.mem_get_info(device)[0]
     if needed > 0.95 * free:
-        return {
-            "why": f"it needs {needed / 2**30:.0f} GiB of the device's memory, and {free / 2**30:.0f} are free"
-        }
+        return {"why": f"it needs {needed / 2**30:.0f} GiB of the device's memory, and {free / 2**30:.0f} are free"}
     job = Job(size, kind, device, launcher)
     runs, words, failed = ready(contenders, job)
     one, other = (torch.empty(copied // 4, device=device) for _ in range(2))
@@ -397,9 +412,7 @@ def waits(run: Run) -> dict[str, Any]:
     host = [e for e in events if e.device_type == DeviceType.CPU]
     there = [e for e in events if e.device_type == DeviceType.CUDA and e.name != MARK]
     spans = [(e.time_range.start, e.time_range.end) for e in host if e.name == MARK]
-    found = [
-        e.name for e in host if WAIT.search(e.name) and any(a <= e.time_range.start <= b for a, b in spans)
-    ]
+    found = [e.name for e in host if WAIT.search(e.name) and any(a <= e.time_range.start <= b for a, b in spans)]
     found += [e.name for e in there if WAIT.search(e.name)]
     works = [e for e in there if not re.match("Memcpy|Memset", e.name)]
     return {"steps": len(spans), "waits": sorted(found), "kernels": len(works) / 3}
@@ -425,9 +438,7 @@ def traces(size: str, device: torch.device, launcher: CupyLauncher) -> dict[str,
     return {"traces": found, "failed": failed}
 
 
-def gpu_table(
-    kind: str, sizes: list[str], blocks: Mapping[str, dict[str, Any]]
-) -> tuple[list[str], list[str]]:
+def gpu_table(kind: str, sizes: list[str], blocks: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
     """The table of one kind, with notes; and what the aims come to."""
     contenders = KINDS[kind]
     against = next(iter(contenders))
@@ -443,9 +454,7 @@ def gpu_table(
         notes += [f"- {size}, {name}: {why}" for name, why in block["failed"].items()]
         copy = [block["copied"] / ms for ms in times[COPY]["ms"]]  # bytes a millisecond
         rate = statistics.median(copy)
-        lines.append(
-            [f"{size}, {COPY}", "", f"{block['copied'] / rate:.3f}", f"{rate / 1e9:.2f}", "", "", ""]
-        )
+        lines.append([f"{size}, {COPY}", "", f"{block['copied'] / rate:.3f}", f"{rate / 1e9:.2f}", "", "", ""])
         for name, contender in contenders.items():
             if name not in times:
                 continue
@@ -455,7 +464,8 @@ def gpu_table(
             faster = ratios(times[against]["ms"], ms) if against in times else None
             if name == KERNELS and kind == "fp32":
                 aims.append(
-                    f"- {size}: {share:.0%} of a copy's bandwidth, with an aim of {COPY_AIM:.0%}: {met(share >= COPY_AIM)}"
+                    f"- {size}: {share:.0%} of a copy's bandwidth, with an aim of {COPY_AIM:.0%}: "
+                    f"{met(share >= COPY_AIM)}"
                 )
                 if faster is not None:
                     told = met(faster[0] >= SPEED_AIM)
@@ -510,7 +520,8 @@ def gpu_report(
         lambda: traces(least, device, launcher), part="traces", size=least
     )  # last: a profiler leaves its hooks behind
     shown = [
-        [name, f"{t['kernels']:g}", str(t["steps"]), ", ".join(f"{t['waits'].count(w)} × {w}" for w in dict.fromkeys(t["waits"])) or "none"]
+        [name, f"{t['kernels']:g}", str(t["steps"]),
+         ", ".join(f"{t['waits'].count(w)} × {w}" for w in dict.fromkeys(t["waits"])) or "none"]
         for name, t in seen["traces"].items()
     ]  # fmt: skip
     ours = seen["traces"].get(KERNELS)
@@ -518,13 +529,14 @@ def gpu_report(
     silent = tells and ours is not None and ours["steps"] == 3 and ours["kernels"] > 0 and not ours["waits"]
     aims += [
         f"- no wait of the host for the device in a step: {met(silent)}",
-        f"- a CUDA graph of the step gives the same bits, over eight steps, one of which overflows: {met(replay['same'])}"
-        + (f" ({replay['why']})" if "why" in replay else ""),
+        "- a CUDA graph of the step gives the same bits, over eight steps, one of which overflows: "
+        f"{met(replay['same'])}" + (f" ({replay['why']})" if "why" in replay else ""),
     ]
     return "\n".join([
         "# The step after backward, on a GPU",
         "",
-        "Medians of interleaved rounds; ratios are medians (quartiles) of the ratios within a round. `benchmarks/fused_step.py` says",
+        ("Medians of interleaved rounds; ratios are medians (quartiles) of the ratios within a round. "
+        "`benchmarks/fused_step.py` says"),
         "what each column is.",
         "",
         *tables,
@@ -548,14 +560,16 @@ def graphics(device: torch.device) -> str:
 
     facts = torch.cuda.get_device_properties(device)
     return (
-        f"- {facts.name}, {facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} multiprocessors, CUDA {torch.version.cuda}, "
+        f"- {facts.name}, {facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} multiprocessors, CUDA "
+        f"{torch.version.cuda}, "
         f"CuPy {cupy.__version__}; blocks of {THREADS} threads, chunks of {CHUNK}"
     )
 
 
-# -- chunks and threads --------------------------------------------------------------------------------------------------------------
+# -- chunks and threads ------------------------------------------------------------------------------------------------
 
-# Both are part of the kernels' text, which is made at import: each pair is a process of its own, told before it imports the rest.
+# Both are part of the kernels' text, which is made at import: each pair is a process of its own, told before it imports
+# the rest.
 BEGIN = """
 import runpy, sys
 import easymp.cuda.kernel
@@ -589,9 +603,7 @@ def cell(size: str, rounds: int, device: torch.device, launcher: CupyLauncher) -
 
 def one_cell(size: str, threads: int, chunk: int) -> dict[str, Any]:
     here = os.fspath(Path(__file__).resolve().parent)
-    paths = os.pathsep.join(
-        filter(None, (here, os.fspath(Path(here).parent), os.environ.get("PYTHONPATH", "")))
-    )
+    paths = os.pathsep.join(filter(None, (here, os.fspath(Path(here).parent), os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
         [
             sys.executable,
@@ -610,9 +622,7 @@ def one_cell(size: str, threads: int, chunk: int) -> dict[str, Any]:
     )
     if done.returncode:
         return {
-            "why": done.stderr.strip().splitlines()[-1]
-            if done.stderr.strip()
-            else f"it ended with {done.returncode}"
+            "why": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"it ended with {done.returncode}"
         }
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -636,7 +646,7 @@ def sweep_report(sizes: list[str], records: Records, device: torch.device) -> st
     return "\n".join(["# Chunks and threads of the fused step", *told, "", graphics(device), report.here()])
 
 
-# -- all ---------------------------------------------------------------------------------------------------------------------------
+# -- all ---------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -647,9 +657,7 @@ def main() -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="see that the CPU's part runs: tiny, two rounds, one thread"
     )
-    parser.add_argument(
-        "--sweep", action="store_true", help="chunks and threads of our kernels, at 124M (or --size)"
-    )
+    parser.add_argument("--sweep", action="store_true", help="chunks and threads of our kernels, at 124M (or --size)")
     parser.add_argument("--cell", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--size", nargs="*", choices=list(CPU_ROUNDS), help="parameters (10M and 124M on a CPU, all on a GPU)"
@@ -680,14 +688,10 @@ def main() -> None:
         return
     device = torch.device("cuda", torch.cuda.current_device())
     launcher = launcher_for(device)
-    if isinstance(launcher, Unavailable):
-        raise SystemExit(f"our kernels do not run here: {launcher.reason}. --cpu measures the CPU")
+    if isinstance(launcher, str):
+        raise SystemExit(f"our kernels do not run here: {launcher}. --cpu measures the CPU")
     if asked.cell:
-        print(
-            json.dumps(
-                cell((asked.size or ["124M"])[0], asked.rounds or GPU_ROUNDS["124M"], device, launcher)
-            )
-        )
+        print(json.dumps(cell((asked.size or ["124M"])[0], asked.rounds or GPU_ROUNDS["124M"], device, launcher)))
     elif asked.sweep:
         report.hand_in(sweep_report(asked.size or ["124M"], records, device), asked.out)
     else:

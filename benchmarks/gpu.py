@@ -1,11 +1,11 @@
-"""What a GPU has to show, in one command of at most nine minutes: tests, fused step, training, fsdp, checkpoints, a step without a wait.
+"""What a GPU has to show, in at most nine minutes: tests, fused step, training, fsdp, checkpoints and waits.
 
     make gpu                                 # on a machine with one NVIDIA GPU; again: goes on where it stopped
     python benchmarks/gpu.py --rehearse      # tiny sizes on the CPU, the same code
 
-Each part is a process of its own, whose output and verdict go into a record as soon as it ends; a second run makes only the parts that
-the record lacks. A part prints what it would need to claim and whether it got that. The result file has the device, its driver, the
-versions, and all parts.
+Each part is a process of its own, whose output and verdict go into a record as soon as it ends; a second run makes only
+the parts that the record lacks. A part prints what it would need to claim and whether it got that. The result file has
+the device, its driver, the versions, and all parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WARM, STEPS, SAVES = 3, 10, 3
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 
 
-# -- parts that run other benchmarks -----------------------------------------------------------------------------------------------
+# -- parts that run other benchmarks -----------------------------------------------------------------------------------
 
 
 def commands(rehearse: bool, folder: Path) -> dict[str, tuple[list[str], int]]:
@@ -52,9 +52,7 @@ def commands(rehearse: bool, folder: Path) -> dict[str, tuple[list[str], int]]:
     return {
         "gpu tests": ([*tests, "-m", "gpu", *(["--collect-only"] if rehearse else [])], 150),
         "fused step": (
-            benchmark(
-                "fused_step", *(["--smoke"] if rehearse else ["--size", "10M", "124M", "1.5B", *record])
-            ),
+            benchmark("fused_step", *(["--smoke"] if rehearse else ["--size", "10M", "124M", "1.5B", *record])),
             120,
         ),
         "training": (benchmark("llm", *small), 240),
@@ -64,7 +62,7 @@ def commands(rehearse: bool, folder: Path) -> dict[str, tuple[list[str], int]]:
     }
 
 
-# -- parts of this file --------------------------------------------------------------------------------------------------------------
+# -- parts of this file ------------------------------------------------------------------------------------------------
 
 
 def made(device: torch.device, width: int, layers: int) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -79,13 +77,14 @@ def claim(text: str, met: bool) -> None:
 
 
 def checkpoint(device: torch.device, rehearse: bool) -> None:
-    """A save while training goes on: how long the loop is blocked, how much slower its steps are, when the files are on disk."""
+    """A save while training goes on.
+
+    How long the loop is blocked, how much slower its steps are, when the files are on disk.
+    """
     width, layers = (64, 4) if rehearse else (4096, 20)  # 335M parameters, 4.0 GB with AdamW's states
     found = {name: saved(device, width, layers, way) for name, way in WAYS.items()}
     head = ["", "blocked, s", "steps meanwhile, beside others", "durable, s"]
-    rows = [
-        [name, *(f"{statistics.median(column):.3f}" for column in zip(*each))] for name, each in found.items()
-    ]
+    rows = [[name, *(f"{statistics.median(column):.3f}" for column in zip(*each))] for name, each in found.items()]
     print(report.table(head, rows))
     ours, theirs = ([statistics.median(column) for column in zip(*each)] for each in found.values())
     words = (
@@ -132,7 +131,10 @@ WAYS = {"easymp": by_easymp, "DCP, async": by_dcp}
 
 
 def saved(device: torch.device, width: int, layers: int, way: Any) -> list[tuple[float, float, float]]:
-    """Of each save after the first one: seconds blocked, step time meanwhile / before, seconds until the files are on disk."""
+    """Of each save after the first one.
+
+    Seconds blocked, step time meanwhile / before, seconds until the files are on disk.
+    """
     found = []
     with tempfile.TemporaryDirectory() as there:
         model, optimizer, backward, save, close = way(device, *made(device, width, layers), Path(there))
@@ -210,7 +212,7 @@ def timeline(device: torch.device, rehearse: bool) -> None:
         accelerator.end_training()
 
 
-# -- all ---------------------------------------------------------------------------------------------------------------------------
+# -- all ---------------------------------------------------------------------------------------------------------------
 
 
 def device_line() -> str:
@@ -250,9 +252,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="forget the record")
     parser.add_argument("--only", nargs="*", metavar="PART", help="these parts")
     parser.add_argument("--seconds", type=float, default=530, help="for all of it (530)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "easymp-gpu", help="of the record"
-    )
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "easymp-gpu", help="of the record")
     parser.add_argument("--part", choices=["checkpoint", "timeline"], help=argparse.SUPPRESS)
     gpu = torch.cuda.is_available() and "--rehearse" not in sys.argv
     report.options(parser, "gpu" if gpu else "gpu-rehearsal", torch.cuda.get_device_name() if gpu else None)
@@ -277,9 +277,7 @@ def main() -> None:
             print(f"{name}: no time is left; the next run makes it", file=sys.stderr)
             continue
         done[name] = run(words, min(left, most))
-        print(
-            f"{name}: {done[name]['seconds']} s, exit code {done[name]['code']}", file=sys.stderr, flush=True
-        )
+        print(f"{name}: {done[name]['seconds']} s, exit code {done[name]['code']}", file=sys.stderr, flush=True)
         record.write_text(json.dumps(done))
     parts = ["# On one GPU", report.here() + f"\n- {device_line()}"]
     for name, one in done.items():

@@ -2,15 +2,17 @@
 
     python benchmarks/import_time.py         # one table; --keep writes it to benchmarks/results
 
-Every figure is from interpreters started afresh, in turns, so that all meet the same neighbours; the median, with quartiles. Times
-beyond torch are taken inside the interpreter, after torch has been imported, so they hold nothing of torch's own second. Byte code
-is written and used, as in an installed package, also where PYTHONDONTWRITEBYTECODE is set.
+Every figure is from interpreters started afresh, in turns, so that all meet the same neighbours; the median, with
+quartiles. Times beyond torch are taken inside the interpreter, after torch has been imported, so they hold nothing of
+torch's own second. Byte code is written and used, as in an installed package, also where PYTHONDONTWRITEBYTECODE is
+set.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -21,7 +23,44 @@ from pathlib import Path
 import report
 
 FRESH = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-GOALS = {"easymp": 30, "easymp --help": 150}  # ms
+GOALS = {"easymp": 30, "easymp --help": 150, "program": 60}  # ms
+
+# One update of a small model; the words in braces are what plain torch and each wrapper say differently.
+PROGRAM = """
+import torch
+{begin}
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 8)), batch_size=64)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+{prepare}
+for (inputs,) in loader:
+    {backward}(model(inputs).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+{end}
+"""
+PREPARED = "model, optimizer, loader = acc.prepare(model, optimizer, loader)"
+PROGRAMS = {
+    "plain torch": PROGRAM.format(begin="", prepare="", backward="torch.Tensor.backward", end=""),
+    "easymp": PROGRAM.format(
+        begin="from easymp import Accelerator; acc = Accelerator(cpu=True)",
+        prepare=PREPARED,
+        backward="acc.backward",
+        end="acc.end_training()",
+    ),
+    "Accelerate": PROGRAM.format(
+        begin="from accelerate import Accelerator; acc = Accelerator(cpu=True)",
+        prepare=PREPARED,
+        backward="acc.backward",
+        end="acc.end_training()",
+    ),
+    "Fabric": PROGRAM.format(
+        begin="from lightning_fabric import Fabric; acc = Fabric(accelerator='cpu', devices=1)",
+        prepare="model, optimizer = acc.setup(model, optimizer); loader = acc.setup_dataloaders(loader)",
+        backward="acc.backward",
+        end="",
+    ),
+}
 
 
 def inside(before: str, timed: str) -> Callable[[], float]:
@@ -29,9 +68,7 @@ def inside(before: str, timed: str) -> Callable[[], float]:
     code = f"import time\n{before}\nbegin = time.perf_counter()\n{timed}\nprint((time.perf_counter() - begin) * 1e3)"
 
     def once() -> float:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=FRESH
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=FRESH)
         return float(done.stdout.split()[-1])
 
     return once
@@ -46,6 +83,19 @@ def whole(*command: str) -> Callable[[], float]:
         return (time.perf_counter() - begin) * 1e3
 
     return once
+
+
+def processor_time(program: str) -> float:
+    """Milliseconds of processor time, user and system, of `program` as a whole process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, env=FRESH)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) * 1e3
+
+
+def beyond_torch(name: str) -> Callable[[], float]:
+    """Processor time of the one-step program of `name` beyond that of plain torch, run just before."""
+    return lambda: -processor_time(PROGRAMS["plain torch"]) + processor_time(PROGRAMS[name])
 
 
 def command_line() -> list[str]:
@@ -81,6 +131,9 @@ CASES: list[tuple[str, str, Callable[[], float]]] = [
     ),
     ("`python -c pass`, the whole command", "", whole(sys.executable, "-c", "pass")),
     ("`easymp --help`, the whole command", "easymp --help", whole(*command_line(), "--help")),
+    ("a program of one step, processor time beyond plain torch: easymp", "program", beyond_torch("easymp")),
+    ("the same: Accelerate", "", beyond_torch("Accelerate")),
+    ("the same: Fabric", "", beyond_torch("Fabric")),
 ]
 
 

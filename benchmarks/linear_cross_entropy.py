@@ -1,10 +1,11 @@
-"""Loss of a language model's head: easymp's linear_cross_entropy beside the plain pair and torch's own, in time, memory and error.
+"""Loss of a language model's head: easymp's linear_cross_entropy, the plain pair and torch's; time, memory and error.
 
-    python benchmarks/linear_cross_entropy.py            # one table for each precision; --keep writes them to benchmarks/results
+    python benchmarks/linear_cross_entropy.py            # one table for each precision; --keep writes them to
+    benchmarks/results
 
-Each contender computes the loss of the same tokens and the gradients of hidden states and weight. Time is the median of rounds in which
-the contenders take turns. Memory is the peak of the process above what it held before the first call, in a process of its own. The
-error is that of the gradients, relative to the plain pair in fp64.
+Each contender computes the loss of the same tokens and the gradients of hidden states and weight. Time is the median of
+rounds in which the contenders take turns. Memory is the peak of the process above what it held before the first call,
+in a process of its own. The error is that of the gradients, relative to the plain pair in fp64.
 """
 
 from __future__ import annotations
@@ -63,9 +64,7 @@ def made(size: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def gradients(
-    loss: Loss, data: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype | None
-) -> tuple[Tensor, ...]:
+def gradients(loss: Loss, data: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     with torch.autocast(data[0].device.type, dtype, enabled=dtype is not None):
         value = loss(*data)
     return torch.autograd.grad(value, data[:2])
@@ -124,9 +123,7 @@ def main() -> None:
                 "--device",
                 arguments.device,
             ]
-            told = subprocess.run(
-                [*words_, "--peak", name, precision], capture_output=True, text=True, check=True
-            )
+            told = subprocess.run([*words_, "--peak", name, precision], capture_output=True, text=True, check=True)
             off = error(gradients(loss, data, dtype), right)
             rows.append(
                 [

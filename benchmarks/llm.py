@@ -1,18 +1,18 @@
-"""Training a language model end to end: hand-tuned PyTorch, easymp with the same words, Accelerate as its users write it.
+"""Training a language model end to end: tuned PyTorch, easymp with the same words, Accelerate as its users write it.
 
-    python benchmarks/llm.py --cpu              # a GPT of 10M parameters on this CPU, one and two processes; --keep writes the result
-    python benchmarks/llm.py                    # on an NVIDIA GPU: 124M and 1B parameters, eager and compiled, bf16 and fp8
-    python benchmarks/llm.py --rehearse         # tiny sizes: see that it runs
+    python benchmarks/llm.py --cpu              # a GPT of 10M parameters on this CPU, one and two processes; --keep
+    writes the result python benchmarks/llm.py                    # on an NVIDIA GPU: 124M and 1B parameters, eager and
+    compiled, bf16 and fp8 python benchmarks/llm.py --rehearse         # tiny sizes: see that it runs
 
-The data are the bytes of the standard library's source text. An update is two micro-batches, clipping and AdamW; rows with micro-batches
-of one sequence show more of what a wrapper adds to the model's products. All contenders of a row live in one process (or two, by DDP) and
-take turns, an update each, every time in another order. A ratio is the median over the rounds of (contender / by hand) in the same round,
-with the quartiles behind it; the loop by hand runs twice, and its second copy shows what the method makes of no difference at all. Before
-anything is timed, the losses of three updates must agree.
+The data are the bytes of the standard library's source text. An update is two micro-batches, clipping and AdamW; rows
+with micro-batches of one sequence show more of what a wrapper adds to the model's products. All contenders of a row
+live in one process (or two, by DDP) and take turns, an update each, every time in another order. A ratio is the median
+over the rounds of (contender / by hand) in the same round, with the quartiles behind it; the loop by hand runs twice,
+and its second copy shows what the method makes of no difference at all. Before anything is timed, the losses of three
+updates must agree.
 
-Memory is the peak of these three updates above what was there before: on CPUs the bytes of all tensors that operations make, on GPUs
-what the caching allocator counts. MFU is the share of the GPU's peak that the model's products take: 6 FLOPs a token and parameter, and
-12 × layers × width × length for attention.
+Memory is the peak of these three updates above what was there before: on CPUs the bytes of all tensors that operations
+make, on GPUs what the caching allocator counts.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ from strategies import Alive
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
-
-from easymp.hardware.gpus import peak_flops
 
 ACCUMULATION, CLIP, CHECKED = 2, 1.0, 3
 SIZES = {  # width, blocks, words, length of a sequence, sequences of a micro-batch
@@ -90,7 +88,7 @@ def rows(where: str, fsdp: bool = False) -> list[Row]:
     return [*eager, *(Row(r.size, 1, p, True, "cuda") for r in eager for p in ("bf16", "fp8"))]
 
 
-# -- the model and its data ----------------------------------------------------------------------------------------------------
+# -- the model and its data --------------------------------------------------------------------------------------------
 
 
 class RotaryBlock(nn.Module):
@@ -176,20 +174,21 @@ class Job:
         self.data, self.batch = Text(length), batch
 
     def loader(self, sampler: Any = None) -> DataLoader[Any]:
-        return DataLoader(
-            self.data, self.batch, sampler=sampler, pin_memory=self.row.device == "cuda", drop_last=True
-        )
+        return DataLoader(self.data, self.batch, sampler=sampler, pin_memory=self.row.device == "cuda", drop_last=True)
 
 
 def loss_of(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-# -- the contenders: each `next` is an update, and gives the loss of its last micro-batch -----------------------------------------
+# -- the contenders: each `next` is an update, and gives the loss of its last micro-batch ------------------------------
 
 
 def by_hand(job: Job) -> Iterator[Tensor]:
-    """What a performance engineer writes: fused AdamW and clipping, blocks compiled one by one, reduction only where it counts."""
+    """What a performance engineer writes.
+
+    Fused AdamW and clipping, blocks compiled one by one, reduction only where it counts.
+    """
     row, model = job.row, job.model
     if row.sharded:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -259,9 +258,7 @@ def by_accelerate(job: Job) -> Iterator[Tensor]:
 
     row = job.row
     words: dict[str, Any] = {"mixed_precision": row.precision, "gradient_accumulation_steps": ACCUMULATION}
-    accelerator = Accelerator(
-        **words, cpu=row.device == "cpu", dynamo_backend="inductor" if row.compiled else "no"
-    )
+    accelerator = Accelerator(**words, cpu=row.device == "cpu", dynamo_backend="inductor" if row.compiled else "no")
     return by_wrapper(job, accelerator)
 
 
@@ -276,12 +273,10 @@ def contenders(row: Row) -> dict[str, Callable[[Job], Iterator[Tensor]]]:
     return every
 
 
-# -- one row, inside processes of its own --------------------------------------------------------------------------------------------
+# -- one row, inside processes of its own ------------------------------------------------------------------------------
 
 
-def begin(
-    contender: Callable[[Job], Iterator[Tensor]], row: Row
-) -> tuple[Iterator[Tensor], int, list[float]]:
+def begin(contender: Callable[[Job], Iterator[Tensor]], row: Row) -> tuple[Iterator[Tensor], int, list[float]]:
     """A contender after its first updates: the peak of memory in them, above the start, and their losses."""
     gc.collect()
     device = torch.device(row.device)
@@ -324,9 +319,7 @@ def worker(row: Row, rounds: int, seconds: float, out: Path) -> None:
     near = 0.05 if row.precision == "fp8" else 0.01
     for name, losses in firsts.items():
         if any(abs(a - b) > near * abs(b) for a, b in zip(losses, firsts[HAND])):
-            raise SystemExit(
-                f"{name} trains otherwise than the loop by hand: losses {losses}, not {firsts[HAND]}"
-            )
+            raise SystemExit(f"{name} trains otherwise than the loop by hand: losses {losses}, not {firsts[HAND]}")
     times: dict[str, list[float]] = {name: [] for name in runs}
     names, began = list(runs), time.monotonic()
     gc.collect()
@@ -350,7 +343,7 @@ def worker(row: Row, rounds: int, seconds: float, out: Path) -> None:
                 times[name].append(time.perf_counter() - start)
     if not dist.is_initialized() or dist.get_rank() == 0:
         job = Job(row)
-        told = {"times": times, "peaks": peaks, "tokens": job.tokens, "flops": flops(job)}
+        told = {"times": times, "peaks": peaks, "tokens": job.tokens}
         out.write_text(json.dumps(told))
     if dist.is_initialized():
         del runs
@@ -358,14 +351,7 @@ def worker(row: Row, rounds: int, seconds: float, out: Path) -> None:
         dist.barrier()
 
 
-def flops(job: Job) -> int:
-    """Of the model's products, forward and backward, a token."""
-    width, blocks, _, length, _ = SIZES[job.row.size]
-    held = sum(p.numel() for p in job.model.parameters()) - job.model.embed.weight.numel()
-    return 6 * held + 12 * blocks * width * length
-
-
-# -- all rows ------------------------------------------------------------------------------------------------------------------------
+# -- all rows ----------------------------------------------------------------------------------------------------------
 
 
 def launched(row: Row, rounds: int, seconds: float) -> dict[str, Any]:
@@ -392,9 +378,7 @@ def launched(row: Row, rounds: int, seconds: float) -> dict[str, Any]:
 
 def ratio(told: dict[str, Any], name: str, base: str) -> tuple[float, float, float]:
     """Median and quartiles of tokens/s over those of `base` in the same round."""
-    low, middle, high = statistics.quantiles(
-        [b / a for a, b in zip(told["times"][name], told["times"][base])], n=4
-    )
+    low, middle, high = statistics.quantiles([b / a for a, b in zip(told["times"][name], told["times"][base])], n=4)
     return middle, low, high
 
 
@@ -417,16 +401,16 @@ def claims(row: Row, told: dict[str, Any]) -> Iterator[tuple[str, bool]]:
 def section(row: Row, told: dict[str, Any]) -> str:
     if "failed" in told:
         return f"## {row.name}\n\nfails: {told['failed'][0]}"
-    speed = peak_flops(torch.cuda.get_device_name(), row.precision) if row.device == "cuda" else None
     lines = []
     for name, times in told["times"].items():
         each = told["tokens"] / statistics.median(times)
         beside = "" if name == HAND else "{:.3f} ({:.3f} … {:.3f})".format(*ratio(told, name, HAND))
-        mfu = f"{each * told['flops'] / speed:.1%}" if speed else "–"
-        lines.append([name, f"{each:,.0f}", beside, mfu, f"{told['peaks'][name] / 2**20:,.1f}"])
-    head = ["", "tokens/s", "beside by hand", "MFU", "peak, MiB"]
+        lines.append([name, f"{each:,.0f}", beside, f"{told['peaks'][name] / 2**20:,.1f}"])
+    head = ["", "tokens/s", "beside by hand", "peak, MiB"]
     count = len(told["times"][HAND])
-    return f"## {row.name}\n\n{count} rounds of one update, {told['tokens']:,} tokens each.\n\n{report.table(head, lines)}"
+    return (
+        f"## {row.name}\n\n{count} rounds of one update, {told['tokens']:,} tokens each.\n\n{report.table(head, lines)}"
+    )
 
 
 def main() -> None:
@@ -454,16 +438,8 @@ def main() -> None:
         row: launched(row, rounds, asked.seconds)
         for row in rows("rehearse" if asked.rehearse else "cpu" if on_cpu else "cuda", asked.fsdp)
     }
-    said = [
-        f"- {'yes' if met else 'NO'}: {text}"
-        for row, told in results.items()
-        for text, met in claims(row, told)
-    ]
-    absent = (
-        []
-        if find_spec("accelerate")
-        else ["Accelerate is left out: it is not installed (the extra 'bench')."]
-    )
+    said = [f"- {'yes' if met else 'NO'}: {text}" for row, told in results.items() for text, met in claims(row, told)]
+    absent = [] if find_spec("accelerate") else ["Accelerate is left out: it is not installed (the extra 'bench')."]
     parts = [
         "# Training a language model",
         report.here(*(["accelerate"] if not absent else [])),

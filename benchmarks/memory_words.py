@@ -1,6 +1,7 @@
 """Bytes that each word for less memory saves on a CPU, beside the prediction of easymp.memory.
 
-Activations: the most that is alive in one training step beside parameters, their gradients and optimizer states. Gradients: the most
+Activations: the most that is alive in one training step beside parameters, their gradients and optimizer states.
+    Gradients: the most
 behind ``.grad`` at once.
 Offload runs on a CPU as its plumbing alone: the bytes that it moves.
 
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import easymp
-from easymp import Accelerator
+from easymp import Accelerator, Settings
 from easymp.strategies.transforms import Offload
 
 if __package__:
@@ -88,7 +89,7 @@ def prepared(acc: Accelerator) -> tuple[Any, Any, Tensor]:
 
 def activations(precision: Any, **words: Any) -> tuple[int, int]:
     """Bytes at the most in the second step, and as predicted."""
-    with Accelerator(cpu=True, mixed_precision=precision, **words) as acc:
+    with Accelerator(cpu=True, settings=Settings(mixed_precision=precision, **words)) as acc:
         model, optimizer, x = prepared(acc)
         acc.backward(model(x).sum())  # where a size is given, this counts blocks
         optimizer.step()
@@ -103,8 +104,10 @@ def activations(precision: Any, **words: Any) -> tuple[int, int]:
 
 def most_gradients(strategy: str, options: Any = None, **words: Any) -> tuple[int, int]:
     """Bytes at the most, and as predicted."""
-    most, how = 0, {**words, "strategy": strategy}
-    with Accelerator(cpu=True, mixed_precision="no", strategy_options=options, **how) as acc:
+    most = 0
+    with Accelerator(
+        cpu=True, mixed_precision="no", strategy=strategy, strategy_options=options, settings=Settings(**words)
+    ) as acc:
         model, optimizer, x = prepared(acc)
         step_now = optimizer.step_now
 
@@ -119,7 +122,7 @@ def most_gradients(strategy: str, options: Any = None, **words: Any) -> tuple[in
         count()
         optimizer.step()
         world = acc.num_processes
-    need = easymp.memory.estimate(Model(), world=world, options=options, **how)
+    need = easymp.memory.estimate(Model(), strategy=strategy, world=world, options=options, **words)
     return most, need.gradients
 
 
@@ -204,7 +207,8 @@ def main() -> None:
         for name, (most, predicted) in found.items()
     ]
     count = f"{sum(p.numel() for p in Model().parameters()):,} parameters"
-    text = f"# What words for less memory save\n\n{here()}\n\n{count} in {LAYERS} blocks, {BATCH} × {LENGTH} × {WIDTH} inputs.\n\n"
+    text = f"# What words for less memory save\n\n{here()}\n\n"
+    text += f"{count} in {LAYERS} blocks, {BATCH} × {LENGTH} × {WIDTH} inputs.\n\n"
     text += table(["bytes of activations", "measured", "predicted", "difference"], rows(found))
     text += "\n\n" + table(["bytes of gradients", "measured", "predicted", "difference"], rows(of_gradients))
     hand_in(text, arguments.out)

@@ -2,20 +2,21 @@
 
     python benchmarks/overhead.py            # one table; --keep writes it to benchmarks/results
 
-Each row is a process (or two, with DDP over gloo) of its own, in which the contenders take turns: a few micro-steps each, then
-the next, hundreds of times, each time in another order. A turn begins with untimed micro-steps, so that no contender pays for the
-caches another has filled. The figure is the median over the rounds of (contender − hand-written) in the same round, with the
-quartiles behind it. The hand-written loop runs twice; the second copy shows what the method makes of no difference at all.
+Each row is a process (or two, with DDP over gloo) of its own, in which the contenders take turns: a few micro-steps
+each, then the next, hundreds of times, each time in another order. A turn begins with untimed micro-steps, so that no
+contender pays for the caches another has filled. The figure is the median over the rounds of (contender − hand-written)
+in the same round, with the quartiles behind it. The hand-written loop runs twice; the second copy shows what the method
+makes of no difference at all.
 
-Two clocks: the main thread's processor time, which is what a wrapper itself costs and does not move when other programs want the
-same cores, and the time on the wall, which on two processes is mostly waiting for gloo.
+Two clocks: the main thread's processor time, which is what a wrapper itself costs and does not move when other programs
+want the same cores, and the time on the wall, which on two processes is mostly waiting for gloo.
 
-All have the same tiny model (one that does real work would hide the difference), the same data in memory, a DataLoader of their own
-with shuffle=True, num_workers=0, and AdamW(fused=True), so that nobody wins by another implementation of the step. Before
-anything is timed, all train on the same batches and must end at the same parameters.
+All have the same tiny model (one that does real work would hide the difference), the same data in memory, a DataLoader
+of their own with shuffle=True, num_workers=0, and AdamW(fused=True), so that nobody wins by another implementation of
+the step. Before anything is timed, all train on the same batches and must end at the same parameters.
 
-What the contenders share in a process: the process group, and torch's global hooks. easymp registers one optimizer hook where
-windows are counted; it runs in every contender's step in the rows with accumulation.
+What the contenders share in a process: the process group, and torch's global hooks. easymp registers one optimizer hook
+where windows are counted; it runs in every contender's step in the rows with accumulation.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Job:
         return DataLoader(self.data, BATCH, shuffle=self.shuffle)
 
 
-# -- the contenders: loops as their users write them; each `next` of a loop is one micro-step -----------------------------
+# -- the contenders: loops as their users write them; each `next` of a loop is one micro-step --------------------------
 
 
 def by_hand(job: Job) -> Iterator[None]:
@@ -232,7 +233,7 @@ CONTENDERS: dict[str, Callable[[Job], Iterator[None]]] = {
 }
 
 
-# -- one row, inside a process of its own ----------------------------------------------------------------------------------
+# -- one row, inside a process of its own ------------------------------------------------------------------------------
 
 
 def check(row: Row) -> None:
@@ -298,7 +299,7 @@ def worker(row: Row, rounds: int, steps: int, out: Path) -> None:
         dist.barrier()
 
 
-# -- all rows ----------------------------------------------------------------------------------------------------------------
+# -- all rows ----------------------------------------------------------------------------------------------------------
 
 
 def timed(row: Row, processes: int, rounds: int, steps: int) -> Times:
@@ -318,9 +319,7 @@ def timed(row: Row, processes: int, rounds: int, steps: int) -> Times:
         launch = [] if processes == 1 else ["-m", "easymp", "launch", "--processes", str(processes)]
         done = subprocess.run([sys.executable, *launch, *script], capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(
-                f"row {row.name!r} on {processes} process(es) failed:\n{done.stdout}{done.stderr}"
-            )
+            raise SystemExit(f"row {row.name!r} on {processes} process(es) failed:\n{done.stdout}{done.stderr}")
         return json.loads(out.read_text())
 
 
@@ -345,9 +344,7 @@ def verdict(results: dict[str, Times]) -> str:
     lost = [
         row
         for row, clocks in results.items()
-        if any(
-            beyond(clocks["processor"], "easymp")[0] >= beyond(clocks["processor"], name)[0] for name in PEERS
-        )
+        if any(beyond(clocks["processor"], "easymp")[0] >= beyond(clocks["processor"], name)[0] for name in PEERS)
     ]
     first = (
         f"easymp is not the least of the three in: {'; '.join(lost)}"
@@ -367,13 +364,9 @@ def verdict(results: dict[str, Times]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=300, help="turns of each contender (300)")
-    parser.add_argument(
-        "--steps", type=int, default=12, help="timed micro-steps a turn, a multiple of 4 (12)"
-    )
+    parser.add_argument("--steps", type=int, default=12, help="timed micro-steps a turn, a multiple of 4 (12)")
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2], metavar="N", help="(1 2)")
-    parser.add_argument(
-        "--only", nargs="*", metavar="ROW", choices=[row.name for row in ROWS], help="these rows"
-    )
+    parser.add_argument("--only", nargs="*", metavar="ROW", choices=[row.name for row in ROWS], help="these rows")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
     if "--times" in sys.argv:

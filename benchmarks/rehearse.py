@@ -1,10 +1,11 @@
-"""Rehearse a Llama-like model of 70 billion parameters on 64, 512 and 4,096 ranks: seconds and memory of `easymp rehearse` here.
+"""Rehearse a Llama-like model of 70 billion parameters on 64, 512 and 4,096 ranks: what `easymp rehearse` takes.
 
     python benchmarks/rehearse.py --keep          all layouts and numbers of ranks
     python benchmarks/rehearse.py --ranks 64 --layouts fsdp
     python benchmarks/rehearse.py --train --layers 4     this file as the script that is rehearsed
 
-The model has Llama 3 70B's shapes: 80 layers, 8192 wide, 64 heads over 8 of keys and values, 28672 in the middle, 128256 words.
+The model has Llama 3 70B's shapes: 80 layers, 8192 wide, 64 heads over 8 of keys and values, 28672 in the middle,
+128256 words.
 """
 
 from __future__ import annotations
@@ -57,9 +58,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (
-            part(y).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v)
-        )
+        q, k, v = (part(y).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         y = self.norm2(x)
@@ -116,9 +115,7 @@ def measure(layout: str, ranks: int) -> list[str]:
         "8xH100",
     ]
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(
-        [*command, *sets, "--json", "--", "--train"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, *sets, "--json", "--", "--train"], capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - begun
     if done.returncode == 2:
         sys.exit(f"{done.stdout}{done.stderr}")
@@ -147,9 +144,9 @@ def main() -> None:
         for ranks in args.ranks:
             rows.append(measure(layout, ranks))
             print(*rows[-1], flush=True)
-    text = "80 layers, 8192 wide, 70.6 billion parameters on meta; bf16, AdamW, recomputed blocks, a sample of 4,096 tokens a rank, "
-    text += "8xH100 a node. Peak: of the fullest of the three ranks that run. Seconds, also those of all "
-    text += "processors together, and memory of the largest process: here."
+    text = "80 layers, 8192 wide, 70.6 billion parameters on meta; bf16, AdamW, recomputed blocks, "
+    text += "a sample of 4,096 tokens a rank, 8xH100 a node. Peak: of the fullest of the three ranks that run. "
+    text += "Seconds, also those of all processors together, and memory of the largest process: here."
     hand_in(
         f"# Rehearsals of a model of 70 billion parameters\n\n{here()}\n\n{text}\n\n" + table(head, rows),
         args.out,

@@ -22,10 +22,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [list(map(str, head)), *(list(map(str, row)) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     rule = [f"{'-' * widths[0]}", *(f"{'-' * (w - 1)}:" for w in widths[1:])]
-    told = [
-        [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
-        for line in lines
-    ]
+    told = [[line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in [told[0], rule, *told[1:]])
 
 

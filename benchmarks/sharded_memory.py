@@ -1,7 +1,8 @@
 """Bytes that a sharded model gathers, and bytes of whole weights that stay: easymp's fsdp beside torch's fully_shard.
 
-Two gloo processes on this machine, one model, each precision. Gathered: outputs of all collectives that gather, in one forward and in
-one backward. Alive: storages of whole weights, or of copies of them, that autograd keeps when forward has ended.
+Two gloo processes on this machine, one model, each precision. Gathered: outputs of all collectives that gather, in one
+forward and in one backward. Alive: storages of whole weights, or of copies of them, that autograd keeps when forward
+has ended.
 
     python benchmarks/sharded_memory.py
 """
@@ -132,7 +133,8 @@ def main() -> None:
             )
     count = sum(p.numel() for p in Model().parameters())
     head = ["", "gathered in forward", "alive after forward", "gathered in backward", "largest difference"]
-    text = f"# What a sharded model gathers and keeps\n\n{here()}\n\n{count:,} parameters, 2 processes, gloo; bytes a rank.\n\n"
+    text = f"# What a sharded model gathers and keeps\n\n{here()}\n\n"
+    text += f"{count:,} parameters, 2 processes, gloo; bytes a rank.\n\n"
     hand_in(text + table(head, rows), arguments.out)
 
 

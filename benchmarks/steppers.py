@@ -1,25 +1,29 @@
-"""Who runs the step after backward in `fused_step`, and on what: lists of tensors as GPTs have them, and the loops of their users."""
+"""Who runs the step after backward in `fused_step`, and on what.
+
+Lists of tensors as GPTs have them, and the loops of their users.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, GradScalerKwargs
+from easymp import Accelerator, GradScalerKwargs, Settings
 from easymp.cuda.cupy_launcher import CupyLauncher
 from easymp.cuda.rounding import Rounding
 from easymp.cuda.rule import Scale
 from easymp.cuda.step import EMA, FusedStep
-from easymp.optim import AdamW, Engine
+from easymp.optim import Engine
 from easymp.optim import engine as torch_engine
-from easymp.optim.torch_optimizers import ADAM
+from easymp.optim.rules import ADAM
 
-# Name → vocabulary, length, width, blocks; "tiny" has 35k parameters. The last three are GPT-2's small, medium and extra large.
+# Name → vocabulary, length, width, blocks; "tiny" has 35k parameters. The last three are GPT-2's small, medium and
+# extra large.
 SIZES = {
     "8k": (64, 16, 16, 2),
     "16k": (64, 16, 24, 2),
@@ -59,13 +63,14 @@ def count(size: str) -> int:
 
 
 class Job:
-    """Parameters with gradients and moments, which all contenders of a table share: their steps take turns on the same tensors.
+    """Parameters with gradients and moments, which the contenders of a table share: they step the same tensors in turn.
 
-    Gradients are beyond the clip at first. torch's loops divide and clip them in memory, each time again, and at a scale of 1 and a norm
-    of 1 they stay what they are.
+    Gradients are beyond the clip at first. torch's loops divide and clip them in memory, each time again, and at a
+    scale of 1 and a norm of 1 they stay what they are.
 
     Args:
-        kind: "fp32", "ema" (with averages of the weights), "masters" (bf16 weights and gradients, stepped in fp32) or "bf16" (all of it).
+        kind: "fp32", "ema" (with averages of the weights), "masters" (bf16 weights and gradients, stepped in fp32) or
+            "bf16" (all of it).
         launcher: of our kernels.
         scale: of the loss; gradients are so many times larger.
     """
@@ -81,16 +86,12 @@ class Job:
         self.kind, self.device, self.launcher = kind, device, launcher
         made = torch.Generator(device).manual_seed(0)
         low = torch.bfloat16 if kind in ("masters", "bf16") else torch.float32
-        self.parameters = [
-            nn.Parameter(self._random(shape, made).mul_(0.02).to(low)) for shape in shapes(size)
-        ]
+        self.parameters = [nn.Parameter(self._random(shape, made).mul_(0.02).to(low)) for shape in shapes(size)]
         for p in self.parameters:
             p.grad = self._random(tuple(p.shape), made).mul_(0.01 * scale).to(low)
         self.scaling = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)  # as `Scale.state` has it
         self.scale = self.scaling[:1].view(torch.float32)[0].fill_(scale)
-        self.masters = (
-            [nn.Parameter(p.detach().float()) for p in self.parameters] if kind == "masters" else []
-        )
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters] if kind == "masters" else []
         self.held = self.masters or self.parameters  # by optimizers
         self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.held]
         self.averages = [p.detach().clone() for p in self.held] if kind == "ema" else []
@@ -133,7 +134,7 @@ class Contender:
     ours: bool = False
 
 
-# -- torch's loops ---------------------------------------------------------------------------------------------------------------
+# -- torch's loops -----------------------------------------------------------------------------------------------------
 
 
 def clip(job: Job) -> None:
@@ -197,7 +198,7 @@ def clip_fused_masters(job: Job) -> tuple[Run, str]:
     return run, ""
 
 
-# -- easymp's ----------------------------------------------------------------------------------------------------------------------
+# -- easymp's ----------------------------------------------------------------------------------------------------------
 
 
 def grad_scale(job: Job) -> tuple[Run, str]:
@@ -267,7 +268,7 @@ def accelerator(precision: str) -> Make:
     def make(job: Job) -> tuple[Run, str]:
         start = GradScalerKwargs(init_scale=float(job.scale), growth_interval=NEVER)
         accelerated = Accelerator(
-            mixed_precision=precision, cpu=job.device.type == "cpu", kwargs_handlers=[start]
+            mixed_precision=precision, cpu=job.device.type == "cpu", settings=Settings(scaler_options=start)
         )
         _, optimizer = accelerated.prepare(nn.ParameterList(job.parameters), job.optimizer())
         scaler, loss = accelerated.scaler, torch.zeros((), device=job.device)
@@ -301,35 +302,36 @@ def worth_from(least: float, make: Make) -> Make:
 
 def own(job: Job) -> tuple[Run, str]:
     """Without an Accelerator."""
-    optimizer = cast(AdamW, job.optimizer(AdamW))
+    engine = Engine(job.optimizer(fused=True))
 
     def run() -> None:
-        optimizer.clip_grad_norm_(MAX_NORM)
-        optimizer.step()
+        engine.clip_grad_norm_(MAX_NORM)
+        engine.step()
 
-    return run, optimizer.engine.name
+    return run, engine.name
 
 
 def scaler_own(job: Job) -> tuple[Run, str]:
     """With torch's scaler, which divides in memory."""
-    optimizer = cast(AdamW, job.optimizer(AdamW))
+    optimizer = job.optimizer(fused=True)
+    engine = Engine(optimizer)
     scaler = torch.amp.GradScaler(job.device.type, init_scale=float(job.scale), growth_interval=NEVER)
     scaler.scale(torch.zeros((), device=job.device))
 
     def run() -> None:
         scaler.unscale_(optimizer)
-        optimizer.clip_grad_norm_(MAX_NORM)
-        scaler.step(optimizer)
+        engine.clip_grad_norm_(MAX_NORM)
+        engine.step()
         scaler.update()
 
-    return run, optimizer.engine.name
+    return run, engine.name
 
 
 SCALER_FUSED, FUSED = "GradScaler, clip, AdamW(fused)", "clip, AdamW(fused)"
 SCALER_FOREACH, FOREACH = "GradScaler, clip, AdamW(foreach)", "clip, AdamW(foreach)"
 KERNELS, GRAPH, FACTOR = "easymp, kernels", "easymp, kernels, as a CUDA graph", "grad_scale of AdamW(fused)"
 ACCELERATOR, ACCELERATOR_SCALED = "easymp, Accelerator", "easymp, Accelerator(fp16)"
-OWN, SCALER_OWN = "clip, easymp.optim.AdamW", "GradScaler, clip, easymp.optim.AdamW"
+OWN, SCALER_OWN = "clip, easymp.optim.Engine", "GradScaler, clip, easymp.optim.Engine"
 PLAIN = {
     FUSED: Contender(clip_and(fused=True), 40),
     FOREACH: Contender(clip_and(foreach=True), 92),
@@ -351,7 +353,8 @@ WORTH = {
     }
     for precision, scaled in (("no", False), ("fp16", True))
 }
-# Kind → contenders, that which others are measured by first. Bytes are those that an implementation cannot do without, as torch's does it.
+# Kind → contenders, that which others are measured by first. Bytes are those that an implementation cannot do without,
+# as torch's does it.
 KINDS: dict[str, dict[str, Contender]] = {
     "fp32": {
         SCALER_FUSED: SCALED[SCALER_FUSED],

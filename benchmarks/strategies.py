@@ -2,18 +2,20 @@
 
     python benchmarks/strategies.py            # one table; --keep writes it to benchmarks/results
 
-Each row is a launch of its own, over gloo on CPUs, or on GPUs where there are as many as the row has processes. In it the contenders
-take turns: a few steps each, then the next, in another order each time. A ratio is the median over the rounds of (easymp / by hand) in
-the same round, with the quartiles behind it. The first loop by hand runs twice; its second copy shows what the method makes of no
-difference at all. Before anything is timed, all train on the same batches, and their losses must agree.
+Each row is a launch of its own, over gloo on CPUs, or on GPUs where there are as many as the row has processes. In it
+the contenders take turns: a few steps each, then the next, in another order each time. A ratio is the median over the
+rounds of (easymp / by hand) in the same round, with the quartiles behind it. The first loop by hand runs twice; its
+second copy shows what the method makes of no difference at all. Before anything is timed, all train on the same
+batches, and their losses must agree.
 
-The model is a GPT of blocks in fp32 under AdamW(fused=True); a step is zero_grad, forward, backward, update. Where ranks share the data,
-each has its own sequences; under tensor and pipeline parallelism all have the same ones.
+The model is a GPT of blocks in fp32 under AdamW(fused=True); a step is zero_grad, forward, backward, update. Where
+ranks share the data, each has its own sequences; under tensor and pipeline parallelism all have the same ones.
 
-Memory is that of all tensors alive, made since before the model was built: at the peak of three steps, and after a step with gradients
-still there ("lasting": weights, gradients, optimizer states). On CPUs every operation's results are watched (not workspaces inside
-one, nor what gloo takes for itself); torch's profiler would miss what gloo's threads free. On GPUs the caching allocator counts. The
-fullest rank stands in the table, beside `easymp.training.memory.estimate`, which allocates nothing.
+Memory is that of all tensors alive, made since before the model was built: at the peak of three steps, and after a step
+with gradients still there ("lasting": weights, gradients, optimizer states). On CPUs every operation's results are
+watched (not workspaces inside one, nor what gloo takes for itself); torch's profiler would miss what gloo's threads
+free. On GPUs the caching allocator counts. The fullest rank stands in the table, beside
+`easymp.training.memory.estimate`, which allocates nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ MICRO = 4  # micro-batches of a pipeline
 EVERY = 4  # local steps between two averages
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 class GPT(nn.Module):
@@ -108,9 +110,7 @@ class Job:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         gpus = torch.cuda.is_available() and torch.cuda.device_count() >= self.world
-        self.device = (
-            torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu")
-        )
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu")
         self.slices = self.world if row.divides else 1
         torch.manual_seed(0)
         self.model = GPT(size)
@@ -124,14 +124,12 @@ class Job:
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Matrices of the blocks apart from the rest: fused AdamW takes no DTensors and plain tensors in one group."""
-        split = [
-            p for n, p in model.named_parameters() if n.split(".")[-2] in ("q", "k", "v", "up", "o", "down")
-        ]
+        split = [p for n, p in model.named_parameters() if n.split(".")[-2] in ("q", "k", "v", "up", "o", "down")]
         known = {id(p) for p in split}
         return [{"params": split}, {"params": [p for p in model.parameters() if id(p) not in known]}]
 
 
-# -- the contenders: each `next` is one step, and gives its loss -----------------------------------------------------------------
+# -- the contenders: each `next` is one step, and gives its loss -------------------------------------------------------
 
 
 def loop(
@@ -172,9 +170,7 @@ def zero_by_torch(job: Job) -> Iterator[Tensor]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = ddp_of(job)
-    return loop(
-        job, model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
-    )
+    return loop(job, model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True))
 
 
 def zero_by_rows(job: Job) -> Iterator[Tensor]:
@@ -361,11 +357,14 @@ def contenders(row: Row) -> dict[str, Callable[[Job], Iterator[Tensor]]]:
     return {**row.hands, AGAIN: next(iter(row.hands.values())), OURS: ours}
 
 
-# -- one row, inside a process of its own ----------------------------------------------------------------------------------
+# -- one row, inside a process of its own ------------------------------------------------------------------------------
 
 
 class Alive(TorchDispatchMode):
-    """While entered, knows the memory of all plain CPU tensors that operations make; of DTensors, that of the parts they wrap."""
+    """While entered, knows the memory of all plain CPU tensors that operations make.
+
+    Of DTensors, that of the parts they wrap.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,9 +380,7 @@ class Alive(TorchDispatchMode):
                 storage = item.untyped_storage()
                 key = storage._cdata
                 if key not in self._storages:
-                    self._storages[key] = weakref.ref(
-                        storage, lambda _, key=key: self._storages.pop(key, None)
-                    )
+                    self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
         self.peak = max(self.peak, self.now())
         return results
 
@@ -391,9 +388,7 @@ class Alive(TorchDispatchMode):
         return sum(there.nbytes() for ref in list(self._storages.values()) if (there := ref()) is not None)
 
 
-def footprint(
-    contender: Callable[[Job], Iterator[Tensor]], row: Row, size: str
-) -> tuple[int, int, list[float]]:
+def footprint(contender: Callable[[Job], Iterator[Tensor]], row: Row, size: str) -> tuple[int, int, list[float]]:
     """Bytes at the peak of three steps and after them, above the start, and the losses."""
 
     def steps() -> tuple[Iterator[Tensor], list[float]]:
@@ -475,7 +470,7 @@ def worker(row: Row, size: str, rounds: int, steps: int, out: Path) -> None:
         dist.barrier()
 
 
-# -- all rows ----------------------------------------------------------------------------------------------------------------
+# -- all rows ----------------------------------------------------------------------------------------------------------
 
 
 def refused(row: Row) -> str | None:
@@ -539,11 +534,7 @@ def tables(results: dict[str, dict[str, Any]], size: str) -> str:
         for hand in row.hands:
             middle = statistics.median(found["times"][hand]) * 1e3
             cells = ["{:.3f} ({:.3f} … {:.3f})".format(*ratio(found["times"], OURS, hand))]
-            again = (
-                ["{:.3f} ({:.3f} … {:.3f})".format(*ratio(found["times"], AGAIN, hand))]
-                if hand == first
-                else [""]
-            )
+            again = ["{:.3f} ({:.3f} … {:.3f})".format(*ratio(found["times"], AGAIN, hand))] if hand == first else [""]
             times.append([f"{row.name}, {row.processes}", hand, f"{middle:.0f}", *cells, *again])
             off = found["bytes"][OURS][1] / lasting - 1
             told = [f"{lasting / 2**20:.1f}", f"{off:+.1%}", mb[hand][0], mb[OURS][0], f"{peak / 2**20:.1f}"]
@@ -581,9 +572,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="turns of each contender (40)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps a turn (2)")
     parser.add_argument("--size", choices=list(SIZES), default="full", help="of the model (full)")
-    parser.add_argument(
-        "--only", nargs="*", metavar="STRATEGY", choices=[row.name for row in ROWS], help="these rows"
-    )
+    parser.add_argument("--only", nargs="*", metavar="STRATEGY", choices=[row.name for row in ROWS], help="these rows")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
     if "--times" in sys.argv:
@@ -603,9 +592,7 @@ def main() -> None:
     rows = [row for row in ROWS if not asked.only or row.name in asked.only]
     why_not = {row.name: said for row in rows if (said := refused(row))}
     results = {
-        row.name: launched(row, asked.size, asked.rounds, asked.steps)
-        for row in rows
-        if row.name not in why_not
+        row.name: launched(row, asked.size, asked.rounds, asked.steps) for row in rows if row.name not in why_not
     }
     width, blocks, words, length, each = SIZES[asked.size]
     count = sum(p.numel() for p in GPT(asked.size).parameters())
@@ -614,8 +601,10 @@ def main() -> None:
             "# Strategies beside plain torch",
             "",
             (
-                f"A GPT of {count / 1e6:.1f} million parameters ({blocks} blocks, {width} wide, {words} words), {each} sequences of "
-                f"{length} tokens a rank, AdamW; {asked.rounds} interleaved turns of {asked.steps} steps; ratios: median (quartiles)."
+                f"A GPT of {count / 1e6:.1f} million parameters ({blocks} blocks, {width} wide, {words} words), {each} "
+                "sequences of "
+                f"{length} tokens a rank, AdamW; {asked.rounds} interleaved turns of {asked.steps} steps; ratios: "
+                "median (quartiles)."
             ),
             "",
             tables(results, asked.size) if results else "",

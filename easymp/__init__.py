@@ -1,4 +1,4 @@
-"""easymp: a thin training wrapper for PyTorch that looks at the hardware, decides precision and parallelism, and says why.
+"""easymp: a thin training wrapper for PyTorch that reads the hardware, decides precision and parallelism, and says why.
 
 Names are loaded at first use, so that ``easymp --help`` does not wait for torch.
 """
@@ -12,6 +12,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator as Accelerator
+    from .base.parts import Part as Part
     from .base.pytree import concatenate as concatenate
     from .base.pytree import find_batch_size as find_batch_size
     from .base.pytree import recursively_apply as recursively_apply
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from .checkpoint.weights import load_weights as load_weights
     from .data import PreparedLoader as PreparedLoader
     from .data import skip_first_batches as skip_first_batches
-    from .data.source import NormalizeImages as NormalizeImages
-    from .distributed.processes import DistributedType as DistributedType
-    from .distributed.processes import PrecisionType as PrecisionType
     from .errors import BatchError as BatchError
     from .errors import CheckpointError as CheckpointError
     from .errors import EasympError as EasympError
@@ -49,10 +47,10 @@ if TYPE_CHECKING:
     from .options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from .options import GradientAccumulationPlugin as GradientAccumulationPlugin
     from .options import GradScalerKwargs as GradScalerKwargs
-    from .options import InitProcessGroupKwargs as InitProcessGroupKwargs
     from .options import LoggerType as LoggerType
     from .options import ProfileKwargs as ProfileKwargs
     from .options import ProjectConfiguration as ProjectConfiguration
+    from .parts.spikes import SpikeGuard as SpikeGuard
     from .plan import Plan as Plan
     from .plan import make_plan as make_plan
     from .protocols import Choice as Choice
@@ -80,29 +78,26 @@ if TYPE_CHECKING:
     from .training.collectives import reduce as reduce
     from .training.oom import find_executable_batch_size as find_executable_batch_size
     from .training.oom import release_memory as release_memory
-    from .training.state import AcceleratorState as AcceleratorState
-    from .training.state import GradientState as GradientState
-    from .training.state import PartialState as PartialState
     from .training.wrapper import forward_method as forward_method
 
 # The module of each public name, the same as the imports above; tests/test_public.py compares the two.
 _HOMES = {
     "accelerator": "Accelerator",
+    "base.parts": "Part",
     "base.pytree": "concatenate find_batch_size recursively_apply send_to_device",
     "base.rng": "set_seed",
     "checkpoint.huggingface": "load",
     "checkpoint.weights": "load_weights",
     "data": "PreparedLoader skip_first_batches",
-    "data.source": "NormalizeImages",
-    "distributed.processes": "DistributedType PrecisionType",
     "errors": "BatchError CheckpointError EasympError EasympWarning KernelError NonfiniteError "
     "PrepareError RefusedError SettingError StepError TrackerError WorldError",
     "hardware": "Hardware detect",
     "launcher": "launch",
     "launcher.entrypoints": "debug_launcher notebook_launcher",
     "logging": "get_logger tqdm",
-    "options": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs "
-    "GradientAccumulationPlugin InitProcessGroupKwargs LoggerType ProfileKwargs ProjectConfiguration",
+    "options": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
+    "GradScalerKwargs GradientAccumulationPlugin LoggerType ProfileKwargs ProjectConfiguration",
+    "parts.spikes": "SpikeGuard",
     "plan": "Plan make_plan",
     "protocols": "Choice Source Tracker",
     "settings": "Settings resolve",
@@ -114,11 +109,9 @@ _HOMES = {
     "strategies.tensor_parallel": "TensorParallelOptions",
     "strategies.transforms": "CompileOptions",
     "trackers.logbook": "GeneralTracker",
-    "training.collectives": "broadcast broadcast_object_list gather "
-    "gather_object pad_across_processes reduce",
+    "training.collectives": "broadcast broadcast_object_list gather gather_object pad_across_processes reduce",
     "training.memory": "memory",
     "training.oom": "find_executable_batch_size release_memory",
-    "training.state": "AcceleratorState GradientState PartialState",
     "training.wrapper": "forward_method",
 }
 
@@ -128,7 +121,8 @@ _ACCELERATES = (
     "FullyShardedDataParallelPlugin ParallelismConfig TERecipeKwargs TorchDynamoPlugin TorchTensorParallelPlugin "
     "cpu_offload disk_offload dispatch_model infer_auto_device_map init_empty_weights init_on_device "
     "load_checkpoint_and_dispatch load_checkpoint_in_model synchronize_rng_states wait_for_everyone "
-    "extract_model_from_parallel is_torch_version patch_environment"
+    "extract_model_from_parallel is_torch_version patch_environment "
+    "AcceleratorState DistributedType GradientState InitProcessGroupKwargs PartialState PrecisionType"
 )
 
 if not TYPE_CHECKING:  # type checkers would take a module's `__getattr__` for one that has every name
@@ -140,8 +134,9 @@ if not TYPE_CHECKING:  # type checkers would take a module's `__getattr__` for o
             "nn": ["nn"],
             "optim": ["optim"],
         },  # not in __all__, or ``import *`` would replace torch's modules of these names
-        elsewhere=dict.fromkeys(
-            _ACCELERATES.split(), "easymp.compat.accelerate has it, or says what replaces it"
-        ),
+        elsewhere={
+            **dict.fromkeys(_ACCELERATES.split(), "easymp.compat.accelerate has it, or says what replaces it"),
+            "NormalizeImages": "use torchvision.transforms.v2.ToDtype(scale=True) and Normalize, on the batch's device",
+        },
     )
     __all__ += ["__version__"]  # the list that __dir__ returns

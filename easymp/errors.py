@@ -1,20 +1,38 @@
 """The errors of easymp. Every message names the value, the reason, and the remedy.
 
-The classes also derive from the builtin that a careful caller would expect (ValueError, RuntimeError …), so that existing
-``except`` clauses keep working.
+The classes also derive from the builtin that a careful caller would expect (ValueError, RuntimeError …), so that
+existing ``except`` clauses keep working.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
+PASSWORDS = re.compile(r"(://[^/\s:@]*):(?:\S*@|(?!\d{1,5}\b)[^/\s]+)|://[^/\s:?#]*@")
+QUERY_SECRETS = re.compile(
+    r"([?&#][^\s=&?#]*(?:sig|key|token|secret|pass|pwd|auth|cred|accessid)[^\s=&?#]*=)[^\s&#'\"]*", re.I
+)
 ALIKE = "Every rank must pass the same structure, dtypes and shapes"
 
 
+def redact(text: str) -> str:
+    """Mask passwords, tokens and keys of the URLs in `text`.
+
+    A password may hold "/" and "@", so everything up to the last "@" of the URL is masked. Of a URL that was cut inside
+    of its password, all behind the colon is masked, unless it is a port.
+    """
+    if "://" not in text:
+        return text
+    text = PASSWORDS.sub(lambda match: f"{match[1]}:***@" if match[1] is not None else "://***@", text)
+    return QUERY_SECRETS.sub(r"\1***", text)
+
+
 class EasympError(Exception):
-    """Base of every error that easymp raises on purpose.
+    """Base of every error that easymp raises on purpose. Secrets of URLs in its message are masked.
 
     Example:
         >>> try:
@@ -23,6 +41,12 @@ class EasympError(Exception):
         ...     print(type(error).__name__)
         SettingError
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
+
+    def add_note(self, note: str) -> None:
+        super().add_note(redact(note))
 
 
 class SettingError(EasympError, ValueError):
@@ -70,8 +94,7 @@ class NonfiniteError(EasympError, FloatingPointError):
 
     Example:
         >>> acc = Accelerator(cpu=True, nonfinite="raise")
-        >>> model = nn.Linear(2, 1)
-        >>> model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+        >>> model, optimizer = acc.prepare(model, optimizer)
         >>> acc.backward(model(torch.full((1, 2), torch.inf)).sum())
         >>> optimizer.step()
         Traceback (most recent call last):
@@ -122,6 +145,10 @@ class CheckpointError(EasympError, RuntimeError):
     """
 
 
+class NoCheckpointError(CheckpointError):
+    """A path holds no checkpoint, neither a good one nor a damaged one."""
+
+
 class TrackerError(EasympError, RuntimeError):
     """A tracker cannot start.
 
@@ -130,7 +157,7 @@ class TrackerError(EasympError, RuntimeError):
         ...     name = "broken"
         ...     def start(self):
         ...         raise OSError("no disk")
-        >>> Accelerator(cpu=True, log_with=Broken()).trackers
+        >>> Accelerator(cpu=True, log_with=Broken()).get_tracker("broken")
         Traceback (most recent call last):
         easymp.errors.TrackerError: tracker broken could not start: OSError: no disk. ...
     """
@@ -154,7 +181,8 @@ class EasympWarning(UserWarning):
     """
 
 
-# What strategies and precisions are called elsewhere, where the closest spelling is another one; and the option that makes them equal.
+# What strategies and precisions are called elsewhere, where the closest spelling is another one; and the option that
+# makes them equal.
 KEPT, MOVED = "fsdp reshard_after_forward=false", "fsdp cpu_offload=true"
 ELSEWHERE = {
     **dict.fromkeys(("zero", "zero_1", "deepspeed_stage_1"), "zero1"),
@@ -179,18 +207,60 @@ ELSEWHERE = {
 
 
 def elsewhere(name: str) -> tuple[str, list[str]]:
-    """Our name for what others call `name`, and the options that make it equal, as TOML writes them: ``["cpu_offload=true"]``."""
+    """Our name for what others call `name`, and the options that make it equal, as TOML writes them.
+
+    ``["cpu_offload=true"]``.
+    """
     ours, *options = ELSEWHERE.get(str(name).lower().replace("-", "_"), "").split(" ")
     return ours, options
 
 
+# Words that earlier versions took, and what to use in their place.
+COMPARE = "easymp compare measures the time of a training"
+REMOVED = {
+    "probe": f'"auto" follows a rule, and {COMPARE}',
+    "--measure": COMPARE,
+    "--time": COMPARE,
+    "--predict": f"{COMPARE}, and easymp estimate counts bytes",
+    **dict.fromkeys(("mxfp8", "nvfp4"), "use fp8 or bf16"),
+}
+# For options of easymp.optim's optimizers, whose names stand elsewhere.
+OPTIMIZER_REMEDY = (
+    "Accelerator(ema_decay=…), the setting stochastic_rounding, and easymp.optim.Engine have these options"
+)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``", did you mean 'x'?"`` for the closest of `known` in any case of letters, or ``""`` where none is close."""
-    spelled = {str(k).lower(): str(k) for k in known if k}
+    """``", did you mean 'x'?"`` for the closest of `known` in any case of letters, or ``""`` where none is close.
+
+    A name of which `name` is the beginning is close, too. What all names share (``--``, ``EASYMP_``) does not count.
+    """
+    if remedy := REMOVED.get(str(name).lower().removeprefix("easymp_")):
+        return f": it was removed. Instead: {remedy}."
+    wanted = _stem(name)
+    spelled = {_stem(k): str(k) for k in known if k}
     same, options = elsewhere(name)
-    close = [same] if same in spelled else get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
+    close = [same] if same in spelled else get_close_matches(wanted, spelled, n=1, cutoff=0.6)
+    if not close and len(wanted) > 2:
+        close = sorted((stem for stem in spelled if stem.startswith(wanted)), key=len)[:1]
     more = f" with {' and '.join(options)}" if options and close == [same] else ""
     return f", did you mean {spelled[close[0]]!r}{more}?" if close else ""
+
+
+def _stem(name: str) -> str:
+    return str(name).lower().removeprefix("--").removeprefix("easymp_")
+
+
+def is_whole(value: Any, least: int | None = None) -> bool:
+    """Whether `value` is an integer, and at least `least`. True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def check_whole(label: str, value: Any, least: int | None = 1, kind: type[Exception] = SettingError) -> int:
+    """Return `value`; raise `kind` where it is not an integer of at least `least`. `label` shows it: ``"steps=0"``."""
+    if not is_whole(value, least):
+        raise kind(f"{label} is not a whole number{f' of at least {least}' if least else ''}")
+    return value  # type: ignore[no-any-return]
 
 
 def failing() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .base import env
 from .base.ranks import LAUNCHERS
+from .errors import redact
 
 __all__ = ["get_logger"]
 
@@ -36,14 +37,20 @@ def _number(*names: str) -> int:
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that speaks on rank 0 only, unless told otherwise with ``main_process_only=False``.
 
-    ``rank=True`` puts the rank in front of the message.
+    ``rank=True`` puts the rank in front of the message. Secrets of URLs are masked.
     """
 
-    def log(self, level: int, msg: object, *args: Any, main_process_only: bool = True, **kwargs: Any) -> None:
+    def log(  # type: ignore[override]  # main_process_only is easymp's own keyword
+        self, level: int, msg: object, *args: Any, main_process_only: bool = True, **kwargs: Any
+    ) -> None:
         if main_process_only and not is_main():
             return
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        super().log(level, msg, *args, **kwargs)
+        masked = [redact(arg) if isinstance(arg, str) else arg for arg in args]
+        text = (
+            redact(msg) if isinstance(msg, str) and not args else msg
+        )  # a template has no secret, and may look like one
+        super().log(level, text, *masked, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         if kwargs.pop("rank", False):
@@ -59,7 +66,8 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
         log_level: ``"INFO"``, 20 and so on. None takes EASYMP_LOG_LEVEL, or leaves the level unchanged.
 
     Returns:
-        A logger whose calls take two more keywords: ``main_process_only=False`` logs on every rank, ``rank=True`` prefixes the rank.
+        A logger whose calls take two more keywords: ``main_process_only=False`` logs on every rank, ``rank=True``
+        prefixes the rank.
 
     Example:
         >>> logger = get_logger("train", log_level="INFO")
@@ -72,9 +80,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     return RankLogger(logger, {})
 
 
-def tqdm(
-    iterable: Iterable[Any] | None = None, *args: Any, main_process_only: bool = True, **kwargs: Any
-) -> Any:
+def tqdm(iterable: Iterable[Any] | None = None, *args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Show tqdm's progress bar on the first process of each node.
 
     Args:
@@ -96,6 +102,9 @@ def tqdm(
 
 
 def tqdm_class() -> Any:
-    """tqdm's class for this process: a widget in a notebook, and text in processes forked from it, which cannot show widgets."""
+    """tqdm's class for this process.
+
+    A widget in a notebook, and text in processes forked from it, which cannot show widgets.
+    """
     forked = multiprocessing.parent_process() is not None
     return importlib.import_module("tqdm.std" if forked else "tqdm.auto").tqdm

@@ -1,7 +1,8 @@
 """The decision: what will run here, each choice with its reason and its source.
 
-`make_plan` is pure: settings, hardware and ranks in, plan out. It asks each strategy and precision by `refuse`. A refusal of a
-request is an error; a refusal of a candidate of "auto" leads to the next one, and its reason is kept.
+`make_plan` is pure: settings, hardware and ranks in, plan out. It asks each strategy and precision by `refuse`, and the
+table of `easymp.conflicts`. A refusal of a request is an error; a refusal of a candidate of "auto" leads to the next
+one, and its reason is kept.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from typing import Any
 
 import torch
 
+from . import conflicts
 from .base.units import columns
 from .distributed import Ranks
 from .errors import RefusedError
-from .hardware import Hardware
-from .precision import ALIASES, PRECISIONS, Measured
-from .protocols import Choice, Facts, Precision, Refusal, Source, Strategy
+from .hardware import CPU, Hardware
+from .precision import ALIASES, PRECISIONS
+from .protocols import Choice, Facts, Source
 from .settings import Settings
 from .strategies import STRATEGIES
 
 AUTO = "auto"
-# Candidates of strategy "auto". It takes the first that runs on this many processes and, once models are known, fits into memory.
+# Candidates of strategy "auto". It takes the first that runs on this many processes and, once models are known, fits
+# into memory.
 AUTOMATIC = ("single", "ddp", "fsdp")
 
 
@@ -34,7 +37,7 @@ class Plan:
 
     Attributes:
         device: torch's device of this rank, as text (``"cuda:0"``).
-        precision: a key of `PRECISIONS`, or ``"auto"`` until the first training step has been timed.
+        precision: a key of `PRECISIONS`.
         weights: dtype of trainable parameters, and how low-precision ones are stepped.
         strategy: a key of `STRATEGIES`.
         accumulation: micro-batches in an update.
@@ -46,8 +49,9 @@ class Plan:
         activations: which activations are recomputed or offloaded; None: none.
         compile: what torch.compile compiles where the precision implies it; None: what the settings say.
         data: how several ranks split the data, if no prepared loader is read.
-        candidates: what strategy "auto" chose from, once models are known on several ranks: "strategy", what is "recomputed", "bytes" of a
-            rank, "activations" among them (None: not counted), whether it "fits", predicted "time" ({}: not known), and "reason" in words.
+        candidates: what strategy "auto" chose from, once models are known on several ranks: "strategy", what is
+            "recomputed", "bytes" of a rank, "activations" among them (None: not counted), whether it "fits",
+            and "reason" in words.
 
     Example:
         >>> plan = Accelerator(cpu=True, mixed_precision="bf16").plan
@@ -94,7 +98,7 @@ class Plan:
             A few aligned lines: name, value, reason.
         """
         nodes = f" on {self.ranks.nodes} nodes" if self.ranks.nodes > 1 else ""
-        rows = [("processes", f"{self.ranks.size}{nodes}", self.ranks.announced or self.ranks.alone)]
+        rows = [("processes", f"{self.ranks.size}{nodes}", self.ranks.announced or self.ranks.single_reason)]
         rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
         for i, one in enumerate(self.candidates):
             name = one["strategy"] + ", recomputed" * bool(one["recomputed"])
@@ -108,9 +112,7 @@ class Plan:
             Decision → value, reason and source, as plain values; "processes"; and "candidates", if there are any.
         """
         said = {n: {**vars(choice), "source": choice.source.value} for n, choice in self.choices.items()}
-        return {"processes": self.ranks.size, **said} | (
-            {"candidates": [*self.candidates]} if self.candidates else {}
-        )
+        return {"processes": self.ranks.size, **said} | ({"candidates": [*self.candidates]} if self.candidates else {})
 
 
 def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
@@ -135,19 +137,17 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
     device = _device(settings, hardware, ranks)
     facts = _facts(hardware, ranks, device.value)
     precision, strategy = _precision(settings, facts), _strategy(settings, facts)
-    refusal = incompatible(PRECISIONS.get(precision.value, Measured), STRATEGIES[strategy.value])
-    if refusal is not None:
-        both = f"precision {precision.value} and strategy {strategy.value}"
-        raise RefusedError(f"{both} do not go together: {refusal}")
-    _check_in_backward(settings, precision)
+    precision_class, strategy_class = PRECISIONS[precision.value], STRATEGIES[strategy.value]
+    conflict_words = {precision.value, strategy.value, *conflicts.words_of(settings)}
+    conflicts.check(conflict_words, conflicts.rows_of(strategy_class, precision_class, settings))
     steps = settings.gradient_accumulation_steps
-    why = f"{steps} micro-batches an update" if steps > 1 else "every batch is an update"
-    accumulation = Choice(steps, why, settings.source("gradient_accumulation_steps")[0])
-    origin, words = settings.source("fused")
-    optimizer = Choice("as given", words, origin)
+    reason = f"{steps} micro-batches an update" if steps > 1 else "every batch is an update"
+    accumulation = Choice(steps, reason, settings.source("gradient_accumulation_steps")[0])
+    origin, reason = settings.source("fused")
+    optimizer = Choice("as given", reason, origin)
     if settings.fused:
-        words = "torch's fused step, where it has one and the caller left that open"
-        optimizer = Choice("fused", words, origin)
+        reason = "torch's fused step, where it has one and the caller left that open"
+        optimizer = Choice("fused", reason, origin)
     decided = (device, precision, _weights(precision), strategy, accumulation, optimizer)
     memory = _memory(settings, hardware, ranks, device.value)
     later = _activations(settings, facts.device), _compile(settings, facts, precision)
@@ -172,13 +172,15 @@ def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]
     if own >= len(hardware.devices):
         raise RefusedError(
             f"this is process {ranks.local_rank} of its node (counted from 0), which has {len(hardware.devices)} "
-            f"{hardware.devices[0].name}: two processes on one device slow each other down and NCCL refuses them. Start at most "
+            f"{hardware.devices[0].name}: two processes on one device slow each other down and NCCL refuses them. "
+            "Start at most "
             f"{len(hardware.devices)} here, or train on the CPU with cpu=True"
         )
     device = hardware.devices[own]
     if not device.built_for:
         raise RefusedError(
-            f"{device.name} is {device.architecture}, for which this build of torch has no code: install a torch built for "
+            f"{device.name} is {device.architecture}, for which this build of torch has no code: install a torch built "
+            "for "
             f"{device.architecture} (its CUDA version must know the card), or train on the CPU with cpu=True"
         )
     place = f"{device.kind}:{device.index}" if device.kind != "mps" else "mps"
@@ -193,42 +195,39 @@ def _precision(settings: Settings, facts: Facts) -> Choice[str]:
         if refusal is not None:
             raise RefusedError(f"{words} cannot run here: {refusal}")
         return Choice(asked, f"{words}{_caveat(asked, facts)}", origin)
-    reasons = []
-    for name, why in _candidates(facts):
-        refusal = (PRECISIONS.get(name) or Measured).refuse(facts)
-        if refusal is None:
-            return Choice(name, "; ".join([*reasons, why]), Source.DETECTED)
-        reasons.append(refusal.reason)
-    raise AssertionError("fp32 is never refused")
+    name, reason = _automatic(facts)
+    return Choice(name, reason, Source.DETECTED)
 
 
-def _candidates(facts: Facts) -> list[tuple[str, str]]:
-    """The candidates of "auto" here, best first, each with the reason to take it."""
-    fp32 = ("fp32", "no faster precision is known here")
+def _automatic(facts: Facts) -> tuple[str, str]:
+    """The precision that "auto" takes here, and the reason."""
     if facts.device == "cpu":
-        cpu = facts.hardware.cpu
-        if cpu.bf16:
-            kinds = ("amx_bf16", "avx512_bf16", "sve_bf16", "neon_bf16")
-            kind = next((kind for kind in kinds if kind in cpu.features), "bf16")
-            return [(AUTO, f"{kind} instructions: the first training step times bf16 against fp32"), fp32]
-        why = "this CPU has no bf16 instructions" if cpu.features else "its instructions are not known"
-        return [("fp32", why)]
+        return _automatic_on_cpu(facts.hardware.cpu)
     if facts.device == "mps":
-        return [("fp32", "on Apple GPUs half precision is not reliably faster")]
+        return "fp32", "on Apple GPUs half precision is not reliably faster"
     # All ranks of a node must decide alike, so their weakest card decides.
     device = min(facts.hardware.devices, key=lambda d: (d.fp16, d.bf16))
     name = device.architecture or device.name
     if device.bf16:
-        return [("bf16", f"native bf16 on {name}: fp32's range, no loss scale needed"), fp32]
+        return "bf16", f"native bf16 on {name}: fp32's range, no loss scale needed"
     if device.fp16:
-        return [("fp16", f"{name} has Tensor Cores for fp16 and no bf16 units; with a loss scale"), fp32]
-    slow = f"{device.name} ({device.architecture}) has no Tensor Cores: half precision gains nothing in speed"
-    return [("fp32", slow)]
+        return "fp16", f"{name} has Tensor Cores for fp16 and no bf16 units; with a loss scale"
+    return "fp32", f"{device.name} ({device.architecture}) has no Tensor Cores: half precision gains nothing in speed"
+
+
+def _automatic_on_cpu(cpu: CPU) -> tuple[str, str]:
+    """A rule, so that a run does not depend on the machine's load."""
+    if "amx_bf16" in cpu.features:
+        return "bf16", "this CPU has AMX tiles for bf16"
+    if cpu.bf16:
+        kind = next(kind for kind in ("avx512_bf16", "sve_bf16", "neon_bf16") if kind in cpu.features)
+        return "fp32", f"{kind} without AMX tiles may be slower; easymp compare measures bf16"
+    return "fp32", "this CPU has no bf16 instructions" if cpu.features else "its instructions are not known"
 
 
 def _weights(precision: Choice[str]) -> Choice[str]:
     """The choice before models are known; `Preparation` refines it."""
-    kind = PRECISIONS.get(precision.value, Measured)
+    kind = PRECISIONS[precision.value]
     if kind.raises:
         return Choice("fp32", "trainable parameters in bf16 or fp16 are raised at prepare", precision.source)
     if kind.param == torch.float32:
@@ -262,34 +261,27 @@ def _strategy(settings: Settings, facts: Facts) -> Choice[str]:
 
 
 def candidates(plan: Plan) -> Iterator[str]:
-    """Yield the strategies that "auto" may take on this many processes, best first. Each is imported when it is yielded."""
+    """Yield the strategies that "auto" may take on this many processes, best first.
+
+    Each is imported when it is yielded.
+    """
     facts = _facts(plan.hardware, plan.ranks, plan.device.value)
-    precision = PRECISIONS.get(plan.precision.value, Measured)
-    fit = (name for name in AUTOMATIC if STRATEGIES[name].refuse(facts) is None)
-    return (name for name in fit if incompatible(precision, STRATEGIES[name]) is None)
+    precision, settings = PRECISIONS[plan.precision.value], plan.settings
+    for name in AUTOMATIC:
+        strategy = STRATEGIES[name]
+        words = {name, precision.name, *conflicts.words_of(settings)}
+        if strategy.refuse(facts) is None and not conflicts.find(
+            words, conflicts.rows_of(strategy, precision, settings)
+        ):
+            yield name
 
 
 def _memory(settings: Settings, hardware: Hardware, ranks: Ranks, device: str) -> int:
     if settings.memory is not None:
-        return settings.memory
+        return int(settings.memory)
     kind, _, index = device.partition(":")
     mine = (d.memory for d in hardware.devices if d.kind == kind and d.index == int(index or d.index))
     return next(mine, hardware.cpu.memory // max(1, ranks.local_size))
-
-
-def incompatible(precision: type[Precision], strategy: type[Strategy]) -> Refusal | None:
-    """The reason why a precision does not run under a strategy, if there is one."""
-    if precision.masters and not strategy.masters:
-        return Refusal(
-            f"{precision.name} steps fp32 masters of its parameters, for which {strategy.name} has no place",
-            "use bf16, or fp16, which keeps the parameters themselves in fp32",
-        )
-    if precision.swaps and strategy.splits_layers:
-        return Refusal(
-            f"the layers of {precision.name} take whole tensors, and {strategy.name} gives them parts",
-            "use bf16, or strategy='fsdp'",
-        )
-    return None
 
 
 def _activations(settings: Settings, device: str) -> Choice[str] | None:
@@ -301,13 +293,9 @@ def _activations(settings: Settings, device: str) -> Choice[str] | None:
         source, said = settings.source("activation_offload")
         if device != "cuda":
             raise RefusedError(
-                f"{said} cannot run here: activations are copied from a CUDA device to the host's memory, and this is {device}. Leave it "
+                f"{said} cannot run here: activations are copied from a CUDA device to the host's memory, and this is "
+                f"{device}. Leave it "
                 "out, or use activation_checkpointing"
-            )
-        if asked == "attention" or asked[:1].isdigit():
-            raise RefusedError(
-                f"{said} with activation_checkpointing={asked!r}: torch keeps the products of selective checkpointing where no hook "
-                "copies them, and a size counts activations on the device. Use activation_checkpointing='blocks'"
             )
         words.append("offloaded")
         origin = origin if asked != "no" else source
@@ -315,28 +303,10 @@ def _activations(settings: Settings, device: str) -> Choice[str] | None:
 
 
 def _compile(settings: Settings, facts: Facts, precision: Choice[str]) -> Choice[str] | None:
-    """The repeated blocks, on a GPU, where the precision's casts are slow by themselves and the user has not said anything."""
-    slow = facts.device == "cuda" and PRECISIONS.get(precision.value, Measured).swaps
+    """The repeated blocks, on a GPU, where the precision's casts are slow alone and the user has said nothing."""
+    slow = facts.device == "cuda" and PRECISIONS[precision.value].swaps
     if not slow or settings.compile is not None or settings.strategy == "data_parallel":
         return None
     if find_spec("triton") is None:
         return Choice("no", f"{precision.value} is slow without: Triton is not installed", Source.DETECTED)
     return Choice("blocks", f"fuses {precision.value}'s casts; compile='no' leaves it out", Source.DETECTED)
-
-
-def _check_in_backward(settings: Settings, precision: Choice[str]) -> None:
-    """Refuse what needs all gradients before a step, where parameters are stepped in backward."""
-    if not settings.optimizer_in_backward:
-        return
-    words = settings.source("optimizer_in_backward")[1]
-    scaled, nonfinite = PRECISIONS.get(precision.value, Measured).scaled, settings.nonfinite
-    for needs, what in (
-        (settings.gradient_accumulation_steps > 1, "gradient_accumulation_steps above 1 adds up gradients"),
-        (scaled, f"the loss scale of {precision.value} looks at all gradients"),
-        (nonfinite in ("skip", "raise"), f"nonfinite={nonfinite!r} looks at all gradients"),
-    ):
-        if needs:
-            raise RefusedError(
-                f"{words} cannot run here: each parameter is stepped as its gradient is done, and {what} before the step. Leave one of "
-                "them out"
-            )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+from .errors import SettingError
 
 if TYPE_CHECKING:
     import argparse
@@ -62,6 +64,24 @@ class Refusal(NamedTuple):
         return f"{self.reason}; {self.remedy}"
 
 
+class Conflict(NamedTuple):
+    """Two words that do not go together, and why; a row of the table of `easymp.conflicts`.
+
+    Attributes:
+        word, other: words of the table, in any order.
+        reason: why, as a clause.
+        remedy: what to do, as a sentence without its full stop.
+    """
+
+    word: str
+    other: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.word} and {self.other} do not go together: {self.reason}. {self.remedy}"
+
+
 class Facts(NamedTuple):
     """The machine and the world, which decide whether a strategy or precision runs here.
 
@@ -80,17 +100,15 @@ class WrapContext(NamedTuple):
         policy: dtypes, and autocast.
         place: whether to move the model to the rank's device.
         initialize: gives values to a module that was built on the meta device (see `materialise`).
-        compile: compiles the call of a module in place, if the user asked for it. The strategy calls it on the module that
-            torch.compile should see whole.
-        compiled: whether the user asked for torch.compile, of the model or of its blocks.
+        compile: compiles the call of a module in place, if the user asked for it. The strategy calls it on the module
+            that torch.compile should see whole.
         in_backward: parameters are stepped in backward, as `Strategy.reduced` gives them.
     """
 
     policy: Precision
     place: bool = True
-    initialize: Callable[[nn.Module], None] | None = None
+    initialize: Callable[[nn.Module], object] | None = None
     compile: Callable[[nn.Module], None] = lambda module: None
-    compiled: bool = False
     in_backward: bool = False
 
 
@@ -109,7 +127,7 @@ def no_elements(name: str, parameter: Tensor) -> int:
 
 
 def chunk_elements(count: int) -> Elements:
-    """Elements of one of `count` chunks along dimension 0, each padded to the size of the first, as in torch.chunk and FSDP2."""
+    """Elements of one of `count` chunks of dimension 0, padded to the first's size, as in torch.chunk and FSDP2."""
 
     def elements(name: str, parameter: Tensor) -> int:
         rows = parameter.shape[0] if parameter.ndim else 1
@@ -125,7 +143,8 @@ class Layout(NamedTuple):
         weights, gradients: of a parameter, and of its gradient.
         states: of each optimizer state, and of fp32 master weights.
         copies: of autocast's half-precision copies of weights, at the end of forward.
-        gathers: layers compute with gathered weights; half precisions gather them in their own dtype and need no copies.
+        gathers: layers compute with gathered weights; half precisions gather them in their own dtype and need no
+            copies.
         gathered: other ranks' weights that are gathered here, at the peak.
         rounded: ids of the weights that fp8 rounds before they are gathered, in one byte an element.
         gathered_once: elements of these in `gathered`.
@@ -152,7 +171,8 @@ class Layout(NamedTuple):
 class Counting(NamedTuple):
     """How the ranks compute Σ g² over all gradients, each element once."""
 
-    # Ranks, among those that `add` sums over, that hold each element of a parameter's gradient; 0: other ranks count it.
+    # Ranks, among those that `add` sums over, that hold each element of a parameter's gradient; 0: other ranks count
+    # it.
     copies: Callable[[Tensor], int] = lambda parameter: 1
     # Sums a tensor over the ranks, in place; None: gradients are whole on every rank.
     add: Callable[[Tensor], None] | None = None
@@ -174,22 +194,28 @@ class Strategy(Protocol):
     local_updates: ClassVar[bool]  # ranks update by themselves, and parameters are averaged now and then
     replicated: ClassVar[bool]  # plain parameters are equal on all ranks, or will be when averaged
     masters: ClassVar[bool]  # optimizers can step fp32 copies in place of low-precision parameters
-    traffic: ClassVar[dict[str, tuple[str, ...]] | None]  # collectives by phase; None: others
     late_loss: ClassVar[bool]  # the result of `loss` has its value only after backward
     data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
     data_size: int
     data_group: dist.ProcessGroup | None  # one rank of each slice, with this one; None: all ranks
     context_size: int  # neighbours that share each sequence of their slice
-    no_offload: str  # why activations cannot be offloaded, as "it …"; "" where they can
-    no_step_in_backward: str  # why parameters cannot be stepped in backward, as "it …"; "" where they can
-    no_double_backward: str  # why a gradient of a gradient is refused; "" where it works
-    only_forward: str  # why methods cannot be called as forward is, as "has …"; "" where they can
+    conflicts: ClassVar[Sequence[Conflict]]  # what it does not go together with
+    words: set[str]  # its name, and those of its options that the table of conflicts knows
     sums: bool  # fp32 gradient sums are kept outside: under no_sync `.grad` is local, and `average` reduces
     reduces_each: bool | None  # each micro-batch reduces gradients to shards; None: memory decides
     options: Any  # of type `Options`, where `reduces_each` can be None
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
+
+    @staticmethod
+    def option_words(options: Any) -> Collection[str]:
+        """The words of `options` that the table of conflicts knows."""
+        ...
+
+    def in_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the parameters of `optimizer`, the one that steps, are equal now on all ranks that hold them."""
+        ...
 
     def context(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> AbstractContextManager[Any]:
         """A context in which `buffers` are this rank's part of each sequence along `dims`, for forward and backward."""
@@ -200,9 +226,7 @@ class Strategy(Protocol):
         """The part of `model` that one rank holds, before `wrap`; with `size` ranks, and `local_size` on a node."""
         ...
 
-    def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext) -> nn.Module:
         """Distribute `model`; returns the module to call in its place.
 
         If parameters are replaced, `optimizers` (the plain ones of the same `prepare`) get the new parameters.
@@ -210,7 +234,7 @@ class Strategy(Protocol):
         ...
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer to step in place of `optimizer`, after its models were wrapped; usually `optimizer` itself.
+        """Return the optimizer to step in place of `optimizer`, after its models were wrapped; usually itself.
 
         A replacement has `laid_out` and `remember`, which checkpoints use to read its states (see `ShardedOptimizer`).
         """
@@ -226,7 +250,7 @@ class Strategy(Protocol):
         target: Any,
         summed: bool,
     ) -> Tensor:
-        """The loss of a batch, ready for backward: ``loss_fn(call(*args, **kwargs), target)``, without a `target` of None.
+        """The loss of a batch, for backward: ``loss_fn(call(*args, **kwargs), target)``, without a `target` of None.
 
         `call` calls `module`, the result of `wrap`; a `summed` loss is a sum over the batch, not a mean.
         """
@@ -252,11 +276,14 @@ class Strategy(Protocol):
         ...
 
     def reduced(self, parameter: Tensor) -> Sequence[Tensor]:
-        """Called in backward as a gradient is done, where parameters are stepped there; returns the parameters to step now."""
+        """Called in backward as a gradient is done, where parameters are stepped there.
+
+        Returns the parameters to step now.
+        """
         ...
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
-        """Called before a backward that reduces gradients of `models`; returns the check to run after it, if there is one.
+        """Called before a backward that reduces gradients of `models`; returns the check to run after it, if any.
 
         The check raises where backward added gradients that it did not reduce.
         """
@@ -298,16 +325,11 @@ class Precision(Protocol):
     raises: bool  # trainable low-precision parameters become fp32 when their model is prepared
     keeps_updates: bool  # low-precision parameters are not just rounded to the nearest after a step
     swaps: bool  # layers get a forward of their own, which takes whole tensors
-    rounds: (
-        bool  # weights are kept rounded, beside the parameters, from an update's first forward to its step
-    )
+    rounds: bool  # weights are kept rounded, beside the parameters, from an update's first forward to its step
+    conflicts: ClassVar[Sequence[Conflict]]  # what it does not go together with
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
-
-    def decide(self, model: nn.Module) -> None:
-        """Decide open questions now, without timing `model`, for strategies that cannot repeat a step."""
-        ...
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Change the model itself (fp8 swap, O2/O3 cast); the identity otherwise."""
@@ -318,7 +340,10 @@ class Precision(Protocol):
         ...
 
     def casting(self, device: torch.device, options: Any) -> AbstractContextManager[Any]:
-        """A context in which computations outside of prepared models follow this precision; `options` are an `AutocastKwargs`."""
+        """A context in which computations outside of prepared models follow this precision.
+
+        `options` are an `AutocastKwargs`.
+        """
         ...
 
 
@@ -366,19 +391,28 @@ class Tracker(Protocol):
 
 
 class ResumableTracker(Tracker, Protocol):
-    """A tracker that continues a resumed run without keeping rows after the checkpoint twice. The two methods are optional."""
+    """A tracker that continues a resumed run without keeping rows after the checkpoint twice.
+
+    The two methods are optional.
+    """
 
     def position(self) -> Mapping[str, Any]:
         """The position, in plain values; checkpoints keep it."""
         ...
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Continue after that position. Called before `start`, or while the tracker runs if the run goes back to a checkpoint."""
+        """Continue after that position.
+
+        Called before `start`, or while the tracker runs if the run goes back to a checkpoint.
+        """
         ...
 
 
 class MediaTracker(Tracker, Protocol):
-    """A tracker that also takes images and tables. The two methods are optional, with names and arguments as in Accelerate's trackers."""
+    """A tracker that also takes images and tables.
+
+    The two methods are optional, with names and arguments as in Accelerate's trackers.
+    """
 
     def log_images(self, values: Mapping[str, Any], step: int | None) -> None:
         """Keep images: names to uint8 arrays of shape (N, H, W, C) with 1, 3 or 4 channels."""
@@ -396,3 +430,31 @@ class Command(Protocol):
 
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+# -- fields of records of settings and options -------------------------------------------------------------------------
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    switch: tuple[str, str] | None = None,
+    make: Any = MISSING,
+) -> Any:
+    """A field of a record, said once: its default (or what makes it), its help for the docs, and its limits.
+
+    `above` also asks for a finite number. `switch` has the words that false and true mean in a settings file.
+    """
+    limits = {"choices": choices, "least": least, "most": most, "above": above, "switch": switch}
+    return field(default=default, default_factory=make, metadata={"help": help, **limits})
+
+
+def refuse_retired(kind: type, names: Iterable[str]) -> None:
+    """Raise a SettingError for a former option of the record `kind`."""
+    for name in names:
+        if instead := getattr(kind, "retired", {}).get(name):
+            raise SettingError(f"{kind.__name__} no longer has the option {name!r}: {instead}")

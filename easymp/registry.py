@@ -1,4 +1,4 @@
-"""The one list of strategies and precisions: adding one is a file and a line here.
+"""The one list of strategies, precisions and parts: adding one is a file and a line here.
 
 Each class is imported at first use. Settings, the command line and `easymp config` take their words from here.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from .base.lazy import imported
+from .base.parts import Part
 from .protocols import Precision, Strategy
 
 T = TypeVar("T")
@@ -66,8 +67,6 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "bf16": ("precision.policies:BF16", "half the bits with fp32's range: no loss scale"),
         "fp16": ("precision.policies:FP16", "half the bits, more digits, less range: the loss is scaled"),
         "fp8": ("precision.policies:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
-        "mxfp8": ("precision.policies:MXFP8", "fp8 with a scale for 32 numbers, by torchao (sm_100)"),
-        "nvfp4": ("precision.policies:NVFP4", "an eighth of the bits in Linear layers, by torchao (sm_100)"),
         "bf16-true": ("precision.levels:BF16True", "bf16 weights, with masters or stochastic rounding"),
         "fp16-true": ("precision.levels:FP16True", "fp16 weights, with masters: the loss is scaled"),
         "O0": ("precision.levels:O0", "fp32 under Apex's name"),
@@ -76,6 +75,54 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "O3": ("precision.levels:O3", "fp16 throughout: gradients that vanish are lost"),
     }
 )
+
+
+class PartRegistry(Registry[type[Part]]):
+    """Parts by name. A row's third entry is the setting that asks for the part; "" where its class decides alone."""
+
+    def __init__(self, rows: Mapping[str, tuple[str, str, str]]) -> None:
+        super().__init__({name: row[:2] for name, row in rows.items()})
+        self._settings = {name: setting for name, (_, _, setting) in rows.items()}
+
+    def asked(self, settings: Any) -> list[str]:
+        """The parts that `settings` may ask for, in the order of their calls; their class decides (`Part.wanted`)."""
+        return [name for name, setting in self._settings.items() if not setting or getattr(settings, setting)]
+
+
+# One line a part, in the order of their calls: what changes an update comes before what watches it, and what may end or
+# save the run comes last. Its name, its class, what it does, and the setting that asks for it.
+PARTS = PartRegistry(
+    {
+        "unprepared": ("parts.unprepared:UnpreparedData", "looks for data that all ranks read alike", ""),
+        "activation_checkpointing": (
+            "parts.activations:Recomputation",
+            "computes blocks again in backward",
+            "activation_checkpointing",
+        ),
+        "activation_offload": (
+            "parts.activations:ActivationOffload",
+            "keeps activations in host memory until backward",
+            "activation_offload",
+        ),
+        "fp8_weights": ("parts.fp8:RoundedWeights", "rounds weights to fp8 once an update", ""),
+        "optimizer_in_backward": (
+            "parts.in_backward:StepInBackward",
+            "steps each parameter in backward",
+            "optimizer_in_backward",
+        ),
+        "local_sgd": ("parts.local_averaging:LocalAveraging", "averages models now and then", ""),
+        "ema": ("parts.ema:AveragedWeights", "keeps a moving average of the weights", "ema_decay"),
+        "nonfinite": ("parts.nonfinite:Nonfinite", "answers to numbers that are not finite", ""),
+        "replicas": ("parts.replicas:Replicas", "compares the ranks' parameters", "replica_check"),
+        "gc": ("parts.gc:GarbageCollection", "collects garbage at every 500th update", "gc"),
+        "record": ("trackers.recorder:Recorder", "writes down a run for easymp compare", ""),
+        "console": ("trackers.console:Console", "shows a running training", "log_with"),
+        "replay": ("parts.ring:UpdateRing", "keeps the last updates for easymp replay", "replay"),
+        "preemption": ("parts.preemption:Preemption", "saves and ends at a signal", ""),
+    }
+)
+# Parts that a script passes by ``Accelerator(parts=[...])``.
+PASSED_PARTS: Registry[type[Part]] = Registry({"guard": ("parts.spikes:SpikeGuard", "leaves out spikes")})
 ALIASES = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 # The words that settings take, for type checkers, which read no tables; tests/typing compares them with the tables.
@@ -83,7 +130,7 @@ Parallel = Literal["data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_para
 StrategyName = Literal["auto", "single", Parallel, "local_sgd"]
 Alias = Literal["no", "float32", "bfloat16", "float16", "half"]
 Level = Literal["bf16-true", "fp16-true", "O0", "O1", "O2", "O3"]
-PrecisionName = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", Level, Alias]
+PrecisionName = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", Level, Alias]
 
 
 def reported(precision: Any) -> PrecisionName:

@@ -1,11 +1,12 @@
 """Settings from argument, environment or project file. Each is defined once.
 
-A field of `Settings` and its metadata give the argument, the environment variable (``EASYMP_`` and the name in capitals), the key in
-``easymp.toml``, the word after ``--set``, the allowed values, the question of `easymp config`, and the help. `Launching` is the same for
-`easymp launch`: its flags, and the table ``[launch]`` of the file.
+A field of `Settings` and its metadata give the argument, the environment variable (``EASYMP_`` and the name in
+capitals), the key in ``easymp.toml``, the word after ``--set``, the allowed values, the question of `easymp config`,
+and the help. `Launching` is the same for `easymp launch`: its flags, and the table ``[launch]`` of the file.
 
-A table of options is written as ``[strategy_options]`` in the file and as ``{cpu_offload = true}`` (TOML) or ``{"cpu_offload": true}``
-(JSON) in a variable. It replaces the table of a lower source; ``--set strategy_options.cpu_offload=true`` changes one option of it.
+A table of options is written as ``[strategy_options]`` in the file and as ``{cpu_offload = true}`` (TOML) or
+``{"cpu_offload": true}`` (JSON) in a variable. It replaces the table of a lower source; ``--set
+strategy_options.cpu_offload=true`` changes one option of it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from .base import env
 from .base.units import read_bytes
 from .errors import SettingError, elsewhere, nearest
-from .protocols import Source
+from .protocols import Source, refuse_retired
+
+if TYPE_CHECKING:
+    from .options import AutocastKwargs, DataLoaderConfiguration, GradScalerKwargs
+from .protocols import option as setting
 from .registry import ALIASES, PRECISIONS, STRATEGIES, PrecisionName, StrategyName
 
 # -- The project file, and what tomllib lacks for it: the positions of statements, and single values
@@ -97,7 +102,10 @@ class ProjectFile(NamedTuple):
     text: str = ""
 
     def where(self, key: str, table: str = "") -> str:
-        """``"easymp.toml, line 3"``: the place of `key` of `table`; without a line where the file spells it in an unknown way."""
+        """``"easymp.toml, line 3"``.
+
+        The place of `key` of `table`; without a line where the file spells it in an unknown way.
+        """
         keys = (table, key) if table else (key,)
         for s in statements(self.text + "\n"):
             if s.keys[: len(keys)] == keys or (s.keys == () and s.table[:1] == keys):
@@ -106,7 +114,10 @@ class ProjectFile(NamedTuple):
 
 
 def read(path: Path | str | None = None) -> ProjectFile:
-    """The file at `path`; None: the one that EASYMP_CONFIG names, or the one in the working directory, if there is one."""
+    """The file at `path`.
+
+    None: the one that EASYMP_CONFIG names, or the one in the working directory, if there is one.
+    """
     named = env.read(VARIABLE) if path is None else str(path)
     place = Path(named or FILE)
     if not place.is_file():
@@ -126,26 +137,12 @@ def read(path: Path | str | None = None) -> ProjectFile:
 
 # -- One setting as a field of a record
 
-Size = int  # bytes; said as a number or in words: 16e9, "16GiB", "500 MB"
+Size = int | str  # bytes, kept as an int; given as a number or in words: 16e9, "16GiB", "500 MB"
 Words = str  # several, with commas; a file may also hold a list
 Table = Mapping[str, Any]  # options by name
-
-
-def setting(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    switch: tuple[str, str] | None = None,
-) -> Any:
-    """A field of a record of settings; `switch` has the words that false and true mean.
-
-    Its type is one of str, int, float, bool, `Size`, `Words` and `Table`, or one of them and None; a str without `choices` is any text,
-    or a whole number.
-    """
-    limits = {"choices": choices, "least": least, "most": most, "switch": switch}
-    return field(default=default, metadata={"help": help, **limits})
+Function = Callable[[Any], object]
+# The type of a setting begins with one of str, int, float, bool, `Size`, `Words`, `Table` and `Function`. A str
+# without choices is any text, or a whole number.
 
 
 def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
@@ -168,6 +165,10 @@ def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         return str(value).lower() in env.TRUE
     if kind == "Size":
         return read_bytes(value, where)
+    if kind == "Function":
+        if not callable(value):
+            raise SettingError(f"{where}{value!r} is not a function: pass one in Python, by Settings({f.name}=...)")
+        return value
     if kind in ("int", "float"):
         return _number(f, kind, value, where)
     return _word(f.metadata["choices"], value, where)
@@ -188,20 +189,20 @@ def _table_of(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
 def _number(f: dataclasses.Field[Any], kind: str, value: Any, where: str) -> float:
     least, most = f.metadata["least"], f.metadata["most"]
-    number = {"int": int, "float": float}[kind]
+    number: type[float] = {"int": int, "float": float}[kind]
     try:
         if isinstance(value, bool) or (kind == "int" and float(value) != int(float(value))):
             raise ValueError
-        value = number(value)
-        if value != value:
+        result = number(value)
+        if result != result:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise SettingError(f"{where}{value!r} is not a {'whole ' if kind == 'int' else ''}number") from None
-    if least is not None and not value >= least:
+    if least is not None and not result >= least:
         raise SettingError(f"{where}{value!r} is below the smallest possible value, {least:g}")
-    if most is not None and value > most:
+    if most is not None and result > most:
         raise SettingError(f"{where}{value!r} is above the largest possible value, {most:g}")
-    return value
+    return result
 
 
 def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
@@ -252,7 +253,7 @@ class Settings:
     Example:
         >>> settings = Settings(mixed_precision="bf16")
         >>> settings.source("mixed_precision"), settings.source("strategy")
-        ((<Source.ASKED: 'asked for'>, 'asked for'), (<Source.DEFAULT: 'default'>, 'default'))
+        ((<Source.ASKED: 'asked for'>, "mixed_precision='bf16'"), (<Source.DEFAULT: 'default'>, 'default'))
 
     Attributes:
         sources: where values come from, by name; `resolve` fills it.
@@ -268,7 +269,11 @@ class Settings:
     ema_decay: float | None = setting(
         None, "decay of a moving average of the weights, for example 0.999", least=0, most=0.999999999
     )
-    probe: bool = setting(True, "time fp32 and bf16 in the first training step where no rule is certain")
+    stochastic_rounding: bool = setting(
+        False,
+        "keep optimizer states in bf16, rounded stochastically, and under bf16-true the weights, too, in place of fp32 "
+        "masters",
+    )
     convert_sync_batchnorm: bool = setting(False, "batch-norm in training by the samples of all processes")
     nonfinite: NonfiniteAnswer | None = setting(
         None,
@@ -283,18 +288,18 @@ class Settings:
     )
     activation_checkpointing: Words | None = setting(
         None,
-        "modules that keep only their inputs and are computed again in backward: blocks (the repeated ones), attention (blocks, which "
-        "keep matrix products and attention), a size such as 16GiB (as many blocks as a rank's memory needs), patterns of module or "
+        "modules that keep only their inputs and are computed again in backward: blocks (the repeated ones), attention "
+        "(blocks, which "
+        "keep matrix products and attention), a size such as 16GiB (as many blocks as a rank's memory needs), patterns "
+        "of module or "
         "class names with commas, or no",
         switch=("no", "blocks"),
     )
     activation_offload: bool = setting(False, "keep activations in host memory until backward, on CUDA")
     optimizer_in_backward: bool = setting(False, "step each parameter, and free its gradient, in backward")
-    gc: bool = setting(
-        True, "collect garbage at every 500th update only, without the objects of the first update"
-    )
+    gc: bool = setting(True, "collect garbage at every 500th update only, without the objects of the first update")
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
-    deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
+    deterministic: bool = setting(False, "deterministic algorithms only")
     timeout: float = setting(120.0, "seconds that a collective waits for other ranks", least=0.001, most=1e9)
     hang_after: float = setting(
         30.0,
@@ -313,7 +318,8 @@ class Settings:
     )
     debug: bool | None = setting(
         None,
-        "compare the ranks' arguments before each collective that a script calls; on unless false; true: also gradients under zero1",
+        "compare the ranks' arguments before each collective that a script calls; on unless false; true: also "
+        "gradients under zero1",
     )
     project_dir: str | None = setting(
         None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory"
@@ -327,16 +333,26 @@ class Settings:
     strategy_options: Table | None = setting(
         None, "options of the strategy by the fields of its record, such as cpu_offload of FSDPOptions"
     )
-    dataloader_config: Table | None = setting(
+    dataloader_config: Table | DataLoaderConfiguration | None = setting(
         None, "how prepared loaders read: fields of DataLoaderConfiguration, such as split_batches"
     )
-    scaler_options: Table | None = setting(
+    autocast_options: Table | AutocastKwargs | None = setting(
+        None, "options of autocast: fields of AutocastKwargs, such as output_dtype"
+    )
+    scaler_options: Table | GradScalerKwargs | None = setting(
         None, "options of the loss scale: fields of GradScalerKwargs, such as init_scale"
+    )
+    device_placement: bool = setting(True, "move models and batches to the device")
+    initialize: Function | None = setting(
+        None, "gives values to a module on the meta device that has no reset_parameters; a function, from Python only"
     )
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __new__(cls, *values: Any, **named: Any) -> Settings:
-        """Remember the arguments, so that a default that is asked for counts. A copy passes all fields and their sources."""
+        """Remember the arguments, so that a default that is asked for counts.
+
+        A copy passes all fields and their sources.
+        """
         made = super().__new__(cls)
         given = {} if "sources" in named else {**dict(zip(NAMES, values)), **named}
         object.__setattr__(made, "_asked", {name for name, value in given.items() if value is not None})
@@ -358,13 +374,11 @@ class Settings:
         if name in self.sources:
             return self.sources[name]
         if name in self._asked or getattr(self, name) != NAMES[name].default:  # type: ignore[attr-defined]
-            return Source.ASKED, "asked for"
+            return Source.ASKED, "asked for" if name in TABLES else f"{name}={getattr(self, name)!r}"
         return Source.DEFAULT, "default"
 
 
-NAMES: dict[str, dataclasses.Field[Any]] = {
-    f.name: f for f in dataclasses.fields(Settings) if f.name != "sources"
-}
+NAMES: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings) if f.name != "sources"}
 TABLES = [name for name, f in NAMES.items() if "Table" in str(f.type)]
 _told = (f"\n    {f.name}: {f.metadata['help']}." for f in NAMES.values())
 Settings.__doc__ = inspect.cleandoc(Settings.__doc__ or "") + "".join(_told)  # for help()
@@ -372,7 +386,10 @@ Settings.__doc__ = inspect.cleandoc(Settings.__doc__ or "") + "".join(_told)  # 
 
 @dataclass(frozen=True)
 class Launching:
-    """How `easymp launch` starts a script: its flags, where they are not given the table ``[launch]`` of the project file."""
+    """How `easymp launch` starts a script.
+
+    Its flags, where they are not given the table ``[launch]`` of the project file.
+    """
 
     processes: int | None = setting(
         None, "processes on each node; else one an accelerator, or one without any", least=1
@@ -426,10 +443,11 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
         take(name, value, Source.CONFIG, file.where(name) if name in TABLES else str(file.path))
     for name, (value, words) in _from_environment().items():
         take(name, value, Source.ENVIRONMENT, words)
-    for name in NAMES if given is not None else ():
-        source, words = given.source(name)
-        if source is not Source.DEFAULT:
-            take(name, getattr(given, name), source, words)
+    if given is not None:
+        for name in NAMES:
+            source, words = given.source(name)
+            if source is not Source.DEFAULT:
+                take(name, getattr(given, name), source, words)
     for name, value in arguments.items():
         if name not in NAMES:
             near = nearest(name, NAMES) or "."
@@ -438,12 +456,15 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
             value = checked(NAMES[name], value, f"{name}=")
             take(name, value, Source.ASKED, "asked for" if name in TABLES else f"{name}={value!r}")
     for name, value in read_pairs(shlex.split(env.read(OVERRIDE) or ""), f"{OVERRIDE}: ").items():
-        take(name, value, Source.ASKED, f"{name}={value!r} in {OVERRIDE}")
+        take(name, value, Source.ASKED, f"{name}={value!r} by --set")
     return Settings(**values, sources=sources)
 
 
 def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
-    """How to launch: `flags` (None: not given), then the project file at `path` (None: the usual one), then defaults."""
+    """How to launch.
+
+    `flags` (None: not given), then the project file at `path` (None: the usual one), then defaults.
+    """
     found = _launching(read(path))
     given = {n: checked(LAUNCHING[n], v, f"{n}=") for n, v in flags.items() if v is not None}
     return Launching(**{**found, **given})
@@ -479,7 +500,10 @@ def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table:
 
 
 def as_record(kind: type[T], owner: str, given: Any) -> T:
-    """Return `owner`'s options as a `kind`: `given` itself, or one made of a mapping's values, or the defaults for None."""
+    """Return `owner`'s options as a `kind`.
+
+    `given` itself, or one made of a mapping's values, or the defaults for None.
+    """
     if isinstance(given, kind):
         return given
     if dataclasses.is_dataclass(given) and issubclass(kind, type(given)):
@@ -488,6 +512,7 @@ def as_record(kind: type[T], owner: str, given: Any) -> T:
         other = type(given).__name__
         raise SettingError(f"{owner} takes {kind.__name__}, or a dict of its fields, not a {other}")
     known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    refuse_retired(kind, given or ())
     for name in given or ():
         if name not in known:
             near = nearest(name, known) or "."

@@ -6,9 +6,9 @@
     python examples/char_gpt.py --processes 2 --strategy fsdp    sharded; or zero1, tensor_parallel, pipeline ...
     python examples/char_gpt.py --profile           and a table of where the time of three updates went
 
-Two optimizers: Muon for the matrices inside the blocks, AdamW for the rest, each with a scheduler. Windows end with their file, so
-batches hold different numbers of characters; `backward(loss_sum, num_items=n)` gives every character the same weight all the
-same, whatever the number of processes and of accumulation steps.
+Two optimizers: Muon for the matrices inside the blocks, AdamW for the rest, each with a scheduler. Windows end with
+their file, so batches hold different numbers of characters; `backward(loss_sum, num_items=n)` gives every character the
+same weight all the same, whatever the number of processes and of accumulation steps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class GPT(nn.Module):
 
 
 def windows(files: Iterable[Path]) -> Tensor:
-    """(number of windows, WINDOW + 1) symbols; neighbours share one, the first to be guessed follows the first to be read."""
+    """(number of windows, WINDOW + 1) symbols.
+
+    Neighbours share one, the first to be guessed follows the first to be read.
+    """
     rows = []
     for file in files:
         text = file.read_text(encoding="utf-8", errors="replace").encode("ascii", "replace")
@@ -91,9 +94,7 @@ def nats(model: nn.Module, text: Tensor) -> tuple[Tensor, Tensor]:
 def evaluate(acc: Accelerator, model: nn.Module, loader: DataLoader) -> float:
     """Nats a character, over all processes, each window counted once."""
     model.eval()
-    total = sum(
-        acc.gather_for_metrics(torch.stack(nats(model, text), 1)).double().sum(0) for (text,) in loader
-    )
+    total = sum(acc.gather_for_metrics(torch.stack(nats(model, text), 1)).double().sum(0) for (text,) in loader)
     model.train()
     return (total[0] / total[1]).item()
 
@@ -107,26 +108,18 @@ def unigram(training: Tensor, validation: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=["auto", "fp32", "bf16", "fp16"], default="auto")
-    parser.add_argument(
-        "--strategy", choices=["auto", *STRATEGIES], default="auto", help="how the model is spread"
-    )
+    parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="auto", help="how the model is spread")
     parser.add_argument(
         "--options", type=json.loads, metavar="JSON", help="of the strategy, such as '{\"shard_size\": 2}'"
     )
     parser.add_argument("--processes", type=int, default=1, help="on this machine")
     parser.add_argument("--steps", type=int, default=300, help="updates")
-    parser.add_argument(
-        "--batch-size", type=int, default=32, help="windows in one update, over all processes"
-    )
+    parser.add_argument("--batch-size", type=int, default=32, help="windows in one update, over all processes")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in one update")
     parser.add_argument("--windows", type=int, help="of the validation text (all)")
-    parser.add_argument(
-        "--profile", action="store_true", help="say where the time of the third to fifth update goes"
-    )
+    parser.add_argument("--profile", action="store_true", help="say where the time of the third to fifth update goes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -146,9 +139,7 @@ def main() -> None:
         ),  # a loader's batch is divided among the processes
     )
     training, validation = load()
-    loader = DataLoader(
-        TensorDataset(training), args.batch_size // args.accumulation, shuffle=True, drop_last=True
-    )
+    loader = DataLoader(TensorDataset(training), args.batch_size // args.accumulation, shuffle=True, drop_last=True)
     test_loader = DataLoader(TensorDataset(validation[: args.windows]), 64)
     model = GPT()
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
@@ -185,9 +176,7 @@ def main() -> None:
                     updates += 1
                     bar.update()
                     if updates % 20 == 0:
-                        bar.set_postfix(
-                            nats=f"{acc.mean(losses.sum() / counts.sum(), counts.sum()).item():.3f}"
-                        )
+                        bar.set_postfix(nats=f"{acc.mean(losses.sum() / counts.sum(), counts.sum()).item():.3f}")
                     if updates == args.steps:
                         break
     speed = updates * args.batch_size / (time.perf_counter() - begin)
@@ -197,7 +186,8 @@ def main() -> None:
     loss = evaluate(acc, model, test_loader)
     acc.print(f"precision   {acc.plan.precision.value} ({acc.plan.precision.reason})")
     acc.print(
-        f"validation  {loss:.3f} nats a character; by the frequency of characters alone {unigram(training, validation):.3f}"
+        f"validation  {loss:.3f} nats a character; by the frequency of characters alone "
+        f"{unigram(training, validation):.3f}"
     )
     acc.print(f"speed       {speed:.0f} samples/s, {speed * WINDOW:.0f} characters/s")
     acc.end_training()

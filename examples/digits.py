@@ -1,13 +1,14 @@
 """A small convolutional network on scikit-learn's handwritten digits, in any precision, on any number of processes.
 
-    python examples/digits.py                                    one process, precision by measurement
+    python examples/digits.py                                    one process
     python examples/digits.py --processes 2 --precision fp32     two
     easymp launch --processes 2 examples/digits.py               two, too
-    python examples/digits.py --folder runs/digits               saves itself after each epoch and at SIGTERM; the same again goes on
-    easymp compare examples/digits.py --precision fp32,bf16      time, memory, loss and accuracy of both, side by side
+    python examples/digits.py --folder runs/digits               saves itself after each epoch and at SIGTERM, and goes
+                                                                 on when it is started again
+    easymp compare examples/digits.py --precision fp32,bf16      time, memory, loss and accuracy of both
 
-The batch size is the number of samples in one update, whatever the number of processes and of accumulation steps: in fp32
-they all train the same model, up to rounding.
+The batch size is the number of samples in one update, whatever the number of processes and of accumulation steps: in
+fp32 they all train the same model, up to rounding.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images = torch.from_numpy(images).float().div(16).view(-1, 1, 8, 8)[order]
     labels = torch.from_numpy(labels)[order]
-    return TensorDataset(images[:TRAINING], labels[:TRAINING]), TensorDataset(
-        images[TRAINING:], labels[TRAINING:]
-    )
+    return TensorDataset(images[:TRAINING], labels[:TRAINING]), TensorDataset(images[TRAINING:], labels[TRAINING:])
 
 
 @torch.no_grad()
@@ -66,15 +65,11 @@ def evaluate(acc: Accelerator, model: nn.Module, loader: DataLoader) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=["auto", "fp32", "bf16", "fp16"], default="auto")
     parser.add_argument("--processes", type=int, default=1, help="on this machine")
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument(
-        "--batch-size", type=int, default=64, help="samples in one update, over all processes"
-    )
+    parser.add_argument("--batch-size", type=int, default=64, help="samples in one update, over all processes")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in one update")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="for checkpoints; a run goes on from the newest one there")
@@ -85,25 +80,17 @@ def main() -> None:
         mixed_precision=args.precision,
         gradient_accumulation_steps=args.accumulation,
         seed=args.seed,
-        project_config=ProjectConfiguration(args.folder, total_limit=2),
-        dataloader_config=DataLoaderConfiguration(
-            split_batches=True
-        ),  # a loader's batch is divided among the processes
+        project_dir=ProjectConfiguration(args.folder, total_limit=2),
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
         log_with="jsonl" if args.folder else "none",
     )
     training, test = load()
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    loader = DataLoader(
-        training, batch_size=args.batch_size // args.accumulation, shuffle=True, drop_last=True
-    )
+    loader = DataLoader(training, batch_size=args.batch_size // args.accumulation, shuffle=True, drop_last=True)
     test_loader = DataLoader(test, batch_size=128)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 5e-3, args.epochs * (TRAINING // args.batch_size)
-    )
-    model, optimizer, loader, test_loader, scheduler = acc.prepare(
-        model, optimizer, loader, test_loader, scheduler
-    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, args.epochs * (TRAINING // args.batch_size))
+    model, optimizer, loader, test_loader, scheduler = acc.prepare(model, optimizer, loader, test_loader, scheduler)
     acc.print(acc)
 
     if args.folder:

@@ -1,4 +1,7 @@
-"""Write requirements/ci.txt: the newest versions that fit pyproject.toml and constraints.txt, without torch and the drivers it brings."""
+"""Write requirements/ci.txt.
+
+The newest versions that fit pyproject.toml and constraints.txt, without torch and the drivers it brings.
+"""
 
 import json
 import re
@@ -8,9 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = "test,examples,docs,dist,cuda13"
-HEAD = (
-    "# Written by `make lock`: versions for CI, as constraints beside constraints.txt, which has torch's.\n"
-)
+HEAD = "# Written by `make lock`: versions for CI, as constraints beside constraints.txt, which has torch's.\n"
 OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")  # another torch needs others
 PINNED_BY_TORCH = {"torch", "nvidia-cuda-nvrtc"}  # by its builds for CUDA, each to a version of its own
 

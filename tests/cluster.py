@@ -1,7 +1,7 @@
 """A Slurm for tests: munged, slurmctld and two slurmd on the loopback, in a folder, run by the user of the tests.
 
-Its nodes are named 127.0.0.1 and 127.0.0.2; a job's tasks meet at the first. No cgroups, no accounting: the daemons run in a container,
-too.
+Its nodes are named 127.0.0.1 and 127.0.0.2; a job's tasks meet at the first. No cgroups, no accounting: the daemons run
+in a container, too.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> str:
     """A sentence, where this machine has no Slurm."""
-    needed = (*DAEMONS, "sbatch", "srun", "scontrol")
-    lacking = ", ".join(name for name in needed if shutil.which(name, path=PATH) is None)
+    programs = (*DAEMONS, "sbatch", "srun", "scontrol")
+    lacking = ", ".join(name for name in programs if shutil.which(name, path=PATH) is None)
     return lacking and f"optional packages are not installed: slurm-wlm and munge (Debian's), for {lacking}"
 
 
@@ -84,9 +84,7 @@ class Cluster:
             "seed-file": "seed",
         }
         # --force: munged refuses a folder that only its owner may read.
-        self._daemon(
-            "munged", "--foreground", "--force", *(f"--{k}={folder}/{file}" for k, file in files.items())
-        )
+        self._daemon("munged", "--foreground", "--force", *(f"--{k}={folder}/{file}" for k, file in files.items()))
         self.until((folder / "munge").exists, "munged listens")
         self._daemon("slurmctld", "-D", "-c")
         for node in ("127.0.0.1", "127.0.0.2"):
@@ -116,7 +114,7 @@ class Cluster:
 
     def left(self) -> list[psutil.Process]:
         """Processes that belong to this cluster, by their environment."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 config = process.environ().get("SLURM_CONF")
@@ -124,46 +122,44 @@ class Cluster:
             except psutil.Error:
                 continue
             if process.pid != os.getpid() and config == self.variables["SLURM_CONF"] and not gone:
-                found.append(process)
-        return found
+                processes.append(process)
+        return processes
 
-    def run(self, *words: str, check: bool = True, cwd: str | Path | None = None) -> str:
+    def run(self, *command: str, check: bool = True, cwd: str | Path | None = None) -> str:
         """A command of Slurm's, or any other that talks to this cluster; its output."""
-        done = self.popen(words, cwd)
-        out, err = done.communicate(timeout=250)
-        assert not check or done.returncode == 0, f"{words[0]} ended with {done.returncode}\n{out}\n{err}"
-        return out
+        process = self.popen(command, cwd)
+        output, err = process.communicate(timeout=250)
+        assert not check or process.returncode == 0, f"{command[0]} ended with {process.returncode}\n{output}\n{err}"
+        return output
 
-    def popen(self, words: Sequence[str], cwd: str | Path | None = None) -> subprocess.Popen[str]:
+    def popen(self, command: Sequence[str], cwd: str | Path | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            words, cwd=cwd, env=self.variables, text=True,
+            command, cwd=cwd, env=self.variables, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def until(self, true: Callable[[], bool], what: str, seconds: float = 250) -> None:
+    def until(self, true: Callable[[], bool], goal: str, seconds: float = 250) -> None:
         """Wait; the test fails with the daemons' last words where it does not come."""
         deadline = time.monotonic() + seconds
         while not true():
             gone = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
-            assert not gone, f"a daemon has ended: {gone}\n{self.words()}"
-            assert time.monotonic() < deadline, f"{seconds:g} s have passed before {what}\n{self.words()}"
+            assert not gone, f"a daemon has ended: {gone}\n{self.logs()}"
+            assert time.monotonic() < deadline, f"{seconds:g} s have passed before {goal}\n{self.logs()}"
             time.sleep(0.1)
 
     def until_state(self, job: str, state: str) -> None:
-        self.until(
-            lambda: f"JobState={state}" in self.run("scontrol", "show", "job", job), f"{job} is {state}"
-        )
+        self.until(lambda: f"JobState={state}" in self.run("scontrol", "show", "job", job), f"{job} is {state}")
 
-    def words(self) -> str:
+    def logs(self) -> str:
         logs = sorted(Path(self.folder).glob("*.out"))
         return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in logs)
 
-    def _daemon(self, name: str, *words: str) -> None:
+    def _daemon(self, name: str, *arguments: str) -> None:
         program = shutil.which(name, path=PATH)
         assert program is not None
         with open(f"{self.folder}/{len(self._daemons)}-{name}.out", "wb") as log:
-            how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "env": self.variables}
-            self._daemons.append(subprocess.Popen([program, *words], **how))
+            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "env": self.variables}
+            self._daemons.append(subprocess.Popen([program, *arguments], **options))
 
 
 @contextmanager

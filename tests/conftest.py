@@ -28,9 +28,13 @@ from .pool import (
     leaked_threads,
     names_from_the_hosts_file_only,
 )
+from .site import PATH, VARIABLE, install
+from .warm import COLD
+from .warm import commands as warm_commands
 
-# No time limits, which a busy machine passes, and in each run the same examples: what fails, fails for a change of the code.
-# `pytest --hypothesis-profile=default` looks for others.
+install()  # before easymp is imported
+# No time limits, which a busy machine passes, and in each run the same examples: what fails, fails for a change of the
+# code. `pytest --hypothesis-profile=default` looks for others.
 hypothesis.settings.register_profile(
     "same",
     derandomize=True,
@@ -52,6 +56,7 @@ SPARE_DESCRIPTORS = 40  # pipes of the pool's workers, libraries loaded by a tes
 
 def pytest_configure() -> None:
     names_from_the_hosts_file_only()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [PATH, os.environ.get("PYTHONPATH")]))
     # A shell that runs tests in the background has them ignore these, and so would what they start.
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -62,11 +67,19 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _modules_of_former_tests_are_not_garbage() -> None:
-    """An Accelerator that closes collects garbage: that looks at what tests made, and not at torch, pytest and what tests imported."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(autouse=True)
+def _processor(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A recorded processor, so that the suite says the same on every machine; ``real_cpu`` tests see the real one."""
+    if request.node.get_closest_marker("real_cpu") is None:
+        yield
+        return
+    from easymp.hardware.accelerators import _detect
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "real")
+        _detect.cache_clear()
+        yield
+    _detect.cache_clear()
 
 
 # -- which tests run ---------------------------------------------------------------------------------------------------
@@ -98,9 +111,7 @@ class Ranks:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def _run(
-        self, call: Any, patient: bool, processes: int = 2, timeout: float = BOUND, env: Any = None
-    ) -> Any:
+    def _run(self, call: Any, patient: bool, processes: int = 2, timeout: float = BOUND, env: Any = None) -> Any:
         return self._pool.run(*call, processes, timeout, env, patient=patient)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
@@ -149,12 +160,39 @@ def ranks(_pool: Pool) -> Ranks:
     return Ranks(_pool)
 
 
+# -- processes of their own --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def _warm_commands() -> Iterator[Path]:
+    with warm_commands() as folder:
+        yield folder
+
+
+@pytest.fixture
+def warm(_warm_commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python`` and ``easymp``, on PATH and as sys.executable, are forks with torch imported; see `tests.warm`."""
+    folders = [str(_warm_commands), str(Path(COLD).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(folders))
+    monkeypatch.setattr(sys, "executable", str(_warm_commands / "python"))
+
+
+@pytest.fixture(autouse=True)
+def _slow_tests_start_warm(request: pytest.FixtureRequest) -> None:
+    """A slow test without the mark ``cold`` starts its processes warm."""
+    if request.node.get_closest_marker("slow") and not request.node.get_closest_marker("cold"):
+        request.getfixturevalue("warm")
+
+
 # -- what a test may not leave behind ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Fails the test that leaves something: variables, directory, threads, a process group, open files, torch's switches."""
+    """Fails the test that leaves something.
+
+    Variables, directory, threads, a process group, open files, torch's switches.
+    """
     environment, directory, threads = dict(os.environ), os.getcwd(), set(threading.enumerate())
     descriptors, switches = _descriptors(), _switches()
     yield
@@ -184,14 +222,14 @@ def _changed_variables(before: dict[str, str]) -> list[str]:
 
 def _open() -> Iterator[str]:
     state = sys.modules.get("easymp.training.state")
-    if state is not None and state.is_open():
+    if state is not None and state.OPEN_RUNS:
         gc.collect()  # one that nobody holds is closed by that
     for accelerator in state.accelerators() if state is not None else ():
         yield f"an open {type(accelerator).__name__}"
         accelerator.end_training()
     # the world of one process, which easymp's functions join by themselves
-    if state is not None and state.is_open():
-        state.PartialState().destroy_process_group()
+    if state is not None and state.OPEN_RUNS:
+        state.close_runs(lambda run: True)
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized():
         yield "a process group"
@@ -199,7 +237,10 @@ def _open() -> Iterator[str]:
 
 
 def _descriptors() -> dict[int, str]:
-    """What each open descriptor leads to: a path, ``socket:[number]``, ``pipe:[number]`` … Empty where there is no /proc."""
+    """What each open descriptor leads to.
+
+    A path, ``socket:[number]``, ``pipe:[number]`` … Empty where there is no /proc.
+    """
     found = {}
     for link in FOLDER.iterdir() if FOLDER.exists() else ():
         try:
@@ -214,9 +255,7 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
     deadline = time.monotonic() + PATIENCE
     while True:
         new = {
-            n: target
-            for n, target in _descriptors().items()
-            if target not in known and not target.startswith(DRIVERS)
+            n: target for n, target in _descriptors().items() if target not in known and not target.startswith(DRIVERS)
         }
         files = sorted(
             t for t in new.values() if t.startswith("/") and not t.startswith(("/dev/", "/proc/", "/memfd:"))

@@ -1,8 +1,8 @@
 """Functions on N real processes, out of a warm pool.
 
-A fork server that has imported torch and easymp, and never computed, forks the workers: a `spawn` imports torch in each process,
-and a `fork` of a parent that has trained on several threads hangs. Workers live as long as the session; one that failed is killed.
-Functions travel by module and name. `conftest.py` makes a fixture of it.
+A fork server that has imported torch and easymp, and never computed, forks the workers: a `spawn` imports torch in each
+process, and a `fork` of a parent that has trained on several threads hangs. Workers live as long as the session; one
+that failed is killed. Functions travel by module and name. `conftest.py` makes a fixture of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ from typing import Any, NamedTuple
 
 # What tests import anyway: paid once, in the fork server.
 PRELOAD = [
-    "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim",
-    "torch.utils.data", "torch.distributed.algorithms.join", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo",
+    "torch.optim",
+    "torch.utils.data", "torch.distributed.algorithms.join",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "easymp.accelerator", "easymp.training.prepare", "easymp.training.oom", "easymp.training.nonfinite", "easymp.trackers.logbook",
+    "easymp.accelerator", "easymp.training.prepare", "easymp.training.oom", "easymp.parts.nonfinite",
+    "easymp.trackers.logbook",
     "easymp.checkpoint.run_state", "easymp.checkpoint.resume", "easymp.checkpoint.load", "easymp.checkpoint.save",
-    "easymp.strategies.transforms", "easymp.strategies.ddp", "easymp.strategies.fsdp", "easymp.strategies.zero1", "tests.frozen",
+    "easymp.strategies.transforms", "easymp.strategies.ddp", "easymp.strategies.fsdp", "easymp.strategies.zero1",
+    "tests.frozen",
 ]  # fmt: skip
 
 GRACE = 3.0  # seconds that the other ranks have to answer once one has failed
@@ -81,7 +85,8 @@ def _work(pipe: Connection, log: str, directory: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # type: ignore[arg-type]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then kills the workers
     names_from_the_hosts_file_only()
-    # As in a process of a user's: out of a fork server of their own, each DataLoader's workers would import torch again.
+    # As in a process of a user's: out of a fork server of their own, each DataLoader's workers would import torch
+    # again.
     multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)  # two threads on busy cores are 4 to 5 times slower
     gc.collect()
@@ -105,8 +110,8 @@ def _work(pipe: Connection, log: str, directory: str) -> None:
 def names_from_the_hosts_file_only() -> None:
     """Let this process ask no name server (glibc's own call; elsewhere nothing happens).
 
-    torch looks up both ends of each connection, as ``::ffff:127.0.0.1``, which no hosts file knows. A name server that loses one of
-    these questions costs 5 seconds.
+    torch looks up both ends of each connection, as ``::ffff:127.0.0.1``, which no hosts file knows. A name server that
+    loses one of these questions costs 5 seconds.
     """
     try:
         ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
@@ -233,7 +238,8 @@ class Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        # By rank: torch keeps things in caches that are true for one rank of a process only, so a worker is never another one.
+        # By rank: torch keeps things in caches that are true for one rank of a process only, so a worker is never
+        # another one.
         self._workers: dict[int, Worker] = {}
         self._number = 0
 
@@ -246,7 +252,10 @@ class Pool:
         env: Mapping[str, str | None] | None,
         patient: bool,
     ) -> list[Outcome]:
-        """`function(*args)` on ranks 0 to `processes` - 1. `patient`: one rank's failure does not cut the others short."""
+        """`function(*args)` on ranks 0 to `processes` - 1.
+
+        `patient`: one rank's failure does not cut the others short.
+        """
         task = pickle.dumps((function, args))
         new = [rank for rank in range(processes) if rank not in self._workers]
         for rank in new:
@@ -262,7 +271,8 @@ class Pool:
                 if rank == 1:
                     time.sleep(HEAD_START)
                 launch = {
-                    "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes),
+                    "RANK": str(rank), "WORLD_SIZE": str(processes),
+                    "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 }  # fmt: skip
                 worker.send(pickle.dumps((rank, task, {**launch, **(env or {})})))
@@ -321,7 +331,8 @@ class Pool:
 def hold_port() -> tuple[socket.socket, int]:
     """A socket that holds a free port below the range that the system hands out, and the port.
 
-    On Linux who opens it with SO_REUSEADDR, as torch's store does, may listen there meanwhile; elsewhere the socket is closed.
+    On Linux who opens it with SO_REUSEADDR, as torch's store does, may listen there meanwhile; elsewhere the socket is
+    closed.
     """
     source = random.SystemRandom()  # tests seed the global generator, and several sessions may run at once
     while True:
@@ -346,18 +357,17 @@ def free_port() -> int:
 
 
 def explain(outcomes: list[Outcome]) -> str:
-    """The likeliest cause with its traceback, the others in one line each: killed or gone, then by time, at last still running."""
+    """The likeliest cause with its traceback, the others in one line each.
+
+    Killed or gone, then by time, at last still running.
+    """
 
     def blame(outcome: Outcome) -> tuple[int, float]:
         kind = outcome.failure.type  # type: ignore[union-attr]
-        return (
-            0 if kind.startswith("SIG") or kind == "exit" else 2 if kind == "Timeout" else 1
-        ), outcome.time
+        return (0 if kind.startswith("SIG") or kind == "exit" else 2 if kind == "Timeout" else 1), outcome.time
 
     first, *others = sorted((o for o in outcomes if o.failure is not None), key=blame)
-    lines = [
-        f"rank {first.rank} of {len(outcomes)} failed first: {first.failure.type}: {first.failure.message}"
-    ]
+    lines = [f"rank {first.rank} of {len(outcomes)} failed first: {first.failure.type}: {first.failure.message}"]
     for other in others:
         message = other.failure.message.splitlines()
         lines.append(f"  rank {other.rank}: {other.failure.type}: {message[0] if message else ''}")

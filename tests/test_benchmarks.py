@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .site import PATH
+
 ROOT = Path(__file__).parent.parent
 MISSING = [name for name in ("accelerate", "lightning_fabric") if find_spec(name) is None]
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 def run(name: str, *arguments: object) -> str:
     """What a benchmark prints; with ``--out`` it is also in that file."""
     words = [sys.executable, f"benchmarks/{name}.py", *map(str, arguments)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": PATH}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     if "--out" in arguments:
@@ -51,8 +53,10 @@ CHECKSUMS = ["CRC-32 is computed by", "| warm load, live, s |"]
         ("llm --rehearse", [], ["## tiny, 2 processes, bf16", "| by hand again ", "of Accelerate's tokens/s"]),
         ("fused_step --smoke", [], ["| tiny, clip, 1 thread ", "| tiny, loss scale and clip, 1 thread "]),
         (CHECKPOINT + "one", ["easymp", "DCP"], [*CHECKSUMS, "| plain write and read ", "| easymp ", "| DCP "]),
-        (CHECKPOINT + "fsdp", ["DCP, async", "Accelerate"], [*CHECKSUMS, "| DCP, async ", "- Accelerate: left out: on CPUs it"]),
-        ("gpu --rehearse --folder .", ["fsdp", "checkpoint", "timeline"], ["## fsdp: ", "## checkpoint: ", "## timeline: "]),
+        (CHECKPOINT + "fsdp", ["DCP, async", "Accelerate"],
+         [*CHECKSUMS, "| DCP, async ", "- Accelerate: left out: on CPUs it"]),
+        ("gpu --rehearse --folder .", ["fsdp", "checkpoint", "timeline"],
+         ["## fsdp: ", "## checkpoint: ", "## timeline: "]),
     ],
 )  # fmt: skip
 def test_each_tells_its_rows(words, only, rows, tmp_path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import easymp
-from easymp import Accelerator, BatchError, WorldError
+from easymp import Accelerator, BatchError, Settings, WorldError
 
 F, LONG, WHOLE = torch.ones(2), torch.ones(3), torch.ones(2, dtype=torch.int32)
 
@@ -58,7 +58,7 @@ UNLIKE: list[tuple[Call, Call, str]] = [
 ]  # fmt: skip
 
 
-def said(call: Callable[..., Any], *args: Any) -> str:
+def error_text(call: Callable[..., Any], *args: Any) -> str:
     try:
         call(*args)
     except (BatchError, WorldError) as error:
@@ -68,21 +68,21 @@ def said(call: Callable[..., Any], *args: Any) -> str:
 
 def all_unlike() -> list[str]:
     with Accelerator(mixed_precision="no") as acc:
-        found = [said(odd if acc.process_index == 2 else common, acc) for common, odd, _ in UNLIKE]
+        errors = [error_text(odd if acc.process_index == 2 else common, acc) for common, odd, _ in UNLIKE]
         assert acc.gather(torch.tensor(acc.process_index)).tolist() == [0, 1, 2]  # the ranks go on together
-        return found
+        return errors
 
 
 def test_unlike_calls_are_one_error_on_all_ranks(ranks) -> None:
-    for (_, _, words), *texts in zip(UNLIKE, *ranks(all_unlike, processes=3)):
-        assert all(words in text for text in texts), texts
+    for (_, _, message), *texts in zip(UNLIKE, *ranks(all_unlike, processes=3)):
+        assert all(message in text for text in texts), texts
         assert len(set(texts)) == 1
 
 
 def keys_in_another_order() -> tuple[list[str], dict[str, list[float]]]:
     with Accelerator(mixed_precision="no") as acc:
-        given = {"a": torch.ones(1), "b": torch.zeros(2)}
-        total = acc.reduce(dict(reversed(given.items())) if acc.process_index else given)
+        values = {"a": torch.ones(1), "b": torch.zeros(2)}
+        total = acc.reduce(dict(reversed(values.items())) if acc.process_index else values)
         return list(total), {name: value.tolist() for name, value in sorted(total.items())}
 
 
@@ -92,7 +92,7 @@ def test_keys_in_another_order_are_right(ranks) -> None:
 
 
 def not_compared(environment: bool) -> list[float]:
-    with Accelerator(mixed_precision="no", debug=None if environment else False) as acc:
+    with Accelerator(mixed_precision="no", settings=Settings(debug=None if environment else False)) as acc:
         # Unlike, and harmless: moved by bytes of one size.
         return acc.reduce(torch.ones(2, 1) if acc.process_index else torch.ones(1, 2)).flatten().tolist()
 
@@ -108,7 +108,7 @@ def one_leaves() -> str:
         acc.end_training()
         return ""
     try:
-        return said(acc.gather, F)
+        return error_text(acc.gather, F)
     finally:
         acc.end_training()
 
@@ -120,20 +120,20 @@ def test_a_rank_that_has_left_is_named_at_once(ranks) -> None:
 def listens() -> set[str]:
     """Addresses at which this process's store listens."""
     with Accelerator(cpu=True):
-        mine = psutil.Process().net_connections("tcp")
+        connections = psutil.Process().net_connections("tcp")
         port = int(os.environ["MASTER_PORT"])
-        return {c.laddr.ip for c in mine if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+        return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", socket.gethostname()])
 def test_the_store_of_one_machine_is_out_of_reach_for_others(ranks, address: str) -> None:
-    opened, other = ranks(listens, env={"MASTER_ADDR": address})
+    opened, other_opened = ranks(listens, env={"MASTER_ADDR": address})
     assert opened <= {"127.0.0.1", "::1"} and len(opened) == 1
-    assert not other
+    assert not other_opened
 
 
 def first_takes_long(path: Path) -> tuple[bool, bool]:
-    with Accelerator(cpu=True, timeout=1) as acc:
+    with Accelerator(cpu=True, settings=Settings(timeout=1)) as acc:
         with acc.main_process_first():
             if acc.is_main_process:
                 time.sleep(1.5)
@@ -149,7 +149,7 @@ def test_the_first_process_may_take_longer_than_the_timeout(ranks, tmp_path: Pat
 
 
 def first_is_gone(number: int, path: Path) -> None:
-    with Accelerator(cpu=True, timeout=2) as acc:
+    with Accelerator(cpu=True, settings=Settings(timeout=2)) as acc:
         if acc.is_main_process:
             path.write_text(str(os.getpid()))
         acc.wait_for_everyone()
@@ -176,13 +176,13 @@ def busy(path: Path) -> None:
 
 def trained_in_a_thread(path: Path) -> str:
     """As Ray Train does: the main thread waits elsewhere."""
-    found: list[str] = []
+    errors: list[str] = []
 
     def train() -> None:
-        with Accelerator(cpu=True, timeout=2) as acc:
+        with Accelerator(cpu=True, settings=Settings(timeout=2)) as acc:
             acc.wait_for_everyone()
             if acc.process_index == 0:
-                found.append(said(acc.gather, F))
+                errors.append(error_text(acc.gather, F))
                 path.touch()
             else:
                 busy(path)
@@ -190,11 +190,11 @@ def trained_in_a_thread(path: Path) -> str:
     thread = threading.Thread(target=train)
     thread.start()
     thread.join()
-    return "".join(found)
+    return "".join(errors)
 
 
 def test_a_hang_shows_the_line_of_the_thread_that_trains(ranks, tmp_path: Path) -> None:
     text = ranks(trained_in_a_thread, tmp_path / "given up")[0]
     assert "rank 0 gave up in gather: timed out" in text
-    assert re.search(r"rank 0: .*test_collectives.py:\d+ in said", text)
+    assert re.search(r"rank 0: .*test_collectives.py:\d+ in error_text", text)
     assert re.search(r"rank 1: .*test_collectives.py:\d+ in busy", text)

@@ -1,7 +1,6 @@
 """Docstrings of public names: complete, and their examples run.
 
-A method's example may stand in the docstring of its class. Examples begin with ``import torch``, ``from torch import nn`` and
-``from easymp import *``.
+A method's example may stand in the docstring of its class. Examples begin with the names of `namespace`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import pytest
 import torch
+from torch import nn
 
 import easymp
 import easymp.compat
@@ -30,9 +30,9 @@ import easymp.optim
 from easymp import errors
 
 # Users make these or get them from `prepare`; the other names of easymp.optim are for easymp's packages.
-OPTIM = "Adagrad Adam AdamW FusedOptimizer LAMB LARC Lion Muon NovoGrad PreparedOptimizer PreparedScheduler SGD".split()
+OPTIM = "Engine EngineOptions LAMB LARC Lion Muon NovoGrad PreparedOptimizer PreparedScheduler".split()
 # What they have beside torch's methods; other names without an underscore are for easymp's packages.
-OPTIMIZERS_OWN = {"averaged", "clip_grad_norm_", "engine", "masters", "step", "step_was_skipped"}
+OPTIMIZERS_OWN = {"averaged", "clip_grad_norm_", "masters", "step", "step_was_skipped"}
 MADE_BY_PREPARE = {"PreparedLoader", "PreparedOptimizer", "PreparedScheduler"}  # users do not call them
 NOTHING = re.compile(r"'?(None|NoReturn|(Iterator|Generator|AbstractContextManager)\[None.*\])'?")
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example):")
@@ -56,6 +56,7 @@ def members(kind: type) -> Iterator[tuple[str, Any, type]]:
             shown = not name.startswith("_") and (
                 name in OPTIMIZERS_OWN or not base.__module__.startswith("easymp.optim")
             )
+            shown = shown and not hasattr(BaseException, name)  # Python documents add_note
             if shown and name not in seen and inspect.isfunction(function):
                 yield name, value if isinstance(value, property) else function, base
             seen.add(name)
@@ -75,6 +76,8 @@ def public() -> dict[str, Public]:
             continue
         found[name] = Public(name, value, inspect.cleandoc(value.__doc__ or ""))
         for member, function, base in members(value) if inspect.isclass(value) else ():
+            if issubclass(value, easymp.Part) and hasattr(easymp.Part, member) and value is not easymp.Part:
+                continue  # an event, which `Part` describes
             where = f"{base.__name__}.{member}"
             found[where] = Public(where, function, inspect.cleandoc(function.__doc__ or ""), value)
     return found
@@ -144,6 +147,8 @@ def gaps(item: Public) -> Iterator[str]:
     if inspect.isclass(item.value) and "__init__" in vars(item.value):  # its bases say the rest
         bases = [sections(inspect.cleandoc(base.__doc__ or "")) for base in item.value.__mro__[:-1]]
         args += [text.get(part, "") for text in bases for part in ("Args", "Attributes")]
+    if item.owner is easymp.Part:  # what several events get is said once
+        args.append(sections(inspect.cleandoc(item.owner.__doc__ or ""))["Attributes"])
     told = re.findall(r"(?m)^    \*{0,2}(\w+)(?: \(|: )", "".join(args))
     yield from (f"Args: {name}" for name in parameters(item.value) if name not in told)
     if inspect.isfunction(item.value):
@@ -153,11 +158,11 @@ def gaps(item: Public) -> Iterator[str]:
     for error in raised(item.value):
         if not explained(error, parts.get("Raises", "")):
             yield f"Raises: {error.__name__}"
-    whole = "\n".join(base.__doc__ or "" for base in (item.owner.__mro__ if item.owner else ()))
-    shown = any(
-        f".{item.name.split('.')[-1]}" in e.source for e in doctest.DocTestParser().get_examples(whole)
-    )
-    if ">>> " not in parts.get("Example", "") and not shown:
+    whole = "\n\n".join(inspect.cleandoc(base.__doc__ or "") for base in (item.owner.__mro__ if item.owner else ()))
+    shown = any(f".{item.name.split('.')[-1]}" in e.source for e in doctest.DocTestParser().get_examples(whole))
+    if (
+        ">>> " not in parts.get("Example", "") and not shown and item.owner is not easymp.Part
+    ):  # easymp calls its events
         yield "Example"
 
 
@@ -174,16 +179,35 @@ def test_names_of_other_libraries_have_a_summary() -> None:
                 assert ast.get_docstring(node), f"{path}, line {node.lineno}: {node.name}"
 
 
+def namespace(example: doctest.DocTest) -> dict[str, Any]:
+    """Names that an example may use without making them; docs/reference/api/index.md lists them for readers."""
+    nodes = [node for each in example.examples for node in ast.walk(ast.parse(each.source))]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names: dict[str, Any] = {}
+    exec("import torch\nfrom torch import nn\nimport easymp\nfrom easymp import *", names)
+    model = nn.Linear(2, 1)
+    objects = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+        "loader": torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2),
+    }
+    if "acc" in used - assigned:
+        acc = names["acc"] = easymp.Accelerator(cpu=True)
+        used |= {"model"} if "optimizer" in used else set()
+        objects = {name: acc.prepare(value) if name in used else value for name, value in objects.items()}
+    return names | objects
+
+
 @pytest.mark.parametrize("name", [name for name, item in public().items() if ">>> " in item.text])
 def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("easymp.compat.layer.LAYERS", [])
-    names: dict[str, Any] = {}
-    exec("import torch\nfrom torch import nn\nimport easymp\nfrom easymp import *", names)
-    example = doctest.DocTestParser().get_doctest(public()[name].text, names, name, None, 0)
+    example = doctest.DocTestParser().get_doctest(public()[name].text, {}, name, None, 0)
     said: list[str] = []
     say: Callable[[str], Any] = said.append
     state = torch.random.get_rng_state()
+    example.globs = namespace(example)
     try:
         result = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(example, out=say)
     finally:

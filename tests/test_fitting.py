@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from easymp import Accelerator, DistributedDataParallelKwargs
-from easymp.training.memory import estimate, predict
+from easymp import Accelerator, DistributedDataParallelKwargs, Settings
+from easymp.training.memory import estimate
 
 from .accelerator.models import heard
 from .strategies import models
 
-# The transformer with tied embeddings takes 107.5 KiB a rank whole, in fp32 with AdamW, and 90.5 in two shards; a fifth is spared.
+# The transformer with tied embeddings takes 107.5 KiB a rank whole, in fp32 with AdamW, and 90.5 in two shards; a fifth
+# is spared.
 FITS, SHARDED, NEITHER = "140KiB", "120KiB", "10KiB"
 LOG = "easymp.training.memory"
 
@@ -24,7 +24,10 @@ LOG = "easymp.training.memory"
 def train(memory: list[str], asked: dict[str, Any]) -> dict[str, Any]:
     """A training in which each rank has its own of `memory`."""
     own = memory[int(os.environ.get("RANK", 0))]
-    with heard(LOG) as said, Accelerator(memory=own, mixed_precision="fp32", cpu=True, **asked) as acc:
+    with (
+        heard(LOG) as said,
+        Accelerator(mixed_precision="fp32", cpu=True, settings=Settings(memory=own), **asked) as acc,
+    ):
         before = acc.plan.strategy.value
         done = models.train(acc, "tied")
         choice = acc.plan.strategy
@@ -67,23 +70,23 @@ def test_what_does_not_fit_whole_is_sharded(ranks, memory, strategy, level):
     ("asked", "words"),
     [
         ({"strategy": "ddp"}, ""),
-        ({"kwargs_handlers": [DistributedDataParallelKwargs(bucket_cap_mb=1)]}, "options of ddp were given, so it stays"),
+        ({"strategy_options": DistributedDataParallelKwargs(bucket_cap_mb=1)},
+         "options of ddp were given, so it stays"),
     ],
 )  # fmt: skip
 def test_what_was_asked_for_stays(ranks, asked, words):
     it = ranks(train, [SHARDED, SHARDED], asked)[0]
     assert (it["after"], it["kinds"]) == ("ddp", ["Parameter"])
-    assert [(level, said.endswith(words)) for level, said in it["said"]] == (
-        [("WARNING", True)] if words else []
-    )
+    assert [(level, said.endswith(words)) for level, said in it["said"]] == ([("WARNING", True)] if words else [])
 
 
-def table(memory: str, rows: int, device: str, asked: dict[str, Any]) -> tuple[Any, str, list[Any], Any]:
-    """The plan after a model was prepared with a loader, on a CPU that is called by a GPU's name."""
+def table(memory: str, rows: int, asked: dict[str, Any]) -> tuple[Any, str, list[Any], Any]:
+    """The plan after a model was prepared with a loader."""
     data = torch.utils.data.TensorDataset(torch.rand(64, 12))
-    with heard(LOG) as said, Accelerator(memory=memory, mixed_precision="fp32", cpu=True, **asked) as acc:
-        run = acc._run
-        run.plan = dataclasses.replace(run.plan, device=dataclasses.replace(run.plan.device, reason=device))
+    with (
+        heard(LOG) as said,
+        Accelerator(mixed_precision="fp32", cpu=True, settings=Settings(memory=memory), **asked) as acc,
+    ):
         acc.prepare(models.make("tied"), torch.utils.data.DataLoader(data, rows))
         return acc.plan.strategy, acc.plan.explain(), [level for level, _ in said], acc.plan.as_dict()
 
@@ -96,31 +99,27 @@ def test_the_plan_holds_what_auto_chose_from(ranks):
         assert all(one["reason"] in shown for one in each) and "candidates    ddp" in shown
         return choice, levels, each
 
-    choice, levels, each = told("300KiB", 8, "NVIDIA H100 80GB HBM3", {"gradient_accumulation_steps": 2})
+    choice, levels, each = told("300KiB", 8, {"gradient_accumulation_steps": 2})
     assert (choice.value, levels) == ("ddp", [])
     assert choice.reason == "2 processes; the fewest moving parts, and it fits"
     pairs = [("ddp", ""), ("fsdp", ""), ("ddp", "blocks"), ("fsdp", "blocks")]
     assert [(one["strategy"], one["recomputed"]) for one in each] == pairs
     need = estimate(models.make("tied"), world=2, sample=torch.ones(8, 12, device="meta"))
     assert (each[0]["bytes"], each[0]["activations"]) == (need.total, need.activations)
-    time, one = each[0]["time"], predict(models.make("tied"), need, "H100")
-    assert time["compute"] == pytest.approx(2 * one.compute) and time["links"] == pytest.approx(
-        one.links, rel=0.1
-    )
-    assert each[2]["time"]["compute"] > time["compute"] and each[2]["activations"] < each[0]["activations"]
-    assert "KiB a rank in micro-batches of 8, fits; 1e-05 s an update (forward" in each[0]["reason"]
+    assert each[2]["activations"] < each[0]["activations"]
+    assert each[0]["reason"].endswith("KiB a rank in micro-batches of 8, fits")
 
-    choice, levels, each = told("255KiB", 8, "a CPU", {})
-    assert (choice.value, levels) == ("fsdp", ["INFO"]) and not any(one["time"] for one in each)
+    choice, levels, each = told("255KiB", 8, {})
+    assert (choice.value, levels) == ("fsdp", ["INFO"])
     assert [one["fits"] for one in each] == [False, True, True, True]
-    choice, levels, each = told("250KiB", 8, "a CPU", {})
+    choice, levels, each = told("250KiB", 8, {})
     assert (choice.value, levels) == ("ddp", ["WARNING"])
     assert "and nothing without: pass activation_checkpointing='blocks'" in choice.reason
-    choice, levels, each = told("250KiB", 8, "a CPU", {"activation_checkpointing": "blocks"})
+    choice, levels, each = told("250KiB", 8, {"activation_checkpointing": "blocks"})
     assert (choice.value, levels, len(each)) == ("ddp", [], 2)
-    choice, levels, each = told("30MiB", 8, "H100", {})  # too small to be followed
-    assert [(one["activations"], one["time"]["seconds"]) for one in each] == [(None, None)] * 2
-    assert "KiB a rank without activations, fits; 1e-05 s of links at most, " in each[0]["reason"]
+    choice, levels, each = told("30MiB", 8, {})  # too small to be followed
+    assert [one["activations"] for one in each] == [None, None]
+    assert each[0]["reason"].endswith("KiB a rank without activations, fits")
 
 
 def test_one_process_that_has_too_little_is_told():
@@ -135,7 +134,7 @@ def two_models(memory: str) -> dict[str, Any]:
     def seen(acc: Accelerator, *prepared: torch.nn.Module) -> tuple[str, list[str]]:
         return acc.plan.strategy.value, [type(next(m.parameters())).__name__ for m in prepared]
 
-    with heard(LOG) as said, Accelerator(memory=memory, mixed_precision="fp32", cpu=True) as acc:
+    with heard(LOG) as said, Accelerator(mixed_precision="fp32", cpu=True, settings=Settings(memory=memory)) as acc:
         first = seen(acc, acc.prepare(torch.nn.Linear(8, 8)), acc.prepare(models.make("tied")))
         said = list(said)
         acc.free_memory()

@@ -44,11 +44,11 @@ def script(tmp_path):
     return write
 
 
-def python(*words, before=()) -> subprocess.Popen:
+def python(*arguments, before=()) -> subprocess.Popen:
     """A python that knows easymp, with its output in pipes."""
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
-        [*before, sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*before, sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -88,23 +88,23 @@ open(sys.argv[1] + str(rank), "w").write(json.dumps(seen))
 def test_script_sees_what_plain_python_shows_it(script, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     path, target = script(TELL), str(tmp_path / "told")
-    own = [target, "--processes", "9", "-m", "--", "${local_rank}", "$$HOME", "a b", ""]
-    assert launched(path, own) == 0
+    script_arguments = [target, "--processes", "9", "-m", "--", "${local_rank}", "$$HOME", "a b", ""]
+    assert launched(path, script_arguments) == 0
     for rank in (0, 1):
-        seen = json.loads((tmp_path / f"told{rank}").read_text())
+        facts_of_rank = json.loads((tmp_path / f"told{rank}").read_text())
         facts = {"name": "__main__", "file": path, "path": str(tmp_path), "package": None, "main": rank}
         facts |= {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "2"}
-        facts |= {"argv": [path, *own], "MASTER_ADDR": "127.0.0.1"}
-        assert seen == seen | facts
-        assert not seen["torch"]  # the script is the first to import it
-        assert int(seen["OMP_NUM_THREADS"]) >= 1
+        facts |= {"argv": [path, *script_arguments], "MASTER_ADDR": "127.0.0.1"}
+        assert facts_of_rank == facts_of_rank | facts
+        assert not facts_of_rank["torch"]  # the script is the first to import it
+        assert int(facts_of_rank["OMP_NUM_THREADS"]) >= 1
     assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0 ends", "rank 1 ends"]
     path = script(TELL, "pkg/train.py")
     monkeypatch.chdir(tmp_path)
     assert launched("pkg.train", [target, "x"], 1, "-m") == 0
-    seen = json.loads((tmp_path / "told0").read_text())
-    assert seen["argv"] == [path, target, "x"]
-    assert (seen["path"], seen["package"]) == (str(tmp_path), "pkg")
+    facts_of_rank = json.loads((tmp_path / "told0").read_text())
+    assert facts_of_rank["argv"] == [path, target, "x"]
+    assert (facts_of_rank["path"], facts_of_rank["package"]) == (str(tmp_path), "pkg")
 
 
 # -- when a rank fails -------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_first_failing_rank_comes_last_and_alone(script, capfd):
 
 
 @pytest.mark.parametrize(
-    ("statement", "code", "words"),
+    ("statement", "code", "text"),
     [
         ("sys.exit(7)", 7, "exit code 7\n"),
         ("sys.exit('a last word')", 1, "exit code 1\na last word\n"),
@@ -142,16 +142,16 @@ def test_first_failing_rank_comes_last_and_alone(script, capfd):
         ("import ctypes; ctypes.string_at(0)", 139, "killed by SIGSEGV (signal 11)\nFatal Python error: S"),
     ],
 )
-def test_exit_codes_are_kept(script, capfd, statement, code, words):
+def test_exit_codes_are_kept(script, capfd, statement, code, text):
     assert launched(script(f"if rank == 1:\n    {statement}\ntime.sleep(60)")) == code
-    assert capfd.readouterr().err.startswith(f"rank 1 of 2 failed first: {words}")
+    assert capfd.readouterr().err.startswith(f"rank 1 of 2 failed first: {text}")
 
 
 def test_a_rank_that_exits_with_a_code_does_not_wait_for_the_others(script, capfd):
     path = script("""
         import torch
-        from easymp import Accelerator
-        acc = Accelerator(mixed_precision="no", timeout=60)
+        from easymp import Accelerator, Settings
+        acc = Accelerator(mixed_precision="no", settings=Settings(timeout=60))
         acc.wait_for_everyone()
         if rank == 1:
             import easymp.distributed.process_group
@@ -167,15 +167,15 @@ def test_a_rank_that_exits_with_a_code_does_not_wait_for_the_others(script, capf
 def test_a_stopped_rank_is_named_by_the_one_that_waits(script):
     path = script("""
         import torch
-        from easymp import Accelerator
-        acc = Accelerator(cpu=True, timeout=2)
+        from easymp import Accelerator, Settings
+        acc = Accelerator(cpu=True, settings=Settings(timeout=2))
         acc.wait_for_everyone()
         if rank == int(sys.argv[1]):
             os.kill(os.getpid(), signal.SIGSTOP)
         acc.gather(torch.ones(1))
     """)
-    words = ("-m", "easymp", "launch", "--processes", "2", "--grace", "0", path)
-    for stopped, run in enumerate([python(*words, "0"), python(*words, "1")]):
+    arguments = ("-m", "easymp", "launch", "--processes", "2", "--grace", "0", path)
+    for stopped, run in enumerate([python(*arguments, "0"), python(*arguments, "1")]):
         text = run.communicate(timeout=100)[1]
         assert run.returncode == 1
         first = text.partition("failed first: ")[2]
@@ -203,14 +203,14 @@ def test_the_port_of_the_ranks_is_nobody_else_s_before_they_open_it():
     port = node.next_rendezvous().bootstrap_store_info.master_port
     try:
         if sys.platform == "linux":  # elsewhere a port cannot be kept, but its number is another each time
-            with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                other.bind(("127.0.0.1", port))
+            with socket.socket() as program, pytest.raises(OSError, match="in use"):
+                program.bind(("127.0.0.1", port))
         for libuv in (True, False):
             store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=libuv)
             del store  # as one rank's world after another
         assert node.next_rendezvous().bootstrap_store_info.master_port != port
-        with socket.socket() as other:
-            other.bind(("127.0.0.1", port))
+        with socket.socket() as program:
+            program.bind(("127.0.0.1", port))
     finally:
         node.close(True)
 
@@ -293,8 +293,8 @@ def test_a_rank_whose_loader_has_workers_saves_itself_at_a_signal(script, tmp_pa
     launcher = started(path, tmp_path / "run")
     wait_for(tmp_path / "runbegun")
     launcher.send_signal(signal.SIGTERM)
-    said = launcher.communicate(timeout=100)[1]
-    assert launcher.returncode == 75, said
+    stderr = launcher.communicate(timeout=100)[1]
+    assert launcher.returncode == 75, stderr
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 
@@ -349,10 +349,10 @@ def test_function_that_fails():
 
     with pytest.raises(WorldError) as caught:
         debug_launcher(fail)
-    first, second, *rest = str(caught.value).splitlines()
+    first, second, *lines = str(caught.value).splitlines()
     assert first == "rank 1 of 2 failed first: ZeroDivisionError: in the cell"
-    assert (second, rest[-1]) == ("Traceback (most recent call last):", "ZeroDivisionError: in the cell")
-    assert "in fail" in rest[0] and "easymp" not in str(caught.value)
+    assert (second, lines[-1]) == ("Traceback (most recent call last):", "ZeroDivisionError: in the cell")
+    assert "in fail" in lines[0] and "easymp" not in str(caught.value)
 
 
 def test_exit_handlers_of_a_function_run_and_those_of_its_parent_do_not(tmp_path):
@@ -373,16 +373,16 @@ def test_exit_handlers_of_a_function_run_and_those_of_its_parent_do_not(tmp_path
 
 
 def test_notebook_options_are_honoured():
-    def tell():
+    def read_variables():
         names = ("EASYMP_MIXED_PRECISION", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise ValueError
         return [os.environ.get(name) for name in names]
 
-    held, port = hold_port()
-    with held:
+    reservation, port = hold_port()
+    with reservation:
         options = {"mixed_precision": "bf16", "use_port": str(port), "max_restarts": 1}
-        results = notebook_launcher(tell, num_processes=2, **options)
+        results = notebook_launcher(read_variables, num_processes=2, **options)
     assert results == [["bf16", str(port), "2", "1"]] * 2
 
 
@@ -412,9 +412,9 @@ def test_refusals(monkeypatch):
 def test_torchrun_restarts_a_killed_rank(script, tmp_path):
     path = script("""
         import torch
-        from easymp import Accelerator
+        from easymp import Accelerator, Settings
 
-        acc = Accelerator(mixed_precision="no", seed=0, timeout=20)
+        acc = Accelerator(mixed_precision="no", seed=0, settings=Settings(timeout=20))
         model = torch.nn.Linear(2, 1)
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         for step in range(3):
@@ -426,8 +426,8 @@ def test_torchrun_restarts_a_killed_rank(script, tmp_path):
         whole = acc.gather(model.weight[None])
         open(sys.argv[1] + str(rank), "w").write(str([acc.num_processes, acc.plan.strategy.value, whole.tolist()]))
     """)
-    words = "-m torch.distributed.run --nproc-per-node 2 --standalone --max-restarts 1".split()
-    process = python(*words, path, str(tmp_path / "x"))
-    said = process.communicate(timeout=250)[1]
-    assert process.returncode == 0, said
+    arguments = "-m torch.distributed.run --nproc-per-node 2 --standalone --max-restarts 1".split()
+    process = python(*arguments, path, str(tmp_path / "x"))
+    stderr = process.communicate(timeout=250)[1]
+    assert process.returncode == 0, stderr
     assert (tmp_path / "x0").read_text() == (tmp_path / "x1").read_text()

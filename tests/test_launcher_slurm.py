@@ -1,4 +1,7 @@
-"""Launching under Slurm, without one: the batch script's text, how it is handed in, where launchers meet. test_slurm_real has a Slurm."""
+"""Launching under Slurm, without one.
+
+The batch script's text, how it is handed in, where launchers meet. test_slurm_real has a Slurm.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ def program(name: str, text: str) -> None:
 def script(capsys):
     """The batch script for `easymp launch --slurm ASKED WORDS`, and its options."""
 
-    def printed(asked, *words):
-        assert main(["launch", f"--slurm={asked}", *words]) == 0
+    def printed(slurm, *arguments):
+        assert main(["launch", f"--slurm={slurm}", *arguments]) == 0
         text = capsys.readouterr().out
         assert text.startswith("#!/bin/bash\n#SBATCH ")
-        found = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
-        return text, found
+        options = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+        return text, options
 
     return printed
 
@@ -53,22 +56,23 @@ def asked_of_launch(text: str) -> list[str]:
 
 
 def test_script(script):
-    words = ["--processes", "4", "--nodes", "2", "--grace", "90.0", "train.py", "--name", "it's $HOME"]
-    text, options = script("print --time=1:00", *words)
+    arguments = ["--processes", "4", "--nodes", "2", "--grace", "90.0", "train.py", "--name", "it's $HOME"]
+    text, options = script("print --time=1:00", *arguments)
     assert options == [
-        "--job-name=train", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=16", "--gpus-per-node=4", "--output=%x-%j.out",
+        "--job-name=train", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=16", "--gpus-per-node=4",
+        "--output=%x-%j.out",
         "--open-mode=append", "--signal=USR1@120", "--requeue", "--time=1:00",
     ]  # fmt: skip
-    assert asked_of_launch(text) == words
+    assert asked_of_launch(text) == arguments
 
 
 def test_script_of_a_module_on_cpus_and_of_a_project_file(script, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("EASYMP_CPU", "1")
-        words = ["--processes", "2", "--no-numa", "-m", "pkg.train"]
-        text, options = script("", *words)
+        arguments = ["--processes", "2", "--no-numa", "-m", "pkg.train"]
+        text, options = script("", *arguments)
         assert {"--job-name=train", "--nodes=1", "--cpus-per-task=2"} <= set(options)
-        assert asked_of_launch(text) == words
+        assert asked_of_launch(text) == arguments
     Path("easymp.toml").write_text('cpu = true\n[launch]\nprocesses = 3\nnodes = "2"\n')
     text, options = script("print", "train.py")
     assert {"--nodes=2", "--cpus-per-task=3"} <= set(options)
@@ -77,68 +81,60 @@ def test_script_of_a_module_on_cpus_and_of_a_project_file(script, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "there", "gone"),
+    ("options", "replaced"),
     [
-        ("print -N 3 -J x -c 8", ["-N 3"], ["--nodes", "--job-name", "--cpus-per-task"]),
-        ("-N3", ["-N3"], ["--nodes"]),
-        ("--nodes 3 --exclusive", ["--nodes 3", "--exclusive"], ["--nodes=1"]),
-        ("--gres=gpu:a100:2", ["--gres=gpu:a100:2"], ["--gpus"]),
-        ("-G 2", ["-G 2"], ["--gpus"]),
-        ("--cpus-per-gpu=6", ["--gpus-per-node=2"], ["--cpus-per-task"]),
-        ("--signal=USR1@300", ["--signal=USR1@300"], ["--signal=USR1@60"]),
-        ("--no-requeue", ["--no-requeue"], ["--requeue"]),
-        ("print --comment='two words' -C 'a&b|c'", ['"--comment=two words"', "-C a&b|c"], []),
-        ("--job-name='a \"b\" #c \\'", [r'"--job-name=a \"b\" #c \\"'], ["--job-name=train"]),
+        ("-N 3 -J x -c 8", ""),  # sbatch takes the last of equal options
+        ("--nodes 3 --exclusive", "--nodes"),
+        ("--gres=gpu:a100:2", "--gpus-per-node"),
+        ("-G2", "--gpus-per-node"),
+        ("--cpus-per-gpu=6", "--cpus-per-task"),
+        ("--signal=USR1@300", "--signal"),
+        ("--comment='two words' -C 'a&b|c'", ""),
+        ("--job-name='a #c'", "--job-name"),
     ],
 )
-def test_slurm_s_own_options_go_before_ours(script, asked, there, gone):
-    _, found = script(asked, "--processes", "2", "train.py")
-    assert set(there) <= set(found)
-    assert not [line for line in found for name in gone if line.startswith(name)]
+def test_slurm_s_own_options_win_over_ours(script, options, replaced):
+    defaults = script("print", "--processes", "2", "train.py")[1]
+    expected = [line for line in defaults if line.split("=")[0] != replaced]
+    assert script(f"print {options}", "--processes", "2", "train.py")[1] == [*expected, options]
+    assert script(options, "--processes", "2", "train.py")[1] == [*expected, options]
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True), (143, False)])
 def test_a_run_that_saved_itself_goes_back_into_the_queue(script, tmp_path, code, requeued):
     program("srun", f'echo "srun $1"\nexit {code}')
     program("scontrol", 'echo "scontrol $*"')
-    words = ["/bin/bash", "-c", script("print", "--processes", "1", "train.py")[0]]
+    command = ["/bin/bash", "-c", script("print", "--processes", "1", "train.py")[0]]
     variables = {"PATH": str(tmp_path), "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "4"}
-    done = subprocess.run(words, env=variables, capture_output=True, text=True)
-    assert done.returncode == code
-    assert done.stdout.splitlines() == ["srun --cpus-per-task=4", *["scontrol requeue 17"] * requeued]
+    process = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert process.returncode == code
+    assert process.stdout.splitlines() == ["srun --cpus-per-task=4", *["scontrol requeue 17"] * requeued]
 
 
 NASTY = [
-    "$(touch pwned).py", "`touch pwned`.py", "it's.py", 'a"b;touch pwned;".py', "a b #c.py", "a\\.py", "*.py", "!x&&y|z>.py", "${HOME}é.py",
+    "$(touch pwned).py", "`touch pwned`.py", "it's.py", 'a"b;touch pwned;".py', "a b #c.py", "a\\.py", "*.py",
+    "!x&&y|z>.py", "${HOME}é.py",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*NASTY, "a\ntouch pwned\n.py"])
 def test_what_stands_in_the_batch_script_is_handed_on_as_it_is(script, tmp_path, name):
     Path(name).write_text("")
-    words = [name, *NASTY, "two\nlines\ntouch pwned", ""]
-    asked = "print -p 'a;touch pwned' --comment='$(touch pwned) \"'" + " --job-name=x" * ("\n" in name)
-    text, _ = script(asked, "--processes", "2", *words)
+    arguments = [name, *NASTY, "two\nlines\ntouch pwned", ""]
+    slurm = "print -p 'a;touch pwned' --comment='$(touch pwned) \"'" + " --job-name=x" * ("\n" in name)
+    text, _ = script(slurm, "--processes", "2", *arguments)
     Path("bin").mkdir()
     program("bin/srun", 'printf "%s\\0" "$@"')
-    how = {
-        "env": {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"},
-        "capture_output": True,
-        "text": True,
-        "check": True,
-    }
-    done = subprocess.run(["/bin/bash"], input=text, **how)
-    assert done.stdout.split("\0")[-len(words) - 1 : -1] == words
-    assert done.stderr == "" and not Path("pwned").exists()
+    options = {"env": {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, "capture_output": True, "text": True, "check": True}
+    process = subprocess.run(["/bin/bash"], input=text, **options)
+    assert process.stdout.split("\0")[-len(arguments) - 1 : -1] == arguments
+    assert process.stderr == "" and not Path("pwned").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
-        (
-            ["print", "a\ntouch pwned\n.py"],
-            r"name 'a\ntouch pwned\n' cannot be the job's name in a batch script",
-        ),
+        (["print", "a\ntouch pwned\n.py"], r"name 'a\ntouch pwned\n' cannot be the job's name in a batch script"),
         (["print", "--nodes", "1\ntouch pwned", "train.py"], "is not a number of nodes"),
         (["print", "nowhere.py"], "'nowhere.py' is not a file"),
         (["print", "train.py"], "say how many processes each is to run"),
@@ -147,12 +143,12 @@ def test_what_stands_in_the_batch_script_is_handed_on_as_it_is(script, tmp_path,
         (["submit", "train.py"], "sbatch is not on PATH: run this on the cluster's login node"),
     ],
 )
-def test_what_is_refused(capsys, monkeypatch, tmp_path, words, said):
+def test_what_is_refused(capsys, monkeypatch, tmp_path, arguments, message):
     monkeypatch.setenv("PATH", str(tmp_path))
     Path("a\ntouch pwned\n.py").write_text("")
-    processes = [] if "how many" in said else ["--processes", "2"]
-    assert main(["launch", *processes, "--slurm", *words]) == 1
-    assert said in capsys.readouterr().err
+    processes = [] if "how many" in message else ["--processes", "2"]
+    assert main(["launch", *processes, "--slurm", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_submitting_is_sbatch_s(tmp_path, monkeypatch, capfd):
@@ -174,12 +170,12 @@ SECOND = {"EASYMP_LAUNCHER": "1 of 2"}
 
 
 def met(nodes=None, node_rank=None, address=None, port=None) -> tuple:
-    found, variables = find_nodes(nodes, node_rank, address, port, 600.0)
-    return found.nodes, found.most, found.node_rank, found.address, found.port, variables
+    config, variables = find_nodes(nodes, node_rank, address, port, 600.0)
+    return config.nodes, config.max_nodes, config.node_rank, config.address, config.port, variables
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "place"),
+    ("changes", "flags", "expected"),
     [
         (ONE_A_NODE, {}, (8, None, 5, "n007", 15345, {})),
         (ONE_A_NODE, {"nodes": "8"}, (8, None, 5, "n007", 15345, {})),
@@ -204,20 +200,20 @@ def met(nodes=None, node_rank=None, address=None, port=None) -> tuple:
         ({**BATCH, "SLURM_JOB_NUM_NODES": 2}, {"nodes": "1"}, ALONE),
     ],
 )
-def test_each_task_s_launcher_counts_as_a_node(slurm, changes, said, place):
+def test_each_task_s_launcher_counts_as_a_node(slurm, changes, flags, expected):
     slurm(**changes)
-    assert met(**said) == place
+    assert met(**flags) == expected
 
 
 @pytest.mark.parametrize(
-    ("changes", "nodes", "words"),
+    ("changes", "nodes", "message"),
     [
         (BATCH | {"SLURM_JOB_NUM_NODES": 2}, None, "job has 2 nodes, .* on the first one only: write srun"),
         (ONE_A_NODE, "2", "nodes='2' and SLURM_STEP_NUM_TASKS=8 contradict each other: leave --nodes out"),
         (ONE_A_NODE, "1", "nodes='1' and"),  # not eight trainings
     ],
 )
-def test_what_does_not_fit_is_said(slurm, changes, nodes, words):
+def test_what_does_not_fit_is_said(slurm, changes, nodes, message):
     slurm(**changes)
-    with pytest.raises(SettingError, match=words):
+    with pytest.raises(SettingError, match=message):
         met(nodes)

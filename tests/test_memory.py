@@ -15,6 +15,7 @@ from easymp.precision import PRECISIONS
 from easymp.strategies import STRATEGIES
 
 from .strategies import models
+from .words import make_accelerator
 
 F32 = 4
 estimate = memory.estimate
@@ -192,14 +193,15 @@ def test_the_peak_is_that_of_a_real_step(precision):
     x = torch.randn(256, 16)
     for asked in (None, "blocks", "attention", "Wide"):
         words: Any = {"activation_checkpointing": asked} if asked else {}
-        with Accelerator(cpu=True, mixed_precision=precision, **words) as acc:
+        with make_accelerator(cpu=True, mixed_precision=precision, **words) as acc:
             model = nn.Sequential(nn.Linear(16, 16), *(Wide() for _ in range(4)))
             prepared = acc.prepare(model)
             with Live(model, x) as live:
                 acc.backward(prepared(x).sum())
         need = estimate(model, precision=precision, sample=x, **words)
         assert need.activations is not None
-        # The input was there before. `Live` counts the gradient of a weight until it is finished, and outputs that prepare turns to fp32.
+        # The input was there before. `Live` counts the gradient of a weight until it is finished, and outputs that
+        # prepare turns to fp32.
         assert live.most == pytest.approx(need.activations + need.copies - x.nbytes, rel=0.15), asked
         assert asked is None or need.copies < 20_000
     assert type(model[1]) is Wide

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from easymp import Accelerator, PartialState, SettingError, find_executable_batch_size
+from easymp import Accelerator, SettingError, find_executable_batch_size
+from easymp.compat.accelerate import PartialState
+
+from .words import make_accelerator
 
 
 def out_of_memory() -> None:
@@ -77,7 +80,7 @@ def test_libraries_say_it_in_words_of_their_own(words, is_memory):
 def retried(attempt: Any, starting: int, options: dict[str, Any]) -> tuple[list[int], float]:
     """The sizes that this rank has tried, and how long that took."""
     tried: list[int] = []
-    acc = Accelerator(mixed_precision="no", **options)
+    acc = make_accelerator(mixed_precision="no", **options)
 
     @find_executable_batch_size(starting_batch_size=starting)
     def train(batch_size: int) -> None:

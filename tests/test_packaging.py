@@ -1,4 +1,4 @@
-"""What CI installs and runs, and what a release publishes, agree with pyproject.toml, constraints.txt and the Makefile."""
+"""What CI installs and runs, and a release publishes, agree with pyproject.toml, constraints.txt and the Makefile."""
 
 from __future__ import annotations
 

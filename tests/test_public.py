@@ -76,7 +76,10 @@ def test_import_easymp_imports_nothing_heavy() -> None:
 
 
 def test_what_an_accelerator_loads_and_when() -> None:
-    """Plan, settings, records, data, strategies … are loaded when an Accelerator is made: records are slow to define."""
+    """Plan, settings, records, data, strategies … are loaded when an Accelerator is made.
+
+    Records are slow to define.
+    """
     torchs, imported, made, whole = loaded_by(
         "import torch, torch.distributed, torch.utils.data, torch.nn.parallel",
         "from easymp import Accelerator",
@@ -84,7 +87,9 @@ def test_what_an_accelerator_loads_and_when() -> None:
         "from easymp import *",
     )
     ours = {name for name in imported if name.startswith("easymp.")}
-    late = "cuda. data. hardware. launcher. optim. precision. strategies. trackers. plan options settings training.prepare"
+    late = (
+        "cuda. data. hardware. launcher. optim. precision. strategies. trackers. plan options settings training.prepare"
+    )
     assert not [name for name in ours if name.startswith(tuple(f"easymp.{word}" for word in late.split()))]
     assert len(ours) < 40
     assert not [name for name in made if name.startswith("easymp.profiling.")]
@@ -106,6 +111,7 @@ acc.close()
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_a_step_on_one_cpu_process_loads_what_it_runs() -> None:
     (used,) = loaded_by(STEP)
     homes = [*STRATEGIES.homes.values(), *PRECISIONS.homes.values()]

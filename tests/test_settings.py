@@ -54,7 +54,7 @@ def test_a_default_that_is_asked_for_counts(monkeypatch):
     monkeypatch.setenv("EASYMP_SEED", "7")
     for settings in (Settings(fused=True, seed=None), copy.deepcopy(Settings(fused=True))):
         assert (resolve(settings).fused, resolve(settings).seed) == (True, 7)
-        assert resolve(settings).source("fused") == (Source.ASKED, "asked for")
+        assert resolve(settings).source("fused") == (Source.ASKED, "fused=True")
     assert resolve(Settings("auto")).source("mixed_precision")[0] is Source.ASKED
     other = dataclasses.replace(Settings(), timeout=5.0)  # which passes all fields
     assert (resolve(other).fused, resolve(other).timeout) == (False, 5.0)
@@ -73,7 +73,7 @@ def test_an_override_wins_over_arguments_and_says_so(monkeypatch):
     monkeypatch.setenv("EASYMP_OVERRIDE", "mixed_precision=bf16 seed=3 project_dir='a b'")
     settings = resolve(Settings(seed=1), mixed_precision="fp32", seed=2)
     assert (settings.mixed_precision, settings.seed, settings.project_dir) == ("bf16", 3, "a b")
-    assert settings.source("seed") == (Source.ASKED, "seed=3 in EASYMP_OVERRIDE")
+    assert settings.source("seed") == (Source.ASKED, "seed=3 by --set")
 
 
 def test_a_table_replaces_the_one_below_and_an_option_changes_it(monkeypatch):
@@ -82,7 +82,7 @@ def test_a_table_replaces_the_one_below_and_an_option_changes_it(monkeypatch):
     settings = resolve(compile="blocks")
     assert settings.strategy_options == {"wrap": 3, "cpu_offload": True}
     assert settings.compile == {"what": "blocks", "mode": "default"}
-    words = "easymp.toml, line 1 and strategy_options.wrap=3 in EASYMP_OVERRIDE"
+    words = "easymp.toml, line 1 and strategy_options.wrap=3 by --set"
     assert settings.source("strategy_options") == (Source.ASKED, words)
     record = resolve(strategy_options=FSDPOptions(cpu_offload=True)).strategy_options
     assert FSDPOptions(**record) == FSDPOptions(cpu_offload=True, wrap=3)
@@ -192,7 +192,8 @@ WRONG = [
     ("cpu", "maybe", "neither yes nor no"),
     ("deterministic", 2, "neither yes nor no"),
     ("mixed_precision", 16, "is of type int, but a word is needed"),
-    *(("mixed_precision", w, f"did you mean '{p}'") for w, p in [("bf61", "bf16"), ("16-mixed", "fp16"), ("32", "fp32")]),
+    *(("mixed_precision", w, f"did you mean '{p}'") 
+      for w, p in [("bf61", "bf16"), ("16-mixed", "fp16"), ("32", "fp32")]),
     *(("strategy", word, "did you mean 'fsdp'") for word in ("zero2", "ZeRO-3", "FULL_SHARD", "deepspeed")),
     *(("strategy", word, "did you mean 'tensor_parallel'") for word in ("tp", "mp")),
     *(("strategy", w, f"did you mean '{s}'") for w, s in [("dp", "ddp"), ("pp", "pipeline"), ("HYBRID_SHARD", "hsdp")]),
@@ -227,9 +228,7 @@ def line_to_write(error: object) -> str:
         ("1f1b", "pipeline", {"schedule": "1f1b"}),
     ],
 )
-def test_another_librarys_strategy_is_answered_with_the_line_to_write(
-    word, strategy, options, monkeypatch, capsys
-):
+def test_another_librarys_strategy_is_answered_with_the_line_to_write(word, strategy, options, monkeypatch, capsys):
     """The line is taken as it stands, in each way to say a strategy, and means the same."""
 
     def refused(**asked) -> str:

@@ -1,4 +1,7 @@
-"""What is read from Slurm's variables. They are those of Slurm 22.05; the tests with a real one are in test_slurm_real.py."""
+"""What is read from Slurm's variables.
+
+They are those of Slurm 22.05; the tests with a real one are in test_slurm_real.py.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import os
 
 import pytest
 
-from easymp import Accelerator, EasympWarning, WorldError
+from easymp import Accelerator, EasympWarning, Settings, WorldError
 from easymp.base import env
 from easymp.base.ranks import hosts
 from easymp.distributed import Ranks, read_ranks
 
 # Rank 5 of 8, on the second of two nodes.
 TASK = {
-    "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[007-008]",
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_JOB_NODELIST": "n[007-008]",
     "SLURM_JOB_ID": "120345", "SLURM_JOB_NAME": "train",
 }  # fmt: skip
 SIZES = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")  # of a job, and of a step of it
@@ -46,13 +50,14 @@ def slurm(monkeypatch):
         ({"SLURM_TASKS_PER_NODE": "2(x3),2", "SLURM_NODEID": 3}, (5, 8, 1, 2, "n007", 15345)),
         ({"SLURM_NTASKS_PER_NODE": 4}, (5, 8, 1, 4, "n007", 15345)),
         # a step on some of the job's nodes
-        ({**STEP, "SLURM_NTASKS": 99, "SLURM_STEP_NODELIST": "n008", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": 0,
-          "SLURM_TASKS_PER_NODE": "1"}, (5, 8, 1, 8, "n008", 15345)),
+        ({**STEP, "SLURM_NTASKS": 99, "SLURM_STEP_NODELIST": "n008", "SLURM_STEP_TASKS_PER_NODE": "8",
+          "SLURM_NODEID": 0, "SLURM_TASKS_PER_NODE": "1"}, (5, 8, 1, 8, "n008", 15345)),
         # one's own place to meet, or half of one
         ({"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": 4000}, (5, 8, 1, 4, "10.1.1.1", 4000)),
         ({"MASTER_ADDR": "10.1.1.1"}, (5, 8, 1, 4, "10.1.1.1", 15345)),
         ({"MASTER_PORT": 4000}, (5, 8, 1, 4, "n007", 4000)),
-        ({"MASTER_ADDR": "10.1.1.1", "SLURM_JOB_NODELIST": None, "SLURM_TASKS_PER_NODE": "4(x2)"}, (5, 8, 1, 4, "10.1.1.1", 15345)),
+        ({"MASTER_ADDR": "10.1.1.1", "SLURM_JOB_NODELIST": None, "SLURM_TASKS_PER_NODE": "4(x2)"},
+         (5, 8, 1, 4, "10.1.1.1", 15345)),
         ({"MASTER_PORT": 4000, "SLURM_JOB_ID": None}, (5, 8, 1, 4, "n007", 4000)),
         # the last four digits of the job's number
         ({"SLURM_JOB_ID": 7}, (5, 8, 1, 4, "n007", 15007)),
@@ -70,7 +75,7 @@ def test_task(slurm, changes, task):
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "reason"),
     [
         (dict.fromkeys(TASK), ""),
         ({"SLURM_PROCID": None}, "srun did not start this process"),  # a shell of salloc
@@ -81,9 +86,11 @@ def test_task(slurm, changes, task):
         ({**BATCH, "SLURM_NTASKS": None}, "this is Slurm's batch script, before any srun"),
     ],
 )
-def test_no_task(slurm, changes, why):
+def test_no_task(slurm, changes, reason):
     slurm(**changes)
-    assert read_ranks() == Ranks(alone=f"no launcher announced others: {why}" if why else Ranks().alone)
+    assert read_ranks() == Ranks(
+        single_reason=f"no launcher announced others: {reason}" if reason else Ranks().single_reason
+    )
 
 
 def test_a_shell_and_a_batch_script_that_forgets_srun_are_no_tasks(slurm, monkeypatch):
@@ -97,7 +104,7 @@ def test_a_shell_and_a_batch_script_that_forgets_srun_are_no_tasks(slurm, monkey
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"SLURM_NTASKS": None}, "SLURM_NTASKS is not"),
         ({"SLURM_NTASKS": 5}, "SLURM_PROCID=5 and SLURM_NTASKS=5 contradict each other"),
@@ -113,22 +120,22 @@ def test_a_shell_and_a_batch_script_that_forgets_srun_are_no_tasks(slurm, monkey
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_STEP_TASKS_PER_NODE=4 contradict"),
     ],
 )
-def test_contradictions(slurm, changes, words):
+def test_contradictions(slurm, changes, message):
     slurm(**changes)
-    with pytest.raises(WorldError, match=words):
+    with pytest.raises(WorldError, match=message):
         read_ranks()
 
 
-def alone() -> None:
+def join_as_first_task() -> None:
     """A rank of the pool as the first of three tasks; they meet at the pool's place, as at one's own."""
     task = {**TASK, **STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     task |= {"SLURM_TASKS_PER_NODE": "3", "SLURM_STEP_NUM_TASKS": "3"}
     with env.override(RANK=None, WORLD_SIZE=None, LOCAL_RANK=None, LOCAL_WORLD_SIZE=None, **task):
-        Accelerator(cpu=True, timeout=0.5)
+        Accelerator(cpu=True, settings=Settings(timeout=0.5))
 
 
 def test_a_task_that_never_comes_is_named(ranks):
-    (failure,) = ranks.fails(alone, processes=1)
+    (failure,) = ranks.fails(join_as_first_task, processes=1)
     assert "Slurm's srun announced 3 tasks, but rank 1, 2 did not arrive within 0.5 s" in failure.message
     assert "RANK" not in failure.message
 

@@ -1,4 +1,7 @@
-"""A real Slurm on the loopback, with two nodes: ranks by srun, launchers by sbatch, and a run that is warned and resumes by itself."""
+"""A real Slurm on the loopback, with two nodes.
+
+Ranks by srun, launchers by sbatch, and a run that is warned and resumes by itself.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ from pathlib import Path
 import pytest
 
 from .cluster import missing, running
+from .site import PATH
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 LAUNCH = (sys.executable, "-m", "easymp", "launch")
-VARIABLES = {"PYTHONPATH": ROOT, "EASYMP_CPU": "1", "EASYMP_PROBE": "0", "OMP_NUM_THREADS": "1"}
+VARIABLES = {"PYTHONPATH": PATH, "EASYMP_CPU": "1", "OMP_NUM_THREADS": "1"}
 STEPS = 40
 TRAIN = f"""
 import os, signal, sys, time, torch
 from torch.utils.data import DataLoader, TensorDataset
-from easymp import Accelerator, ProjectConfiguration
+from easymp import Accelerator
 
-acc = Accelerator(seed=0, project_config=ProjectConfiguration(sys.argv[1]))
+acc = Accelerator(seed=0, project_dir=sys.argv[1])
 x = torch.randn({STEPS * 8}, 4, generator=torch.Generator().manual_seed(1))
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,11 +51,7 @@ for _ in acc.epochs(1):
 acc.end_training()
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(missing()), reason=missing()),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(missing()), reason=missing())]
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +85,17 @@ def test_tasks_of_srun_are_ranks(losses):
 
 def test_a_script_that_asks_slurm_itself(cluster, folder):
     """examples/approaches/with_slurm.py: ranks by variables, and where to meet by scontrol."""
-    words = [sys.executable, f"{ROOT}/examples/approaches/with_slurm.py", "--epochs", "1"]
-    told = cluster.run("srun", "-N", "2", "--ntasks-per-node=1", *words, cwd=folder)
-    assert told.count("test accuracy  9") == 1
+    command = [sys.executable, f"{ROOT}/examples/approaches/with_slurm.py", "--epochs", "1"]
+    output = cluster.run("srun", "-N", "2", "--ntasks-per-node=1", *command, cwd=folder)
+    assert output.count("test accuracy  9") == 1
 
 
 def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, losses):
     """`easymp launch --slurm submit`, one task on each of two nodes."""
     log = folder / "job.log"
-    asked = "submit --nodes=2 --time=10 --partition=tests"
-    said = cluster.run(*LAUNCH, "--slurm", asked, "--processes", "1", "train.py", "job", "wait", cwd=folder)
-    job = said.split()[-1]
+    options = "submit --nodes=2 --time=10 --partition=tests"
+    submitted = cluster.run(*LAUNCH, "--slurm", options, "--processes", "1", "train.py", "job", "wait", cwd=folder)
+    job = submitted.split()[-1]
     cluster.until(lambda: len(lines(log)) > 10, "ten steps are done")
     # What --signal has Slurm do when the time is up: to all tasks, not to the script. They wait for it.
     cluster.run("scancel", "--signal=USR1", job)
@@ -114,8 +114,8 @@ def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, losses):
 def test_launchers_of_several_tasks_on_one_node_share_its_local_ranks(cluster, folder):
     names = "('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')"
     (folder / "tell.py").write_text(f"import os\nprint(*(os.environ[n] for n in {names}))\n")
-    told = cluster.run("srun", "-N", "1", "-n", "2", *LAUNCH, "tell.py", cwd=folder)
-    assert sorted(told.splitlines()) == ["0 2 0 2", "1 2 1 2"]
+    output = cluster.run("srun", "-N", "1", "-n", "2", *LAUNCH, "tell.py", cwd=folder)
+    assert sorted(output.splitlines()) == ["0 2 0 2", "1 2 1 2"]
 
 
 def test_the_cause_of_a_failure_on_another_node_is_said_and_its_code_is_kept(cluster, folder):

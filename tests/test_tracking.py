@@ -1,4 +1,7 @@
-"""Logging through the Accelerator: what lands in the file, on which rank, what trackers may do wrong, and what follows a resume."""
+"""Logging through the Accelerator.
+
+What lands in the file, on which rank, what trackers may do wrong, and what follows a resume.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import logging
 import pytest
 import torch
 
-from easymp import Accelerator, SettingError, StepError, TrackerError
+from easymp import Accelerator, SettingError, Settings, StepError, TrackerError
 from easymp.trackers import logbook
 
 from .trackers.runs import KILLED, SAVED, UPDATES, rows, train
@@ -55,7 +58,7 @@ def test_rows_are_json_lines_in_the_projects_folder(tmp_path, monkeypatch):
 
 def test_without_a_step_updates_are_counted():
     kept = Kept()
-    with Accelerator(cpu=True, probe=False, log_with=kept, gradient_accumulation_steps=2) as acc:
+    with Accelerator(cpu=True, log_with=kept, gradient_accumulation_steps=2) as acc:
         model = torch.nn.Linear(1, 1)
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         for _ in range(4):
@@ -81,7 +84,7 @@ def test_without_a_step_updates_are_counted():
         (lambda acc: acc.get_tracker("jsnl"), SettingError, "'jsnl' is not a tracker of this run, did you"),
         (lambda acc: acc.get_tracker(3), SettingError, "get_tracker: 3 is not a tracker of this run"),
         (lambda acc: acc.init_trackers("../x"), SettingError, "pass a name"),
-        (lambda acc: acc.init_trackers("x", init_kwargs={"tensorboard": {}}), SettingError, "init_kwargs: 'tensorboard'"),
+        (lambda acc: acc.init_trackers("x", init_kwargs={"tensorboard": {}}), SettingError, "kwargs: 'tensorboard'"),
         (lambda acc: (acc.log({"x": 1}), acc.init_trackers("x")), StepError, "Call it first"),
         (lambda acc: (acc.log_table("x", ["a"], []), acc.init_trackers("x")), StepError, "Call it first"),
         (lambda acc: (acc.end_training(), acc.log({"x": 1})), StepError, "after end_training"),
@@ -108,7 +111,7 @@ def test_one_that_fails_later_is_said_once_and_the_run_goes_on(tmp_path, caplog)
     acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[kept, "jsonl"])
     for number in range(3):
         acc.log({"x": number})
-        acc._logbook.settle()
+        acc._logbook.settle_rows()
     acc.save_state()
     acc.end_training()
     assert [row["x"] for row in rows(tmp_path)] == [0, 1, 2]
@@ -123,7 +126,7 @@ def test_one_that_fails_later_is_said_once_and_the_run_goes_on(tmp_path, caplog)
 
 
 def on_all_or_on_one(folder: str) -> list[str]:
-    acc = Accelerator(cpu=True, project_dir=folder, timeout=20)
+    acc = Accelerator(cpu=True, project_dir=folder, settings=Settings(timeout=20))
     if acc.is_main_process:
         acc.init_trackers("run")
     acc.log({"everyone": acc.process_index})
@@ -132,7 +135,7 @@ def on_all_or_on_one(folder: str) -> list[str]:
     acc.wait_for_everyone()
     acc.get_tracker("jsonl").log({"direct": acc.process_index})
     acc.get_tracker("jsonl", unwrap=True).any.method(1).does["nothing"] if not acc.is_main_process else None
-    names = [tracker.name for tracker in acc.trackers]
+    names = [tracker.name for tracker in acc._logbook.all()]
     acc.end_training()
     return names
 
@@ -145,16 +148,15 @@ def test_only_the_main_process_writes(ranks, tmp_path):
 
 def wrong(folder: str, how: str) -> None:
     kept = Kept(start=OSError("no login"))
-    with Accelerator(cpu=True, project_dir=folder, timeout=1000, log_with=kept) as acc:
+    with Accelerator(cpu=True, project_dir=folder, log_with=kept, settings=Settings(timeout=1000)) as acc:
         acc.log({"x": 1 if how == "start" else [1]})
         if how == "start":
-            acc.trackers  # noqa: B018
+            acc.get_tracker("Kept")
         acc.wait_for_everyone()
 
 
 @pytest.mark.parametrize(
-    ("how", "errors"),
-    [("start", ["TrackerError", "WorldError"]), ("value", ["SettingError", "SettingError"])],
+    ("how", "errors"), [("start", ["TrackerError", "WorldError"]), ("value", ["SettingError", "SettingError"])]
 )
 def test_an_error_leaves_no_rank_waiting(ranks, tmp_path, how, errors):
     ended = ranks.fails(wrong, str(tmp_path), how, timeout=60)  # less than they would wait

@@ -55,8 +55,8 @@ class Items(OrderedDict):
     logits: Any = None
 
     def __post_init__(self) -> None:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        self.update({name: value for name, value in given.items() if value is not None})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        self.update({name: value for name, value in values.items() if value is not None})
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ class Items(OrderedDict):
     ],
 )
 def test_containers_keep_their_type_keys_and_order(batch, raised):
-    found = recursively_apply(lambda leaf: leaf + 1, batch, test_type=lambda leaf: isinstance(leaf, int))
-    assert type(found) is type(batch) and found == raised
-    assert getattr(found, "default_factory", None) is getattr(batch, "default_factory", None)
+    result = recursively_apply(lambda leaf: leaf + 1, batch, test_type=lambda leaf: isinstance(leaf, int))
+    assert type(result) is type(batch) and result == raised
+    assert getattr(result, "default_factory", None) is getattr(batch, "default_factory", None)
 
 
 def test_everything_that_can_be_moved_is_moved():
@@ -102,8 +102,8 @@ def test_a_packed_sequence_moves_itself():
 
 def test_slices_and_concatenations():
     batch = {"x": torch.arange(6).reshape(3, 2), "scale": torch.tensor(2.0), "name": "n"}
-    first, rest = slice_tensors(batch, slice(0, 1)), slice_tensors(batch, slice(1, None))
-    assert first["x"].tolist() == [[0, 1]] and rest["scale"] == 2 and rest["name"] == "n"
+    first, remaining = slice_tensors(batch, slice(0, 1)), slice_tensors(batch, slice(1, None))
+    assert first["x"].tolist() == [[0, 1]] and remaining["scale"] == 2 and remaining["name"] == "n"
     points = [Point(torch.tensor([i]), [torch.tensor([-i])]) for i in (1, 2)]
     joined = concatenate(points)
     assert type(joined) is Point and joined.x.tolist() == [1, 2] and joined.y[0].tolist() == [-1, -2]
@@ -117,8 +117,8 @@ def test_dataclasses_are_containers():
     batch = {"out": Output(TWO, ["a"]), "sealed": Sealed((TWO,))}
     batch["out"].count = 3
     moved = send_to_device(batch, "meta")
-    out, sealed = moved["out"], moved["sealed"]
-    assert type(out) is Output and out.logits.is_meta and (out.names, out.count) == (["a"], 3)
+    output, sealed = moved["out"], moved["sealed"]
+    assert type(output) is Output and output.logits.is_meta and (output.names, output.count) == (["a"], 3)
     assert type(sealed) is Sealed and sealed.x[0].is_meta and not batch["sealed"].x[0].is_meta
     moved = send_to_device(Items(torch.ones(()), TWO), "meta")
     assert type(moved) is Items and list(moved) == ["loss", "logits"]

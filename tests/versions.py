@@ -6,4 +6,7 @@ from easymp.base.rng import TORCH
 from easymp.optim.sharded import SUMS_ARE_RIGHT
 
 ADDS = TORCH >= SUMS_ARE_RIGHT
-"""Whether sharded tensors add right to sums of themselves. Where not, optimizers that may do so are refused for shards."""
+"""Whether sharded tensors add right to sums of themselves.
+
+Where not, optimizers that may do so are refused for shards.
+"""

@@ -113,17 +113,15 @@ def compare(folder: str) -> None:
     )
     picture = HERE / "compare.png"
     size = ",".join(map(str, SIZE))
-    options = (
-        f"--headless --no-sandbox --hide-scrollbars --window-size={size} --user-data-dir={folder}/browser"
-    )
+    options = f"--headless --no-sandbox --hide-scrollbars --window-size={size} --user-data-dir={folder}/browser"
     run(f"{browser} {options} --screenshot={picture} file://{folder}/comparison/compare.html", folder)
 
     from PIL import Image  # of matplotlib
 
     # An octree keeps colours of thin lines, which the usual cut by medians merges with those of larger areas.
-    Image.open(picture).convert("RGB").quantize(
-        128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-    ).save(picture, optimize=True)
+    Image.open(picture).convert("RGB").quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+        picture, optimize=True
+    )
 
 
 PICTURES = {

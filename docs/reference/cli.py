@@ -16,6 +16,9 @@ HEAD = """\
 This page lists every command of `easymp` with its options. `easymp COMMAND --help` prints the same in a terminal; both
 come from the same parsers.
 
+Exit codes of every command: 0 it held or is done; 1 a verdict against the run, script or file, such as a script that
+fails or a damaged checkpoint; 2 wrong usage, or no verdict; 130 interrupted. `launch` passes on the script's own.
+
 | command | what it does |
 |---|---|"""
 WIDTH = 80  # of usage lines
@@ -65,9 +68,7 @@ def _names(action: argparse.Action) -> str:
 
 def _description(text: str) -> Iterator[str]:
     """Paragraphs, and indented lines as blocks."""
-    for indented, group in groupby(
-        text.strip().splitlines(), lambda line: line[:2] == "  " if line else None
-    ):
+    for indented, group in groupby(text.strip().splitlines(), lambda line: line[:2] == "  " if line else None):
         lines = textwrap.dedent("\n".join(group))
         if indented is not None:
             yield f"```text\n{lines}\n```\n" if indented else f"{lines[0].upper()}{lines[1:]}\n"

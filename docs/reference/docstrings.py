@@ -18,6 +18,9 @@ class Docstrings(griffe.Extension):
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **rest: Any) -> None:
         value = attr.value
-        if isinstance(value, griffe.ExprCall) and str(value.function) == "setting":
-            attr.value, words, *_ = value.arguments
+        if isinstance(value, griffe.ExprCall) and str(value.function) in ("setting", "option"):
+            keywords = {a.name: a.value for a in value.arguments if isinstance(a, griffe.ExprKeyword)}
+            positional = [a for a in value.arguments if not isinstance(a, griffe.ExprKeyword)]
+            attr.value = positional[0] if positional else keywords["make"]
+            words = positional[1] if len(positional) > 1 else keywords["help"]
             attr.docstring = griffe.Docstring(ast.literal_eval(str(words)), parent=attr)

@@ -1,14 +1,14 @@
 """One update of the optimizers: its micro-steps, its items, and the phase of each optimizer.
 
-Each Accelerator has one `UpdateWindow`. Loaders report when they are read and when they yield their last batch; `accumulate` begins
-micro-steps; backward, clipping, the loss scale and the optimizers read and advance it. It does not know models or ranks.
+Loaders report when they are read and when they yield their last batch; `accumulate` begins micro-steps; backward,
+clipping, the loss scale and the optimizers read and advance the window. It does not know models or ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import StepError
 from .dtensor import local
+from .parts import Parts
 
 
 class Phase(Enum):
@@ -31,53 +32,33 @@ class Phase(Enum):
     STEPPED = "it has stepped; the next backward begins the next update"
 
 
-# Phase asked for → phase now → the call that came too early.
+# The phase to enter, the phase now → the call that came too early.
 _TOO_EARLY = {
-    Phase.UNSCALED: {
-        Phase.UNSCALED: "unscale_ was called twice for this optimizer since its last update(): once is enough",
-        Phase.CLIPPED: "unscale_ was called after a clip that unscales: once is enough",
-        Phase.STEPPED: "unscale_ was called after step(): unscale before the step, or call update() first",
-    },
-    Phase.CLIPPED: {
-        Phase.STEPPED: "gradients were clipped after step(): clip before the step, or call backward(loss) first"
-    },
-    Phase.STEPPED: {
-        Phase.STEPPED: "step() was called twice for this optimizer without accelerator.backward(loss) in between: loss.backward() by "
-        "itself does not count (with a scaler of your own, call update() after it)"
-    },
+    ("UNSCALED", "UNSCALED"): "unscale_ was called twice for this optimizer since its last update(): once is enough",
+    ("UNSCALED", "CLIPPED"): "unscale_ was called after a clip that unscales: once is enough",
+    ("UNSCALED", "STEPPED"): "unscale_ was called after step(): unscale before the step, or call update() first",
+    ("CLIPPED", "STEPPED"): "gradients were clipped after step(): clip before the step, or call backward(loss) first",
+    ("STEPPED", "STEPPED"): "step() was called twice for this optimizer without accelerator.backward(loss) in between: "
+    "loss.backward() by itself does not count (with a scaler of your own, call update() after it)",
 }
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One optimizer's part in an update.
-
-    Attributes:
-        found_inf: above 0 if one of its gradients is not finite, on any rank; None while that is unknown, or after `Scaler.update`.
-        skipped: above 0 if its last step was skipped; None before a first step under a loss scale.
-        lent: the loss scale that its step is to divide by.
-        clip: the factor of a clip that its step is to apply, and the gradients to which it applies.
-        spent: its gradients have been stepped on, and not cleared since.
-        waiting: the last call was a step before the end of the window.
-        seen: backward passes before its last step, where a script counts micro-steps itself.
-        spike: above 0 if `Accelerator.guard` leaves its step out; None: it has not judged this update.
-        dropped: its next step is left out, and does not count as an update.
-    """
+    """One optimizer's part in an update."""
 
     phase: Phase = Phase.ACCUMULATING
-    found_inf: Tensor | None = None
-    skipped: Tensor | None = None
-    lent: Any = None
-    clip: Any = None
-    spent: bool = False
-    waiting: bool = False
-    seen: int = 0
-    spike: Tensor | None = None
-    dropped: bool = False
+    found_inf: Tensor | None = None  # above 0 if a gradient is not finite, on any rank; None while that is unknown
+    skipped: Tensor | None = None  # above 0 if the last step was skipped; None before a first step under a loss scale
+    scale: Any = None  # the loss scale that the step divides by and moves
+    clip: Any = None  # the factor of a clip that the step applies, and the gradients to which it applies
+    spent: bool = False  # a step has used the gradients, which were not cleared since
+    waiting: bool = False  # the last call was a step before the end of the window
+    backwards: int = 0  # backward passes before the last step, where a script counts micro-steps itself
 
     def check(self, phase: Phase) -> None:
         """Raise StepError if the call that enters `phase` comes too early."""
-        refusal = _TOO_EARLY[phase].get(self.phase)
+        refusal = None if self.phase is Phase.ACCUMULATING else _TOO_EARLY.get((phase.name, self.phase.name))
         if refusal is not None:
             raise StepError(refusal)
 
@@ -88,62 +69,71 @@ class Turn:
 
     def begin(self) -> None:
         """Begin the next update; gradients are new, or add to existing ones."""
-        self.phase, self.found_inf, self.lent = Phase.ACCUMULATING, None, None
-
-    @property
-    def moved(self) -> bool:
-        """Whether the loss scale has been updated for its step."""
-        return self.lent is not None and self.lent.moved
+        self.phase, self.found_inf, self.scale = Phase.ACCUMULATING, None, None
 
 
 class UpdateWindow:
     """The micro-steps from one update to the next. A loader, here, is anything with an attribute `last`.
+
+    A copy or a pickle begins anew.
 
     Attributes:
         accumulation: micro-steps in a full window.
         micro: micro-steps begun in the current window.
         sync: whether the current micro-step ends its window, so that gradients are reduced and optimizers step.
         backwards: backward passes in the current micro-step; without `accumulate`, in the run.
-        inside: whether an `accumulate` block is open.
+        in_accumulate: whether an `accumulate` block is open.
         turns: optimizer → its part in this update.
         counts_items: whether a window of several micro-steps is being counted in items.
         items: items of the last counted window over all ranks, until a tracker reads them.
         end_with_loader: whether the last batch of the loader being read ends the window early.
-        between: called at the end of the body of a training loop.
-        stepped: called with a prepared optimizer after each of its updates.
-        timing: while a profile is open, its `asks`, `has` and `over` are called when a loader is asked for a batch, has one, and ends.
+        parts: the run's parts, which hear of the loop.
+        refuse: raises where a call does not go together with something that is in force; set by a run.
+        ranks_differ: whether ranks may differ in parameters and in the number of updates, as inside `no_sync`.
+        joining: whether ranks may be out of batches, as inside `join_uneven_inputs`: some take no part in a step.
         epochs: the running epoch of an ``accelerator.epochs(n)`` loop, and n; None before the first one.
         resuming: ids of loaders that a checkpoint left inside a pass: their next pass is the rest of it.
         went_on: whether one of them has continued since.
-        full_passes: after a checkpoint at a loader's last batch the next pass is the next epoch, as in Accelerate, not an empty rest.
-        loops: how often loops have begun, ended, or changed places.
+        full_passes: after a checkpoint at a loader's last batch the next pass is the next epoch, as in Accelerate, not
+            an empty rest.
         enclosing: the loader of the innermost loop.
         reading: the same, or without a loop the loader of an iterator that the script holds.
         outermost: the loader of the outermost loop, or of such an iterator.
     """
 
-    def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
+    def __init__(self, accumulation: int = 1, end_with_loader: bool = True, parts: Parts | None = None) -> None:
         self.accumulation, self.end_with_loader = accumulation, end_with_loader
+        self.parts = Parts() if parts is None else parts
+        self.refuse: Callable[..., None] = lambda *words: None
+        self.ranks_differ = self.joining = False
         self.turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
-        self.between: Callable[[], None] | None = None
-        self.stepped: list[Callable[[Any], None]] = []
-        self.timing: Any = None
         self.epochs: tuple[int, int] | None = None
         self.resuming: set[int] = set()
         self.went_on = self.full_passes = False
-        self.loops = 0
         self.reset()
+
+    def __reduce__(self) -> Any:
+        return UpdateWindow, (self.accumulation, self.end_with_loader)
 
     def reset(self) -> None:
         """Forget the window and the loops: nothing has been trained yet."""
         self.micro = self.backwards = 0
-        self.sync, self.inside, self.counts_items = True, False, False
+        self.sync, self.in_accumulate, self.counts_items = True, False, False
         self.items: Tensor | None = None
         self.begin()
-        self._reading: list[Any] = []  # loops inside of loops
-        self._beside: list[Any] = []  # iterators that the script holds, and asks when it likes
+        self._loops: list[Any] = []  # loaders of nested loops
+        self._iterators: list[Any] = []  # loaders of iterators that the script holds, and asks when it likes
         self._at_end = False
-        self._look()
+        self._update_loaders()
+
+    @contextmanager
+    def ranks_apart(self, ranks_differ: bool = True) -> Iterator[None]:
+        """A context in which ranks may differ in parameters and in the number of updates; with False, they may not."""
+        before, self.ranks_differ = self.ranks_differ, ranks_differ
+        try:
+            yield
+        finally:
+            self.ranks_differ = before
 
     # -- micro-steps
 
@@ -151,10 +141,8 @@ class UpdateWindow:
         """Begin a micro-step; returns whether it ends its window."""
         self.micro = 1 if self.sync else self.micro + 1
         self.backwards = 0
-        reading = self.reading
-        self.sync = self.micro >= self.accumulation or bool(
-            self.end_with_loader and reading is not None and reading.last
-        )
+        loader = self.reading
+        self.sync = self.micro >= self.accumulation or bool(self.end_with_loader and loader is not None and loader.last)
         return self.sync
 
     def turn(self, optimizer: Any) -> Turn:
@@ -164,40 +152,38 @@ class UpdateWindow:
             turn = self.turns[optimizer] = Turn()
         return turn
 
-    @property
-    def begun(self) -> int:
-        """Optimizers whose update is past backward."""
-        return sum(turn.phase is not Phase.ACCUMULATING for turn in self.turns.values())
-
     def begin(self) -> None:
         """Begin the next update of all optimizers."""
         for turn in self.turns.values():
             turn.begin()
 
-    def __getstate__(self) -> dict[str, Any]:
-        here = ("turns", "stepped", "timing", "between")  # of this process
-        return {name: value for name, value in self.__dict__.items() if name not in here}
+    def ends_at_step(self, turn: Turn) -> bool:
+        """Whether a step now ends the window; else the optimizer waits for the micro-step that does.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        self.__dict__.update(state)
-
-    def end_by_hand(self, turn: Turn) -> None:
-        """End a window by a script's own step: after a full window's micro-batches, or with the last batch of its loader."""
-        done, turn.seen = self.backwards - turn.seen, self.backwards
+        Raises:
+            StepError: a script's own step comes before the window's last backward pass.
+        """
+        if self.accumulation == 1:
+            return True
+        if self.in_accumulate:
+            turn.waiting = not self.sync
+            return self.sync
+        count, turn.backwards = self.backwards - turn.backwards, self.backwards
         loader = self.reading
-        last = self.end_with_loader and (self._at_end if loader is None else loader.last)
-        if done < self.accumulation and not (done and last):
+        at_last_batch = self.end_with_loader and (self._at_end if loader is None else loader.last)
+        if count < self.accumulation and not (count and at_last_batch):
             raise StepError(
-                f"optimizer.step() outside `with accelerator.accumulate(model):`, {done} of gradient_accumulation_steps="
-                f"{self.accumulation} backward passes after the last step: it would step with a fraction of the gradient. Put forward, "
-                "backward, step and zero_grad inside the block, or set gradient_accumulation_steps=1"
+                f"optimizer.step() outside `with accelerator.accumulate(model):`, {count} of "
+                f"gradient_accumulation_steps={self.accumulation} backward passes after the last step: it would step "
+                "with a fraction of the gradient. Put forward, backward, step and zero_grad inside the block, or set "
+                "gradient_accumulation_steps=1"
             )
+        return True
 
     def keeps_gradients(self, turn: Turn) -> bool:
         """Whether gradients hold part of an unfinished window, so that `zero_grad` must keep them.
 
-        Both idioms work: after `step`, and at the beginning of each micro-step, also after another optimizer's backward.
+        Scripts call it after `step`, or at the beginning of each micro-step, also after another optimizer's backward.
         """
         waiting, turn.waiting = turn.waiting, False
         if self.accumulation == 1 or turn.spent:
@@ -208,66 +194,70 @@ class UpdateWindow:
     def refuse_unprepared(
         self, owner: Mapping[int, str], stepped_by: Mapping[int, Any], optimizers: Sequence[Any]
     ) -> Callable[[], None]:
-        """Refuse steps inside a window by unprepared optimizers of prepared parameters. Returns a function that ends this.
+        """Refuse steps inside a window by unprepared optimizers of prepared parameters; returns how to end this.
 
-        They would step at each micro-batch, on a part of the gradient. torch calls the hook at every step of every optimizer.
+        They would step at each micro-batch, on a part of the gradient. torch calls the hook at every optimizer's step.
         """
 
         def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if not self.inside or self.accumulation == 1:
+            if not self.in_accumulate or self.accumulation == 1:
                 return
-            if any(optimizer is known.optimizer or optimizer is known.given for known in optimizers):
+            if any(optimizer is prepared.optimizer or optimizer is prepared.given for prepared in optimizers):
                 return  # also if it holds more than it did when it was prepared: groups are added
-            held = (id(p) for group in optimizer.param_groups for p in group["params"])
-            if any(p in owner and p not in stepped_by for p in held):
+            ids = (id(p) for group in optimizer.param_groups for p in group["params"])
+            if any(p in owner and p not in stepped_by for p in ids):
                 raise StepError(
-                    f"{type(optimizer).__name__} stepped inside accumulate() but was not prepared: it would step at each of the "
-                    f"{self.accumulation} micro-batches. Pass it to prepare() and use what that returns"
+                    f"{type(optimizer).__name__} stepped inside accumulate() but was not prepared: it would step at "
+                    f"each of the {self.accumulation} micro-batches. Pass it to prepare() and use what that returns"
                 )
 
         return register_optimizer_step_pre_hook(check).remove
 
     # -- items
 
-    def divide(self, loss: Tensor, items: int | Tensor, world: Any) -> Tensor:
-        """Scale `loss`, a sum over `items` items (tokens, pixels) of this rank, for backward.
-
-        With micro-batches m and ranks r the gradient of one big batch is Σ_m,r ∂loss_sum / Σ_m,r items; the average of the means is
-        something else as soon as the counts differ. The divisor is known only when the window ends; until then the first micro-step's
-        count stands in for it, so that numbers keep their usual size, and `finish_items` corrects the gradients by one factor.
-        Gradients are averaged over the ranks, which is undone here, since counts are summed. Where several ranks see the same data,
-        fewer are averaged and each item is counted several times: the one makes up for the other.
-        """
-        if self.inside and self.accumulation != 1 and self.backwards:
+    def share(self, loss: Tensor, num_items: int | Tensor | None, world: Any) -> Tensor:
+        """The part of a micro-batch's loss in its window: a mean is divided by the micro-steps, a sum by all items."""
+        if num_items is not None:
+            factor: Tensor = self._share_of_items(_to_count(num_items, loss.device), world)
+            return loss * factor
+        if self.accumulation == 1:
+            return loss
+        if self.counts_items:
             raise StepError(
-                "a second backward() with num_items in one micro-step: its items would be counted twice. Add the losses up and "
-                "call backward() once"
+                "backward() without num_items in a window that began with it: pass it for every micro-batch, or for "
+                "none"
             )
+        return loss / self.accumulation
+
+    def _share_of_items(self, items: Tensor, world: Any) -> Any:
+        """The factor for a loss that is a sum over `items` items (tokens, pixels) of this rank.
+
+        With micro-batches m and ranks r the gradient of one big batch is Σ_m,r ∂loss_sum / Σ_m,r items. The divisor is
+        known only when the window ends; until then the first micro-step's count stands in for it, so that numbers keep
+        their usual size, and `finish_items` corrects the gradients by one factor. Gradients are averaged over the
+        ranks, which is undone here, since counts are summed. Where several ranks see the same data, fewer are averaged
+        and each item is counted several times: the one makes up for the other.
+        """
+        if self.joining and world.size > 1:
+            self.refuse("backward(num_items=...)", "join_uneven_inputs()")
+        if self.in_accumulate and self.accumulation != 1 and self.backwards:
+            self.refuse("backward(num_items=...)", "a second backward() in one micro-step")
         if self.micro <= 1:
             self.counts_items = False  # of a window that was never finished
-        tensor = isinstance(items, Tensor)
-        counted = items.numel() == 1 if tensor else not isinstance(items, str)
-        if not counted or ((not tensor or items.is_cpu) and not 0 <= float(items) < math.inf):
-            shown = f"a tensor of shape {tuple(items.shape)}" if not counted and tensor else repr(items)
-            raise StepError(
-                f"backward() got {shown} as num_items: pass how many items the loss sums over, one number of at least 0, such as "
-                "(labels != -100).sum()"
-            )
-        here = number(items, loss.device)
         if not self.counts_items:
-            total = above_0(world.reduce(here))
+            total = _sum_over_ranks(items, world)
             if self.sync and self.micro <= 1:
                 self.items = total
-                return loss * (world.size / total)
+                return world.size / total
             self._stand_in = total * self.accumulation
-            self._count = torch.zeros_like(here)
+            self._count = torch.zeros_like(items)
             self.counts_items = True
-        self._count += here
-        return loss * (world.size / self._stand_in)
+        self._count += items
+        return world.size / self._stand_in
 
     def finish_items(self, gradients: Iterable[Tensor], world: Any) -> None:
         """Correct the gradients of a window that has ended, after the last backward."""
-        self.items = above_0(world.reduce(self._count))
+        self.items = _sum_over_ranks(self._count, world)
         factor = self._stand_in / self.items
         grads = [local(g) for g in gradients]
         if grads:
@@ -276,83 +266,89 @@ class UpdateWindow:
 
     # -- loaders
 
-    def _look(self) -> None:
-        """Update the attributes about loops. Loops change once a pass, and are read at every batch."""
-        self.loops += 1
-        self.enclosing: Any = self._reading[-1] if self._reading else None
-        there = self._reading or self._beside or [None]
-        self.reading: Any = there[-1]
-        self.outermost: Any = there[0]
+    def _update_loaders(self) -> None:
+        """Update the attributes about loops, which change once a pass and are read at every batch."""
+        self.enclosing: Any = self._loops[-1] if self._loops else None
+        loaders = self._loops or self._iterators or [None]
+        self.reading: Any = loaders[-1]
+        self.outermost: Any = loaders[0]
 
-    def enter(self, loader: Any, beside: bool = False) -> None:
-        """Note that a pass over `loader` begins; with `beside`, next to the innermost loop and not inside it."""
-        (self._beside if beside else self._reading).append(loader)
+    def begin_pass(self, loader: Any, as_iterator: bool = False) -> None:
+        """Note that a pass over `loader` begins; with `as_iterator`, next to the innermost loop and not inside it."""
+        (self._iterators if as_iterator else self._loops).append(loader)
         self._at_end = False
-        self._look()
+        self._update_loaders()
 
-    def asks(self, loader: Any) -> None:
-        """Note that `loader` is asked for a batch. Open loaders that began after it are read beside it, and not in its body."""
-        nest = self._reading
-        if any(one is loader for one in nest):
-            while nest[-1] is not loader:
-                self._beside.append(nest.pop())
-            self._look()
+    def request_batch(self, loader: Any) -> None:
+        """Note that `loader` is asked for a batch: open loaders that began after it are not read in its body."""
+        if any(open_loader is loader for open_loader in self._loops):
+            while self._loops[-1] is not loader:
+                self._iterators.append(self._loops.pop())
+            self._update_loaders()
 
-    def hold(self, epoch: int, count: int) -> None:
-        """Note that `epoch` of ``epochs(count)`` begins. No loop is open then, so the script holds the open iterators."""
+    def begin_epoch(self, epoch: int, count: int) -> None:
+        """Note that `epoch` of ``epochs(count)`` begins. No loop is open then, so the script holds open iterators."""
         self.epochs = epoch, count
-        self._beside[:0] = self._reading
-        self._reading.clear()
-        self._look()
+        self._iterators[:0] = self._loops
+        self._loops.clear()
+        self._update_loaders()
 
-    def leave(self, loader: Any) -> None:
+    def end_pass(self, loader: Any) -> None:
         """Note that the pass over `loader` ended, or was left early."""
-        for there in (self._reading, self._beside):
-            for i in range(len(there) - 1, -1, -1):
-                if there[i] is loader:
-                    del there[i]
+        for loaders in (self._loops, self._iterators):
+            for i in range(len(loaders) - 1, -1, -1):
+                if loaders[i] is loader:
+                    del loaders[i]
                     self._at_end = loader.last
-                    self._look()
+                    self._update_loaders()
                     return
 
 
 class MicroStep:
-    """Begin a micro-step, and keep its gradients to this rank by `no_sync` unless it ends the window; with `alone`, also then."""
+    """Begin a micro-step, under `no_sync` unless it ends the window; with `never_syncs`, also then."""
 
-    __slots__ = ("_alone", "_modules", "_no_sync", "_open", "_window")
+    __slots__ = ("_contexts", "_modules", "_never_syncs", "_no_sync", "_window")
 
     def __init__(
         self,
         window: UpdateWindow,
         no_sync: Callable[[Any], AbstractContextManager[Any]],
         modules: Sequence[Any],
-        alone: bool = False,
+        never_syncs: bool = False,
     ) -> None:
-        self._window, self._no_sync, self._modules, self._alone = window, no_sync, modules, alone
-        self._open: list[AbstractContextManager[Any]] = []
+        self._window, self._no_sync, self._modules, self._never_syncs = window, no_sync, modules, never_syncs
+        self._contexts: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
-        self._window.inside = True
-        if not self._window.tick() or self._alone:
+        self._window.in_accumulate = True
+        if not self._window.tick() or self._never_syncs:
             for module in self._modules:
-                quiet = self._no_sync(module)
-                quiet.__enter__()
-                self._open.append(quiet)
+                context = self._no_sync(module)
+                context.__enter__()
+                self._contexts.append(context)
 
     def __exit__(self, *error: Any) -> None:
-        self._window.inside = False
-        while self._open:
-            self._open.pop().__exit__(*error)
+        self._window.in_accumulate = False
+        while self._contexts:
+            self._contexts.pop().__exit__(*error)
 
 
-def above_0(total: Tensor) -> Tensor:
-    """`total`, or 1 where nothing was counted, as a divisor; weights of items may add up to less than 1."""
+def _sum_over_ranks(items: Tensor, world: Any) -> Tensor:
+    """The number of items as a divisor: 1 where there are none. Weights of items may add up to less than 1."""
+    total: Tensor = world.reduce(items)
     return torch.where(total == 0, 1.0, total)
 
 
-def number(value: float | Tensor, device: torch.device) -> Tensor:
-    """`value` as an fp32 tensor on `device`, written by a kernel, since a copy from the host would wait for the device."""
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
-        return value.to(device, torch.float32)
-    shape = value.shape if isinstance(value, Tensor) else ()
-    return torch.full(shape, float(value), dtype=torch.float32, device=device)
+def _to_count(num_items: Any, device: torch.device) -> Tensor:
+    """`num_items` as an fp32 tensor on `device`, by a kernel, since a copy from the host would wait for the device."""
+    shape = tuple(num_items.shape) if isinstance(num_items, Tensor) else ()
+    is_one_number = math.prod(shape) == 1 and not isinstance(num_items, str)
+    if is_one_number and isinstance(num_items, Tensor) and not num_items.is_cpu:
+        return num_items.to(device, torch.float32)
+    if not is_one_number or not 0 <= float(num_items) < math.inf:
+        description = repr(num_items) if math.prod(shape) == 1 else f"a tensor of shape {shape}"
+        raise StepError(
+            f"backward() got {description} as num_items: pass how many items the loss sums over, one number of at "
+            "least 0, such as (labels != -100).sum()"
+        )
+    return torch.full(shape, float(num_items), dtype=torch.float32, device=device)

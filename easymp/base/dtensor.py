@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import PrepareError
+from ..errors import PrepareError, StepError
 
 
 def local(tensor: Tensor) -> Tensor:
     """The shard of a DTensor, sharing its memory; any other tensor itself.
 
-    Elementwise work on shards avoids DTensor's dispatch, and takes one list with plain tensors. A DTensor is recognised by its method,
-    because importing its class is slow.
+    Elementwise work on shards avoids DTensor's dispatch, and takes one list with plain tensors. A DTensor is recognised
+    by its method, because importing its class is slow.
     """
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor
-    here = to_local()
+    shard: Tensor = to_local()
     # An AsyncCollectiveTensor has no memory until it is waited for.
-    arrived = getattr(here, "trigger_wait", None)
-    return here if arrived is None else arrived()
+    return shard.trigger_wait() if hasattr(shard, "trigger_wait") else shard
 
 
 def parts(tensors: list[Tensor]) -> list[Tensor]:
@@ -36,8 +36,8 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 def _part(tensor: Tensor) -> Tensor:
     # The result of `to_local` without autograd's view: a private attribute, which takes 10 ns and not microseconds.
-    here = getattr(tensor, "_local_tensor", None)
-    return here if type(here) is Tensor else local(tensor)
+    shard = getattr(tensor, "_local_tensor", None)
+    return shard if type(shard) is Tensor else local(tensor)
 
 
 def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
@@ -45,16 +45,16 @@ def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
 
     Sharded DTensors need one collective for each mesh dimension, for all rows at once; other tensors need none.
     """
-    rows: dict[tuple[Any, int], list[int]] = {}
+    rows_by_mesh_dim: dict[tuple[Any, int], list[int]] = {}
     for row, tensor in enumerate(tensors):
         for dim, placement in enumerate(getattr(tensor, "placements", ())):
             if not placement.is_replicate():  # torch's _StridedShard is none of its Shards in all versions
-                rows.setdefault((tensor.device_mesh, dim), []).append(row)  # type: ignore[attr-defined]
-    for (mesh, dim), which in rows.items():
-        mine = totals if len(which) == len(totals) else totals[which]
-        torch.distributed.all_reduce(mine, group=mesh.get_group(dim))
-        if mine is not totals:
-            totals[which] = mine
+                rows_by_mesh_dim.setdefault((tensor.device_mesh, dim), []).append(row)  # type: ignore[attr-defined]
+    for (mesh, dim), rows in rows_by_mesh_dim.items():
+        sums = totals if len(rows) == len(totals) else totals[rows]
+        torch.distributed.all_reduce(sums, group=mesh.get_group(dim))
+        if sums is not totals:
+            totals[rows] = sums
 
 
 def meshes(tensors: Iterable[Tensor]) -> list[Any]:
@@ -74,6 +74,50 @@ def dense(tensor: Tensor) -> bool:
     return True
 
 
+class ShardRecord(NamedTuple):
+    """A DTensor, with the identity of its memory and its shard at the last look."""
+
+    name: str
+    parameter: Any
+    storage: int
+    shard: weakref.ref[Tensor]
+
+
+class ShardMemory:
+    """Notices that ``p.data = value`` gave a DTensor of `model` other memory, which its shard does not share."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.note()
+
+    def note(self) -> None:
+        """Take the parameters as they are."""
+        self._records = [
+            ShardRecord(name, parameter, parameter.untyped_storage()._cdata, weakref.ref(parameter._local_tensor))
+            for name, parameter in self._model.named_parameters()
+            if hasattr(parameter, "_local_tensor")
+        ]
+
+    def check(self) -> None:
+        """StepError where the values were given since."""
+        moved = False
+        for name, parameter, storage, shard in self._records:
+            if parameter.untyped_storage()._cdata == storage:
+                continue
+            if parameter._local_tensor is shard():
+                raise StepError(
+                    f"parameter {name!r} was given values by p.data = ..., as torch.nn.utils.vector_to_parameters "
+                    "does, and "
+                    "they do not reach its shard: write into it under torch.no_grad(), by p.copy_(value) of another "
+                    "shard, or "
+                    "p.copy_(torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements)) of a "
+                    "whole value"
+                )
+            moved = True  # by model.to(), which exchanges the shard, too
+        if moved:
+            self.note()
+
+
 # -- Optimizers after their parameters were replaced, or moved to another device.
 
 
@@ -88,27 +132,28 @@ def names_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
         for parameter, state in optimizer.state.items():
             if state and id(parameter) in names:
                 raise PrepareError(
-                    f"{type(optimizer).__name__} has state for parameter {names[id(parameter)]!r}, which is about to be replaced by its "
-                    "shard: prepare the optimizer before its first step, or build a new one"
+                    f"{type(optimizer).__name__} has state for parameter {names[id(parameter)]!r}, which is about to "
+                    "be replaced by its shard: prepare the optimizer before its first step; one that makes state as "
+                    "it is built, such as Adagrad, is built from the prepared model's parameters: "
+                    "model = acc.prepare(model) first"
                 )
     return names
 
 
 def rebind(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> None:
-    """Replace the parameters of `names` in `optimizers` by `model`'s new ones. Parameters of other models stay.
+    """Replace the parameters of `names` in `optimizers` by `model`'s new ones.
 
-    Lists of parameters are changed in place, for some optimizers (LBFGS) keep a second reference to them.
+    Lists of parameters are changed in place, since some optimizers (LBFGS) keep a second reference to them.
     """
-    now = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            held: list[Tensor] = group["params"]
-            for i, parameter in enumerate(held):
+            for i, parameter in enumerate(group["params"]):
                 if id(parameter) in names:
-                    new = now[names[id(parameter)]]
+                    new = parameters[names[id(parameter)]]
                     if parameter in optimizer.state:  # an empty entry, that looking it up has made
                         optimizer.state[new] = optimizer.state.pop(parameter)
-                    held[i] = new
+                    group["params"][i] = new
 
 
 def follow(optimizer: torch.optim.Optimizer, raised: Mapping[int, torch.dtype]) -> None:

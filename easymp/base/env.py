@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import overload
 
 from ..errors import SettingError
 
@@ -16,6 +17,10 @@ TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
+@overload
+def read(name: str) -> str | None: ...
+@overload
+def read(name: str, default: str) -> str: ...
 def read(name: str, default: str | None = None) -> str | None:
     """The variable's text, or `default` where it is not set."""
     return os.environ.get(name, default)
@@ -33,6 +38,10 @@ def flag(name: str, default: bool) -> bool:
     raise SettingError(f"{name}={text!r} in the environment is neither yes nor no: use 1 or 0")
 
 
+@overload
+def integer(name: str) -> int | None: ...
+@overload
+def integer(name: str, default: int) -> int: ...
 def integer(name: str, default: int | None = None) -> int | None:
     """A whole number. Raises SettingError for anything else."""
     text = os.environ.get(name)

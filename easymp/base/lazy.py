@@ -43,7 +43,7 @@ def at_first_use(
 
 
 def modules_at_first_use(namespace: dict[str, Any], *files: str, **renamed: str) -> None:
-    """Define lazy modules of easymp in the caller's `namespace`. The first access to an attribute of one loads all of them.
+    """Define lazy modules in the caller's `namespace`. The first access to an attribute of one loads all of them.
 
     The caller imports the same modules under TYPE_CHECKING, for type checkers and for the check of the layers.
 
@@ -55,14 +55,14 @@ def modules_at_first_use(namespace: dict[str, Any], *files: str, **renamed: str)
     home = dict(zip(files, files)) | renamed
 
     def load(name: str) -> Any:
-        modules = _together([f".{file}" for file in home.values()], namespace["__package__"])
+        modules = _import_modules([f".{file}" for file in home.values()], namespace["__package__"])
         namespace.update(zip(home, modules))
         return namespace[name]
 
-    namespace.update({name: _Waiting(name, load) for name in home})
+    namespace.update({name: _LazyModule(name, load) for name in home})
 
 
-class _Waiting(ModuleType):
+class _LazyModule(ModuleType):
     """Stands for a module until an attribute of it is asked for."""
 
     def __init__(self, name: str, load: Callable[[str], Any]) -> None:
@@ -75,10 +75,10 @@ class _Waiting(ModuleType):
 
 def imported(file: str, package: str) -> Any:
     """A module of ours."""
-    return _together([file], package)[0]
+    return _import_modules([file], package)[0]
 
 
-def _together(files: Sequence[str], package: str) -> list[Any]:
+def _import_modules(files: Sequence[str], package: str) -> list[Any]:
     """Import modules with the garbage collector off, since a collection would traverse all of torch's objects."""
     collects = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
 """Nested batches: tuples, named tuples, lists, dicts, dataclasses and their like, with tensors as leaves.
 
-A container comes back as its own type. Other objects with a ``to`` method (packed sequences, graph batches, tokenizer outputs that are
-not mappings) are leaves, and move themselves by that method.
+A container comes back as its own type. Other objects with a ``to`` method (packed sequences, graph batches, tokenizer
+outputs that are not mappings) are leaves, and move themselves by that method.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import Tensor
 from ..errors import BatchError, LeafError
 
 T = TypeVar("T")
-CYCLE = "a batch holds a list, dict or tuple that contains itself: return plain nested containers from the collate function"
+CYCLE = (
+    "a batch holds a list, dict or tuple that contains itself: return plain nested containers from the collate function"
+)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, skip: Collection[Any] = ()) -> Any:
@@ -62,10 +64,10 @@ def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
     changed = {key: value for key, value in values.items() if value is not getattr(tree, key)}
     if not changed:
         return tree
-    made = copy.copy(tree)
+    result = copy.copy(tree)
     for key, value in changed.items():
-        object.__setattr__(made, key, value)  # also where it is frozen
-    return made
+        object.__setattr__(result, key, value)  # also where it is frozen
+    return result
 
 
 def _moves_itself(tree: Any) -> bool:
@@ -80,14 +82,14 @@ def _rebuild(tree: Any, items: Any) -> Any:
     try:
         if isinstance(tree, Mapping) and dataclasses.is_dataclass(tree):  # a model's output
             values = {f.name: items[f.name] for f in dataclasses.fields(tree) if f.name in items}
-            made = dataclasses.replace(tree, **values)
-            if made.keys() == items.keys():
-                return made
+            output = dataclasses.replace(tree, **values)
+            if output.keys() == items.keys():
+                return output
         return type(tree)(items)
     except TypeError as error:
-        words = "return a plain dict, list or tuple from the collate function"
         raise BatchError(
-            f"a batch holds a {type(tree).__name__}, which cannot be rebuilt from its items ({error}): {words}"
+            f"a batch holds a {type(tree).__name__}, which cannot be rebuilt from its items ({error}): return a plain "
+            "dict, list or tuple from the collate function"
         ) from error
 
 
@@ -100,19 +102,19 @@ def leaves(tree: Any) -> Iterator[Any]:
         raise BatchError(CYCLE) from None
 
 
-def leaf_paths(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def leaf_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf with its path (``"['a'][0]"``), depth first, in the order of `map_leaves`."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from leaf_paths(value, f"{place}[{key!r}]")
+            yield from leaf_paths(value, f"{path}[{key!r}]")
     elif isinstance(tree, (list, tuple)) and not _moves_itself(tree):
         for number, item in enumerate(tree):
-            yield from leaf_paths(item, f"{place}[{number}]")
+            yield from leaf_paths(item, f"{path}[{number}]")
     elif _is_record(tree):
         for name, value in _fields(tree).items():
-            yield from leaf_paths(value, f"{place}.{name}")
+            yield from leaf_paths(value, f"{path}.{name}")
     else:
-        yield place, tree
+        yield path, tree
 
 
 def recursively_apply(
@@ -149,8 +151,8 @@ def recursively_apply(
             return func(leaf, *args, **kwargs)
         if error_on_other_type:
             raise LeafError(
-                f"{getattr(func, '__name__', 'the function')} takes nested lists, tuples and dicts of tensors, but a leaf is a "
-                f"{type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
+                f"{getattr(func, '__name__', 'the function')} takes nested lists, tuples and dicts of tensors, but a "
+                f"leaf is a {type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
             )
         return leaf
 
@@ -170,8 +172,7 @@ def find_batch_size(data: Any) -> int | None:
         >>> find_batch_size({"x": torch.ones(3, 2), "y": torch.ones(3)})
         3
     """
-    found = (leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.ndim)
-    return next(found, None)
+    return next((leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.ndim), None)
 
 
 def send_to_device(
@@ -207,7 +208,8 @@ def send_to_device(
                 return leaf.to(device)
         return leaf
 
-    return map_leaves(move, tensor, skip)
+    moved: T = map_leaves(move, tensor, skip)
+    return moved
 
 
 def slice_tensors(data: Any, part: slice) -> Any:
@@ -229,11 +231,12 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
         >>> concatenate([{"x": torch.zeros(1)}, {"x": torch.ones(2)}])
         {'x': tensor([0., 1., 1.])}
     """
-    beside = [dict(leaf_paths(other)) for other in data]
-    paths = iter(beside[0])
+    batches = [dict(leaf_paths(batch)) for batch in data]
+    paths = iter(batches[0])
 
     def join(leaf: Any) -> Any:
         path = next(paths)
-        return torch.cat([other[path] for other in beside], dim) if isinstance(leaf, Tensor) else leaf
+        return torch.cat([leaves[path] for leaves in batches], dim) if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(join, data[0])
+    joined: T = map_leaves(join, data[0])
+    return joined

@@ -1,8 +1,8 @@
 """Random streams, and torch's process-wide flags for determinism and TF32.
 
-All ranks share one stream until the models are prepared, for draws that must be equal on all of them (initial weights, data order); each
-rank has its own from then on (dropout, augmentation). Seeds are hashed, so that neighbouring seeds, epochs and ranks give unrelated
-streams.
+All ranks share one stream until the models are prepared, for draws that must be equal on all of them (initial weights,
+data order); each rank has its own from then on (dropout, augmentation). Seeds are hashed, so that neighbouring seeds,
+epochs and ranks give unrelated streams.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def isolated() -> Iterator[None]:
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed the Python, NumPy and torch streams of this rank.
 
-    All ranks get the same seed, so models built now start with equal weights. `prepare` then gives each rank a stream of its own, f(seed,
-    rank), so that dropout differs between ranks.
+    All ranks get the same seed, so models built now start with equal weights. `prepare` then gives each rank a stream
+    of its own, f(seed, rank), so that dropout differs between ranks.
 
     Args:
         seed: any integer of 0 or more.
@@ -95,11 +95,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def diverge(rank: int) -> None:
     """Give this rank its own stream, f(seed, rank). Rank 0 keeps the stream that all ranks shared."""
     if rank:
-        own = mix(torch.initial_seed(), "rank", rank)
+        seed = mix(torch.initial_seed(), "rank", rank)
         if _shared:
-            seed_all(own)
+            seed_all(seed)
         else:
-            torch.manual_seed(own)  # Python's and NumPy's streams were not seeded, and differ already
+            torch.manual_seed(seed)  # Python's and NumPy's streams were not seeded, and differ already
 
 
 # -- flags of torch, set for a run and put back after it
@@ -108,8 +108,8 @@ def diverge(rank: int) -> None:
 def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
     """Set torch's flags; ``undo(function, *args)`` registers how to restore each, as `ExitStack.callback` does.
 
-    `tf32` is for matrix products and convolutions that stay in fp32. Deterministic cuBLAS needs a fixed workspace (CUDA's documentation
-    of CUBLAS_WORKSPACE_CONFIG), and deterministic cuDNN may not choose by timing.
+    `tf32` is for matrix products and convolutions that stay in fp32. Deterministic cuBLAS needs a fixed workspace
+    (CUDA's documentation of CUBLAS_WORKSPACE_CONFIG), and deterministic cuDNN may not choose by timing.
     """
     if tf32:
         _remember(undo)
@@ -125,10 +125,7 @@ def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
 
 
 def _remember(undo: Callable[..., Any]) -> None:
-    """Register the present TF32 flags with `undo`.
-
-    After a script has used the newer ``fp32_precision`` (torch 2.9), reading an older flag is an error where the two disagree.
-    """
+    """Register the present TF32 flags with `undo`; reading one may raise after a script has set ``fp32_precision``."""
     backends: Any = torch.backends
     try:
         undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())

@@ -30,8 +30,8 @@ def duration(seconds: float | None) -> str:
         return "–"
     if seconds < 99.95:
         return f"{seconds:.3g} s" if seconds < 9.995 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes} min {remainder:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def unit(number: float) -> tuple[str, int]:
@@ -39,40 +39,38 @@ def unit(number: float) -> tuple[str, int]:
     return next((pair for pair in SPELLED if number >= pair[1]), SPELLED[-1])
 
 
-def read_bytes(value: Any, where: str) -> int:
+def read_bytes(value: Any, prefix: str) -> int:
     """Parse a number of bytes, or a text such as ``"16GiB"``.
 
     Raises:
-        SettingError: it is not a size; the message begins with `where`.
+        SettingError: it is not a size; the message begins with `prefix`.
     """
     text = "" if isinstance(value, bool) else str(value).lower()
-    found = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", text)
     try:
-        number = int(float(found[1]) * UNITS[found[2] or "b"]) if found else 0
+        number = int(float(match[1]) * UNITS[match[2] or "b"]) if match else 0
     except (KeyError, ValueError, OverflowError):
         number = 0
     if number < 1:
-        raise SettingError(
-            f"{where}{value!r} is not a size: use a number of bytes, or a unit, as in 16GiB or 16GB"
-        )
+        raise SettingError(f"{prefix}{value!r} is not a size: use a number of bytes, or a unit, as in 16GiB or 16GB")
     return number
 
 
-def columns(rows: Sequence[Sequence[str]], words: int = 1) -> list[str]:
-    """Align `rows` in lines: the first `words` columns on the left, the others, numbers, on the right."""
+def columns(rows: Sequence[Sequence[str]], text_columns: int = 1) -> list[str]:
+    """Align `rows` in lines: the first `text_columns` on the left, the others, numbers, on the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = (
-        [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in rows
+        [c.ljust(w) if i < text_columns else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in rows
     )
     return ["  ".join(row).rstrip() for row in aligned]
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Flatten nested dicts: ``{"model": {"depth": 2}}`` becomes ``{"model/depth": 2}``; lists become text."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            found.update(flat(value, f"{above}{key}/"))
+            flattened.update(flat(value, f"{above}{key}/"))
         else:
-            found[f"{above}{key}"] = str(value) if isinstance(value, list) else value
-    return found
+            flattened[f"{above}{key}"] = str(value) if isinstance(value, list) else value
+    return flattened

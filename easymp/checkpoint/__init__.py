@@ -1,4 +1,6 @@
-"""Checkpoints: sharded safetensors and JSON, committed at once, verified, read by any number of ranks. Reading runs no code.
+"""Checkpoints: sharded safetensors and JSON, committed at once, verified, read by any number of ranks.
+
+Reading runs no code.
 
 Names are loaded at first use, so that the command line and an Accelerator that saves nothing do not wait for them.
 """
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
     from .catalog import list_checkpoints as list_checkpoints
     from .catalog import prune as prune
     from .catalog import verify as verify
-    from .conversion import convert as convert
-    from .conversion import merge as merge
-    from .storage import Progress as Progress
+    from .huggingface import convert as convert
+    from .huggingface import merge as merge
+    from .progress import Progress as Progress
     from .weight_stream import WeightStream as WeightStream
 
 _HOMES = {
@@ -33,8 +35,8 @@ _HOMES = {
         *("Contents", "Damage", "Difference", "Entry", "Pruned"),
         *("diff", "inspect", "list_checkpoints", "prune", "verify"),
     ),
-    "conversion": ("convert", "merge"),
-    "storage": ("Progress",),
+    "huggingface": ("convert", "merge"),
+    "progress": ("Progress",),
     "weight_stream": ("WeightStream",),
 }
 

@@ -15,20 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, SettingError
+from ..errors import CheckpointError, check_whole
 from . import folders
-from .codec import TAG
-from .commit import claim, committed_saves, drop, lock_of, take_away
-from .folders import Opened, committed, newest
-from .load import expected, faults, one_by_one, room
-from .manifest import BLOCK, MANIFEST, Manifest, Stored, slices, whole
-from .snapshot import group
-from .storage import SourceFile, Storage, Tick, block_count, expect, no_tick
+from .codec import unpack
+from .commit import committed_folders, drop, lock_held, remove_leftover
+from .folders import OpenCheckpoint, checkpoint_of, find_newest, join, lock_name, owner_of
+from .load import read_in_order
+from .manifest import BLOCK, MANIFEST, Manifest, StoredTensor, full_box, split_box
+from .progress import Tick, expect
+from .save import group_of
+from .storage import SourceFile, Storage, block_count
 
-LONG = 60  # characters of a value that is shown
+LONGEST_VALUE = 60  # characters of a value that is shown
 TRACKING = "state/tracking"  # names and positions of logs, which differ between equal runs
-
-# -- list --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Entry:
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
-    """List the checkpoints in the folder or URL `root` in the order of their saves; those without a manifest come first.
+    """List the checkpoints in the folder or URL `root` in the order of their saves, those without a manifest first.
 
     Raises:
         CheckpointError: `root` is itself a checkpoint.
@@ -72,41 +71,51 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
     storage = folders.open_storage(root)
     names = storage.list()
     if MANIFEST in names:
-        raise CheckpointError(f"{storage.place} is itself a checkpoint: inspect it, or pass the folder above")
-    found = [_entry(storage, name, names) for name in names if _is_listed(storage, name)]
-    found.sort(key=lambda e: (e.step is not None, e.written or "", e.step or 0, e.name))
-    last, (saved, _) = newest(storage)[0], folders.survey(storage)
-    left = {it.folder for it in saved if not it.leads_to(saved[-1])}
-    return [replace(e, newest=e.name == last, abandoned=e.committed and e.name in left) for e in found]
-
-
-def _is_listed(storage: Storage, name: str) -> bool:
-    owner = folders.writing(name)
-    left = owner is not None and name != lock_of(owner)
-    return left or folders.step_of(name) is not None or folders.is_checkpoint(storage, name)
+        raise CheckpointError(f"{storage.root} is itself a checkpoint: inspect it, or pass the folder above")
+    listed = [
+        name
+        for name in names
+        if name != lock_name(owner_of(name) or "")
+        and (owner_of(name) or folders.step_of(name) is not None or folders.is_checkpoint(storage, name))
+    ]
+    entries = [_entry(storage, name, names) for name in listed]
+    entries.sort(key=lambda e: (e.step is not None, e.written or "", e.step or 0, e.name))
+    newest, (saves, _) = find_newest(storage).folder, folders.list_saves(storage)
+    abandoned = {save.folder for save in saves if not save.leads_to(saves[-1])}
+    return [replace(e, newest=e.name == newest, abandoned=e.committed and e.name in abandoned) for e in entries]
 
 
 def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
-    owner = folders.writing(name)
-    locked = lock_of(owner or folders.checkpoint_of(name)) in names
-    left_over = "being written, or left over" if locked else "left over"
+    owner = owner_of(name)
+    is_locked = lock_name(owner or checkpoint_of(name)) in names
+    leftover = "being written, or left over" if is_locked else "left over"
     try:
-        it = folders.open_manifest(storage, name)
+        manifest = folders.open_manifest(storage, name)
     except (CheckpointError, OSError) as error:
-        sealed = False
+        committed = False
         with suppress(OSError):
-            sealed = folders.is_committed(storage, name)
-        why = str(error).removeprefix(f"{folders.inside(storage.place, name)}: ")
-        if owner is not None or (locked and not sealed):
-            why = f"{left_over} from a save that did not end ({why})"
-        return Entry(name, _bytes_in(storage, name), _modified(storage, name), committed=sealed, why=why)
-    why = ""
+            committed = folders.is_committed(storage, name)
+        reason = str(error).removeprefix(f"{join(storage.root, name)}: ")
+        if owner is not None or (is_locked and not committed):
+            reason = f"{leftover} from a save that did not end ({reason})"
+        size, modified = _bytes_in(storage, name), _modified(storage, name)
+        return Entry(name, size, modified, committed=committed, why=reason)
+    reason = ""
     if owner is not None:
-        why = f"{left_over}: it was replaced, or its save ended before its renaming"
-    elif (counts := folders.current(storage, folders.checkpoint_of(name))) != name:
-        why = f"replaced by {counts}"
-    facts = (name, _bytes_of(it), it.written, it.step, it.world_size, not why, why)
-    return Entry(*facts, line=it.lineage.line, parent=it.lineage.parent)
+        reason = f"{leftover}: it was replaced, or its save ended before its renaming"
+    elif (newest := folders.newest_save(storage, checkpoint_of(name))) != name:
+        reason = f"replaced by {newest}"
+    return Entry(
+        name,
+        size=_bytes_of(manifest),
+        written=manifest.written,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        committed=not reason,
+        why=reason,
+        line=manifest.lineage.line,
+        parent=manifest.lineage.parent,
+    )
 
 
 def _bytes_of(manifest: Manifest) -> int:
@@ -114,8 +123,8 @@ def _bytes_of(manifest: Manifest) -> int:
 
 
 def _bytes_in(storage: Storage, folder: str) -> int:
-    below = [folders.inside(folder, name) for name in storage.list(folder)]
-    return sum(_bytes_in(storage, path) if (size := storage.size(path)) is None else size for path in below)
+    paths = [join(folder, name) for name in storage.list(folder)]
+    return sum(_bytes_in(storage, path) if (size := storage.size(path)) is None else size for path in paths)
 
 
 def _modified(storage: Storage, name: str) -> str | None:
@@ -123,9 +132,6 @@ def _modified(storage: Storage, name: str) -> str | None:
         return datetime.fromtimestamp(storage.modified(name), UTC).isoformat(timespec="seconds")
     except OSError:  # object stores have no folders
         return None
-
-
-# -- inspect -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """The tensors of one group ("model", "optimizer" …): their number, elements and bytes, the bytes by dtype, the files."""
+    """The tensors of one group ("model", "optimizer" …): number, elements, bytes, bytes by dtype, files."""
 
     name: str
     tensors: int
@@ -190,35 +196,38 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
         CheckpointError: there is no committed checkpoint, or it cannot be read.
     """
     opened = folders.open_checkpoint(folder)
-    it = opened.manifest
-    facts = {
-        name: TensorFacts(name, str(t.dtype).removeprefix("torch."), t.shape, t.bytes, len(t.pieces))
-        for name, t in it.tensors.items()
+    manifest = opened.manifest
+    tensors = {
+        name: TensorFacts(name, str(t.dtype).removeprefix("torch."), t.shape, t.bytes, len(t.chunks))
+        for name, t in manifest.tensors.items()
     }
     return Contents(
-        *(opened.place, it.step, it.world_size, it.written, it.made_by, _bytes_of(it), it.plan),
-        groups=tuple(_group(word, it, facts) for word in dict.fromkeys(map(group, facts))),
-        tensors=tuple(facts.values()),
-        aliases=it.aliases,
-        states=tuple(it.states),
-        files={name: file.size for name, file in it.all_files.items()},
-        extra=tuple(it.extra),
-        line=it.lineage.line,
-        parent=it.lineage.parent,
+        place=opened.path,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        written=manifest.written,
+        made_by=manifest.made_by,
+        size=_bytes_of(manifest),
+        plan=manifest.plan,
+        groups=tuple(_group(group, manifest, tensors) for group in dict.fromkeys(map(group_of, tensors))),
+        tensors=tuple(tensors.values()),
+        aliases=manifest.aliases,
+        states=tuple(manifest.states),
+        files={name: file.size for name, file in manifest.all_files.items()},
+        extra=tuple(manifest.extra),
+        line=manifest.lineage.line,
+        parent=manifest.lineage.parent,
     )
 
 
-def _group(word: str, manifest: Manifest, facts: Mapping[str, TensorFacts]) -> GroupFacts:
-    names = [name for name in facts if group(name) == word]
+def _group(group: str, manifest: Manifest, tensors: Mapping[str, TensorFacts]) -> GroupFacts:
+    members = [facts for name, facts in tensors.items() if group_of(name) == group]
     dtypes: Counter[str] = Counter()
-    for name in names:
-        dtypes[facts[name].dtype] += facts[name].size
-    files = sorted({piece.file for name in names for piece in manifest.tensors[name].pieces})
-    elements = sum(prod(facts[name].shape) for name in names)
-    return GroupFacts(word, len(names), elements, dtypes.total(), dict(dtypes), tuple(files))
-
-
-# -- verify ------------------------------------------------------------------------------------------------------------
+    for facts in members:
+        dtypes[facts.dtype] += facts.size
+    files = sorted({chunk.file for facts in members for chunk in manifest.tensors[facts.name].chunks})
+    elements = sum(prod(facts.shape) for facts in members)
+    return GroupFacts(group, len(members), elements, dtypes.total(), dict(dtypes), tuple(files))
 
 
 @dataclass(frozen=True)
@@ -238,8 +247,8 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
 
-def verify(folder: str | os.PathLike[str], tick: Tick = no_tick) -> list[Damage]:
-    """Check every byte of the committed checkpoint in `folder` (a path or URL) against its checksum, and headers against the manifest.
+def verify(folder: str | os.PathLike[str], tick: Tick | None = None) -> list[Damage]:
+    """Check every byte of the committed checkpoint in `folder` (a path or URL) against its checksum.
 
     Args:
         tick: called with the number of bytes read since the last call.
@@ -251,51 +260,40 @@ def verify(folder: str | os.PathLike[str], tick: Tick = no_tick) -> list[Damage]
         CheckpointError: there is no manifest that COMMIT seals, so nothing is known about the rest.
     """
     opened = folders.open_checkpoint(folder)
-    found: list[Damage] = []
     expect(tick, _bytes_of(opened.manifest))
-    held = expected(opened.manifest, opened.manifest.files)
-    for name, file in {**opened.files, **opened.extra}.items():
-        wrong = list(_damage_in(opened.manifest, name, file, tick))
-        if not wrong and name in held:
-            wrong = [Damage(name, why, None, tensors) for why, tensors in faults(file, held[name])]
-        found += wrong
-    return found
+    files = {**opened.files, **opened.extra}
+    return [damage for name, file in files.items() for damage in _damage_in(opened.manifest, name, file, tick)]
 
 
-def _damage_in(manifest: Manifest, name: str, file: SourceFile, tick: Tick) -> Iterator[Damage]:
+def _damage_in(manifest: Manifest, name: str, file: SourceFile, tick: Tick | None) -> Iterator[Damage]:
     size = file.storage.size(file.name)
     if size != file.size:
-        why = "is missing" if size is None else f"has {size} bytes, and {file.size} were written"
-        yield Damage(name, why, None, _tensors_in(manifest, name, 0, file.size))
+        reason = "is missing" if size is None else f"has {size} bytes, and {file.size} were written"
+        yield Damage(name, reason, None, _tensors_in(manifest, name, 0, file.size))
         return
 
-    def fault(numbers: Sequence[int] | None = None, tick: Tick = no_tick) -> str:
+    def fault_in(blocks: Sequence[int] | None = None, tick: Tick | None = None) -> str:
         try:
-            file.verify(tick, numbers)
+            file.verify(tick, blocks)
         except (CheckpointError, OSError) as error:
             return str(error).removeprefix(f"{file}: ")
         return ""
 
-    if why := fault(tick=tick):  # it ends at the first fault: each block alone tells which ones are wrong
-        blocks = [block for block in range(block_count(file.size)) if fault([block])]
+    if reason := fault_in(tick=tick):  # it ends at the first fault: each block alone tells which ones are wrong
+        blocks = [block for block in range(block_count(file.size)) if fault_in([block])]
         for block in blocks:
             tensors = _tensors_in(manifest, name, block * BLOCK, (block + 1) * BLOCK)
             yield Damage(name, "is not what was written", block, tensors)
         if not blocks:
-            yield Damage(name, why)
+            yield Damage(name, reason)
 
 
 def _tensors_in(manifest: Manifest, file: str, begin: int, end: int) -> tuple[str, ...]:
-    """The tensors that have a byte in ``[begin, end)`` of a file."""
-
-    def lies_there(stored: Stored) -> bool:
+    def lies_there(stored: StoredTensor) -> bool:
         size = stored.dtype.itemsize
-        return any(p.file == file and begin - p.box.count * size < p.begin < end for p in stored.pieces)
+        return any(c.file == file and begin - c.box.numel * size < c.begin < end for c in stored.chunks)
 
     return tuple(name for name, stored in manifest.tensors.items() if lies_there(stored))
-
-
-# -- diff --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -331,8 +329,8 @@ class Difference:
         added: tensors of the second that the first lacks.
         kinds: tensors of another dtype or shape.
         values: tensors of the same kind with other values.
-        states: states that are not tensors, facts of the run (step, ranks, plan), and files of hooks by size and checksums. The
-            trackers' run ids and positions are left out.
+        states: states that are not tensors, facts of the run (step, ranks, plan), and files of hooks by size and
+            checksums. The trackers' run ids and positions are left out.
         equal: number of tensors that are equal bit for bit.
     """
 
@@ -349,7 +347,7 @@ class Difference:
         return not (self.missing or self.added or self.kinds or self.values or self.states)
 
 
-def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick = no_tick) -> Difference:
+def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick | None = None) -> Difference:
     """Compare the committed checkpoints `one` and `other` (paths or URLs), however their tensors are sharded.
 
     At most 64 MiB of tensors of each are in memory at a time, more if there are more than four files.
@@ -359,110 +357,101 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
         OSError: one cannot be read.
     """
     a, b = folders.open_checkpoint(one), folders.open_checkpoint(other)
-    left, right = _all_names(a.manifest), _all_names(b.manifest)
+    left, right = _with_aliases(a.manifest), _with_aliases(b.manifest)
     common = [name for name in left if name in right]
     kinds = [Unequal(n, x, y) for n in common if (x := _kind(left[n])) != (y := _kind(right[n]))]
     tied = {name for name, _ in a.manifest.aliases.items() & b.manifest.aliases.items()}
-    skip = tied | {it.path for it in kinds}  # tied ones are compared under their other name
-    pairs = [(name, left[name], right[name]) for name in common if name not in skip]
+    skipped = tied | {unequal.path for unequal in kinds}  # tied ones are compared under their other name
+    pairs = [(name, left[name], right[name]) for name in common if name not in skipped]
     expect(tick, 2 * sum(stored.bytes for _, stored, _ in pairs))
     values = list(_compare(a, b, pairs, tick))
+    one_leaves, other_leaves = _leaves_of(a.manifest), _leaves_of(b.manifest)
+    leaves = {
+        path: (one_leaves.get(path, "nothing"), other_leaves.get(path, "nothing"))
+        for path in dict.fromkeys([*one_leaves, *other_leaves])
+    }
     return Difference(
         missing=tuple(n for n in left if n not in right),
         added=tuple(n for n in right if n not in left),
         kinds=tuple(kinds),
         values=tuple(v for v in values if v.count),
-        states=tuple(_unequal(_states_of(a.manifest), _states_of(b.manifest), "")),
+        states=tuple(Unequal(path, _shown(x), _shown(y)) for path, (x, y) in leaves.items() if x != y),
         equal=sum(not v.count for v in values),
     )
 
 
-def _all_names(manifest: Manifest) -> dict[str, Stored]:
-    return manifest.tensors | {name: manifest.tensors[of] for name, of in manifest.aliases.items()}
+def _with_aliases(manifest: Manifest) -> dict[str, StoredTensor]:
+    return manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}
 
 
-def _kind(stored: Stored) -> str:
+def _kind(stored: StoredTensor) -> str:
     return f"{stored.dtype} {list(stored.shape)}".removeprefix("torch.")
 
 
-def _compare(a: Opened, b: Opened, pairs: list[tuple[str, Stored, Stored]], tick: Tick) -> Iterator[Values]:
+def _compare(
+    a: OpenCheckpoint, b: OpenCheckpoint, pairs: list[tuple[str, StoredTensor, StoredTensor]], tick: Tick | None
+) -> Iterator[Values]:
     parts = [
-        (i, x, y, box)
-        for i, (_, x, y) in enumerate(pairs)
-        for box in slices(whole(x.shape), BLOCK // x.dtype.itemsize)
+        (i, box, pair)
+        for i, (_, *pair) in enumerate(pairs)
+        for box in split_box(full_box(pair[0].shape), BLOCK // pair[0].dtype.itemsize)
     ]
-    together = room(max(len(a.files), len(b.files)))
-    here = one_by_one(a.files, ((x, box) for _, x, _, box in parts), together, tick)
-    there = one_by_one(b.files, ((y, box) for _, _, y, box in parts), together, tick)
-    count, largest = [0] * len(pairs), [0.0] * len(pairs)
-    for (i, *_), x, y in zip(parts, here, there, strict=True):
-        wrong = x.reshape(-1).view(torch.uint8) != y.reshape(-1).view(torch.uint8)
-        if wrong.any():
-            count[i] += int(wrong.view(-1, x.itemsize).any(1).sum())
+    left = read_in_order(a.files, ((pair[0], box) for _, box, pair in parts), tick)
+    right = read_in_order(b.files, ((pair[1], box) for _, box, pair in parts), tick)
+    counts, largest = [0] * len(pairs), [0.0] * len(pairs)
+    for (i, *_), x, y in zip(parts, left, right, strict=True):
+        unequal = x.reshape(-1).view(torch.uint8) != y.reshape(-1).view(torch.uint8)
+        if unequal.any():
+            counts[i] += int(unequal.view(-1, x.itemsize).any(1).sum())
             largest[i] = max(largest[i], _distance(x, y))
-    for (name, x, _), n, far in zip(pairs, count, largest):
-        yield Values(name, n, prod(x.shape), far if math.isfinite(far) else None)
+    for (name, stored, _), count, distance in zip(pairs, counts, largest):
+        yield Values(name, count, prod(stored.shape), distance if math.isfinite(distance) else None)
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
     """The largest absolute difference; infinite if a NaN is on one side only."""
     if x.dtype is torch.float4_e2m1fn_x2:
         return math.inf  # two numbers a byte, which torch does not compute with
-    wide = torch.complex128 if x.dtype.is_complex else torch.float64
-    x, y = x.to(wide), y.to(wide)
-    far = (x - y).abs()
-    far[(x == y) | (x.isnan() & y.isnan())] = 0.0  # the same infinity, and NaN with other bits
-    return float(far.nan_to_num(nan=math.inf, posinf=math.inf).max())
+    dtype = torch.complex128 if x.dtype.is_complex else torch.float64
+    x, y = x.to(dtype), y.to(dtype)
+    distance = (x - y).abs()
+    distance[(x == y) | (x.isnan() & y.isnan())] = 0.0  # the same infinity, and NaN with other bits
+    return float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
-def _states_of(manifest: Manifest) -> dict[str, Any]:
-    run = {"step": manifest.step, "world_size": manifest.world_size, "plan": manifest.plan}
-    extra = {name: {"bytes": f.size, "crc32": list(f.checksums)} for name, f in manifest.extra.items()}
-    states = {name: state for name, state in manifest.states.items() if name != TRACKING}
-    return {**run, "tied": manifest.aliases, "extra": extra, **states}
+def _leaves_of(manifest: Manifest) -> dict[str, str]:
+    """The values of the states, the facts of the run and the files of hooks, by path and as text."""
+    return dict(
+        _leaves(
+            {
+                "step": manifest.step,
+                "world_size": manifest.world_size,
+                "plan": manifest.plan,
+                "tied": manifest.aliases,
+                "extra": {n: {"bytes": f.size, "crc32": list(f.checksums)} for n, f in manifest.extra.items()},
+                **{name: unpack(state, str) for name, state in manifest.states.items() if name != TRACKING},
+            },
+            "",
+        )
+    )
 
 
-def _unequal(one: Any, other: Any, path: str) -> Iterator[Unequal]:
-    """The differences of two packed states (see `codec`)."""
-    here, there = _children(one), _children(other)
-    if here is None or there is None or _form(one) != _form(other):
-        if type(one) is not type(other) or one != other:
-            yield Unequal(path, _shown(one), _shown(other))
-        return
-    for key in dict.fromkeys([*here, *there]):
-        below = f"{path}/{key}" if path else str(key)
-        if key in here and key in there:
-            yield from _unequal(here[key], there[key], below)
-        else:
-            yield Unequal(below, *(_shown(tree[key]) if key in tree else "nothing" for tree in (here, there)))
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    children = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(children, Mapping) and children:
+        for key, child in children.items():
+            yield from _leaves(child, f"{path}/{key}".removeprefix("/"))
+    else:
+        yield path, repr(value)
 
 
-def _children(value: Any) -> dict[Any, Any] | None:
-    """The items of a packed list or mapping; None for other values."""
-    if isinstance(value, dict):
-        if TAG not in value:
-            return value
-        value = value.get("items")
-    return dict(enumerate(value)) if isinstance(value, list) else None
-
-
-def _form(value: Any) -> Any:
-    return value.get(TAG, dict) if isinstance(value, dict) else type(value)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict) and TAG in value:
-        value = value.get("value", value.get("name", value.get("items")))
-    text = repr(value)
-    return text if len(text) <= LONG else f"{text[:LONG]}…"
-
-
-# -- prune -------------------------------------------------------------------------------------------------------------
+def _shown(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """Names of folders: checkpoints kept, checkpoints removed, leftovers of dead writers removed, and folders being written now.
+    """Names of folders: checkpoints kept and removed, leftovers of dead writers removed, and folders being written now.
 
     Attributes:
         size: bytes in what goes.
@@ -478,8 +467,8 @@ class Pruned:
 def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abandoned: bool = False) -> Pruned:
     """Remove older committed checkpoints below the folder or URL `root`, and leftovers of dead writers.
 
-    The last `keep` checkpoints of the current line stay, and the last one of each other line. So do checkpoints that are not named by a
-    step, and folders without COMMIT, unless their writer is known to be dead.
+    The last `keep` checkpoints of the current line stay, and the last one of each other line. So do checkpoints that
+    are not named by a step, and folders without COMMIT, unless their writer is known to be dead.
 
     Args:
         keep: 1 or more.
@@ -490,49 +479,40 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
         SettingError: `keep` is not 1 or more.
         OSError: `root` cannot be read or written.
     """
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise SettingError(f"keep={keep!r}: at least 1 must stay; remove the folder to keep none")
+    check_whole(f"keep={keep!r}", keep)
     storage = folders.open_storage(root)
-    there = committed(storage)
-    line = [it for it in there if it.leads_to(there[-1])]
-    ends = {} if abandoned else {it.lineage.line: it for it in there if it not in line}
-    kept = [it.folder for it in reversed(there) if it in line[-keep:] or it in ends.values()]
-    old = [folders.checkpoint_of(it.folder) for it in there if it.folder not in kept]
-    owners = [owner for name in storage.list() if (owner := folders.writing(name)) is not None]
+    saves = folders.committed_saves(storage)
+    line = [save for save in saves if save.leads_to(saves[-1])]
+    line_ends = {} if abandoned else {save.lineage.line: save for save in saves if save not in line}
+    kept = [save.folder for save in reversed(saves) if save in line[-keep:] or save in line_ends.values()]
+    outdated = [checkpoint_of(save.folder) for save in saves if save.folder not in kept]
+    owners = [owner for name in storage.list() if (owner := owner_of(name)) is not None]
     removed, left_over, busy, size = list[str](), list[str](), list[str](), 0
     storage.sync()  # a writer may have died just after a swap: what it replaced goes once that is on disk
-    for checkpoint in dict.fromkeys([*old, *owners]):
-        gone = committed_saves(storage, checkpoint) if checkpoint in old else []
+    for checkpoint in dict.fromkeys([*outdated, *owners]):
+        committed = committed_folders(storage, checkpoint)[::-1] if checkpoint in outdated else []
         try:
-            # The lock names it, so that the next writer can clean up after a kill.
-            lock = claim(storage, checkpoint, gone[-1] if gone else "")
+            # The lock names the folder, so that the next writer can clean up after a kill.
+            with lock_held(storage, checkpoint, committed[-1] if committed else "") as dead_owner:
+                leftovers = _leftovers(storage, checkpoint, dead_owner)
+                size += sum(_bytes_in(storage, name) for name in (*committed, *leftovers))
+                for folder in () if dry_run else leftovers:
+                    remove_leftover(storage, folder)
+                for folder in () if dry_run else committed:
+                    drop(storage, folder)
         except CheckpointError:
             busy.append(checkpoint)
             continue
-        try:
-            rest = _leftovers(storage, checkpoint, lock.left)
-            size += sum(_bytes_in(storage, name) for name in (*gone, *rest))
-            if not dry_run:
-                for folder in rest:
-                    take_away(storage, folder)
-                for folder in gone:
-                    drop(storage, folder)
-        finally:
-            lock.release()
-        removed += gone
-        left_over += rest
+        removed += committed
+        left_over += leftovers
     return Pruned(tuple(kept), tuple(removed), tuple(left_over), tuple(busy), size)
 
 
-def _leftovers(storage: Storage, checkpoint: str, words: Mapping[str, Any]) -> list[str]:
+def _leftovers(storage: Storage, checkpoint: str, dead_owner: Mapping[str, Any]) -> list[str]:
     """Folders of a dead writer of `checkpoint`: temporary ones, and the one that its lock names."""
-    there = storage.list()
-    left = [name for name in there if folders.writing(name) == checkpoint and name != lock_of(checkpoint)]
-    named = words.get("folder")
-    if (
-        named in there
-        and folders.checkpoint_of(str(named)) == checkpoint
-        and not folders.is_committed(storage, str(named))
-    ):
-        left.append(str(named))
-    return left
+    names = storage.list()
+    leftovers = folders.leftovers_of(names, checkpoint)
+    folder = str(dead_owner.get("folder"))
+    if folder in names and checkpoint_of(folder) == checkpoint and not folders.is_committed(storage, folder):
+        leftovers.append(folder)
+    return leftovers

@@ -1,341 +1,262 @@
-"""Lock and commit a folder as a checkpoint, and remove the one that it replaces. One of the two exists at every instant.
+"""Lock and commit a folder as a checkpoint, and remove the one that it replaces. One of the two always exists.
 
-The order of a save: claim, folder → every file written and fsynced → manifest → folder fsynced → COMMIT → folder fsynced → renamed → parent
-folder fsynced → only then removals. Where folders can be renamed (`Renamed`), a checkpoint is written under a temporary name, and the last
-step gives it its own, or swaps it with the one that it replaces. Elsewhere (`InPlace`: object stores) each save has a folder of its own,
-and COMMIT, which is written last, decides which counts.
+Order: lock, folder → files written and fsynced → manifest → folder fsynced → COMMIT → folder fsynced → parent fsynced
+→ only then removals, each of which begins with COMMIT. Of several saves of one name the highest number with a COMMIT
+counts. Where a folder can be renamed, a save is written under a temporary name and renamed after COMMIT; elsewhere
+(object stores) it has its name at once.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError
 from ..logging import get_logger
-from . import folders, storage_local
-from .folders import Saved
+from . import folders, storage
+from .folders import SaveRecord, checkpoint_of, join, lock_name
 from .manifest import COMMIT, MANIFEST
-from .storage import Storage
-from .storage_local import make_above
+from .storage import LocalStorage, Storage, make_parents, read_small
 
 logger = get_logger(__name__)
 
 
-def begin(storage: Storage, checkpoint: str, by: Saved | None = None) -> Commit:
-    """Lock `checkpoint` of `storage`, clean up after dead writers, and make the folder of the new save.
-
-    `by` is the lineage of the new save: a checkpoint of this name on another line is renamed. Without it, one is replaced.
-    """
-    if storage.renames:
-        return Renamed(storage, checkpoint, folders.temporary(checkpoint), by)
-    return InPlace(storage, checkpoint, folders.next_save(storage.list(), checkpoint), by)
-
-
 def check_name(checkpoint: str) -> None:
-    """Raises CheckpointError for a name that a checkpoint cannot have."""
-    reserved = checkpoint.startswith(folders.TEMPORARY) or folders.checkpoint_of(checkpoint) != checkpoint
+    reserved = checkpoint.startswith(folders.TEMPORARY) or checkpoint_of(checkpoint) != checkpoint
     if "/" in checkpoint or not checkpoint or reserved:
-        said = f"{checkpoint!r} is not a name for a checkpoint"
         raise CheckpointError(
-            f"{said}: {folders.TEMPORARY}… and ….save-2 are saves under way; pass another one"
+            f"{checkpoint!r} is not a name for a checkpoint: {folders.TEMPORARY}… and ….save-2 are saves under way; "
+            "pass another one"
         )
 
 
-class Commit(ABC):
-    """One save's `folder`, on the rank that claimed the checkpoint."""
+class Commit:
+    """One save's `folder`, on the rank that holds the lock. A checkpoint of its name on another line is renamed."""
 
-    def __init__(self, storage: Storage, checkpoint: str, folder: str, by: Saved | None) -> None:
-        self._storage, self._checkpoint, self.folder, self._keep = storage, checkpoint, folder, False
-        self._claim = claim(storage, checkpoint, "" if storage.renames else folder)
+    def __init__(self, target: Storage, checkpoint: str, record: SaveRecord) -> None:
+        self.record = record
+        self._storage, self._checkpoint, self._keep_folder = target, checkpoint, False
+        if target.renames:
+            self.folder = folders.temporary_name(checkpoint)
+        else:
+            self.folder = folders.next_save(target.list(), checkpoint)
+        self._lock = acquire(target, checkpoint, "" if target.renames else self.folder)
         try:
-            self._settle(by)
-            storage.make(folder)
+            clean_up(target, checkpoint, self._lock.previous)
+            refuse_foreign(target, checkpoint)
+            move_other_line(target, checkpoint, record)
+            owners = {owner for name in target.list() if (owner := folders.owner_of(name)) is not None}
+            for owner in sorted(owners - {checkpoint}):
+                _clean_up_after_dead_writer(target, owner)
+            try:
+                target.make(self.folder)
+            except FileExistsError:
+                path = join(target.root, checkpoint)
+                raise CheckpointError(
+                    f"{path}: another writer was there just now: give this run its own folder"
+                ) from None
         except BaseException:
-            self._claim.release()
+            self._lock.release()
             raise
 
-    @abstractmethod
-    def _settle(self, by: Saved | None) -> None:
-        """Finish or remove the leftovers of dead writers, and make room for the new checkpoint."""
-
-    @abstractmethod
     def finish(self) -> None:
         """Make the folder the checkpoint. All files and COMMIT are on disk."""
+        target, checkpoint, save = self._storage, self._checkpoint, self.folder
+        if not target.renames:
+            target.sync()
+        else:
+            save = folders.next_save(target.list(), checkpoint)
+            target.rename(self.folder, save)
+            try:
+                target.sync()
+            except OSError:
+                # On the disk it may be either way, so both folders stay. The next save cleans up once it has synced.
+                self._keep_folder = True
+                target.rename(save, self.folder)
+                raise
+        self._keep_folder = True
+        if save == checkpoint:
+            return  # there is no older one
+        try:  # it counts now; the next save tidies up if this one cannot
+            clean_up(target, checkpoint, {})
+        except OSError as error:
+            logger.warning("%s: older saves stay for now: %s", join(target.root, checkpoint), error)
 
     def close(self) -> None:
-        """Remove an uncommitted folder, and release the lock."""
-        if not self._keep:
-            take_away(self._storage, self.folder)
-        self._claim.release()
+        if not self._keep_folder:
+            remove_leftover(self._storage, self.folder)
+        self._lock.release()
 
 
-class Renamed(Commit):
-    """Commit by renaming the folder."""
-
-    def _settle(self, by: Saved | None) -> None:
-        storage, checkpoint = self._storage, self._checkpoint
-        refuse_foreign(storage, checkpoint)
-        saves = folders.saves_of(storage.list(), checkpoint)
-        if saves not in ([], [checkpoint]):  # where names cannot be swapped, a dead writer may have left two
-            counts = next((save for save in saves if folders.is_committed(storage, save)), checkpoint)
-            for save in saves:
-                if save != counts:
-                    drop(storage, save)
-            if counts != checkpoint:
-                storage.rename(counts, checkpoint)
-                storage.sync()
-        set_aside(storage, checkpoint, by)
-        left: dict[str, list[str]] = {}
-        for name in storage.list():
-            if (owner := folders.writing(name)) and name != lock_of(checkpoint):
-                left.setdefault(owner, []).append(name)
-        if left:
-            storage.sync()  # a writer may have died just after a swap: what it replaced goes when that is on disk
-        for owner, names in left.items():
-            try:
-                lock = claim(storage, owner) if owner != checkpoint else None
-            except CheckpointError:
-                continue  # it lives
-            for name in names:
-                if name != lock_of(owner):
-                    take_away(storage, name)
-            if lock is not None:
-                lock.release()
-
-    def finish(self) -> None:
-        storage, name = self._storage, self._checkpoint
-        there = storage.list()
-        if name not in there:
-            storage.rename(self.folder, name)
-            storage.sync()
-        elif storage.exchange(self.folder, name):
-            try:
-                storage.sync()
-            except OSError:
-                # On the disk it may be either way now, so both folders stay. The next save cleans up once it has synced.
-                self._keep = True
-                storage.exchange(self.folder, name)
-                raise
-        else:
-            self._finish_beside(folders.next_save(there, name))
-
-    def _finish_beside(self, second: str) -> None:
-        """Commit under a second name until the first one is free, since names cannot be swapped here."""
-        storage, name = self._storage, self._checkpoint
-        storage.rename(self.folder, second)
-        try:
-            storage.sync()
-        except OSError:
-            self._keep = True
-            storage.rename(second, self.folder)
-            raise
-        try:  # it counts now; the rest is tidying, which the next save does if this one cannot
-            drop(storage, name)
-            storage.rename(second, name)
-            storage.sync()
-        except OSError as error:
-            logger.warning("%s is %s for now: %s", folders.inside(storage.place, name), second, error)
+def clean_up(target: Storage, checkpoint: str, dead_owner: Mapping[str, Any]) -> None:
+    """Remove all saves of a locked checkpoint but the one that counts, and leftovers of dead writers."""
+    saves = folders.saves_of(target.list(), checkpoint)
+    newest = next((save for save in saves if folders.is_committed(target, save)), None)
+    outdated = [save for save in saves if save not in (newest, checkpoint)]
+    if checkpoint in saves and newest != checkpoint:
+        is_foreign = target.renames and target.list(checkpoint) and not folders.is_checkpoint(target, checkpoint)
+        if dead_owner.get("folder") == checkpoint or (newest is not None and not is_foreign):
+            outdated.append(checkpoint)
+    temporary = folders.leftovers_of(target.list(), checkpoint)
+    if outdated or temporary:
+        target.sync()  # a writer may have died just after its rename: what it replaced goes when that is on disk
+    for save in outdated:
+        drop(target, save)
+    for name in temporary:
+        remove_leftover(target, name)
+    if target.renames and newest is not None and checkpoint not in target.list():
+        target.rename(newest, checkpoint)
+        target.sync()
 
 
-class InPlace(Commit):
-    """Commit by a file that is written last."""
-
-    def _settle(self, by: Saved | None) -> None:
-        storage, checkpoint = self._storage, self._checkpoint
-        _remove_uncommitted(storage, checkpoint, self._claim.left)
-        if storage.list(self.folder):
-            place = folders.inside(storage.place, checkpoint)
-            raise CheckpointError(f"{place}: another writer was there just now: give this run its own folder")
-        refuse_foreign(storage, checkpoint)
-        set_aside(storage, checkpoint, by)
-        for name in storage.list():
-            owner = folders.writing(name)
-            if owner is not None and owner != checkpoint and abandoned(storage, name):
-                lock = claim(storage, owner)
-                _remove_uncommitted(storage, owner, lock.left)
-                lock.release()
-
-    def finish(self) -> None:
-        self._storage.sync()
-        self._keep = True
-        for save in folders.saves_of(self._storage.list(), self._checkpoint):
-            if save != self.folder:
-                take_away(self._storage, save)
+def _clean_up_after_dead_writer(target: Storage, checkpoint: str) -> None:
+    if not target.renames and not is_abandoned(target, lock_name(checkpoint)):
+        return
+    with suppress(CheckpointError), lock_held(target, checkpoint) as previous:  # refused if the writer lives
+        clean_up(target, checkpoint, previous)
 
 
-def _remove_uncommitted(storage: Storage, checkpoint: str, left: Mapping[str, Any]) -> None:
-    """Remove a dead writer's files of this checkpoint; `left` is the lock's content, which names its folder."""
-    saves = folders.saves_of(storage.list(), checkpoint)
-    counts = next((save for save in saves if folders.is_committed(storage, save)), None)
-    for save in saves:
-        ours = counts is not None or save != checkpoint or save == left.get("folder")
-        if save != counts and ours:
-            take_away(storage, save)
+def move_other_line(target: Storage, checkpoint: str, record: SaveRecord) -> None:
+    """Rename an existing checkpoint of another line that has the name of the new save."""
+    if folders.step_of(checkpoint) is None:
+        return
+    existing = folders.read_record(target, folders.newest_save(target, checkpoint))
+    if existing is None or existing.leads_to(record):
+        return
+    committed = [name for name in target.list() if target.size(join(name, COMMIT)) is not None]
+    name = folders.name_on_line(committed, checkpoint, existing.lineage.line)
+    target.remove(name)  # half of a copy, of a run that was killed
+    target.move(existing.folder, name)
+    path = join(target.root, checkpoint)
+    logger.warning("%s is of another line of checkpoints, and is named %s from now on", path, name)
 
 
-# -- removal: a checkpoint stops counting before its first file goes, and only once a newer one is on disk -------------
+def refuse_foreign(target: Storage, name: str) -> None:
+    """Raise CheckpointError if `name` exists and is not a checkpoint, since a save would overwrite it."""
+    content = [name] if target.size(name) is not None else target.list(name)
+    if content and MANIFEST not in content and COMMIT not in content:
+        shown = ", ".join(content[:5]) + (" …" if len(content) > 5 else "")
+        raise CheckpointError(
+            f"{join(target.root, name)} is there and is not a checkpoint ({shown}): it would be replaced, so pass "
+            "another name"
+        )
 
 
-def retain(storage: Storage, it: Saved, limit: int | None) -> None:
-    """After `it` is committed: write the hint `latest`, and keep only the last `limit` of the others on its line. Errors are logged."""
-    if folders.step_of(it.folder) is None:
+def retain(target: Storage, record: SaveRecord, limit: int | None) -> None:
+    """Write the hint `latest`, and keep only the last `limit` others on the line of `record`. Errors are logged."""
+    if folders.step_of(record.folder) is None:
         return
     try:
-        storage.replace(folders.LATEST, folders.current(storage, it.folder).encode() + b"\n")
+        hint = folders.newest_save(target, record.folder).encode() + b"\n"
+        target.replace(folders.LATEST, [hint], len(hint))
         if limit is None:
             return
-        there = folders.committed(storage)
-        others = [
-            other
-            for other in there
-            if folders.checkpoint_of(other.folder) != it.folder and other.leads_to(it)
-        ]
-        gone = others[: max(0, len(others) - limit)]
-        stay = {other.lineage.line for other in there if other not in gone}
-        for other in gone:
-            if other.lineage.line not in stay:
-                stay.add(other.lineage.line)
-                words = "%s is removed, as total_limit says: it was the last checkpoint of line %s"
-                logger.warning(words, other.folder, other.lineage.line)
-            _retire(storage, folders.checkpoint_of(other.folder), other.folder)
+        saves = folders.committed_saves(target)
+        older = [save for save in saves if checkpoint_of(save.folder) != record.folder and save.leads_to(record)]
+        outdated = older[: max(0, len(older) - limit)]
+        lines = {save.lineage.line for save in saves if save not in outdated}
+        for save in outdated:
+            if save.lineage.line not in lines:
+                lines.add(save.lineage.line)
+                message = "%s is removed, as total_limit says: it was the last checkpoint of line %s"
+                logger.warning(message, save.folder, save.lineage.line)
+            with suppress(CheckpointError):  # another process writes it now
+                # The lock names the folder, so that the next writer can clean up after a kill.
+                with lock_held(target, checkpoint_of(save.folder), save.folder):
+                    for folder in reversed(committed_folders(target, checkpoint_of(save.folder))):
+                        drop(target, folder)
     except (OSError, CheckpointError) as error:
-        logger.warning("%s: older checkpoints stay, as they could not be removed: %s", storage.place, error)
+        logger.warning("%s: older checkpoints stay, as they could not be removed: %s", target.root, error)
 
 
-def _retire(storage: Storage, checkpoint: str, folder: str) -> None:
+def committed_folders(target: Storage, checkpoint: str) -> list[str]:
+    """The committed saves of a checkpoint, the newest first."""
+    return [save for save in folders.saves_of(target.list(), checkpoint) if folders.is_committed(target, save)]
+
+
+def drop(target: Storage, folder: str) -> None:
+    """Remove a checkpoint that the caller has locked. Its COMMIT is removed first."""
+    if target.renames:
+        temporary = folders.temporary_name(checkpoint_of(folder))
+        target.rename(folder, temporary)
+        target.sync()
+        folder = temporary
+    remove_leftover(target, folder)
+
+
+def remove_leftover(target: Storage, folder: str) -> None:
+    """Remove an uncommitted leftover. Failures are logged and ignored."""
     try:
-        lock = claim(storage, checkpoint, folder)  # the next writer learns what was left half done
-    except CheckpointError:
-        return  # another process writes it now
+        target.remove(folder)
+    except OSError as error:
+        logger.warning("%s counts no longer, and could not be removed: %s", join(target.root, folder), error)
+
+
+# One process at a time writes a checkpoint. A `KernelLock` is a POSIX lock on a file, which the system takes back from
+# a dead process, and which forked children do not inherit (flock's they do). Where there are none (object stores, some
+# network file systems) a `Heartbeat` is a file that its owner writes anew every few seconds. Either file says who owns
+# it: host, process, since when.
+
+
+LARGEST = 2**16  # bytes of an owner's record
+BEAT = 3.0  # seconds between two writes of a heartbeat
+PATIENCE = 4 * BEAT  # seconds without a change after which its owner counts as dead
+LONG_AGO = 900.0  # seconds; by two machines' clocks
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+_guard, _sharing = threading.Lock(), threading.Lock()
+_owned: dict[str, Mapping[str, Any]] = {}
+"""Locks of this process by path: the system would grant it a second one."""
+_shared: dict[tuple[int, str], list[Any]] = {}
+"""Locks that the Accelerators of a process share, and by how many, by process and path."""
+
+
+def acquire(target: Storage, checkpoint: str, folder: str = "") -> KernelLock | Heartbeat:
+    """Lock `checkpoint` for this process until ``release()``; CheckpointError says who else writes it."""
+    name, subject = lock_name(checkpoint), f"{target.root.rstrip('/')}/{checkpoint}"
+    if isinstance(target, LocalStorage):
+        path = target.local_path(name)
+        make_parents(path)
+        try:
+            return KernelLock(path, subject, owner_record(folder))
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+    return Heartbeat(target, name, subject, owner_record(folder))
+
+
+@contextmanager
+def lock_held(target: Storage, checkpoint: str, folder: str = "") -> Iterator[Mapping[str, Any]]:
+    """Hold the lock of `checkpoint`; yields the record of a dead owner, or an empty one."""
+    lock = acquire(target, checkpoint, folder)
     try:
-        for save in committed_saves(storage, checkpoint):
-            drop(storage, save)
+        yield lock.previous
     finally:
         lock.release()
 
 
-def committed_saves(storage: Storage, checkpoint: str) -> list[str]:
-    """The committed saves of a checkpoint, the oldest first. The newest is the checkpoint."""
-    return [
-        save
-        for save in reversed(folders.saves_of(storage.list(), checkpoint))
-        if folders.is_committed(storage, save)
-    ]
-
-
-def drop(storage: Storage, folder: str) -> None:
-    """Remove a checkpoint that the caller has locked. Its COMMIT is removed first."""
-    if storage.renames:
-        gone = folders.temporary(folders.checkpoint_of(folder))
-        storage.rename(folder, gone)
-        storage.sync()
-        folder = gone
-    take_away(storage, folder)
-
-
-def take_away(storage: Storage, folder: str) -> None:
-    """Remove an uncommitted leftover. Failures are logged and ignored."""
-    try:
-        storage.remove(folder)
-    except OSError as error:
-        place = folders.inside(storage.place, folder)
-        logger.warning("%s counts no longer, and could not be removed: %s", place, error)
-
-
-def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
-    """Rename an existing checkpoint of another line that has the name of the new save `by`."""
-    if by is None or folders.step_of(checkpoint) is None:
-        return
-    there = folders.saved_in(storage, folders.current(storage, checkpoint))
-    if there is None or there.leads_to(by):
-        return
-    named = [name for name in storage.list() if storage.size(folders.inside(name, COMMIT)) is not None]
-    name = folders.aside(named, checkpoint, there.lineage.line)
-    storage.remove(name)  # half of a copy, of a run that was killed
-    storage.move(there.folder, name)
-    place = folders.inside(storage.place, checkpoint)
-    logger.warning("%s is of another line of checkpoints, and is named %s from now on", place, name)
-
-
-def refuse_foreign(storage: Storage, name: str) -> None:
-    """Raise CheckpointError if `name` exists and is not a checkpoint, since a save would overwrite it."""
-    there = [name] if storage.size(name) is not None else storage.list(name)
-    if there and MANIFEST not in there and COMMIT not in there:
-        found = ", ".join(there[:5]) + (" …" if len(there) > 5 else "")
-        raise CheckpointError(
-            f"{folders.inside(storage.place, name)} is there and is not a checkpoint ({found}): it would be replaced, so pass another name"
-        )
-
-
-# -- writer locks -----------------------------------------------------------------------------------------------------
-#
-# One process at a time writes a checkpoint. A `KernelLock` is a POSIX lock on a file, which the system takes back from a dead process, and
-# which forked children do not inherit (flock's they do). Where there are none (object stores, some network file systems) a `Heartbeat` is a
-# file that its owner writes anew every few seconds. Either file says who owns it: host, process, since when.
-
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-LARGEST = 2**16  # bytes of words about an owner
-BEAT = 3.0  # seconds between two writes of a heartbeat
-PATIENCE = 4 * BEAT  # seconds without a change after which its owner counts as dead
-LONG_AGO = 900.0  # seconds; by two machines' clocks
-FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
-_guard, _sharing = threading.Lock(), threading.Lock()
-_mine: dict[str, bytes] = {}
-"""Locks of this process by path: the system would grant it a second one."""
-_shared: dict[tuple[int, str], list[Any]] = {}
-"""Claims that the Accelerators of a process share, and by how many, by process and place."""
-
-
-def lock_of(checkpoint: str) -> str:
-    return f"{folders.TEMPORARY}{checkpoint}.lock"
-
-
-def claim(storage: Storage, checkpoint: str, folder: str = "") -> KernelLock | Heartbeat:
-    """Lock `checkpoint` for this process until ``release()``; CheckpointError says who else writes it. The lock names process and `folder`.
-
-    `left` of the result is the content of the previous lock, if its owner died without a release.
-    """
-    name, place = lock_of(checkpoint), f"{storage.place.rstrip('/')}/{checkpoint}"
-    path = storage.path(name)
-    if path is not None:
-        make_above(path)
-        try:
-            return KernelLock(path, place, words(folder))
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-    return Heartbeat(storage, name, place, words(folder))
-
-
-def hold(storage: Storage, name: str) -> Callable[[], None]:
-    """Lock `name` for this process; several holders in one process share it. Returns the function that releases it. Raises like `claim`."""
-    key = os.getpid(), f"{os.path.realpath(storage.place)}/{name}"
+def acquire_shared(target: Storage, name: str) -> Callable[[], None]:
+    """Lock `name` for all users in this process; returns the function that releases it. Raises like `acquire`."""
+    key = os.getpid(), f"{os.path.realpath(target.root)}/{name}"
     with _sharing:
         if key not in _shared:
-            _shared[key] = [claim(storage, name), 0]
+            _shared[key] = [acquire(target, name), 0]
         _shared[key][1] += 1
-    return partial(_let_go, key)
+    return partial(_release_shared, key)
 
 
-def _let_go(key: tuple[int, str]) -> None:
+def _release_shared(key: tuple[int, str]) -> None:
     if key[0] != os.getpid():
         return  # a fork, which has nothing of its parent's
     with _sharing:
@@ -344,23 +265,13 @@ def _let_go(key: tuple[int, str]) -> None:
             _shared.pop(key)[0].release()
 
 
-# -- who owns it ------------------------------------------------------------------------------------------------------
-
-
-def words(folder: str = "") -> bytes:
-    """The content of a lock: this process, and the folder that it writes."""
-    me = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "since": datetime.now(UTC).isoformat(timespec="seconds"),
-        "space": pid_namespace(),
-        "started": started(os.getpid()),
-    }
-    return json.dumps({**me, "folder": folder} if folder else me).encode()
+def owner_record(folder: str = "") -> dict[str, Any]:
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "folder": folder}
 
 
 def pid_namespace() -> str:
-    """Identifier of the running machine and PID namespace, within which a process number is unique; "" where the system has none."""
+    """Identifier of the running machine and PID namespace; "" where the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -368,8 +279,8 @@ def pid_namespace() -> str:
         return ""
 
 
-def started(pid: int) -> str:
-    """Start time of a process in kernel ticks, which tells it from a later process with the same number; "" if unknown."""
+def start_time(pid: int) -> str:
+    """Start time of a process in kernel ticks, which tells it from a later one with its number; "" if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[19].decode()
@@ -377,146 +288,143 @@ def started(pid: int) -> str:
         return ""
 
 
-def read_words(said: bytes) -> Mapping[str, Any]:
+def parse_owner(content: bytes) -> Mapping[str, Any]:
     """Read the content of a lock; empty if its owner was killed before it wrote."""
     try:
-        found = json.loads(said)
+        record = json.loads(content)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
-def refusal(place: str, owner: Mapping[str, Any], lock: str = "") -> CheckpointError:
-    """The error for a second writer of `place`; `lock` is the file of the lock."""
-    who = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown host')}{_since(owner.get('since'))}"
-    lost = lock and owner.get("host") != socket.gethostname()
+def refusal(subject: str, owner: Mapping[str, Any], lock: str = "") -> CheckpointError:
+    """The error for a second writer; `lock` is the file of the lock."""
+    process = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown host')}{_age(owner.get('since'))}"
+    remedy = f". If that machine is gone, remove {lock}" if lock and owner.get("host") != socket.gethostname() else ""
     return CheckpointError(
-        f"{place} is being written by {who}, and two writers would only overtake each other: give this run a folder of its own, or wait "
-        f"until that one is done{f'. If that machine is gone, remove {lock}' if lost else ''}"
+        f"{subject} is being written by {process}, and two writers would only overtake each other: give this run a "
+        f"folder of its own, or wait until that one is done{remedy}"
     )
 
 
-def _since(said: object) -> str:
+def _age(since: object) -> str:
     try:
-        seconds = int((datetime.now(UTC) - datetime.fromisoformat(str(said))).total_seconds())
+        seconds = int((datetime.now(UTC) - datetime.fromisoformat(str(since))).total_seconds())
     except (ValueError, TypeError):
         return ""
     units = ((86400, "days"), (3600, "h"), (60, "min"))
     age = next((f"{seconds // n} {unit}" for n, unit in units if seconds >= 2 * n), f"{seconds} s")
-    return f" since {said} ({age})"
-
-
-# -- kinds of locks ---------------------------------------------------------------------------------------------------
+    return f" since {since} ({age})"
 
 
 class KernelLock:
-    """A POSIX lock on the file `path`, which `release` removes. See `claim`. Raises an OSError of NO_LOCKS if there are no locks."""
+    """A POSIX lock on the file `path`, which `release` removes; an OSError of NO_LOCKS where there are none."""
 
-    def __init__(self, path: str, place: str, said: bytes) -> None:
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, "no locks on this system", path)
+    def __init__(self, path: str, subject: str, record: Mapping[str, Any]) -> None:
         self._path = os.path.realpath(path)
         with _guard:
-            if self._path in _mine:
-                raise refusal(place, read_words(_mine[self._path]))
-            _mine[self._path] = said
+            if self._path in _owned:
+                raise refusal(subject, _owned[self._path])
+            _owned[self._path] = record
         try:
-            self._descriptor, self.left = self._lock(place)
-            os.pwrite(self._descriptor, said, 0)
+            self._descriptor, self.previous = self._lock(subject)
+            os.pwrite(self._descriptor, json.dumps(record).encode(), 0)
         except BaseException:
-            _mine.pop(self._path, None)
+            _owned.pop(self._path, None)
             raise
 
-    def _lock(self, place: str) -> tuple[int, Mapping[str, Any]]:
+    def _lock(self, subject: str) -> tuple[int, Mapping[str, Any]]:
         while True:
-            descriptor = storage_local.do("open", self._path, os.open, self._path, FLAGS, 0o666)
+            descriptor = storage.do("open", self._path, os.open, self._path, FLAGS, 0o666)
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                left = read_words(os.pread(descriptor, LARGEST, 0))
+                previous = parse_owner(os.pread(descriptor, LARGEST, 0))
                 with suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(descriptor), os.lstat(self._path)):
                         os.ftruncate(descriptor, 0)
-                        return descriptor, left
+                        return descriptor, previous
             except BaseException as error:
-                left = read_words(os.pread(descriptor, LARGEST, 0))
+                owner = parse_owner(os.pread(descriptor, LARGEST, 0))
                 os.close(descriptor)
                 if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise refusal(place, left, self._path) from None
+                    raise refusal(subject, owner, self._path) from None
                 raise
             os.close(descriptor)  # its owner removed it just now: it locks nothing
 
     def release(self) -> None:
-        # Unlinked while it is locked, so that another owner's is not removed. An error: the folder is gone, or became read-only;
-        # without a lock on it the file means nothing.
+        # Unlinked while it is locked, so that another owner's is not removed. An error: the folder is gone, or became
+        # read-only; without a lock on it the file means nothing.
         with suppress(OSError):
-            storage_local.do("unlink", self._path, os.unlink, self._path)
+            storage.do("unlink", self._path, os.unlink, self._path)
         os.close(self._descriptor)
-        _mine.pop(self._path, None)
+        _owned.pop(self._path, None)
 
 
 class Heartbeat:
-    """Lock file with a heartbeat: a thread rewrites `name` of `storage` every BEAT seconds. See `claim`."""
+    """Lock file with a heartbeat: a thread rewrites `name` of a storage every BEAT seconds. See `acquire`."""
 
-    def __init__(self, storage: Storage, name: str, place: str, said: bytes) -> None:
-        self._storage, self._name = storage, name
-        self._said, self._count = {**read_words(said), "claim": os.urandom(8).hex()}, 0
-        self.left = self._wait(place)
+    def __init__(self, target: Storage, name: str, subject: str, record: Mapping[str, Any]) -> None:
+        self._storage, self._name, self._count = target, name, 0
+        process = {"space": pid_namespace(), "started": start_time(os.getpid())}
+        self._record = {**record, **process, "claim": os.urandom(8).hex()}
+        self.previous = self._wait(subject)
         self._write()
-        if (now := _owner(storage, name)).get("claim") != self._said["claim"]:
-            raise refusal(place, now)
-        self._over = threading.Event()
+        if (owner := _read_owner(target, name)).get("claim") != self._record["claim"]:
+            raise refusal(subject, owner)
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="easymp-claim", daemon=True)
         self._thread.start()
 
-    def _wait(self, place: str) -> Mapping[str, Any]:
+    def _wait(self, subject: str) -> Mapping[str, Any]:
         """Wait for a beat: return the content if the owner is dead, raise if it is alive."""
-        there = _owner(self._storage, self._name)
-        until = time.monotonic() + PATIENCE
-        while there and not abandoned(self._storage, self._name) and time.monotonic() < until:
+        previous = _read_owner(self._storage, self._name)
+        deadline = time.monotonic() + PATIENCE
+        while previous and not is_abandoned(self._storage, self._name) and time.monotonic() < deadline:
             time.sleep(BEAT / 10)
-            now = _owner(self._storage, self._name)
-            if now and now != there:
-                raise refusal(place, now)
-            there = now
-        return there
+            owner = _read_owner(self._storage, self._name)
+            if owner and owner != previous:
+                raise refusal(subject, owner)
+            previous = owner
+        return previous
 
     def _write(self) -> None:
         self._count += 1
-        self._storage.replace(self._name, json.dumps({**self._said, "count": self._count}).encode())
+        content = json.dumps({**self._record, "count": self._count}).encode()
+        self._storage.replace(self._name, [content], len(content))
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT):
+        while not self._stop.wait(BEAT):
             with suppress(OSError):  # the writes of the checkpoint itself fail likewise
                 self._write()
 
     def release(self) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
         with suppress(OSError):  # the next writer finds it, and finds it old
             self._storage.remove(self._name)
 
 
-def abandoned(storage: Storage, name: str) -> bool:
+def is_abandoned(target: Storage, name: str) -> bool:
     """Whether the owner of a heartbeat is known to be dead, without waiting for a beat."""
-    owner = _owner(storage, name)
-    here = socket.gethostname(), pid_namespace()
-    if (owner.get("host"), owner.get("space", here[1])) == here and type(owner.get("pid")) is int:
+    owner = _read_owner(target, name)
+    local = socket.gethostname(), pid_namespace()
+    if (owner.get("host"), owner.get("space", local[1])) == local and type(owner.get("pid")) is int:
         try:
             os.kill(owner["pid"], 0)
-            if owner.get("started", "") != started(owner["pid"]) != "" != owner.get("started", ""):
+            if owner.get("started", "") != start_time(owner["pid"]) != "" != owner.get("started", ""):
                 return True  # another process has that number now
         except ProcessLookupError:
             return True
         except (OSError, OverflowError):
             pass
     try:
-        return time.time() - storage.modified(name) > LONG_AGO
+        return time.time() - target.modified(name) > LONG_AGO
     except OSError:
         return False
 
 
-def _owner(storage: Storage, name: str) -> Mapping[str, Any]:
+def _read_owner(target: Storage, name: str) -> Mapping[str, Any]:
     try:
-        return read_words(storage.get(name, LARGEST))
+        return parse_owner(read_small(target, name, LARGEST))
     except (FileNotFoundError, CheckpointError):
         return {}

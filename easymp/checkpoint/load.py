@@ -1,11 +1,9 @@
-"""Load a checkpoint. Everything is checked, read and verified before any live object changes, on all ranks or on none.
+"""Load a checkpoint: all is checked, read and verified before any live object changes, on all ranks or on none.
 
-Stages: read the manifest, match it with what is live (each `Kept` asks a `Reading` for its state), plan the reads (`plan`), read and
-verify; try what runs a user's code and so may fail, and undo it where it does; then fill tensors. After each stage the ranks agree.
-
-Files in a local folder are read twice: once to verify them, and once into the live tensors, from the same open files. The second read
-fails if another process writes into the files, or the disk fails. Live tensors are then partly old and partly new, an error says so on
-all ranks, and another load restores them.
+Each `Saveable` asks a `CheckpointReader` for its state; reads are planned, made and verified; user code that may fail
+is tried, and undone if it fails; then tensors are filled. Ranks agree after each stage. Local files are read twice, the
+second time into live tensors; should that fail (a file changed, a disk failed), an error says that the state was loaded
+in part.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,19 +19,35 @@ from torch import Tensor
 from ..distributed import World
 from ..errors import CheckpointError, EasympError, nearest
 from ..logging import get_logger
-from .codec import PARTS, Slot, filed, unpack
-from .folders import Opened, current, inside, open_manifest, read_header
-from .manifest import BLOCK, Box, Manifest, Piece, Shape, Stored, overlap, runs, slices, span, strides, whole
-from .snapshot import Kept, key, words_of
-from .storage import SourceFile, Storage, Tick, aligned, as_bytes, expect, is_plain, no_tick
+from .buffers import aligned, as_bytes, is_plain
+from .codec import unpack
+from .folders import join, open_save
+from .manifest import (
+    BLOCK,
+    Box,
+    Chunk,
+    Manifest,
+    Shape,
+    StoredTensor,
+    contiguous_runs,
+    full_box,
+    overlap,
+    span,
+    split_box,
+    strides,
+)
+from .progress import Tick, expect
+from .ranks import error_text
+from .save import Saveable
+from .storage import Files, MemoryFile, SourceFile, Storage
 
 logger = get_logger(__name__)
 
 SHOWN = 5  # of a list in a message
 STUCK = "could not be put back"
-HALF = (
-    "was loaded in part, so that the live state is neither what it was nor what was saved: load this or another checkpoint before going "
-    "on. The cause"
+PARTLY = (
+    "was loaded in part, so that the live state is neither what it was nor what was saved: load this or another "
+    "checkpoint before going on. The cause"
 )
 
 
@@ -54,11 +67,11 @@ class Loaded:
 
 
 class Trial(NamedTuple):
-    """A change of `what` that runs a user's code and may fail, and a way to undo it."""
+    """A change that runs a user's code and may fail, and a way to undo it. `name` is of the state."""
 
-    what: str
-    change: Callable[[], None]
-    undo: Callable[[], None]
+    name: str
+    change: Callable[[], object]
+    undo: Callable[[], object]
 
 
 class FullName(str):
@@ -67,262 +80,247 @@ class FullName(str):
     __slots__ = ()
 
 
-class Reading:
-    """A committed checkpoint that one rank reads. Requested tensors are empty until `run` reads and verifies them.
+class CheckpointReader:
+    """A committed checkpoint that one rank reads. Requested tensors are empty until `run` reads and verifies them."""
 
-    `run` also verifies the bytes of live tensors. If files may be read `again` (`Storage.held`), the second read goes into the live tensors
-    and is verified, too, so the state is in memory once; otherwise `run` keeps a copy. `trials` are made first, and undone on all ranks if
-    one fails on any rank. `skipped` is what did not fit, in words, where `strict` is off.
-    """
-
-    def __init__(self, opened: Opened, rank: int = 0, strict: bool = True, again: bool = False) -> None:
-        self.manifest, self.rank, self.strict = opened.manifest, rank, strict
+    def __init__(
+        self, manifest: Manifest, files: Files, rank: int = 0, strict: bool = True, reread: bool = False
+    ) -> None:
+        self.manifest, self.rank, self.strict = manifest, rank, strict
         self.skipped: list[str] = []
         self.trials: list[Trial] = []
-        self._opened, self._again = opened, again
-        self._tick: Tick = no_tick
-        self._wanted: list[Want] = []
-        self._live: list[Want] = []
-        self._asked: set[str] = set()
+        self._files = files
+        self._reread = reread  # whether live tensors are filled by a second read, else from copies
+        self._tick: Tick | None = None
+        self._requests: list[ReadRequest] = []
+        self._live_requests: list[ReadRequest] = []
+        self._requested: set[str] = set()  # names of states
         self._masters: dict[str, str] | None = None
 
-    # -- Python state
-
     def __contains__(self, name: str) -> bool:
-        self._asked.add(name)
+        self._requested.add(name)
         return name in self.manifest.states
 
-    def named(self, name: str, own: bool = False) -> str:
-        """The stored name of `name`; with `own`, that of rank r modulo the number of ranks that wrote."""
-        return f"ranks/{self.rank % self.manifest.world_size:05d}/{name}" if own else name
-
-    def state(
-        self,
-        name: str,
-        own: bool = False,
-        tensor: Callable[[str], Any] | None = None,
-        only: Sequence[str] | None = None,
-    ) -> Any:
-        """The state under `name`, this rank's `own` or a common one; `only` some keys. `tensor` makes each tensor of its full name."""
-        name = f"ranks/{self.rank:05d}/{name}" if own else name
+    def state(self, name: str, tensor: Callable[[str], Any] | None = None, only: Sequence[str] | None = None) -> Any:
+        """The state under `name`, or `only` some keys. `tensor` makes each tensor of its name."""
         if name not in self:
             raise CheckpointError(f"the checkpoint has no {name}")
         tree = self.manifest.states[name]
-        return unpack(tree if only is None else {key: tree[key] for key in only}, tensor or self.whole)
+        return unpack(tree if only is None else {key: tree[key] for key in only}, tensor or self.read_tensor)
 
-    def left(self) -> list[str]:
+    def unrequested(self) -> list[str]:
         """Names of states that no object requested, except per-rank states."""
-        left = []
+        names = []
         for name in self.manifest.states:
-            words = name.split("/")
-            above = ["/".join(words[:n]) for n in range(1, len(words))]
-            known = name in self._asked or any(n in self._asked or n in self.manifest.states for n in above)
-            if words[0] != "ranks" and not known:
-                left.append(name)
-        return sorted(left)
+            parts = name.split("/")
+            parents = ["/".join(parts[:n]) for n in range(1, len(parts))]
+            is_requested = name in self._requested or any(
+                n in self._requested or n in self.manifest.states for n in parents
+            )
+            if parts[0] != "ranks" and not is_requested:
+                names.append(name)
+        return sorted(names)
 
-    # -- tensors
+    def complain(self, mismatch: str) -> None:
+        """Refuse what does not fit, or skip it with ``strict=False``."""
+        if self.strict:
+            raise CheckpointError(f"{mismatch}; strict=False loads what fits")
+        self.skipped.append(mismatch)
 
-    def stored(self, name: str) -> Stored:
-        """A tensor, by its full name or an alias."""
+    def stored(self, name: str) -> StoredTensor:
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
-    def master(self, name: str) -> str | None:
-        """The fp32 master that an optimizer kept of a parameter: both by their full names."""
+    def master(self, name: str) -> str:
+        """The fp32 master that an optimizer kept of a parameter, or the parameter: by their full names."""
         if self._masters is None:
-            kept = [tree for state, tree in self.manifest.states.items() if state.endswith("/masters")]
-            self._masters = {name: of for tree in kept for name, of in unpack(tree, str).items()}
-        return self._masters.get(self.manifest.aliases.get(name, name))
+            trees = [tree for state, tree in self.manifest.states.items() if state.endswith("/masters")]
+            self._masters = {name: master for tree in trees for name, master in unpack(tree, str).items()}
+        return self._masters.get(self.manifest.aliases.get(name, name)) or name
 
-    def whole(self, name: str) -> Tensor:
-        """A new CPU tensor, filled by `run`."""
+    def stepped(self, name: str) -> StoredTensor | None:
+        """What an optimizer stepped of a parameter: its master, or the parameter."""
+        path = self.master(name)
+        return self.manifest.tensors.get(self.manifest.aliases.get(path, path))
+
+    def read_tensor(self, name: str) -> Tensor:
+        """A new tensor, which `run` fills."""
         stored = self.stored(name)
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        self._wanted.append(Want(stored, whole(stored.shape), tensor))
+        self._requests.append(ReadRequest(stored, full_box(stored.shape), tensor))
         return tensor
 
     def fill(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
         """Have `run` fill these tensors, of the shapes of their boxes, which are not live."""
-        self._wanted += [Want(self.stored(name), box, tensor) for name, box, tensor in parts]
+        self._requests += [ReadRequest(self.stored(name), box, tensor) for name, box, tensor in parts]
 
-    def overwriting(self, parts: Iterable[tuple[str, Box, Tensor]]) -> Callable[[], None]:
-        """A function that fills these live tensors, of the shapes of their boxes, after `run`. It fails if a file can't be read again."""
-        wants = []
+    def fill_live(self, parts: Iterable[tuple[str, Box, Tensor]]) -> Callable[[], None]:
+        """A function that fills these live tensors after `run`; it fails if a file can't be read again."""
+        requests = []
         for name, box, live in parts:
             for dim, (length, stride) in enumerate(zip(live.shape, live.stride())):
                 if stride == 0 and length > 1:  # `expand` shows one element several times
                     live = live.narrow(dim, 0, 1)
-            wants.append(Want(self.stored(name), Box(box.offset, tuple(live.shape)), live))
-        if self._again:
-            self._live += wants
-            return lambda: self._refill(wants)
-        copies = [want._replace(into=torch.empty(want.box.shape, dtype=want.stored.dtype)) for want in wants]
-        self._wanted += copies
+            requests.append(ReadRequest(self.stored(name), Box(box.offset, tuple(live.shape)), live))
+        if self._reread:
+            self._live_requests += requests
+            return lambda: self._fill_again(requests)
+        copies = [r._replace(target=torch.empty(r.box.shape, dtype=r.stored.dtype)) for r in requests]
+        self._requests += copies
 
-        def put() -> None:
+        def copy_all() -> None:
             with torch.no_grad():
-                for want, copy in zip(wants, copies):
-                    want.into.copy_(copy.into)
+                for request, copy in zip(requests, copies):
+                    request.target.copy_(copy.target)
 
-        return put
+        return copy_all
 
-    def complain(self, words: str) -> None:
-        """Report state that does not fit: raise, or note it if `strict` is off."""
-        if self.strict:
-            raise CheckpointError(f"{words}; strict=False loads what fits")
-        self.skipped.append(words)
-
-    def run(self, tick: Tick = no_tick) -> None:
-        """Read all requested tensors, and verify the bytes of live ones."""
-        wanted, live, files = plan(self._wanted), plan(self._live), self._opened.files
-        preflight(self._opened, sorted({slab.file for slab in (*wanted, *live)}))
+    def run(self, tick: Tick | None = None) -> None:
+        """Read and verify what was requested."""
+        reads, live_reads = plan_reads(self._requests), plan_reads(self._live_requests)
         self._tick = tick
-        expect(tick, sum(want.into.nbytes for want in (*self._wanted, *self._live, *self._live)))
-        stream(files, wanted, tick)
-        known = blocks_of(wanted)
-        for name, numbers in blocks_of(live).items():
-            if left := sorted(numbers - known.get(name, set())):
-                files[name].verify(tick, left)
-        self._wanted.clear()
-        self._live.clear()
+        expect(tick, sum(r.target.nbytes for r in (*self._requests, *self._live_requests, *self._live_requests)))
+        read_all(self._files, reads, tick)
+        verified = blocks_of(reads)
+        for name, blocks in blocks_of(live_reads).items():
+            if unverified := sorted(blocks - verified.get(name, set())):
+                self._files[name].verify(tick, unverified)
+        self._requests.clear()
+        self._live_requests.clear()
 
-    def _refill(self, wants: Sequence[Want]) -> None:
+    def _fill_again(self, requests: Sequence[ReadRequest]) -> None:
         try:
-            stream(self._opened.files, plan(wants), self._tick)
+            read_all(self._files, plan_reads(requests), self._tick)
         finally:
-            for want in wants:  # memory was written to past autograd, and fp32 masters look at the version
-                torch.autograd.graph.increment_version(want.into)
-
-
-# -- load -------------------------------------------------------------------------------------------------------------
+            for request in requests:  # memory was written to past autograd, and fp32 masters look at the version
+                torch.autograd.graph.increment_version(request.target)
 
 
 def load_checkpoint(
-    world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = no_tick
+    world: World, storage: Storage, name: str, items: Sequence[Saveable], strict: bool = True, tick: Tick | None = None
 ) -> Loaded:
     """Load the checkpoint `name` of `storage` into the live objects, on all ranks or none; see the top of this file."""
-    with storage.held() as again:
+    with storage.files_kept_open() as reread:
 
-        def open_it() -> Reading:
-            folder = current(storage, name)
-            opened = Opened(storage, folder, open_manifest(storage, folder))
-            return Reading(opened, world.rank, strict, again)
+        def open_reader() -> CheckpointReader:
+            opened = open_save(storage, name)
+            return CheckpointReader(opened.manifest, opened.files, world.rank, strict, reread)
 
-        return put_in_place(world, f"{storage.place}/{name}", open_it, kept, tick)
+        return load_items(world, join(storage.root, name), open_reader, items, tick)
 
 
-def put_in_place(
-    world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = no_tick
+def load_items(
+    world: World,
+    path: str,
+    open_reader: Callable[[], CheckpointReader],
+    items: Sequence[Saveable],
+    tick: Tick | None = None,
 ) -> Loaded:
-    """Load the checkpoint at `place` that `open_it` opens, as `load_checkpoint` does."""
-    puts: list[Callable[[], None]] = []
-    found: list[Reading] = []
-
-    def prepare() -> None:
-        reading = open_it()
-        puts.extend([_restored(part, reading) for part in kept])
-        if left := reading.left():
-            reading.complain(f"nothing here takes {several(left)} of the checkpoint: prepare it first")
-        reading.run(tick)
-        found.append(reading)
-
-    def put_all() -> None:
-        for put in puts:
-            put()
-
-    _together(world, place, _error(prepare))
-    (reading,) = found
-    reading.skipped += _attempt(world, place, reading.trials, reading.strict)
-    world.settle()  # values that wait to be averaged are about to be replaced
-    _together(world, place, _error(put_all), HALF)
-    everyones = world.gather_objects(reading.skipped)
-    skipped = tuple(dict.fromkeys(words for skipped in everyones for words in skipped))
-    if skipped:
-        logger.warning("%s: skipped: %s", place, "; ".join(skipped))
-    return Loaded(place, reading.manifest, skipped)
-
-
-def _restored(part: Kept, reading: Reading) -> Callable[[], None]:
+    """Load the checkpoint at `path` that `open_reader` opens, as `load_checkpoint` does."""
+    loads: list[Callable[[], None]] = []
+    error: Exception | None = None
     try:
-        return part.restore(reading)
+        reader = open_reader()
+        loads += [_restore(item, reader) for item in items]
+        if unrequested := reader.unrequested():
+            reader.complain(f"nothing here takes {join_some(unrequested)} of the checkpoint: prepare it first")
+        reader.run(tick)
+    except Exception as raised:
+        error = raised
+    _raise_together(world, path, error)
+    reader.skipped += _run_trials(world, path, reader.trials, reader.strict)
+    world.settle()  # values that wait to be averaged are about to be replaced
+    try:
+        for load in loads:
+            load()
+    except Exception as raised:
+        error = raised
+    _raise_together(world, path, error, PARTLY)
+    gathered = world.gather_objects(reader.skipped)
+    skipped = tuple(dict.fromkeys(mismatch for mismatches in gathered for mismatch in mismatches))
+    if skipped:
+        logger.warning("%s: skipped: %s", path, "; ".join(skipped))
+    return Loaded(path, reader.manifest, skipped)
+
+
+def _restore(item: Saveable, reader: CheckpointReader) -> Callable[[], None]:
+    try:
+        return item.restore(reader)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, EasympError):
             raise
-        said = f"the manifest does not hold what a {type(part).__name__} writes ({words_of(error)})"
-        raise CheckpointError(f"{said}: load another checkpoint") from error
+        raise CheckpointError(
+            f"the manifest does not hold what a {type(item).__name__} writes ({error_text(error)}): load another "
+            "checkpoint"
+        ) from error
 
 
-def _attempt(world: World, place: str, trials: Sequence[Trial], strict: bool) -> list[str]:
+def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) -> list[str]:
     """Make all trials or none. With `strict` off, trials that fail on any rank are skipped and returned in words."""
-    causes = {trial.what: error for trial in trials if (error := _error(trial.change)) is not None}
-    mine = {what: words_of(error) for what, error in causes.items()}
-    failed = {what: words for each in reversed(world.gather_objects(mine)) for what, words in each.items()}
+    errors = {trial.name: error for trial in trials if (error := _error_of(trial.change)) is not None}
+    own_texts = {name: error_text(error) for name, error in errors.items()}
+    failed = {name: text for texts in reversed(world.gather_objects(own_texts)) for name, text in texts.items()}
     if not failed:
         return []
     stuck = [
-        f"{trial.what} {STUCK}: {words_of(error)}"
+        f"{trial.name} {STUCK}: {error_text(error)}"
         for trial in reversed(trials)
-        if (strict or trial.what in failed) and (error := _error(trial.undo)) is not None
+        if (strict or trial.name in failed) and (error := _error_of(trial.undo)) is not None
     ]
     if strict or any(world.gather_objects(stuck)):
-        said = "; ".join([f"{what}: {words}" for what, words in mine.items()] + stuck)
-        _together(world, place, next(iter(causes.values()), None), said=said)
-    return [f"{what}: {words}" for what, words in failed.items()]
+        text = "; ".join([f"{name}: {text}" for name, text in own_texts.items()] + stuck)
+        _raise_together(world, path, next(iter(errors.values()), None), text=text)
+    return [f"{name}: {text}" for name, text in failed.items()]
 
 
-def _error(act: Callable[[], object]) -> Exception | None:
-    """Run `act` and return its error, which the other ranks must learn."""
+def _error_of(function: Callable[[], object]) -> Exception | None:
     try:
-        act()
+        function()
     except Exception as error:
         return error
     return None
 
 
-def _together(
-    world: World, place: str, error: Exception | None, what: str = "", said: str | None = None
+def _raise_together(
+    world: World, path: str, error: Exception | None, outcome: str = "", text: str | None = None
 ) -> None:
-    """Raise the errors of any rank on all. `what` became of the checkpoint; if "", it was not loaded. `said`: the words of the error."""
-    if said is None:
-        said = "" if error is None else words_of(error)
-    by_words: dict[str, list[str]] = {}
-    for rank, words in enumerate(world.gather_objects(said)):
-        if words:
-            by_words.setdefault(words, []).append(str(rank))
-    if by_words:
-        told = "; ".join(
-            (f"rank {', '.join(ranks)}: " if len(ranks) < world.size else "") + words
-            for words, ranks in by_words.items()
+    """Raise the errors of any rank on all. `outcome` says what became of the checkpoint ("": it was not loaded)."""
+    if text is None:
+        text = "" if error is None else error_text(error)
+    ranks_by_text: dict[str, list[str]] = {}
+    for rank, rank_text in enumerate(world.gather_objects(text)):
+        if rank_text:
+            ranks_by_text.setdefault(rank_text, []).append(str(rank))
+    if ranks_by_text:
+        texts = "; ".join(
+            (f"rank {', '.join(ranks)}: " if len(ranks) < world.size else "") + rank_text
+            for rank_text, ranks in ranks_by_text.items()
         )
-        what = what or ("was not loaded" if STUCK in told else "was not loaded, and nothing has changed")
-        raise CheckpointError(f"{place} {what}: {told}") from error
+        outcome = outcome or ("was not loaded" if STUCK in texts else "was not loaded, and nothing has changed")
+        raise CheckpointError(f"{path} {outcome}: {texts}") from error
 
 
-# -- what fits --------------------------------------------------------------------------------------------------------
-
-
-def several(words: Sequence[str]) -> str:
+def join_some(texts: Sequence[str]) -> str:
     """The first few names, and the number of the others."""
-    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return "; ".join(words[:SHOWN]) + more
+    suffix = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + suffix
 
 
-def names_apart(live: Collection[str], saved: Collection[str], what: str = "") -> str:
+def name_differences(live: Collection[str], saved: Collection[str]) -> str:
     """Names on one side only, each with the nearest name on the other side; "" if there are none."""
-    lacks = [name for name in live if name not in saved]
-    left = [name for name in saved if name not in live]
-    near = [repr(name) + nearest(name, left) for name in lacks[:SHOWN]] + lacks[SHOWN:]
-    sides = (("not in", near), ("only in", [repr(name) for name in left]))
-    return "; ".join(f"{what}{side} the checkpoint: {several(names)}" for side, names in sides if names)
+    missing = [name for name in live if name not in saved]
+    surplus = [name for name in saved if name not in live]
+    missing_texts = [repr(name) + nearest(name, surplus) for name in missing[:SHOWN]] + missing[SHOWN:]
+    groups = (("not in", missing_texts), ("only in", [repr(name) for name in surplus]))
+    return "; ".join(f"{label} the checkpoint: {join_some(names)}" for label, names in groups if names)
 
 
-def is_known(thing: Any) -> bool:
-    """Whether the state of `thing` always has the same form: True for classes of torch and easymp."""
-    return type(thing).__module__.partition(".")[0] in ("torch", "easymp")
+def is_known(item: Any) -> bool:
+    """Whether the state of `item` always has the same form: True for classes of torch and easymp."""
+    return type(item).__module__.partition(".")[0] in ("torch", "easymp")
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a stored value, in words. Numbers of any type and one-element tensors are one kind, as are lists and tuples."""
+    """The kind of a stored value; numbers and one-element tensors are one kind, as are lists and tuples."""
     if isinstance(value, bool):
         return "True or False"
     if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim):
@@ -332,245 +330,187 @@ def kind_of(value: Any) -> str:
     return "a dict" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
-def check_like(what: str, saved: Any, live: Any) -> None:
-    """Compare a state with the live one, key by key where both have it, before anything live takes a wrong kind. None matches all."""
+def check_like(name: str, saved: Any, live: Any) -> None:
+    """Compare a state with the live one before anything live takes a wrong kind. None matches all."""
     if isinstance(saved, int) and not -(2**63) <= saved < 2**63:
-        raise CheckpointError(f"{what} is {saved!r:.80} in the checkpoint, more than 64 bits: load another")
+        raise CheckpointError(f"{name} is {saved!r:.80} in the checkpoint, more than 64 bits: load another")
     if saved is None or live is None:
         return
     if kind_of(saved) != kind_of(live) or (isinstance(live, tuple) and len(saved) != len(live)):
-        raise CheckpointError(
-            f"{what} is {saved!r:.80} in the checkpoint, and {live!r:.80} here: load another"
-        )
+        raise CheckpointError(f"{name} is {saved!r:.80} in the checkpoint, and {live!r:.80} here: load another")
     if isinstance(live, Mapping):
         for key in saved.keys() & live.keys():
-            check_like(f"{what}[{key!r:.80}]", saved[key], live[key])
+            check_like(f"{name}[{key!r:.80}]", saved[key], live[key])
     elif isinstance(live, (list, tuple)) and live:
         for i, item in enumerate(saved):
-            check_like(f"{what}[{i}]", item, live[min(i, len(live) - 1)])
+            check_like(f"{name}[{i}]", item, live[min(i, len(live) - 1)])
 
 
-# -- the plan of reads --------------------------------------------------------------------------------------------------
-#
-# Bytes are read straight into a target whose memory is plain and of the file's type. For other targets (another type, another device, rows
-# with gaps) they pass through a staging buffer, some rows at a time. Columns are thousands of short runs in a file: one call reads them
-# together with the bytes between them, which verification needs anyway.
+# Bytes are read straight into a target whose memory is plain and of the file's type. For other targets (another type,
+# another device, rows with gaps) they pass through a staging buffer, some rows at a time. Columns are thousands of
+# short runs in a file: one call reads them together with the bytes between them, which verification needs anyway.
 
 
 STAGE = 2**25  # bytes that are read before they are converted
 SHORT = 2**16  # bytes of a run that is not read by itself
 NEAR = 2**20  # bytes from such a run to the next one, at most
 ALIGNMENT = 64  # bytes; every dtype's size divides it
-AT_ONCE = 2**30  # bytes of tensors that `one_by_one` reads at once, however many files there are
+MOST_AT_ONCE = 2**30  # bytes of tensors that `read_in_order` reads at once, however many files there are
 
 
-class Want(NamedTuple):
-    """A request: read the elements of `box` of a stored tensor into `into`, a view of that shape."""
+class ReadRequest(NamedTuple):
+    """Read the elements of `box` of a stored tensor into `target`, a view of that shape."""
 
-    stored: Stored
+    stored: StoredTensor
     box: Box
-    into: Tensor
+    target: Tensor
 
 
-class Slab(NamedTuple):
-    """A part of one piece that one call reads: bytes `begin` to `end` of a file, of these `runs` (first byte, count) into `into`.
-
-    `memory` is the shape of the row-major memory that the runs fill: a staging buffer, or if None that of `into` itself.
-    """
+class FileRead(NamedTuple):
+    """Bytes of a file that one call reads into `target`, or, if `staged_shape` is given, through a staging buffer."""
 
     file: str
     begin: int
     end: int
     runs: Sequence[tuple[int, int]]
-    into: Tensor
+    target: Tensor
     dtype: torch.dtype
-    memory: Shape | None
+    staged_shape: Shape | None
+
+    @property
+    def size(self) -> int:
+        return sum(count for _, count in self.runs)
+
+    @property
+    def staged_size(self) -> int:
+        return -(-self.size // ALIGNMENT) * ALIGNMENT
 
 
-def plan(wants: Sequence[Want]) -> list[Slab]:
-    """Divide `wants` into slabs."""
-    slabs: list[Slab] = []
-    for (stored, box, into), plain in zip(wants, [is_plain(want.into) for want in wants]):
-        direct = plain and into.dtype == stored.dtype
-        for piece in stored.pieces:
-            if direct and piece.box == box and into.numel():
-                end = piece.begin + into.nbytes
-                runs_ = ((piece.begin, into.nbytes),)
-                slabs.append(Slab(piece.file, piece.begin, end, runs_, into, stored.dtype, None))
-            elif common := overlap(piece.box, box):
-                slabs += _parts(stored.dtype, piece, common, _within(into, box, common))
-    return slabs
+def plan_reads(requests: Sequence[ReadRequest]) -> list[FileRead]:
+    reads: list[FileRead] = []
+    for (stored, box, target), plain in zip(requests, [is_plain(request.target) for request in requests]):
+        is_direct = plain and target.dtype == stored.dtype
+        for chunk in stored.chunks:
+            if is_direct and chunk.box == box and target.numel():
+                end = chunk.begin + target.nbytes
+                runs = ((chunk.begin, target.nbytes),)
+                reads.append(FileRead(chunk.file, chunk.begin, end, runs, target, stored.dtype, None))
+            elif common := overlap(chunk.box, box):
+                reads += _reads_of(stored.dtype, chunk, common, _view(target, box, common))
+    return reads
 
 
-def _parts(dtype: torch.dtype, piece: Piece, common: Box, into: Tensor) -> Iterator[Slab]:
-    """Divide the elements `common` of `piece` into slabs, in the order of the file."""
+def _reads_of(dtype: torch.dtype, chunk: Chunk, common: Box, target: Tensor) -> Iterator[FileRead]:
+    """Divide the elements `common` of a chunk into reads, in the order of the file."""
     size = dtype.itemsize
-    (first, run), (second, _) = [*islice(runs(common, piece.box), 2), (0, 0)][:2]
-    closed = second > first and run * size < SHORT and (second - first) * size <= NEAR
-    direct = not closed and into.dtype == dtype and is_plain(into)
-    most = STAGE // size * common.count // (span(common, piece.box) if closed else common.count)
-    for box in [common] if direct else slices(common, max(most, 1)):
-        begin = piece.begin + next(runs(box, piece.box))[0] * size
-        end = begin + span(box, piece.box) * size
-        read, memory = [(begin, end - begin)], piece.box.shape
-        if not closed:
-            read = [(piece.begin + at * size, count * size) for at, count in runs(box, piece.box)]
-            memory = box.shape
-        into_ = _within(into, common, box)
-        yield Slab(piece.file, begin, end, read, into_, dtype, None if direct else memory)
+    (start, run), (second, _) = [*islice(contiguous_runs(common, chunk.box), 2), (0, 0)][:2]
+    with_gaps = second > start and run * size < SHORT and (second - start) * size <= NEAR
+    is_direct = not with_gaps and target.dtype == dtype and is_plain(target)
+    max_elements = STAGE // size * common.numel // (span(common, chunk.box) if with_gaps else common.numel)
+    for box in [common] if is_direct else split_box(common, max(max_elements, 1)):
+        begin = chunk.begin + next(contiguous_runs(box, chunk.box))[0] * size
+        end = begin + span(box, chunk.box) * size
+        runs, staged_shape = [(begin, end - begin)], chunk.box.shape
+        if not with_gaps:
+            runs = [(chunk.begin + i * size, count * size) for i, count in contiguous_runs(box, chunk.box)]
+            staged_shape = box.shape
+        view = _view(target, common, box)
+        yield FileRead(chunk.file, begin, end, runs, view, dtype, None if is_direct else staged_shape)
 
 
-def _within(memory: Tensor, box: Box, part: Box) -> Tensor:
-    """A view of the elements of `part` in `memory`, which holds the elements of `box`."""
-    for d, (base, first, count) in enumerate(zip(box.offset, part.offset, part.shape)):
-        memory = memory.narrow(d, first - base, count)
-    return memory
+def _view(tensor: Tensor, box: Box, part: Box) -> Tensor:
+    """A view of the elements of `part` in a tensor that holds the elements of `box`."""
+    for dim, (base, start, count) in enumerate(zip(box.offset, part.offset, part.shape)):
+        tensor = tensor.narrow(dim, start - base, count)
+    return tensor
 
 
-def stream(files: Mapping[str, SourceFile], slabs: Iterable[Slab], tick: Tick = no_tick) -> None:
-    """Read all `slabs`, file by file, in the order of their bytes."""
-    by_file: dict[str, list[tuple[Slab, int, int]]] = {}  # with its bytes, and those in the staging buffer
-    total = most = 0
-    for slab in slabs:
-        count = sum(n for _, n in slab.runs)
-        staged = 0 if slab.memory is None else -(-count // ALIGNMENT) * ALIGNMENT
-        total, most = total + staged, max(most, staged)
-        by_file.setdefault(slab.file, []).append((slab, count, staged))
-    stage = aligned(max(min(total, STAGE), most))
+def read_all(files: Files, reads: Iterable[FileRead], tick: Tick | None = None) -> None:
+    """Make all `reads`, file by file, in the order of their bytes."""
+    by_file: dict[str, list[FileRead]] = {}
+    for read in reads:
+        by_file.setdefault(read.file, []).append(read)
+    sizes = [read.staged_size for in_file in by_file.values() for read in in_file if read.staged_shape is not None]
+    stage = aligned(max(min(sum(sizes), STAGE), *sizes)) if sizes else torch.empty(0, dtype=torch.uint8)
     with torch.no_grad():
-        for name, found in by_file.items():
-            found.sort(key=lambda item: item[0].begin)
-            for batch in _batches(found, stage.numel()):
-                _read(files[name], batch, stage, tick)
+        for name, in_file in by_file.items():
+            in_file.sort(key=lambda read: read.begin)
+            for batch in _batches(in_file, stage.numel()):
+                _read_batch(files[name], batch, stage, tick)
 
 
-def blocks_of(slabs: Iterable[Slab]) -> dict[str, set[int]]:
-    """The numbers of the blocks that `stream` would read, by file."""
-    found: dict[str, set[int]] = {}
-    for slab in slabs:
-        numbers = found.setdefault(slab.file, set())
-        for begin, count in slab.runs:
-            numbers.update(range(begin // BLOCK, -(-(begin + count) // BLOCK)))
-    return found
+def blocks_of(reads: Iterable[FileRead]) -> dict[str, set[int]]:
+    """The numbers of the blocks that `read_all` would read, by file."""
+    by_file: dict[str, set[int]] = {}
+    for read in reads:
+        blocks = by_file.setdefault(read.file, set())
+        for begin, count in read.runs:
+            blocks.update(range(begin // BLOCK, -(-(begin + count) // BLOCK)))
+    return by_file
 
 
-def _batches(slabs: list[tuple[Slab, int, int]], room: int) -> Iterator[list[tuple[Slab, int, int]]]:
-    """Group slabs in order: without overlaps, each group within the size of the staging buffer. Overlapping slabs come last."""
-    while slabs:
-        batch, later = [], []
-        held = end = 0
-        for item in slabs:
-            if item[0].begin < end:
-                later.append(item)
+def _batches(reads: list[FileRead], room: int) -> Iterator[list[FileRead]]:
+    """Group reads in order, without overlaps, each group within the staging buffer. Overlapping ones come last."""
+    while reads:
+        batch, overlapping = list[FileRead](), list[FileRead]()
+        staged = end = 0
+        for read in reads:
+            if read.begin < end:
+                overlapping.append(read)
                 continue
-            if held + item[2] > room:
+            size = 0 if read.staged_shape is None else read.staged_size
+            if staged + size > room:
                 yield batch
-                batch, held = [], 0
-            batch.append(item)
-            held += item[2]
-            end = item[0].end
+                batch, staged = [], 0
+            batch.append(read)
+            staged += size
+            end = read.end
         yield batch
-        slabs = later
+        reads = overlapping
 
 
-def _read(file: SourceFile, batch: Sequence[tuple[Slab, int, int]], stage: Tensor, tick: Tick) -> None:
+def _read_batch(file: SourceFile | MemoryFile, batch: Sequence[FileRead], stage: Tensor, tick: Tick | None) -> None:
     buffers: list[Tensor] = []
-    used = 0
-    for slab, count, staged in batch:
-        buffers.append(slab.into if slab.memory is None else stage[used : used + count].view(slab.dtype))
-        used += staged
-    wanted: list[tuple[int, memoryview]] = []
-    for (slab, _, _), memory in zip(batch, [as_bytes(buffer) for buffer in buffers]):
-        at = 0
-        for begin, count in slab.runs:
-            wanted.append((begin, memory[at : at + count]))
-            at += count
-    wanted.sort(key=lambda item: item[0])
-    file.fetch(wanted, tick)
-    for (slab, _, _), buffer in zip(batch, buffers):
-        if slab.memory is not None:
-            slab.into.copy_(buffer.as_strided(slab.into.shape, strides(slab.memory)))
+    staged_bytes = 0
+    for read in batch:
+        if read.staged_shape is None:
+            buffers.append(read.target)
+        else:
+            buffers.append(stage[staged_bytes : staged_bytes + read.size].view(read.dtype))
+            staged_bytes += read.staged_size
+    targets: list[tuple[int, memoryview]] = []
+    for read, memory in zip(batch, [as_bytes(buffer) for buffer in buffers]):
+        position = 0
+        for begin, count in read.runs:
+            targets.append((begin, memory[position : position + count]))
+            position += count
+    targets.sort(key=lambda target: target[0])
+    file.fetch(targets, tick)
+    for read, buffer in zip(batch, buffers):
+        if read.staged_shape is not None:
+            read.target.copy_(buffer.as_strided(read.target.shape, strides(read.staged_shape)))
 
 
-# -- new tensors, one after the other ---------------------------------------------------------------------------------
-
-
-def room(files: int) -> int:
-    """Bytes to read at once from a checkpoint with tensors in that many files: one block of each, and at least a few."""
-    return min(max(files, 4) * BLOCK, AT_ONCE)
-
-
-def one_by_one(
-    files: Mapping[str, SourceFile], wanted: Iterable[tuple[Stored, Box]], together: int, tick: Tick = no_tick
+def read_in_order(
+    files: Files, boxes: Iterable[tuple[StoredTensor, Box]], tick: Tick | None = None
 ) -> Iterator[Tensor]:
-    """Yield a new tensor for each box, in order. One call reads up to `together` bytes, as files are verified in blocks."""
-    batch: list[Want] = []
-    held = 0
-    for stored, box in wanted:
-        size = box.count * stored.dtype.itemsize
-        if batch and held + size > together:
-            yield from _batch(files, batch, tick)
-            batch, held = [], 0
-        batch.append(Want(stored, box, torch.empty(box.shape, dtype=stored.dtype)))
-        held += size
-    yield from _batch(files, batch, tick)
+    """Yield a new tensor for each box, in order. One call reads about a block of each file, verified whole."""
+    room = min(max(len(files), 4) * BLOCK, MOST_AT_ONCE)
+    batch: list[ReadRequest] = []
+    total = 0
+    for stored, box in boxes:
+        size = box.numel * stored.dtype.itemsize
+        if batch and total + size > room:
+            yield from _read_new(files, batch, tick)
+            batch, total = [], 0
+        batch.append(ReadRequest(stored, box, torch.empty(box.shape, dtype=stored.dtype)))
+        total += size
+    yield from _read_new(files, batch, tick)
 
 
-def _batch(files: Mapping[str, SourceFile], batch: list[Want], tick: Tick) -> Iterator[Tensor]:
-    stream(files, plan(batch))
-    # Not the bytes read for it: blocks at the edges are read twice.
-    tick(sum(want.into.nbytes for want in batch))
+def _read_new(files: Files, batch: list[ReadRequest], tick: Tick | None) -> Iterator[Tensor]:
+    read_all(files, plan_reads(batch))
+    if tick:  # not the bytes read for it: blocks at the edges are read twice
+        tick(sum(request.target.nbytes for request in batch))
     while batch:
-        yield batch.pop(0).into  # the caller may free it before the next
-
-
-# -- headers against the manifest -------------------------------------------------------------------------------------
-
-
-def preflight(opened: Opened, files: Collection[str]) -> None:
-    """Check size and header of each of `files` against the manifest. Only headers are read."""
-    held, there = expected(opened.manifest, files), opened.files
-    for name in files:
-        for why, _ in faults(there[name], held[name]):
-            raise CheckpointError(f"{inside(opened.place, name)}: {why}: load another checkpoint")
-
-
-def expected(manifest: Manifest, files: Collection[str]) -> dict[str, dict[str, tuple[str, Slot]]]:
-    """The header of each of `files` as the manifest describes it: name in the file → full name and slot."""
-    held: dict[str, dict[str, tuple[str, Slot]]] = {name: {} for name in files}
-    for name, stored in manifest.tensors.items():
-        for box, file, begin in stored.pieces:
-            if file in held:
-                end = begin + prod(box.shape) * stored.dtype.itemsize
-                dtype, shape = stored.dtype, box.shape
-                kind = filed(dtype, shape) if dtype in PARTS else (dtype, shape)
-                held[file][key(name, box, stored.shape)] = (name, Slot(*kind, begin, end))
-    return held
-
-
-def faults(file: SourceFile, held: Mapping[str, tuple[str, Slot]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Differences between a file's header and `held`, in words, each with the tensors that it concerns."""
-    concerned = tuple(tensor for tensor, _ in held.values())
-    found = file.storage.size(file.name)
-    if found is None:
-        yield "is missing, or not a regular file", concerned
-    elif found != file.size:
-        yield f"has {found} bytes, and {file.size} were written", concerned
-    elif held or file.name.endswith(".safetensors"):
-        try:
-            slots, _ = read_header(file)
-        except CheckpointError as error:
-            yield str(error).removeprefix(f"{file}: "), concerned
-            return
-        for word in sorted(slots.keys() | held.keys()):
-            tensor, slot = held.get(word, ("", None))
-            if slots.get(word) != slot:
-                there, here = _said(slots.get(word)), _said(slot)
-                words = f"its header says other than the manifest of {word!r:.300}: {there}, not {here}"
-                yield words, (tensor,) if tensor else ()
-
-
-def _said(slot: Slot | None) -> str:
-    if slot is None:
-        return "nothing"
-    return f"{slot.dtype} {list(slot.shape)} in bytes {slot.begin} to {slot.end}"
+        yield batch.pop(0).target  # the caller may free it before the next

@@ -1,6 +1,6 @@
 """The manifest: the content of a checkpoint, the place of each of its bytes, and the arithmetic of chunks of tensors.
 
-Every manifest is validated when it is read or written, so other code does not check it again. Its text is untrusted input.
+Every manifest is validated when it is read, so other code does not check it again. Its text is untrusted input.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .codec import DTYPES, MOST, NAMES, dumps, loads, names, nbytes
+from .codec import DTYPES, MOST, NAMES, dumps, loads, nbytes, tensor_names
 
-INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, torch's checkpoint_wrapper
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, torch's checkpoint_wrapper
 MANIFEST, COMMIT, INDEX = "manifest.json", "COMMIT", "model.safetensors.index.json"
 BLOCK = 2**24  # bytes under one checksum
 VERSION = 2  # with files of hooks; a checkpoint without them is written as version 1, which has no such field
@@ -29,23 +29,19 @@ OLDEST = "0"  # the line of all checkpoints that name none: those of easymp 0.1
 MOST_RANKS = 2**20  # that wrote one checkpoint; what each of them kept is looked up by its number
 LONGEST_NAME = 200  # bytes of a file's name; usual file systems take 255, and temporary names are longer
 LONGEST_PATH = 700  # bytes of a path below the checkpoint; object stores take 1024 with all that is above it
-
-# -- records -----------------------------------------------------------------------------------------------------------
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """The `line` of saves that a checkpoint belongs to, and its `parent`, the checkpoint loaded or saved before; "" for the first.
-
-    `forks` are the lines that led to this one, each with `written` and `step` of its last checkpoint in this history.
-    """
+    """The `line` of saves, the checkpoint before ("" for the first), and the lines before with where they forked."""
 
     line: str = OLDEST
     parent: str = ""
     forks: tuple[tuple[str, str, int], ...] = ()
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """A box of a tensor, row-major from byte `begin` of a file of the same folder."""
 
     box: Box
@@ -54,16 +50,15 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor; `pieces` cover it exactly once."""
+class StoredTensor:
+    """A tensor in files; its `chunks` cover it exactly once."""
 
     dtype: torch.dtype
     shape: Shape
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
 
     @property
     def bytes(self) -> int:
-        """In the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -77,18 +72,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The run at the time of a save.
-
-    `plan` is `Plan.as_dict`; tensors are by full name (``"model/blocks.0.weight"``) or alias (tied weights), Python state as `codec.pack`
-    returns it; files by name, and those of hooks (`extra`) by their paths.
-    """
+    """The run at the time of a save; tensors are by full name, such as ``"model/blocks.0.weight"``."""
 
     step: int
     world_size: int
     written: str
     made_by: str
     plan: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     files: dict[str, FileRecord]
     states: dict[str, Any]
     aliases: dict[str, str] = field(default_factory=dict)
@@ -97,24 +88,19 @@ class Manifest:
 
     @property
     def all_files(self) -> dict[str, FileRecord]:
-        """The checkpoint's own files, and those of hooks."""
         return {**self.files, **self.extra}
 
     def encode(self) -> bytes:
-        """Encode the manifest as the content of its file."""
-        validate(self)
-        if loads(dumps(self.plan), "plan") != self.plan:
-            raise CheckpointError("the plan of a checkpoint has values that JSON lacks: pass Plan.as_dict()")
         tensors = {
             name: {
-                "dtype": NAMES[t.dtype],
-                "shape": list(t.shape),
-                "pieces": [[list(p.box.offset), list(p.box.shape), p.file, p.begin] for p in t.pieces],
+                "dtype": NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "pieces": [[list(c.box.offset), list(c.box.shape), c.file, c.begin] for c in tensor.chunks],
             }
-            for name, t in self.tensors.items()
+            for name, tensor in self.tensors.items()
         }
         files, extra = (
-            {name: {"size": f.size, "crc32": list(f.checksums)} for name, f in table.items()}
+            {name: {"size": file.size, "crc32": list(file.checksums)} for name, file in table.items()}
             for table in (self.files, self.extra)
         )
         raw = {
@@ -135,36 +121,32 @@ class Manifest:
 
 
 def seal(manifest: bytes) -> bytes:
-    """The content of COMMIT: the SHA-256 of the manifest."""
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
-
-# -- reading a manifest ------------------------------------------------------------------------------------------------
 
 FIELDS: dict[str, type] = {
     "version": int, "made_by": str, "written": str, "step": int, "world_size": int, "plan": dict, "block": int,
     "files": dict, "tensors": dict, "aliases": dict, "states": dict,
 }  # fmt: skip
-NAMED = {int: "a whole number", str: "words", list: "a list", dict: "a table"}
+TYPE_NAMES = {int: "a whole number", str: "words", list: "a list", dict: "a table"}
 
 
-def decode(text: bytes, what: str) -> Manifest:
-    """The manifest in `text`, validated; `what` names the file in errors."""
-    raw = loads(text, what)
+def decode(text: bytes, file: str) -> Manifest:
+    raw = loads(text, file)
     version = raw.get("version") if isinstance(raw, dict) else None
     if type(version) is not int or version < 1:
-        raise CheckpointError(f"{what}: not a manifest of a checkpoint: its version is {version!r:.40}")
+        raise CheckpointError(f"{file}: not a manifest of a checkpoint: its version is {version!r:.40}")
     if version > VERSION:
-        raise CheckpointError(f"{what}: format {version}, and this easymp reads {VERSION}: update easymp")
+        raise CheckpointError(f"{file}: format {version}, and this easymp reads {VERSION}: update easymp")
     try:
-        manifest = _typed(raw)
+        manifest = _from_json(raw)
         validate(manifest)
     except CheckpointError as error:
-        raise CheckpointError(f"{what}: {error}") from None
+        raise CheckpointError(f"{file}: {error}") from None
     return manifest
 
 
-def head(start: bytes) -> tuple[str, int, Lineage] | None:
+def decode_head(start: bytes) -> tuple[str, int, Lineage] | None:
     """Read `written`, `step` and lineage from the first bytes of a manifest, unverified; None if they are missing."""
     try:
         raw = loads(start.partition(b',"block":')[0] + b"}", "")
@@ -176,7 +158,7 @@ def head(start: bytes) -> tuple[str, int, Lineage] | None:
     return raw["written"], raw["step"], lineage
 
 
-def _typed(raw: Any) -> Manifest:
+def _from_json(raw: Any) -> Manifest:
     """Convert the JSON to our types. The values are validated later."""
     _check_fields("the manifest", raw, FIELDS if raw["version"] == 1 else {**FIELDS, "extra": dict})
     if raw["block"] != BLOCK:
@@ -186,19 +168,30 @@ def _typed(raw: Any) -> Manifest:
         _check_fields(f"the tensor {name!r:.300}", tensor, {"dtype": str, "shape": list, "pieces": list})
         if tensor["dtype"] not in DTYPES:
             raise CheckpointError(f"{name!r:.300} has unknown dtype {tensor['dtype']!r:.40}: update easymp")
-        for piece in tensor["pieces"]:
-            if not isinstance(piece, list) or [*map(type, piece)] != [list, list, str, int]:
-                raise CheckpointError(f"{name!r:.300} is in {piece!r:.80}: not offset, shape, file, place")
-        pieces = (Piece(Box(tuple(o), tuple(n)), file, begin) for o, n, file, begin in tensor["pieces"])
-        tensors[name] = Stored(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(pieces))
-    files, extra = _files(raw["files"]), _files(raw.get("extra", {}))
+        chunks = []
+        for entry in tensor["pieces"]:
+            if not isinstance(entry, list) or [*map(type, entry)] != [list, list, str, int]:
+                raise CheckpointError(f"{name!r:.300} is in {entry!r:.80}: not offset, shape, file, place")
+            offset, shape, file, begin = entry
+            chunks.append(Chunk(Box(tuple(offset), tuple(shape)), file, begin))
+        tensors[name] = StoredTensor(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(chunks))
     _check_fields("the table of aliases", raw["aliases"], dict.fromkeys(raw["aliases"], str))
-    plan = {name: choice for name, choice in raw["plan"].items() if name != LINEAGE}
-    said = (raw[name] for name in ("step", "world_size", "written", "made_by"))
-    return Manifest(*said, plan, tensors, files, raw["states"], raw["aliases"], extra, _lineage(raw["plan"]))
+    return Manifest(
+        step=raw["step"],
+        world_size=raw["world_size"],
+        written=raw["written"],
+        made_by=raw["made_by"],
+        plan={name: choice for name, choice in raw["plan"].items() if name != LINEAGE},
+        tensors=tensors,
+        files=_file_records(raw["files"]),
+        states=raw["states"],
+        aliases=raw["aliases"],
+        extra=_file_records(raw.get("extra", {})),
+        lineage=_lineage(raw["plan"]),
+    )
 
 
-def _files(table: Any) -> dict[str, FileRecord]:
+def _file_records(table: Any) -> dict[str, FileRecord]:
     for name, file in table.items():
         _check_fields(f"the file {name!r:.300}", file, {"size": int, "crc32": list})
     return {name: FileRecord(file["size"], tuple(file["crc32"])) for name, file in table.items()}
@@ -207,26 +200,23 @@ def _files(table: Any) -> dict[str, FileRecord]:
 def _lineage(plan: dict[str, Any]) -> Lineage:
     if LINEAGE not in plan:
         return Lineage()
-    said = plan[LINEAGE]
-    _check_fields("the lineage", said, {"line": str, "parent": str, "forks": list})
-    for fork in said["forks"]:
+    raw = plan[LINEAGE]
+    _check_fields("the lineage", raw, {"line": str, "parent": str, "forks": list})
+    for fork in raw["forks"]:
         if not isinstance(fork, list) or [*map(type, fork)] != [str, str, int]:
             raise CheckpointError(f"the lineage has a fork {fork!r:.80}: not a line, a time and a step")
-    return Lineage(said["line"], said["parent"], tuple(map(tuple, said["forks"])))
+    return Lineage(raw["line"], raw["parent"], tuple(map(tuple, raw["forks"])))
 
 
-def _check_fields(what: str, raw: object, fields: Mapping[str, type]) -> None:
+def _check_fields(subject: str, raw: object, fields: Mapping[str, type]) -> None:
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{what} is {raw!r:.80}, and should have {', '.join(fields)}")
+        raise CheckpointError(f"{subject} is {raw!r:.80}, and should have {', '.join(fields)}")
     for name in raw.keys() ^ fields.keys():
-        said = "lacks" if name in fields else "has, which easymp does not write,"
-        raise CheckpointError(f"{what} {said} {name!r:.80}: it should have {', '.join(fields)}")
-    for name, kind in fields.items():
-        if type(raw[name]) is not kind:
-            raise CheckpointError(f"{what} has {raw[name]!r:.80} as {name!s:.80}, not {NAMED[kind]}")
-
-
-# -- validation --------------------------------------------------------------------------------------------------------
+        verb = "lacks" if name in fields else "has, which easymp does not write,"
+        raise CheckpointError(f"{subject} {verb} {name!r:.80}: it should have {', '.join(fields)}")
+    for name, expected_type in fields.items():
+        if type(raw[name]) is not expected_type:
+            raise CheckpointError(f"{subject} has {raw[name]!r:.80} as {name!s:.80}, not {TYPE_NAMES[expected_type]}")
 
 
 def validate(manifest: Manifest) -> None:
@@ -235,141 +225,132 @@ def validate(manifest: Manifest) -> None:
     check_number("world_size", manifest.world_size, 1, MOST_RANKS)
     _check_lines(manifest.lineage, {"written": manifest.written, "made_by": manifest.made_by})
     for name in manifest.files:
-        if not _portable(name) or name[0] == "." or name.casefold() in (MANIFEST, COMMIT.casefold()):
+        if not _is_portable(name) or name[0] == "." or name.casefold() in (MANIFEST, COMMIT.casefold()):
             raise CheckpointError(f"the file {name!r:.300} has no plain name of a file right in the folder")
     check_extra(manifest.extra, manifest.files)
     for name, file in manifest.all_files.items():
         check_number(f"the size of {name}", file.size, 0)
-        count, given = -(-file.size // BLOCK), len(file.checksums)
-        if given != count:
-            raise CheckpointError(f"{name} has {file.size} bytes, so {count} checksums, and here are {given}")
+        count, block_count = len(file.checksums), -(-file.size // BLOCK)
+        if count != block_count:
+            raise CheckpointError(f"{name} has {file.size} bytes, so {block_count} checksums, and here are {count}")
         for crc in file.checksums:
             if type(crc) is not int or not 0 <= crc < 2**32:
                 raise CheckpointError(f"a checksum of {name} is {crc!r:.80}, which is not a CRC-32")
     _check_tensors(manifest.tensors, manifest.files)
-    for name, of in manifest.aliases.items():  # of stored tensors, not of one another: so there is no cycle
+    for name, target in manifest.aliases.items():  # of stored tensors, not of one another: so there is no cycle
         if name in manifest.tensors:
-            raise CheckpointError(f"{name!r:.300} is a tensor, and another name of {of!r:.300} too")
-        if of not in manifest.tensors:
-            raise CheckpointError(f"{name!r:.300} is another name of {of!r:.300}, which is not stored")
+            raise CheckpointError(f"{name!r:.300} is a tensor, and another name of {target!r:.300} too")
+        if target not in manifest.tensors:
+            raise CheckpointError(f"{name!r:.300} is another name of {target!r:.300}, which is not stored")
     for name, state in manifest.states.items():
         try:
-            unknown = [t for t in names(state) if t not in manifest.tensors and t not in manifest.aliases]
+            tensors = tensor_names(state)
         except CheckpointError as error:
             raise CheckpointError(f"{name!r:.300}: {error}") from None
-        if unknown:
-            raise CheckpointError(f"{name!r:.300} has a tensor {unknown[0]!r:.300}, which is not stored")
+        for tensor in tensors:
+            if tensor not in manifest.tensors and tensor not in manifest.aliases:
+                raise CheckpointError(f"{name!r:.300} has a tensor {tensor!r:.300}, which is not stored")
 
 
-def _check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]) -> None:
-    """Check that pieces cover each tensor once, and that each byte of a file belongs to one piece at most."""
-    places: dict[str, list[tuple[int, int, str]]] = {}
+def _check_tensors(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileRecord]) -> None:
     for name, stored in tensors.items():
-        shape, size = stored.shape, stored.dtype.itemsize
-        if nbytes(stored.dtype, shape) is None:
-            raise CheckpointError(f"{name!r:.300} cannot be of shape {list(shape)!r:.80} and {stored.dtype}")
-        for box, file, _ in stored.pieces:
-            if any(type(n) is not int for side in box for n in side):
+        if nbytes(stored.dtype, stored.shape) is None:
+            raise CheckpointError(f"{name!r:.300} cannot be of shape {list(stored.shape)!r:.80} and {stored.dtype}")
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
+    for name, stored in tensors.items():
+        for box, file, _ in stored.chunks:
+            if any(type(n) is not int for numbers in box for n in numbers):
                 raise CheckpointError(f"{name!r:.300} has a box {box!r:.80}, which are not all whole numbers")
             if file not in files:
                 raise CheckpointError(f"{name!r:.300} lies in {file!r:.300}, which is none of the files")
-        boxes = [piece.box for piece in stored.pieces]
-        if boxes != [((0,) * len(shape), shape)] and (wrong := fault(shape, boxes)):
-            raise CheckpointError(f"{name!r:.300} is not stored exactly once: {wrong}")
-        for box, file, begin in stored.pieces:
-            end = begin + prod(box.shape) * size
+        if fault := coverage_fault(stored.shape, [chunk.box for chunk in stored.chunks]):
+            raise CheckpointError(f"{name!r:.300} is not stored exactly once: {fault}")
+        for box, file, begin in stored.chunks:
+            end = begin + box.numel * stored.dtype.itemsize
             if not 0 <= begin <= end <= files[file].size:
                 raise CheckpointError(f"{name!r:.300} begins at byte {begin!r:.80} of {file}, outside of it")
             if begin < end:
-                places.setdefault(file, []).append((begin, end, name))
-    for file, taken in places.items():
-        for (_, end, one), (begin, _, other) in pairwise(sorted(taken)):
+                ranges.setdefault(file, []).append((begin, end, name))
+    for file, in_file in ranges.items():
+        for (_, end, name), (begin, _, next_name) in pairwise(sorted(in_file)):
             if begin < end:
-                raise CheckpointError(f"{one!r:.300} and {other!r:.300} lie in the same bytes of {file}")
+                raise CheckpointError(f"{name!r:.300} and {next_name!r:.300} lie in the same bytes of {file}")
 
 
 def check_number(name: str, value: object, low: int, high: int = MOST) -> None:
-    """Raises CheckpointError where `value` is not a whole number from `low` to `high`."""
     if type(value) is not int or not low <= value <= high:
         raise CheckpointError(f"{name} is {value!r:.80}, and should be a whole number from {low} to {high}")
 
 
-def _check_lines(lineage: Lineage, more: Mapping[str, object]) -> None:
+def _check_lines(lineage: Lineage, texts: Mapping[str, object]) -> None:
     """Check that texts for people are one line each, and that identifiers of lines can stand in folder names."""
     for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
         if not re.fullmatch("[0-9a-f]{1,32}", line):
             raise CheckpointError(f"the line {line!r:.80} is not an identifier of 1 to 32 hexadecimal digits")
-    times = {f"the time of fork {i}": written for i, (_, written, _) in enumerate(lineage.forks)}
-    for name, text in {"parent": lineage.parent, **times, **more}.items():
+    times = {f"the time of fork {i}": time for i, (_, time, _) in enumerate(lineage.forks)}
+    for name, text in {"parent": lineage.parent, **times, **texts}.items():
         if not isinstance(text, str) or len(text) > 200 or not text.isprintable():
             raise CheckpointError(f"{name} is {text!r:.80}, and should be a line of at most 200 characters")
     for _, _, step in lineage.forks:
         check_number("the step of a fork", step, 0)
 
 
-def _portable(word: str) -> bool:
+def _is_portable(name: str) -> bool:
     """Whether every file system takes this name, and it stays inside its folder."""
     return (
-        bool(word)
-        and word.isprintable()
-        and len(word.encode()) <= LONGEST_NAME
-        and not set('/\\:*?"<>|') & set(word)
-        and word[0] != " "
-        and word[-1] not in ". "
+        bool(name)
+        and name.isprintable()
+        and len(name.encode()) <= LONGEST_NAME
+        and not set('/\\:*?"<>|') & set(name)
+        and name[0] != " "
+        and name[-1] not in ". "
     )
 
 
 def check_extra(paths: Collection[str], files: Collection[str]) -> None:
-    """Check that paths of hooks' files clash neither with `files` nor with one another, also if the file system ignores case."""
-    own = {name.casefold() for name in (*files, MANIFEST, COMMIT)}
-    taken: dict[str, str] = {}
+    """Check that paths of hooks' files clash neither with `files` nor with one another, also if case is ignored."""
+    reserved = {name.casefold() for name in (*files, MANIFEST, COMMIT)}
+    by_folded = {name.casefold(): name for name in paths}
     for name in paths:
-        if not all(map(_portable, name.split("/"))) or len(name.encode()) > LONGEST_PATH:
+        folders = ["/".join(name.split("/")[:count]) for count in range(1, name.count("/") + 1)]
+        if not all(map(_is_portable, name.split("/"))) or len(name.encode()) > LONGEST_PATH:
             raise CheckpointError(
-                f"the file {name!r:.300} of a hook has no name that every file system takes: use words of letters, digits and most signs "
-                f'(not \\ : * ? " < > |), with / between them, of at most {LONGEST_PATH} bytes'
+                f"the file {name!r:.300} of a hook has no name that every file system takes: use words of letters, "
+                "digits "
+                f'and most signs (not \\ : * ? " < > |), with / between them, of at most {LONGEST_PATH} bytes'
             )
-        if name.partition("/")[0].casefold() in own:
+        if name.partition("/")[0].casefold() in reserved:
             raise CheckpointError(
-                f"the file {name!r:.300} of a hook has the name of one that is the checkpoint's own: let the hook write to a folder below "
-                "the one that it is given"
+                f"the file {name!r:.300} of a hook has the name of one that is the checkpoint's own: let the hook "
+                "write to a folder below the one that it is given"
             )
-        if other := taken.get(name.casefold()):
-            raise CheckpointError(f"hooks' files {other!r:.300} and {name!r:.300} have one name: change one")
-        taken[name.casefold()] = name
-    for name in paths:
-        words = name.casefold().split("/")
-        for count in range(1, len(words)):
-            if file := taken.get("/".join(words[:count])):
-                raise CheckpointError(
-                    f"{file!r:.300} is a file of a hook, and a folder with {name!r:.300} in it: change one"
-                )
+        if (twin := by_folded[name.casefold()]) != name:
+            raise CheckpointError(f"hooks' files {twin!r:.300} and {name!r:.300} have one name: change one")
+        if file := next((by_folded[f.casefold()] for f in folders if f.casefold() in by_folded), ""):
+            raise CheckpointError(
+                f"{file!r:.300} is a file of a hook, and a folder with {name!r:.300} in it: change one"
+            )
 
 
 def canonical(name: str) -> str:
-    """Strip the parts that torch's wrappers of submodules add to a name. ``module.`` stays: it may be the user's own."""
-    for word in INSIDE:
-        name = name.replace(word, "")
+    """Strip what torch's wrappers of submodules add to a name; ``module.`` stays, which may be the user's own."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
     return name
 
 
-# -- chunks of tensors, as arithmetic ------------------------------------------------------------------------------------
-
-
-Shape = tuple[int, ...]
-SPLIT = 5  # dimensions of a tensor along which it may be cut: a box has two to that power of corners
-CORNERS = 2**23  # of all boxes of a tensor; they are held in memory
+MOST_CUTS = 5  # dimensions of a tensor along which it may be cut: a box has two to that power of corners
+MOST_CORNERS = 2**23  # of all boxes of a tensor; they are held in memory
 
 
 class Box(NamedTuple):
-    """A chunk of a tensor: the place of its first element, and its shape."""
+    """A chunk of a tensor: the index of its first element, and its shape."""
 
     offset: Shape
     shape: Shape
 
     @property
-    def count(self) -> int:
-        """Number of elements."""
+    def numel(self) -> int:
         return prod(self.shape)
 
     def __str__(self) -> str:
@@ -377,7 +358,7 @@ class Box(NamedTuple):
         return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.shape)) + "]"
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -395,144 +376,142 @@ def strides(shape: Shape) -> Shape:
     return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def span(part: Box, within: Box) -> int:
-    """Number of elements from the first to the last one of `part` in the row-major memory of `within`, which contains it."""
-    steps = zip(part.shape, strides(within.shape))
-    return sum((n - 1) * stride for n, stride in steps) + 1 if part.count else 0
+def span(part: Box, container: Box) -> int:
+    """Number of elements from the first to the last one of `part` in the row-major memory of `container`."""
+    steps = zip(part.shape, strides(container.shape))
+    return sum((n - 1) * stride for n, stride in steps) + 1 if part.numel else 0
 
 
-def runs(part: Box, within: Box) -> Iterator[tuple[int, int]]:
-    """(first, count) of each contiguous run of `part` in the row-major memory of `within`, which contains it, in order."""
-    if not part.count:
+def contiguous_runs(part: Box, container: Box) -> Iterator[tuple[int, int]]:
+    """(first, count) of each contiguous run of `part` in the row-major memory of `container`, in order."""
+    if not part.numel:
         return
-    if part == within:  # most are, and arithmetic for thousands of them takes its time
-        yield 0, part.count
+    if part == container:  # most are, and arithmetic for thousands of them takes its time
+        yield 0, part.numel
         return
-    steps = strides(within.shape)
-    # Trailing dimensions that `part` takes whole are contiguous.
-    inner = len(within.shape)
-    while inner and part.shape[inner - 1] == within.shape[inner - 1]:
+    steps = strides(container.shape)
+    # Trailing dimensions that `part` covers are contiguous.
+    inner = len(container.shape)
+    while inner and part.shape[inner - 1] == container.shape[inner - 1]:
         inner -= 1
     inner = max(inner - 1, 0)
     length = prod(part.shape[inner:])
     outer = part.shape[:inner]
-    start = sum((o - w) * s for o, w, s in zip(part.offset, within.offset, steps))
-    for at in product(*(range(0, n * s, s) for n, s in zip(outer, steps))):
-        yield start + sum(at), length
+    start = sum((o - c) * s for o, c, s in zip(part.offset, container.offset, steps))
+    for offsets in product(*(range(0, n * s, s) for n, s in zip(outer, steps))):
+        yield start + sum(offsets), length
 
 
-def fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover a tensor of `shape` exactly once; None where they do. The time is linear in the number of boxes.
-
-    A box adds 1 to the count of its elements: 1 at its first corner, 1 or -1 at the corners just behind its ends. The boxes cover what one
-    box of `shape` covers if their steps add up to that one's; the first place where they do not is where the count is wrong.
-    """
+def coverage_fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
+    """Why `boxes` do not cover a tensor of `shape` exactly once; None where they do. Linear in the number of boxes."""
+    if len(boxes) == 1 and boxes[0] == ((0,) * len(shape), shape):
+        return None  # most are whole
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):
             return f"{box} has {len(box.shape)} dimensions, and the tensor {len(shape)}"
         if any(o < 0 or n < 0 or o + n > s for o, n, s in zip(box.offset, box.shape, shape)):
             return f"{box} lies outside of {list(shape)}"
-    solid = [box for box in boxes if box.count]
+    solid = [box for box in boxes if box.numel]
     # A dimension that every box covers whole adds no information.
     cut = [d for d, length in enumerate(shape) if any(box.shape[d] != length for box in solid)]
-    if len(cut) > SPLIT:
-        return f"the tensor is cut along {len(cut)} dimensions, and at most {SPLIT} are understood"
-    if len(solid) << len(cut) > CORNERS:
-        most = CORNERS >> len(cut)
-        return f"the tensor is cut into {len(solid)} boxes along {len(cut)} dimensions, and at most {most} are understood"
+    if len(cut) > MOST_CUTS:
+        return f"the tensor is cut along {len(cut)} dimensions, and at most {MOST_CUTS} are understood"
+    if len(solid) << len(cut) > MOST_CORNERS:
+        limit = f"at most {MOST_CORNERS >> len(cut)} are understood"
+        return f"the tensor is cut into {len(solid)} boxes along {len(cut)} dimensions, and {limit}"
+    # A box adds 1 to the count of its elements: 1 at its first corner, 1 or -1 at the corners just behind its ends.
+    # The boxes cover what one box of `shape` covers if their steps add up to that one's.
     steps: Counter[Shape] = Counter()
     for box in solid:
         _add_corners(steps, [(box.offset[d], box.offset[d] + box.shape[d]) for d in cut], 1)
     if prod(shape):
         _add_corners(steps, [(0, shape[d]) for d in cut], -1)
-    wrong = min((corner for corner, step in steps.items() if step), default=None)
-    if wrong is None:
+    wrong_corner = min((corner for corner, step in steps.items() if step), default=None)
+    if wrong_corner is None:
         return None
-    place = [0] * len(shape)
-    for d, at in zip(cut, wrong):
-        place[d] = at
-    here = [str(b) for b in solid if all(o <= at < o + n for at, o, n in zip(place, b.offset, b.shape))]
-    if here:
-        return f"{here[0]} and {here[1]} overlap"
-    return f"{len(solid)} boxes leave holes in {list(shape)}: the element {place} is in none"
+    element = [0] * len(shape)
+    for d, index in zip(cut, wrong_corner):
+        element[d] = index
+    holders = [str(b) for b in solid if all(o <= i < o + n for i, o, n in zip(element, b.offset, b.shape))]
+    if holders:
+        return f"{holders[0]} and {holders[1]} overlap"
+    return f"{len(solid)} boxes leave holes in {list(shape)}: the element {element} is in none"
 
 
 def _add_corners(steps: Counter[Shape], ends: Sequence[tuple[int, int]], sign: int) -> None:
     corners: list[tuple[Shape, int]] = [((), sign)]
     for low, high in ends:
-        corners = [corner for at, by in corners for corner in (((*at, low), by), ((*at, high), -by))]
-    for at, by in corners:
-        steps[at] += by
+        corners = [corner for index, step in corners for corner in (((*index, low), step), ((*index, high), -step))]
+    for index, step in corners:
+        steps[index] += step
 
 
-def slices(box: Box, most: int) -> Iterator[Box]:
+def split_box(box: Box, max_elements: int) -> Iterator[Box]:
     """`box` in parts of at most `most` elements, in the order of its memory."""
     dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
-    if box.count <= most or dim is None:
+    if box.numel <= max_elements or dim is None:
         yield box
         return
-    each = max(most // (box.count // box.shape[dim]), 1)
-    for first in range(0, box.shape[dim], each):
-        offset = (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :])
-        shape = (*box.shape[:dim], min(each, box.shape[dim] - first), *box.shape[dim + 1 :])
-        yield from slices(Box(offset, shape), most)
-
-
-# -- the chunks of a live tensor --------------------------------------------------------------------------------------
+    step = max(max_elements // (box.numel // box.shape[dim]), 1)
+    for start in range(0, box.shape[dim], step):
+        offset = (*box.offset[:dim], box.offset[dim] + start, *box.offset[dim + 1 :])
+        shape = (*box.shape[:dim], min(step, box.shape[dim] - start), *box.shape[dim + 1 :])
+        yield from split_box(Box(offset, shape), max_elements)
 
 
 Run = tuple[int, int]
 """First element and count along one dimension."""
 
 
-class Place(NamedTuple):
+class LocalTensor(NamedTuple):
     """The chunks of a tensor of `shape` on one rank: boxes, each with its elements as a view of the live memory."""
 
     shape: Shape
-    parts: tuple[tuple[Box, Tensor], ...]
+    chunks: tuple[tuple[Box, Tensor], ...]
 
 
-def places_of(tensors: Iterable[Tensor]) -> list[Place | None]:
+def local_tensors(tensors: Iterable[Tensor]) -> list[LocalTensor | None]:
     """The chunks of each tensor, plain or a DTensor, on this rank; None for a meta tensor. No collective."""
     with torch.no_grad():
-        return [_place(tensor) for tensor in tensors]
+        return [_local_tensor(tensor) for tensor in tensors]
 
 
-def _place(tensor: Tensor) -> Place | None:
-    spread: Any = tensor if hasattr(tensor, "to_local") else None  # DTensor, which takes long to import
-    local = (tensor if spread is None else spread.to_local()).detach()
+def _local_tensor(tensor: Tensor) -> LocalTensor | None:
+    dtensor: Any = tensor if hasattr(tensor, "to_local") else None  # DTensor, which takes long to import
+    local = (tensor if dtensor is None else dtensor.to_local()).detach()
     if local.is_meta:
         return None
     if local.layout != torch.strided:
         raise CheckpointError(f"a tensor of layout {local.layout} cannot be stored or loaded: use to_dense()")
     shape = tuple(tensor.shape)
-    if spread is None:
-        return Place(shape, ((Box((0,) * len(shape), shape), local),))
-    mesh = spread.device_mesh
-    at = mesh.get_coordinate()
-    if at is None:  # a mesh of other ranks
-        return Place(shape, ())
-    held = runs_held(shape, tuple(mesh.shape), at, spread.placements)
-    if tuple(sum(count for _, count in runs) for runs in held) != tuple(local.shape):
+    if dtensor is None:
+        return LocalTensor(shape, ((full_box(shape), local),))
+    mesh = dtensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # a mesh of other ranks
+        return LocalTensor(shape, ())
+    runs_by_dim = local_runs(shape, tuple(mesh.shape), coordinate, dtensor.placements)
+    if tuple(sum(count for _, count in runs) for runs in runs_by_dim) != tuple(local.shape):
         raise CheckpointError(
-            f"a DTensor of {list(shape)} on a mesh of {list(mesh.shape)} as {list(spread.placements)} holds {list(local.shape)} "
-            f"here, which that layout does not say: redistribute it to Shard or Replicate"
+            f"a DTensor of {list(shape)} on a mesh of {list(mesh.shape)} as {list(dtensor.placements)} holds "
+            f"{list(local.shape)} here, which that layout does not say: redistribute it to Shard or Replicate"
         )
-    parts = []
-    for choice in product(*held):
+    chunks = []
+    for combination in product(*runs_by_dim):
         view = local
-        for d, run in enumerate(choice):
-            view = view.narrow(d, sum(n for _, n in held[d][: held[d].index(run)]), run[1])
-        parts.append((Box(tuple(first for first, _ in choice), tuple(n for _, n in choice)), view))
-    return Place(shape, tuple(parts))
+        for d, run in enumerate(combination):
+            runs = runs_by_dim[d]
+            view = view.narrow(d, sum(n for _, n in runs[: runs.index(run)]), run[1])
+        chunks.append((Box(tuple(start for start, _ in combination), tuple(n for _, n in combination)), view))
+    return LocalTensor(shape, tuple(chunks))
 
 
-def runs_held(
-    shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], placements: Sequence[Any]
+def local_runs(
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> list[list[Run]]:
-    """The runs of each dimension on the rank with coordinates `at`, in the order of its memory."""
-    held: list[list[Run]] = [[(0, length)] for length in shape]
-    late = []
+    """The runs of each dimension on the rank at `coordinate` of the mesh, in the order of its memory."""
+    by_dim: list[list[Run]] = [[(0, length)] for length in shape]
+    deferred = []
     for axis, placement in enumerate(placements):
         if placement.is_replicate():
             continue
@@ -540,36 +519,29 @@ def runs_held(
         if dim is None:
             raise CheckpointError(f"a DTensor cannot be stored as {placement!r}: use Shard or Replicate")
         factor = getattr(placement, "split_factor", 1)
-        rest = prod(mesh[i] for i in range(axis + 1, len(mesh)) if getattr(placements[i], "dim", None) == dim)
-        if factor == rest > 1:
-            late.append((dim, axis))  # cut when those to the right had been
+        later = prod(mesh[i] for i in range(axis + 1, len(mesh)) if getattr(placements[i], "dim", None) == dim)
+        if factor == later > 1:
+            deferred.append((dim, axis))  # cut when those to the right had been
         elif factor > 1:
-            chunks = [_chunk(held[dim], factor, i) for i in range(factor)]
-            held[dim] = [run for chunk in chunks for run in _chunk(chunk, mesh[axis], at[axis])]
+            chunks = [_chunk(by_dim[dim], factor, i) for i in range(factor)]
+            by_dim[dim] = [run for chunk in chunks for run in _chunk(chunk, mesh[axis], coordinate[axis])]
         else:
-            held[dim] = _chunk(held[dim], mesh[axis], at[axis])
-    for dim, axis in reversed(late):
-        held[dim] = _chunk(held[dim], mesh[axis], at[axis])
-    return held
+            by_dim[dim] = _chunk(by_dim[dim], mesh[axis], coordinate[axis])
+    for dim, axis in reversed(deferred):
+        by_dim[dim] = _chunk(by_dim[dim], mesh[axis], coordinate[axis])
+    return by_dim
 
 
 def _chunk(runs: Sequence[Run], count: int, index: int) -> list[Run]:
-    """Piece `index` of the `count` into which torch.chunk cuts the elements of `runs`."""
+    """Chunk `index` of the `count` into which torch.chunk cuts the elements of `runs`."""
     size = -(-sum(n for _, n in runs) // count)
-    skip, left = index * size, size
-    piece = []
-    for first, n in runs:
-        passed = min(skip, n)
-        skip -= passed
-        taken = min(left, n - passed)
-        left -= taken
-        if taken:
-            piece.append((first + passed, taken))
-    return piece
-
-
-def on_host(tensor: Tensor, name: str) -> Tensor:
-    """A whole tensor on the CPU, contiguous; the tensor itself if it is that already."""
-    if tensor.is_meta:
-        raise CheckpointError(f"{name} is on the meta device: prepare the model, or load_weights into it")
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    skip, remaining = index * size, size
+    chunk = []
+    for start, n in runs:
+        skipped = min(skip, n)
+        skip -= skipped
+        length = min(remaining, n - skipped)
+        remaining -= length
+        if length:
+            chunk.append((start + skipped, length))
+    return chunk

@@ -18,40 +18,38 @@ from ..errors import CheckpointError, StepError
 from ..optim import PreparedOptimizer
 from ..optim.torch_step import IMPLEMENTATION
 from ..precision.policies import LOW
-from .codec import names
-from .load import FullName, Reading, Trial, check_like, is_known, names_apart, several
-from .manifest import Box, Place, Stored, canonical, check_number, places_of
-from .snapshot import Snapshot
+from .codec import tensor_names
+from .load import CheckpointReader, FullName, Trial, check_like, is_known, join_some, name_differences
+from .manifest import Box, StoredTensor, canonical, check_number, local_tensors
+from .save import Snapshot, per_rank
 
 Groups = list[dict[str, Any]]
-Fills = list[tuple[str, Box, Tensor]]  # full name, chunk, and the live part that takes it
+Fills = list[tuple[str, Box, Tensor]]  # full name, chunk, and the live view that takes it
 # Entries of a param group that are not loaded: the parameters, and the implementation of the step.
-NOT_KEPT = ("params", "param_names", *IMPLEMENTATION)
+NOT_LOADED = ("params", "param_names", *IMPLEMENTATION)
+SUBCLASS = "tensor subclass"  # key of the class's name, beside the tensors that a subclass is made of
 
 
-KIND = "tensor subclass"  # key of the class's name, beside the tensors that a subclass is made of
-
-
-def _parted(value: Any) -> Any:
-    """A tensor subclass (torchao's 8-bit states) as the plain tensors in it, its class and the rest; other values as they are."""
+def _flatten_subclass(value: Any) -> Any:
+    """A tensor subclass (torchao's 8-bit states) as its plain tensors, class and context; other values as they are."""
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is None or hasattr(value, "to_local"):
         return value
-    inner, context = flatten()
-    kind = f"{type(value).__module__}:{type(value).__qualname__}"
-    return {KIND: kind, "context": context, "parts": {name: getattr(value, name) for name in inner}}
+    names, context = flatten()
+    class_name = f"{type(value).__module__}:{type(value).__qualname__}"
+    return {SUBCLASS: class_name, "context": context, "parts": {name: getattr(value, name) for name in names}}
 
 
-def _joined(value: Any) -> Any:
-    """The tensor subclass of its parts. Its class is one that this process has loaded: no file makes it import a module."""
-    if not isinstance(value, dict) or KIND not in value:
+def _unflatten_subclass(value: Any) -> Any:
+    """The tensor subclass of its parts. Its class must be loaded: no file makes this process import a module."""
+    if not isinstance(value, dict) or SUBCLASS not in value:
         return value
-    module, _, name = str(value[KIND]).partition(":")
-    kind = getattr(sys.modules.get(module), name, None)
-    is_tensor = isinstance(kind, type) and issubclass(kind, Tensor)
-    if not is_tensor or not hasattr(kind, "__tensor_unflatten__"):
-        raise CheckpointError(f"the state is a {value[KIND]}, which is not loaded: import {module} first")
-    return kind.__tensor_unflatten__(value["parts"], value["context"], None, None)
+    module, _, name = str(value[SUBCLASS]).partition(":")
+    subclass = getattr(sys.modules.get(module), name, None)
+    unflatten = getattr(subclass, "__tensor_unflatten__", None)
+    if unflatten is None or not isinstance(subclass, type) or not issubclass(subclass, Tensor):
+        raise CheckpointError(f"the state is a {value[SUBCLASS]}, which is not loaded: import {module} first")
+    return unflatten(value["parts"], value["context"], None, None)
 
 
 def leave() -> None:
@@ -59,141 +57,120 @@ def leave() -> None:
 
 
 class ModelState:
-    """The `state_dict` of the user's module, with tensors in any layout; `mastered` holds ids of parameters that have fp32 masters.
-
-    Tensors are written to in place; other values go through `load_state_dict`. An fp32 model loads the masters of low-precision parameters;
-    parameters with masters load fp32 values rounded, and their masters unrounded. fp32 parameters load bf16 and fp16 values.
-    """
+    """The `state_dict` of the user's module; `mastered` holds ids of parameters that have fp32 masters."""
 
     def __init__(self, name: str, module: nn.Module, mastered: Collection[int] = ()) -> None:
         self._name, self._module, self._mastered = name, module, mastered
 
     def _state(self) -> tuple[dict[str, Any], set[int]]:
-        """Return the live state, and the ids of the module's own tensors in it."""
-        own = {id(t) for t in [*self._module.parameters(), *self._module.buffers()]}
-        return self._module.state_dict(keep_vars=True), own
+        """The state dict, and the ids of the module's own tensors."""
+        own_ids = {id(t) for t in [*self._module.parameters(), *self._module.buffers()]}
+        return self._module.state_dict(keep_vars=True), own_ids
 
     def collect(self, into: Snapshot) -> None:
-        first: dict[int, str] = {}
+        first_names: dict[int, str] = {}
         tree: dict[str, Any] = {}
-        state, own = self._state()
+        state, own_ids = self._state()
         for name, value in state.items():
             name = canonical(name)
-            if id(value) in first:
-                into.aliases[f"{self._name}/{name}"] = f"{self._name}/{first[id(value)]}"
+            if id(value) in first_names:
+                into.aliases[f"{self._name}/{name}"] = f"{self._name}/{first_names[id(value)]}"
                 continue
-            if id(value) in own:
-                first[id(value)] = name
+            if id(value) in own_ids:
+                first_names[id(value)] = name
             tree[name] = value
         # BatchNorm statistics differ between ranks until a forward broadcasts rank 0's.
-        into.add(self._name, tree, alike={id(p) for p in self._module.parameters()})
+        into.add(self._name, tree, replicated={id(p) for p in self._module.parameters()})
 
-    def restore(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None]:
         if self._name not in source:
             source.complain(f"the checkpoint has no {self._name}")
             return leave
         saved = source.state(self._name, tensor=FullName)
         prefix = f"{self._name}/"
-        for alias, of in source.manifest.aliases.items():
+        for alias, target in source.manifest.aliases.items():
             if alias.startswith(prefix):
-                saved[alias.removeprefix(prefix)] = FullName(of)
-        state, own = self._state()
+                saved[alias.removeprefix(prefix)] = FullName(target)
+        state, own_ids = self._state()
         live = {canonical(name): (name, value) for name, value in state.items()}
-        if words := names_apart(live, saved):
-            source.complain(f"{self._name}: {words}")
-        there = [name for name in live if name in saved]
-        rest = [name for name in there if id(live[name][1]) not in own]
-        found = {n: saved[n] for n in there if id(live[n][1]) in own and isinstance(saved[n], FullName)}
-        faults = [f"{n} is not a tensor in the checkpoint" for n in there if n not in found and n not in rest]
+        if differences := name_differences(live, saved):
+            source.complain(f"{self._name}: {differences}")
+        common = [name for name in live if name in saved]
+        extra = [name for name in common if id(live[name][1]) not in own_ids]  # of get_extra_state, and of hooks
+        tensors = {n: live[n][1] for n in common if n not in extra and isinstance(saved[n], FullName)}
+        faults = [f"{n} is not a tensor in the checkpoint" for n in common if n not in tensors and n not in extra]
         fills: Fills = []
-        filled: dict[int, tuple[str, Stored]] = {}  # id of a live tensor → its first name, and what it takes
-        for name, path, stored, place in self._sources(source, found, {n: live[n][1] for n in found}):
-            value = live[name][1]
-            first, known = filled.setdefault(id(value), (name, stored))
-            if stored.shape != place.shape:
-                words = f"has shape {list(stored.shape)} in the checkpoint, and {list(place.shape)} here"
-                faults.append(f"{name} {words}")
-            elif not self._takes(value, stored.dtype):
-                words = f"is {stored.dtype} in the checkpoint, and {value.dtype} here (load_weights converts)"
-                faults.append(f"{name} {words}")
-            elif known is not stored:
-                faults.append(f"{name} and {first} are one tensor here, and two in the checkpoint")
-            elif first == name:
-                fills += [(path, box, part) for box, part in place.parts]
+        filled: dict[int, tuple[str, StoredTensor]] = {}  # id of a live tensor → its first name, and what it takes
+        paths = [source.master(saved[n]) if t.dtype == torch.float32 else saved[n] for n, t in tensors.items()]
+        saved_tensors = [source.stored(path) for path in paths]
+        for name, path, stored, chunks in zip(tensors, paths, saved_tensors, local_tensors(tensors.values())):
+            value = tensors[name]
+            if chunks is None:
+                continue
+            first_name, first_stored = filled.setdefault(id(value), (name, stored))
+            if stored.shape != chunks.shape:
+                shapes = f"has shape {list(stored.shape)} in the checkpoint, and {list(chunks.shape)} here"
+                faults.append(f"{name} {shapes}")
+            elif not self._fits(value, stored.dtype):
+                dtypes = f"is {stored.dtype} in the checkpoint, and {value.dtype} here (load_weights converts)"
+                faults.append(f"{name} {dtypes}")
+            elif first_stored is not stored:
+                faults.append(f"{name} and {first_name} are one tensor here, and two in the checkpoint")
+            elif first_name == name:
+                fills += [(path, box, view) for box, view in chunks.chunks]
         if faults:
-            source.complain(f"{self._name}: {several(faults)}")
-        if rest:
-            values = source.state(self._name, only=rest)
-            named = {live[name][0]: values[name] for name in rest}
-            source.trials.append(self._trial(named, dict(live[name] for name in rest), source.strict))
-        return source.overwriting(fills)
+            source.complain(f"{self._name}: {join_some(faults)}")
+        if extra:
+            values = source.state(self._name, only=extra)
+            by_live_name = {live[name][0]: values[name] for name in extra}
+            source.trials.append(self._trial(by_live_name, dict(live[name] for name in extra), source.strict))
+        return source.fill_live(fills)
 
-    def _sources(
-        self, source: Reading, found: Mapping[str, str], live: Mapping[str, Tensor]
-    ) -> list[tuple[str, str, Stored, Place]]:
-        """Each live tensor here: its name, the stored tensor to read (its fp32 master if there is one), and its chunks."""
-        paths = [
-            (value.dtype == torch.float32 and source.master(path)) or path
-            for path, value in zip(found.values(), live.values())
-        ]
-        stored = [source.stored(path) for path in paths]
-        every = zip(found, paths, stored, places_of(live.values()))
-        return [(name, path, at, place) for name, path, at, place in every if place is not None]
-
-    def _takes(self, value: Tensor, dtype: torch.dtype) -> bool:
+    def _fits(self, value: Tensor, dtype: torch.dtype) -> bool:
         """Whether the live tensor `value` can hold values of `dtype` exactly, or has a master that can."""
         mastered = dtype == torch.float32 and id(value) in self._mastered
         return dtype == value.dtype or mastered or (dtype in LOW and value.dtype == torch.float32)
 
     def _trial(self, values: dict[str, Any], live: dict[str, Any], strict: bool) -> Trial:
         """Load values that are not the module's own tensors through its `load_state_dict`."""
-        before = {
+        previous = {
             name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
             for name, value in live.items()
         }
 
         def change() -> None:
-            unknown = self._module.load_state_dict(values, strict=False).unexpected_keys
-            ignored = [name for name in unknown if name in values]
+            unexpected = self._module.load_state_dict(values, strict=False).unexpected_keys
+            ignored = [name for name in unexpected if name in values]
             if ignored and strict:
-                raise CheckpointError(f"load_state_dict does not know {several(ignored)}: use a hook")
+                raise CheckpointError(f"load_state_dict does not know {join_some(ignored)}: use a hook")
 
-        def undo() -> None:
-            self._module.load_state_dict(before, strict=False)
-
-        return Trial(self._name, change, undo)
+        return Trial(self._name, change, lambda: self._module.load_state_dict(previous, strict=False))
 
 
 class OptimizerState:
-    """An optimizer's param groups, its state of each parameter, fp32 masters, and what its class or hooks add to `state_dict`.
-
-    A tensor of its parameter's shape is laid out like the parameter's states here; others are whole. The implementation of the step stays
-    this run's. A run without masters loads saved masters into its parameters; masters that the checkpoint lacks are loaded from weights.
-    `owner` maps ids of parameters to full names. `apart`: ranks have different states; on another number of ranks, rank r loads those of
-    rank r % n, and a run whose ranks share their states loads rank 0's.
-    """
+    """An optimizer's param groups, states, fp32 masters, and what its class or hooks add to `state_dict`."""
 
     def __init__(
-        self, name: str, optimizer: PreparedOptimizer, owner: Mapping[int, str], apart: bool = False
+        self, name: str, optimizer: PreparedOptimizer, owner: Mapping[int, str], differs_by_rank: bool = False
     ) -> None:
-        self.name, self._optimizer, self._apart = name, optimizer, apart
-        back = {id(master): parameter for parameter, master in optimizer.masters}
+        self.name, self._optimizer, self._differs_by_rank = name, optimizer, differs_by_rank
+        parameter_of = {id(master): parameter for parameter, master in optimizer.masters}
         self._names: dict[int, str] = {}
         self._parameters: dict[str, Tensor] = {}
-        self._like: dict[str, Any] = {}
-        for p, like in optimizer.laid_out():
-            full = owner.get(id(back.get(id(p), p)))
-            if full is None:
+        self._layouts: dict[str, Any] = {}
+        for p, layout in optimizer.laid_out():
+            full_name = owner.get(id(parameter_of.get(id(p), p)))
+            if full_name is None:
                 raise StepError(
-                    f"{type(optimizer.given).__name__} steps a parameter of shape {tuple(p.shape)} that belongs to no prepared model, so "
-                    "it has no name in a checkpoint: add it to the model before prepare(), or prepare a module that holds it"
+                    f"{type(optimizer.given).__name__} steps a parameter of shape {tuple(p.shape)} that belongs to no "
+                    "prepared model, so it has no name in a checkpoint: add it to the model before prepare(), or "
+                    "prepare a module that holds it"
                 )
-            self._names[id(p)], self._parameters[full], self._like[full] = full, p, like
+            self._names[id(p)], self._parameters[full_name], self._layouts[full_name] = full_name, p, layout
         self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
     @property
     def kind(self) -> str:
-        """The optimizer's class."""
         return type(self._optimizer.given).__name__
 
     def groups(self) -> Groups:
@@ -202,21 +179,21 @@ class OptimizerState:
         return [{**group, "params": [self._names[id(p)] for p in group["params"]]} for group in groups]
 
     def collect(self, into: Snapshot) -> None:
-        inner = self._optimizer
+        optimizer = self._optimizer
         state: dict[str, Any] = {}
         shared: dict[str, Any] = {}
-        for key, value in inner.state.items():
+        for key, value in optimizer.state.items():
             if not isinstance(key, Tensor):
                 shared[key] = value
             elif value and id(key) in self._names:
-                state[self._names[id(key)]] = {name: _parted(part) for name, part in value.items()}
-        facts = {"kind": self.kind, "groups": self.groups(), "updates": inner.updates}
-        into.add(self.name, {**facts, "shared": shared, "rest": inner.rest()})
-        into.add(f"{self.name}/state", state, own=self._apart)
-        into.add(f"{self.name}/masters", {self._names[id(master)]: master for _, master in inner.masters})
+                state[self._names[id(key)]] = {name: _flatten_subclass(entry) for name, entry in value.items()}
+        facts = {"kind": self.kind, "groups": self.groups(), "updates": optimizer.updates}
+        into.add(self.name, {**facts, "shared": shared, "rest": optimizer.rest()})
+        into.add(f"{self.name}/state", state, own=self._differs_by_rank)
+        into.add(f"{self.name}/masters", {self._names[id(master)]: master for _, master in optimizer.masters})
 
-    def restore(self, source: Reading) -> Callable[[], None]:
-        inner = self._optimizer
+    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+        optimizer = self._optimizer
         if self.name not in source:
             source.complain(f"the checkpoint has no {self.name}")
             return leave
@@ -229,213 +206,200 @@ class OptimizerState:
         path = self._state_path(source)
         states = source.state(path, tensor=FullName) if path else {}
         if unknown := [name for name in states if name not in self._parameters]:
-            source.complain(f"{self.name} remembers parameters not stepped here: {several(unknown)}")
+            source.complain(f"{self.name} remembers parameters not stepped here: {join_some(unknown)}")
         self._check_kinds(states)
-        fills = self._masters(source)
-        given = bool(saved["rest"]) or inner.listens()
-        known = [name for name in states if name in self._like]
-        placed = places_of(self._like[name] for name in known)
-        stepped = dict(zip(known, self._stepped(source, known)))
-        here = [name for name, place in zip(known, placed) if place is not None]
-        unfit = [name for name in here if (at := stepped[name]) and at.shape != tuple(self._like[name].shape)]
-        fresh = [name for name in here if name not in unfit]
-        if fresh:
-            tensors = self._tensors(source, path, fresh, stepped, None if given else fills)
-            states = source.state(path, tensor=tensors.__getitem__, only=fresh)
+        fills = self._master_fills(source)
+        # A class or hook that adds to `state_dict` loads the whole state, so that live tensors are not filled directly.
+        through_class = bool(saved["rest"]) or optimizer.listens()
+        known_names = [name for name in states if name in self._layouts]
+        stepped = {name: source.stepped(name) for name in known_names}
+        chunks = local_tensors(self._layouts[name] for name in known_names)
+        present = [name for name, local_tensor in zip(known_names, chunks) if local_tensor is not None]
+        unfit = [n for n in present if (stored := stepped[n]) and stored.shape != tuple(self._layouts[n].shape)]
+        fitting = [name for name in present if name not in unfit]
+        if fitting:
+            tensors = self._state_tensors(source, path, fitting, stepped, None if through_class else fills)
+            states = source.state(path, tensor=tensors.__getitem__, only=fitting)
         if unfit:
-            source.complain(f"{self.name} remembers parameters of another shape: {several(unfit)}")
-        refill = source.overwriting(fills)
+            source.complain(f"{self.name} remembers parameters of another shape: {join_some(unfit)}")
+        fill_live = source.fill_live(fills)
         state = {**saved["shared"]}
-        for name in fresh:
-            state[self._parameters[name]] = {key: _joined(part) for key, part in states[name].items()}
-        if given:
+        for name in fitting:
+            state[self._parameters[name]] = {key: _unflatten_subclass(entry) for key, entry in states[name].items()}
+        if through_class:
             source.trials.append(self._trial(saved["rest"], groups, state))
 
-        def put() -> None:
-            inner.masters  # noqa: B018  # those that are not filled follow their parameters, which have been
-            refill()
-            for live, group in zip(inner.param_groups, groups):
+        def load() -> None:
+            optimizer.masters  # noqa: B018  # those that are not filled follow their parameters, which have been
+            fill_live()
+            for live, group in zip(optimizer.param_groups, groups):
                 live.update(group)
-            own = {self._parameters[name]: inner.state[self._parameters[name]] for name in unfit}
-            inner.remember({**state, **{p: kept for p, kept in own.items() if kept}})
-            inner.updates = saved["updates"]
+            unfit_states = {self._parameters[name]: optimizer.state[self._parameters[name]] for name in unfit}
+            optimizer.remember({**state, **{p: entries for p, entries in unfit_states.items() if entries}})
+            optimizer.updates = saved["updates"]
 
-        return put
+        return load
 
-    def _fitting_groups(self, saved: Groups, source: Reading) -> Groups:
+    def _fitting_groups(self, saved: Groups, source: CheckpointReader) -> Groups:
         """The options for each live param group, from the saved group with the same parameters, in any order."""
         by_names = {frozenset(group["params"]): group for group in saved}
         fitting = []
-        for i, (mine, live) in enumerate(zip(self.groups(), self._optimizer.param_groups)):
-            there = by_names.pop(frozenset(mine["params"]), None)
-            if there is None and not mine["params"] and i < len(saved) and not saved[i]["params"]:
-                there = saved[i]
-            if there is None:
-                source.complain(f"{self.name}: {_other_group(i, mine['params'], saved)}")
-            taken = {k: v for k, v in (there or {}).items() if k not in NOT_KEPT}
-            check_like(f"param group {i} of {self.name}", taken, dict(live))
-            fitting.append({k: _like(live.get(k), v) for k, v in taken.items()})
+        for i, (named_group, live) in enumerate(zip(self.groups(), self._optimizer.param_groups)):
+            group = by_names.pop(frozenset(named_group["params"]), None)
+            if group is None and not named_group["params"] and i < len(saved) and not saved[i]["params"]:
+                group = saved[i]
+            if group is None:
+                source.complain(f"{self.name}: {_group_mismatch(i, named_group['params'], saved)}")
+            options = {key: value for key, value in (group or {}).items() if key not in NOT_LOADED}
+            check_like(f"param group {i} of {self.name}", options, dict(live))
+            fitting.append({key: _on_device_of(live.get(key), value) for key, value in options.items()})
         if len(saved) != len(fitting):
             source.complain(f"{self.name} had {len(saved)} param groups, and has {len(fitting)} here")
         return fitting
 
-    def _state_path(self, source: Reading) -> str:
+    def _state_path(self, source: CheckpointReader) -> str:
         """The name under which the states of parameters are kept; "" if they are not."""
-        shared = f"{self.name}/state"
-        own = source.named(shared, True) if self._apart else f"ranks/00000/{shared}"
-        for name in (shared, own):
-            if name in source:
-                return name
-        source.complain(f"the checkpoint has no {shared}")
+        name = f"{self.name}/state"
+        # Where ranks have different states, rank r of another number of ranks loads those of rank r % n.
+        rank = source.rank % source.manifest.world_size if self._differs_by_rank else 0
+        for path in (name, per_rank(rank, name)):
+            if path in source:
+                return path
+        source.complain(f"the checkpoint has no {name}")
         return ""
 
     def _check_kinds(self, saved: Any) -> None:
-        """Check that each parameter's state is a dict; for classes of torch and easymp, also without text and alike for all parameters."""
-        kinds: dict[Any, Any] = {}
-        known = is_known(self._optimizer.given)
-        check_like(f"{self.name}/state", saved, kinds)
+        """Check that each parameter's state is a dict; for classes that are known, that they are alike, too."""
+        example: dict[Any, Any] = {}
+        is_torch_class = is_known(self._optimizer.given)
+        check_like(f"{self.name}/state", saved, example)
         for name, state in saved.items():
-            what = f"{self.name}/state[{name!r:.80}]"
-            check_like(what, state, kinds if known else {})
-            for key, value in state.items() if known else ():
+            path = f"{self.name}/state[{name!r:.80}]"
+            check_like(path, state, example if is_torch_class else {})
+            for key, value in state.items() if is_torch_class else ():
                 if isinstance(value, (str, bytes)) and not isinstance(value, FullName):
-                    raise CheckpointError(
-                        f"{what}[{key!r:.80}] is {value!r:.80}, and no number: load another"
-                    )
+                    raise CheckpointError(f"{path}[{key!r:.80}] is {value!r:.80}, and no number: load another")
                 if value is not None:
-                    kinds.setdefault(key, value)
+                    example.setdefault(key, value)
 
-    @staticmethod
-    def _stepped(source: Reading, names: Sequence[str]) -> list[Stored | None]:
-        """The tensors that were stepped: each parameter's master, or the parameter."""
-        paths = [source.master(name) or name for name in names]
-        tensors, aliases = source.manifest.tensors, source.manifest.aliases
-        return [tensors.get(aliases.get(path, path)) for path in paths]
-
-    def _tensors(
+    def _state_tensors(
         self,
-        source: Reading,
+        source: CheckpointReader,
         path: str,
-        fresh: Sequence[str],
-        stepped: Mapping[str, Stored | None],
+        names: Sequence[str],
+        stepped: Mapping[str, StoredTensor | None],
         fills: Fills | None,
     ) -> dict[str, Tensor]:
-        """Map full names to the tensors into which states are loaded: new ones, or live ones that are added to `fills`."""
-        trees = source.manifest.states[path]
-        fulls = [(name, full) for name, of in zip(fresh, [names(trees[n]) for n in fresh]) for full in of]
-        made: dict[str, Tensor] = {}
-        kinds: dict[str, tuple[Tensor, Stored, torch.dtype]] = {}  # what `_laid_out` takes
-        for (name, full), stored in zip(fulls, [source.stored(full) for _, full in fulls]):
-            group = self._group_of[id(self._parameters[name])]
-            if full.endswith("/step") and not (group.get("fused") or group.get("capturable")):
-                made[full] = torch.empty(stored.shape, dtype=stored.dtype)  # as torch keeps it: on the CPU
+        """Map full names to the tensors into which states are loaded: new ones, or live ones, added to `fills`."""
+        trees, live_states = source.manifest.states[path], self._optimizer.state
+        full_names = [(name, full_name) for name in names for full_name in tensor_names(trees[name])]
+        stored_tensors = [source.stored(full_name) for _, full_name in full_names]
+        new: dict[str, Tensor] = {}
+        forms: dict[str, tuple[Any, StoredTensor, torch.dtype]] = {}
+        candidates: dict[str, Tensor] = {}  # live states of these forms
+        for (name, full_name), stored in zip(full_names, stored_tensors):
+            p, layout, parameter = self._parameters[name], self._layouts[name], stepped[name]
+            group = self._group_of[id(p)]
+            if full_name.endswith("/step") and not (group.get("fused") or group.get("capturable")):
+                new[full_name] = torch.empty(stored.shape, dtype=stored.dtype)  # as torch keeps it: on the CPU
                 continue
-            like, there = self._like[name], stepped[name]
-            as_stepped = there is not None and stored.dtype == there.dtype and there.shape == like.shape
-            kinds[full] = like, stored, like.dtype if as_stepped else stored.dtype
-        live = {} if fills is None else self._overwritable(path, fulls, kinds, fills)
-        made |= {full: _laid_out(*kind) for full, kind in kinds.items() if full not in live}
+            as_stepped = parameter and (parameter.dtype, parameter.shape) == (stored.dtype, layout.shape)
+            forms[full_name] = layout, stored, layout.dtype if as_stepped else stored.dtype
+            live = (live_states.get(p) or {}).get(full_name.removeprefix(f"{path}/{name}/"))
+            if isinstance(live, Tensor) and _has_form(live, *forms[full_name]):
+                candidates[full_name] = live
+        reused = {} if fills is None else self._reusable(candidates, fills)
+        new |= {full_name: _empty_state(*form) for full_name, form in forms.items() if full_name not in reused}
         source.fill(
-            (full, box, part)
-            for full, place in zip(made, places_of(made.values()))
-            if place is not None
-            for box, part in place.parts
+            (full_name, box, view)
+            for full_name, local_tensor in zip(new, local_tensors(new.values()))
+            if local_tensor is not None
+            for box, view in local_tensor.chunks
         )
-        return {**made, **live}
+        return {**new, **reused}
 
-    def _overwritable(
-        self,
-        path: str,
-        fulls: Sequence[tuple[str, str]],
-        kinds: Mapping[str, tuple[Tensor, Stored, torch.dtype]],
-        fills: Fills,
-    ) -> dict[str, Tensor]:
-        """The live states that can be overwritten: equal in form to new tensors, and without memory shared with others or with `fills`."""
-        state = self._optimizer.state
-        found: dict[str, Tensor] = {}
-        for name, full in fulls:
-            own = (state.get(self._parameters[name]) or {}).get(full.removeprefix(f"{path}/{name}/"))
-            if full in kinds and isinstance(own, Tensor) and _is_like(own, *kinds[full]):
-                found[full] = own
-        held = [local(t) for t in self._like.values()]
-        taken = {t.data_ptr() for t in (*held, *(part for *_, part in fills))}
-        memories = [local(own) for own in found.values()]
-        live: dict[str, Tensor] = {}
-        for (full, own), memory, place in zip(found.items(), memories, places_of(found.values())):
-            plain = type(memory) is Tensor and not memory.requires_grad and not memory.is_inference()
-            if not plain or place is None or memory.data_ptr() in taken:
+    def _reusable(self, candidates: Mapping[str, Tensor], fills: Fills) -> dict[str, Tensor]:
+        """Those that share no memory with others, parameters or `fills`. Their chunks are added to `fills`."""
+        used_memory = {t.data_ptr() for t in (*map(local, self._layouts.values()), *(view for *_, view in fills))}
+        reused: dict[str, Tensor] = {}
+        for (full_name, live), local_tensor in zip(candidates.items(), local_tensors(candidates.values())):
+            memory = local(live)
+            is_plain = type(memory) is Tensor and not memory.requires_grad and not memory.is_inference()
+            if not is_plain or local_tensor is None or memory.data_ptr() in used_memory:
                 continue
-            if any(s == 0 and n > 1 for _, part in place.parts for n, s in zip(part.shape, part.stride())):
+            chunks = local_tensor.chunks
+            if any(s == 0 and n > 1 for _, view in chunks for n, s in zip(view.shape, view.stride())):
                 continue
             if memory.numel():
-                taken.add(memory.data_ptr())
-            live[full] = own
-            fills.extend((full, box, part) for box, part in place.parts)
-        return live
+                used_memory.add(memory.data_ptr())
+            reused[full_name] = live
+            fills.extend((full_name, box, view) for box, view in chunks)
+        return reused
 
-    def _masters(self, source: Reading) -> Fills:
-        """Parts of masters, each with the stored tensor to read: a master, or the weight if there is none."""
+    def _master_fills(self, source: CheckpointReader) -> Fills:
+        """Chunks of masters, each with the stored tensor to read: a master, or the weight if there is none."""
         masters = [master for _, master in self._optimizer.masters]
-        named = [self._names[id(master)] for master in masters]
-        paths = [source.master(name) or name for name in named]
-        every = zip(paths, places_of(masters), self._stepped(source, named))
+        names = [self._names[id(master)] for master in masters]
+        paths, stepped = [source.master(name) for name in names], [source.stepped(name) for name in names]
         return [
-            (path, box, part)
-            for path, place, stored in every
-            if place is not None and stored is not None and stored.shape == place.shape
-            for box, part in place.parts
+            (path, box, view)
+            for path, stored, local_tensor in zip(paths, stepped, local_tensors(masters))
+            if local_tensor is not None and stored is not None and stored.shape == local_tensor.shape
+            for box, view in local_tensor.chunks
         ]
 
-    def _trial(self, rest: dict[str, Any], groups: Groups, states: Mapping[Any, Any]) -> Trial:
+    def _trial(self, additions: dict[str, Any], groups: Groups, states: Mapping[Any, Any]) -> Trial:
         """Load the whole state through `load_state_dict`, which the optimizer's class or a hook extends."""
-        inner = self._optimizer
-        before: list[Any] = []
+        optimizer = self._optimizer
+        previous: list[Any] = []
 
         def change() -> None:
-            before.append(copy.deepcopy(inner.state_dict()))
-            now = inner.state_dict()
-            merged = [{**own, **taken} for own, taken in zip(now["param_groups"], groups)]
-            held = [p for group in inner.param_groups for p in group["params"]]
-            numbers = dict(zip(map(id, held), (n for group in merged for n in group["params"])))
+            previous.append(copy.deepcopy(optimizer.state_dict()))
+            live = optimizer.state_dict()
+            merged = [{**live_group, **options} for live_group, options in zip(live["param_groups"], groups)]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = dict(zip(map(id, parameters), (n for group in merged for n in group["params"])))
             numbered = {numbers[id(k)] if isinstance(k, Tensor) else k: state for k, state in states.items()}
-            inner.load_state_dict({**now, "state": numbered, "param_groups": merged, **rest})
+            optimizer.load_state_dict({**live, "state": numbered, "param_groups": merged, **additions})
 
         def undo() -> None:
-            if before:
-                inner.load_state_dict(before.pop())
+            if previous:
+                optimizer.load_state_dict(previous.pop())
 
         return Trial(self.name, change, undo)
 
 
-def _other_group(number: int, params: list[str], saved: Groups) -> str:
+def _group_mismatch(number: int, params: list[str], saved: Groups) -> str:
     nearest = max(saved, key=lambda group: len({*group["params"]} & {*params}), default=None)
     if nearest is None:
         return "the checkpoint has no param groups"
-    words = names_apart(params, nearest["params"])
-    return f"param group {number} has other parameters than any in the checkpoint; against its group {saved.index(nearest)}: {words}"
+    differences = name_differences(params, nearest["params"])
+    return (
+        f"param group {number} has other parameters than any in the checkpoint; against its group "
+        f"{saved.index(nearest)}: {differences}"
+    )
 
 
-def _like(live: Any, saved: Any) -> Any:
-    """An option of a param group, on the device of the live one."""
+def _on_device_of(live: Any, saved: Any) -> Any:
     return saved.to(live.device) if isinstance(saved, Tensor) and isinstance(live, Tensor) else saved
 
 
-def _is_like(own: Tensor, like: Tensor, stored: Stored, dtype: torch.dtype) -> bool:
-    """Whether a live state is strided and matches `_laid_out` in shape, dtype, device and layout."""
-    if (tuple(own.shape), own.dtype, own.device) != (stored.shape, dtype, like.device):
+def _has_form(live: Tensor, layout: Tensor, stored: StoredTensor, dtype: torch.dtype) -> bool:
+    """Whether a live state is strided and matches `_empty_state` in shape, dtype, device and layout."""
+    if (tuple(live.shape), live.dtype, live.device) != (stored.shape, dtype, layout.device):
         return False
-    spread = [(getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (own, like)]
-    wanted = spread[1] if stored.shape == tuple(like.shape) else (None, None)
-    return own.layout is torch.strided and spread[0] == wanted
+    placements = [(getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (live, layout)]
+    expected = placements[1] if stored.shape == tuple(layout.shape) else (None, None)
+    return live.layout is torch.strided and placements[0] == expected
 
 
-def _laid_out(like: Any, stored: Stored, dtype: torch.dtype) -> Tensor:
+def _empty_state(layout: Any, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
     """A new tensor for the state of a parameter; in the parameter's layout if it has its shape."""
-    if stored.shape == tuple(like.shape):
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    whole = torch.empty(stored.shape, dtype=dtype, device=like.device)
-    if not hasattr(like, "to_local") or not stored.shape:
-        return whole
+    if stored.shape == tuple(layout.shape):
+        return torch.empty_like(layout, dtype=dtype, requires_grad=False)
+    tensor = torch.empty(stored.shape, dtype=dtype, device=layout.device)
+    if not hasattr(layout, "to_local") or not stored.shape:
+        return tensor
     from torch.distributed.tensor import DTensor, Replicate  # a long import, paid where there are DTensors
 
-    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(tensor, layout.device_mesh, [Replicate()] * layout.device_mesh.ndim, run_check=False)

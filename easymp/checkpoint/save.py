@@ -1,56 +1,322 @@
-"""Saving: every rank writes its files into a temporary folder; rank 0 commits it.
+"""Saving: collect the state of all ranks, plan which rank writes which bytes, write, and commit (see `commit`).
 
-Stages: collect and plan (`snapshot`), write, commit (`commit`, which has the order of durable steps). Only a COMMIT makes
-a folder a checkpoint, and retention removes others only after that.
-
-During a save, ranks communicate through the process group's store and not by collectives, so that a background thread can save while the
-others train. Each rank sends a heartbeat every second while it works. A waiting rank gives up when another one has sent none for the
-world's timeout: it was killed, or its machine is gone. The work itself may take any time.
+All ranks compute the same plan from all ranks' lists of chunks, so they only exchange checksums afterwards. Every rank
+writes its files into a temporary folder, which rank 0 commits.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
-import queue
 import sys
 import threading
-import time
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from ..distributed import World
 from ..errors import CheckpointError, WorldError, failing
 from ..logging import get_logger
 from ..version import __version__
-from . import snapshot
-from .codec import dumps
-from .commit import Commit, begin, check_name, retain
-from .folders import NONE, Extra, Line, Saved, copied, inside, write_manifest
-from .manifest import INDEX, FileRecord, Manifest, check_extra
-from .snapshot import Agreement, FilePlan, Kept, Snapshot, first
-from .storage import Part, Storage, Tick, expect, no_tick
+from .buffers import aligned, as_bytes, copy, is_plain
+from .codec import PAGE, dumps, encode_header, encode_index, pack
+from .commit import Commit, check_name, retain
+from .folders import NO_FILES, ExtraFiles, SaveLine, copy_files, join, write_manifest
+from .manifest import (
+    INDEX,
+    Box,
+    Chunk,
+    FileRecord,
+    Manifest,
+    Shape,
+    StoredTensor,
+    check_extra,
+    coverage_fault,
+    full_box,
+    local_tensors,
+)
+from .progress import Tick, expect
+from .ranks import NOT_BEGUN, STOPPED, Meeting, error_text, join_errors, run_on_all
+from .storage import Bytes, Storage, run_in_threads
 
 logger = get_logger(__name__)
-NICE = 10  # by how much the thread that writes stands back behind those that train
+COPIED = 2**22  # bytes copied at a time of a tensor on a device, or with gaps
+LARGE = 2**25  # bytes that one thread copies at a time
+SMALL = 2**18  # bytes of a tensor that is not worth handing to another thread
+NICE = 10  # by how much the priority of the thread that writes is below that of threads that train
 INTERRUPTED = "interrupted"
 SHARE = "all ranks must share the file system: pass a folder of one that they share, or a URL"
-BEAT = 1.0  # seconds between two signs of life
-HURRY = 10.0  # seconds without a sign after which a rank counts as dead, for a process that is about to end
-CHUNK = 2**22  # bytes of one value in the store: its server closes connections that send it more than 8 MiB
-GONE = "the ranks' common store is gone: rank 0, which has it, ended or was killed"
+
+
+class Saveable(Protocol):
+    """A live object whose state checkpoints keep."""
+
+    def collect(self, into: Snapshot) -> None:
+        """Add its state to a snapshot."""
+        ...
+
+    def restore(self, source: Any) -> Callable[[], None]:
+        """Request the state from a `load.CheckpointReader` and check it; the returned function loads it."""
+        ...
+
+
+class LocalChunk(NamedTuple):
+    """A chunk of a tensor that a rank has. `differs`: ranks may have other values, and the first one's are saved."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    box: Box
+    differs: bool = False
+
+
+def per_rank(rank: int, name: str) -> str:
+    """The name of a state that each rank keeps for itself."""
+    return f"ranks/{rank:05d}/{name}"
+
+
+class Snapshot:
+    """This rank's state: live tensors by full name and box, Python state by name, aliases of tensors."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.tensors: dict[tuple[str, Box], Tensor] = {}
+        self.chunks: list[LocalChunk] = []
+        self.states: dict[str, Any] = {}
+        self.aliases: dict[str, str] = {}
+        self._replicated: dict[str, Collection[int] | None] = {}
+
+    def add(self, name: str, value: Any, own: bool = False, replicated: Collection[int] | None = None) -> None:
+        """Keep the nested `value`; `own`: for this rank. `replicated`: ids of tensors equal on all ranks, None: all."""
+        name = per_rank(self.rank, name) if own else name
+        self.states[name], self._replicated[name] = value, replicated
+
+    def pack(self) -> None:
+        """Convert the states to JSON, and list the chunks of their tensors."""
+        packed: list[tuple[str, Tensor, bool]] = []
+        for name, replicated in self._replicated.items():
+            tensors: dict[str, Tensor] = {}
+            self.states[name] = pack(self.states[name], name, tensors)
+            packed += [(path, t, replicated is not None and id(t) not in replicated) for path, t in tensors.items()]
+        for (path, tensor, differs), local in zip(packed, local_tensors(tensor for _, tensor, _ in packed)):
+            if local is None:
+                continue
+            chunks = local.chunks
+            if not prod(local.shape):  # an empty tensor is stored, though no rank has a box with elements
+                chunks = ((full_box(local.shape), tensor.new_empty(local.shape, device="cpu")),)
+            for box, view in chunks:
+                self.tensors[path, box] = view
+                self.chunks.append(LocalChunk(path, tensor.dtype, local.shape, box, differs))
+
+
+class FilePlan(NamedTuple):
+    """A file that one rank writes: `header`, then `contents`."""
+
+    name: str
+    rank: int
+    header: bytes
+    contents: tuple[tuple[str, Box], ...]
+    size: int
+
+
+class SavePlan(NamedTuple):
+    """All files, and the place of each tensor in them."""
+
+    files: tuple[FilePlan, ...]
+    tensors: dict[str, StoredTensor]
+
+
+class AgreedPlan(NamedTuple):
+    """The plan of all ranks: this rank's chunks and aliases, and all ranks' files, tensors and aliases."""
+
+    chunks: Sequence[LocalChunk]
+    own_aliases: Mapping[str, str]
+    aliases: Mapping[str, str]
+    plan: SavePlan
+
+
+def collect_and_plan(world: World, items: Sequence[Saveable], last: AgreedPlan | None) -> tuple[Snapshot, AgreedPlan]:
+    """Collect the state of `items` on all ranks, and plan; the `last` plan stays if every rank has the same tensors."""
+    snapshot = Snapshot(world.rank)
+
+    def collect() -> bool:
+        for item in items:
+            item.collect(snapshot)
+        snapshot.pack()
+        return last is not None and last.chunks == snapshot.chunks and last.own_aliases == snapshot.aliases
+
+    try:
+        is_same = run_on_all(world, collect, NOT_BEGUN)
+        if last is None or not all(is_same):
+            by_rank = world.gather_objects((snapshot.chunks, snapshot.aliases))
+            aliases = {name: target for _, rank_aliases in by_rank for name, target in rank_aliases.items()}
+            plan = make_plan([chunks for chunks, _ in by_rank])
+            last = AgreedPlan(snapshot.chunks, snapshot.aliases, aliases, plan)
+    except WorldError as error:
+        raise CheckpointError(f"the ranks could not agree on a checkpoint: {error}") from error
+    return snapshot, last
+
+
+def group_of(name: str) -> str:
+    """The first word of a tensor's full name, which names its file."""
+    return name.partition("/")[0]
+
+
+def make_plan(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
+    """Each chunk is written by the holder with the least to write, or by the first if values may differ."""
+    specs: dict[str, tuple[torch.dtype, Shape]] = {}
+    boxes: dict[str, list[Box]] = {}
+    holders: dict[tuple[str, Box], list[int]] = {}
+    differing: set[str] = set()
+    for rank, chunks in enumerate(chunks_by_rank):
+        for name, dtype, shape, box, differs in chunks:
+            if differs:
+                differing.add(name)
+            spec = specs.setdefault(name, (dtype, shape))
+            if spec != (dtype, shape):
+                raise CheckpointError(
+                    f"{name}: {spec[0]} of shape {spec[1]} on one rank, {dtype} of shape {shape} on rank {rank}: all "
+                    "ranks must save the same run"
+                )
+            if (name, box) not in holders:
+                boxes.setdefault(name, []).append(box)
+            holders.setdefault((name, box), []).append(rank)
+    for name, (_, shape) in specs.items():
+        if fault := coverage_fault(shape, boxes[name]):
+            raise CheckpointError(f"{name}: the ranks do not have the whole of it: {fault}")
+    sizes = {key: prod(key[1].shape) * specs[key[0]][0].itemsize for key in holders}
+    load, writers = [0] * len(chunks_by_rank), dict.fromkeys(holders, 0)
+    for key in sorted(holders, key=sizes.__getitem__, reverse=True):
+        writers[key] = holders[key][0] if key[0] in differing else min(holders[key], key=load.__getitem__)
+        load[writers[key]] += sizes[key]
+    by_group: dict[str, dict[int, list[tuple[str, Box]]]] = {}
+    for (name, box), rank in writers.items():
+        # An empty box of a tensor with elements needs no place.
+        if sizes[name, box] or not prod(specs[name][1]):
+            by_group.setdefault(name.partition("/")[0], {}).setdefault(rank, []).append((name, box))
+    files: list[FilePlan] = []
+    stored: dict[str, list[Chunk]] = {name: [] for name in specs}
+    for group, contents in by_group.items():
+        for number, rank in enumerate(sorted(contents), 1):
+            # Wide types first, so that each tensor is aligned for its type.
+            ordered = sorted(contents[rank], key=lambda key: -specs[key[0]][0].itemsize)
+            file = f"{group}-{number:05d}-of-{len(contents):05d}.safetensors"
+            # The name of a chunk in the file includes its box.
+            entries = [
+                (name.partition("/")[2] + ("" if box.shape == specs[name][1] else str(box)), specs[name][0], box.shape)
+                for name, box in ordered
+            ]
+            header, slots = encode_header(entries, {"format": "pt"})
+            for (name, box), slot in zip(ordered, slots):
+                stored[name].append(Chunk(box, file, slot.begin))
+            files.append(FilePlan(file, rank, header, tuple(ordered), slots[-1].end))
+    tensors = {name: StoredTensor(dtype, shape, tuple(stored[name])) for name, (dtype, shape) in specs.items()}
+    return SavePlan(tuple(files), tensors)
+
+
+def index_of(tensors: Mapping[str, StoredTensor]) -> bytes | None:
+    """Hugging Face's index of the first model in a checkpoint's folder; None unless all its tensors are whole."""
+    prefix = "model/"
+    weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    if not weights or any([chunk.box for chunk in t.chunks] != [full_box(t.shape)] for t in weights.values()):
+        return None
+    return encode_index({name: t.chunks[0].file for name, t in weights.items()}, sum(t.bytes for t in weights.values()))
+
+
+def file_content(plan: FilePlan, tensors: Mapping[tuple[str, Box], Tensor]) -> Iterable[Bytes]:
+    """Yield the bytes of a file. Plain tensors on the CPU are not copied; others are copied part by part."""
+    ordered = [tensors[key].detach() for key in plan.contents]
+    if all(map(is_plain, ordered)):
+        return [plan.header, *map(as_bytes, ordered)]
+    rows = (part for tensor in ordered for part in _row_major_parts(tensor))
+    return chain([plan.header], (as_bytes(p.cpu().resolve_conj().resolve_neg().contiguous()) for p in rows))
+
+
+def _row_major_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Parts of `tensor`, in order: itself if its bytes are plain, else parts of at most COPIED bytes."""
+    if not tensor.numel():
+        return
+    if is_plain(tensor) or tensor.numel() * tensor.itemsize <= COPIED:
+        yield tensor
+        return
+    row = tensor[0].numel() * tensor.itemsize
+    if row > COPIED:
+        for part in tensor:
+            yield from _row_major_parts(part)
+    else:
+        yield from tensor.split(COPIED // row)
+
+
+class Image:
+    """Memory for a copy of a rank's files, which a thread writes while training continues. Saves reuse it."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._pending: list[tuple[torch.cuda.Event, Sequence[Tensor]]] = []
+
+    def copy(self, plans: Sequence[FilePlan], tensors: Mapping[tuple[str, Box], Tensor]) -> dict[str, memoryview]:
+        """Start to copy the files of `plans`. Returns their bytes, which are valid after `wait`."""
+        self._reserve(sum(-(-plan.size // PAGE) * PAGE for plan in plans))
+        files, start = {}, 0
+        large: list[tuple[memoryview, memoryview]] = []
+        for plan in plans:
+            image = self.memory[start : start + plan.size]
+            content = files[plan.name] = as_bytes(image)
+            begin = len(plan.header)
+            content[:begin] = plan.header
+            for key in plan.contents:
+                tensor = tensors[key].detach()
+                end = begin + tensor.nbytes
+                if end - begin > SMALL and is_plain(tensor):
+                    source = as_bytes(tensor)
+                    steps = range(0, len(source), LARGE)
+                    large += [(content[begin + i : end][:LARGE], source[i : i + LARGE]) for i in steps]
+                else:
+                    _copy_row_major(image[begin:end], tensor)
+                begin = end
+            start += -(-plan.size // PAGE) * PAGE
+        # Plain threads, as torch's own wait for each other at every tensor.
+        for _ in run_in_threads(lambda task: copy(*task), large, "copy"):
+            pass
+        on_cuda = [tensors[key] for plan in plans for key in plan.contents if tensors[key].is_cuda]
+        for device in {tensor.device for tensor in on_cuda}:
+            # Referenced until they are copied: some were made for this save only.
+            self._pending.append((torch.cuda.current_stream(device).record_event(), on_cuda))
+        return files
+
+    def wait(self) -> None:
+        for event, _ in self._pending:
+            event.synchronize()
+        self._pending.clear()
+
+    def _reserve(self, size: int) -> None:
+        use_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if len(self.memory) < size or (size and use_cuda and not self.memory.is_pinned()):
+            self.memory = aligned(0)  # the old one goes first
+            logger.info("asynchronous checkpoints: %.2f GB on this rank for a copy of the state", size / 1e9)
+            self.memory = aligned(size)
+
+
+def _copy_row_major(target: Tensor, tensor: Tensor) -> None:
+    """Copy the bytes of `tensor`, row-major. A copy from CUDA completes when its stream reaches it."""
+    if not tensor.numel():
+        return
+    non_blocking = tensor.is_cuda  # other devices have no event to wait for
+    if target.storage_offset() % tensor.itemsize == 0:
+        target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=non_blocking)
+    else:
+        plain = tensor.resolve_conj().resolve_neg().contiguous()
+        target.copy_(plain.view(-1).view(torch.uint8), non_blocking=non_blocking)
 
 
 class Target(NamedTuple):
-    """The place of a checkpoint, and its description in the manifest."""
+    """The folder of a checkpoint, and its description in the manifest."""
 
     storage: Storage
     name: str
@@ -59,81 +325,75 @@ class Target(NamedTuple):
 
 
 class Saves:
-    """The saves of a run on one `line` of checkpoints, one at a time, in the foreground or background. All ranks make each call."""
+    """The saves of a run on one `line` of checkpoints, one at a time. All ranks make each call."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.line = Line()
-        self._barrier: Barrier | None = None
-        self._agreed: Agreement | None = None
-        self._image = snapshot.Image()
+    def __init__(self, world: World, line: SaveLine | None = None) -> None:
+        self.world = world
+        self.line = line or SaveLine()
+        self._meeting: Meeting | None = None
+        self._plan: AgreedPlan | None = None
+        self._image = Image()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
     def save(
         self,
         target: Target,
-        kept: Sequence[Kept],
+        items: Sequence[Saveable],
         asynchronous: bool = False,
         limit: int | None = None,
-        tick: Tick = no_tick,
-        extra: Extra = NONE,
+        tick: Tick | None = None,
+        extra: ExtraFiles = NO_FILES,
     ) -> None:
-        """Write a checkpoint of what is `kept`; errors, also of an asynchronous save before it, are raised on every rank.
-
-        Args:
-            asynchronous: return as soon as the state is copied; a thread writes. The next save waits for it.
-            limit: how many committed checkpoints of the same line, named by steps, stay in `target`'s folder; None for all.
-            tick: called with the number of bytes that this rank has written since the last call, by the writing thread.
-            extra: files of hooks. They are released after the save, unless it raises before it has begun.
-        """
+        """Write a checkpoint of `items`; errors, also of an asynchronous save before it, are raised on all ranks."""
         check_name(target.name)
         self.wait()
-        if self._barrier is None:
-            self._barrier = Barrier(self._world)
-        state, self._agreed = snapshot.agree(self._world, kept, self._agreed)
-        plans = self._agreed.division.files
+        if self._meeting is None:
+            self._meeting = Meeting(self.world)
+        snapshot, self._plan = collect_and_plan(self.world, items, self._plan)
+        plans = self._plan.plan.files
         check_extra(extra.names, [INDEX, *(plan.name for plan in plans)])
-        mine = [plan for plan in plans if plan.rank == self._world.rank]
-        files = (
-            self._copied(mine, state) if asynchronous else lambda plan: snapshot.contents(plan, state.parts)
-        )
-        barrier = self._barrier.start()
-        save = Save(barrier, self.line, target, limit, self._agreed, state.states, mine, files, extra, tick)
+        own_plans = [plan for plan in plans if plan.rank == self.world.rank]
+        content = self._copy(own_plans, snapshot) if asynchronous else lambda plan: file_content(plan, snapshot.tensors)
+        meeting = self._meeting.start()
+        save = Save(meeting, self.line, target, limit, self._plan, snapshot.states, own_plans, content, extra, tick)
         if not asynchronous:
             try:
                 save.run()
             finally:
                 extra.close()
             return
-        # Not a daemon: at its end the interpreter waits for it, while it can still start threads (several write each file).
+        # Not a daemon: at its end the interpreter waits for it, while it can still start threads (several write each
+        # file).
         self._thread = threading.Thread(target=self._run, args=(save,), name="easymp-save", daemon=False)
         self._thread.start()
 
-    def _copied(self, mine: Sequence[FilePlan], state: Snapshot) -> Callable[[FilePlan], Iterable[Part]]:
-        """Copy this rank's files now, and return their bytes."""
-        files: dict[str, memoryview] = {}
-        said = snapshot.trouble(lambda: files.update(self._image.take(mine, state.parts)))
+    def _copy(self, plans: Sequence[FilePlan], snapshot: Snapshot) -> Callable[[FilePlan], Iterable[Bytes]]:
+        files, text = dict[str, memoryview](), ""
+        try:
+            files = self._image.copy(plans, snapshot.tensors)
+        except Exception as error:
+            text = error_text(error)
 
-        def copied(plan: FilePlan) -> Iterable[Part]:
-            if said:  # raised where the other ranks hear of it
-                raise CheckpointError(f"no copy of the state could be made: {said}")
+        def content(plan: FilePlan) -> Iterable[Bytes]:
+            if text:  # raised where the other ranks hear of it
+                raise CheckpointError(f"no copy of the state could be made: {text}")
             self._image.wait()
             return [files[plan.name]]
 
-        return copied
+        return content
 
     def _run(self, save: Save) -> None:
         if sys.platform == "linux":  # where a priority can be one thread's; those that it starts inherit it
             nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         try:
-            said = snapshot.trouble(save.run)
+            save.run()
+        except Exception as error:
+            self._error = CheckpointError(error_text(error))
+            logger.error("asynchronous checkpoint: %s", self._error)
         finally:
             save.extra.close()
-        if said:
-            self._error = CheckpointError(said)
-            logger.error("asynchronous checkpoint: %s", said)
 
     def wait(self) -> None:
         """Wait until an asynchronous save is committed; raises its error."""
@@ -145,422 +405,167 @@ class Saves:
             raise error
 
     def close(self) -> None:
-        """Wait at the end of the run. A run that ends with an error keeps that error, and waits only for ranks with a heartbeat."""
-        fails = failing()
-        if fails and self._barrier is not None:
-            self._barrier.hurried = True
+        """Wait at the end of the run; a run that ends with an error waits only for ranks with a heartbeat."""
+        is_failing = failing()
+        if is_failing and self._meeting is not None:
+            self._meeting.hurried = True
         try:
             self.wait()
         except CheckpointError:
-            if not fails:
+            if not is_failing:
                 raise
         finally:
-            self._image = snapshot.Image()
+            self._image = Image()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Save:
-    """One save. All ranks call `run`, in any thread; no collectives. `mine` are this rank's files, and `files` yields their bytes."""
+    """One save: `content` yields the bytes of this rank's `plans`. All ranks call `run`, in any thread."""
 
-    barrier: Barrier
-    line: Line
+    meeting: Meeting
+    line: SaveLine
     target: Target
     limit: int | None
-    agreement: Agreement
+    agreed: AgreedPlan
     states: Mapping[str, Any]
-    mine: Sequence[FilePlan]
-    files: Callable[[FilePlan], Iterable[Part]]
-    extra: Extra
-    tick: Tick
+    plans: Sequence[FilePlan]
+    content: Callable[[FilePlan], Iterable[Bytes]]
+    extra: ExtraFiles
+    tick: Tick | None
+    commit: Commit | None = None  # on rank 0
 
     def run(self) -> None:
-        """Write and commit; raises CheckpointError on every rank if it failed on one."""
-        with self.barrier:
-            said = self._lead() if self.barrier.rank == 0 else self._follow()
-        if said:
-            place = inside(self.target.storage.place, self.target.name)
-            raise CheckpointError(f"{place} was not written, and what was there before is untouched: {said}")
+        with self.meeting:
+            try:
+                _, (folder, digests) = self._run_on_all(self._begin)
+                reports, _ = self._run_on_all(lambda: self._write(folder, digests))
+                self._run_on_all(lambda: self._commit(reports))
+            except Exception as error:
+                path = join(self.target.storage.root, self.target.name)
+                text = f"{path} was not written, and what was there before is untouched: {error_text(error)}"
+                raise CheckpointError(text) from error
+            finally:
+                self._close()
 
-    def _lead(self) -> str:
-        """Rank 0's part: make the folder, write the manifest, and commit. Returns the error."""
-        begun: list[tuple[Commit, Saved]] = []
-        said = INTERRUPTED
+    def _close(self) -> None:
+        """Remove what was not committed, and unlock the checkpoint."""
+        if self.commit is not None:
+            self.commit.close()
+            self.commit = None
 
-        def start() -> None:
-            saved = self.line.next(self.target.storage, self.target.name, self.target.step)
-            begun.append((begin(self.target.storage, self.target.name, saved), saved))
-
+    def _run_on_all(self, function: Callable[[], Any]) -> tuple[list[Any], Any]:
+        """Run a stage on every rank; returns all results on rank 0, and rank 0's result. Errors are raised on all."""
+        if self.meeting.size == 1:
+            result = function()
+            return [result], result
+        text, result, interrupt = "", None, None
         try:
-            said = self._of_rank_0(snapshot.trouble(start))
-        finally:
-            folder = begun[0][0].folder if begun else ""
-            digests = {n: _digest(s) for n, s in self.states.items()} if self.barrier.size > 1 else {}
-            self.barrier.put("begin", dumps([said, folder, digests]))
-        if not begun:
-            return said
-        commit, saved = begun[0]
-        said = INTERRUPTED
-        try:
-            given = self.barrier.gather("written", self._write(folder, self.states))
-            reports = [[str(r), {}, {}] if isinstance(r, CheckpointError) else json.loads(r) for r in given]
-            said = first([words for words, *_ in reports])
-            said = said or self._of_rank_0(snapshot.trouble(lambda: self._commit(commit, saved, reports)))
-        finally:
-            if said:
-                self.barrier.put("failed", b"")
-            commit.close()
-            self.barrier.put("end", said.encode())
-        return said
+            result = function()
+        except Exception as error:
+            text = error_text(error)
+        except BaseException as error:  # the other ranks must learn of it
+            text, interrupt = INTERRUPTED, error
+        if text:
+            self.meeting.fail()
+        answers = self.meeting.gather(dumps([text, result]))
+        reports: list[Any] = [[str(a), None] if isinstance(a, CheckpointError) else json.loads(a) for a in answers]
+        errors = join_errors([report[0] for report in reports])
+        if errors:
+            self._close()  # before the other ranks hear of it
+        errors, first = json.loads(self.meeting.broadcast(dumps([errors, result])))
+        if interrupt is not None:
+            raise interrupt
+        if errors:
+            raise CheckpointError(errors)
+        return [report[1] for report in reports], first
 
-    def _of_rank_0(self, said: str) -> str:
-        return f"rank 0: {said}" if said and self.barrier.size > 1 else said
+    def _begin(self) -> Any:
+        """On rank 0, make the folder; returns it, and digests of the states, which other ranks need not send again."""
+        if self.meeting.rank:
+            return None
+        storage, name, step, _ = self.target
+        self.commit = Commit(storage, name, self.line.next_record(storage, name, step))
+        return self.commit.folder, {n: _digest(s) for n, s in self.states.items()} if self.meeting.size > 1 else {}
 
-    def _follow(self) -> str:
-        """The part of the other ranks. Returns the error."""
-        said, folder, digests = json.loads(self.barrier.take("begin"))
-        if said:
-            return str(said)
-        report = dumps([INTERRUPTED, {}, {}])
-        try:
-            same = {name for name, state in self.states.items() if digests.get(name) == _digest(state)}
-            report = self._write(folder, same)
-        finally:
-            self.barrier.put(f"written/{self.barrier.rank}", report)
-        return self.barrier.take("end").decode()
+    def _write(self, folder: str, digests: Mapping[str, str]) -> Any:
+        """Write this rank's files; returns sizes and checksums, and the states that rank 0 does not have."""
+        expect(self.tick, sum([p.size for p in self.plans] + [f.size for f in self.extra.files.values()]))
+        checksums: dict[str, list[int]] = {}
+        for plan in self.plans:
+            self._count(0)
+            checksums[plan.name] = [plan.size, *self._put(f"{folder}/{plan.name}", plan)]
+        for name, record in copy_files(self.extra.files, self.target.storage, folder, self._count).items():
+            checksums[name] = [record.size, *record.checksums]
+        if self.meeting.rank == 0:
+            return checksums, {}
+        return checksums, {n: state for n, state in self.states.items() if digests.get(n) != _digest(state)}
 
-    def _write(self, folder: str, known: Iterable[str]) -> bytes:
-        """Write this rank's files. Returns the error, sizes and checksums, and the states that are not among rank 0's `known`."""
-        written: dict[str, list[int]] = {}
-
-        def check() -> None:
-            if self.barrier.failed:
-                raise CheckpointError(snapshot.STOPPED)
-
-        def tick(count: int) -> None:
-            check()
+    def _count(self, count: int) -> None:
+        if self.meeting.failed:
+            raise CheckpointError(STOPPED)
+        if self.tick and count:
             self.tick(count)
 
-        def work() -> None:
-            sizes = [file.size for file in (*self.mine, *self.extra.files.values())]
-            expect(self.tick, sum(sizes))
-            for plan in self.mine:
-                check()
-                written[plan.name] = [plan.size, *self._put(f"{folder}/{plan.name}", plan, tick)]
-            records = copied(self.extra.files, self.target.storage, folder, tick)
-            written.update({name: [record.size, *record.checksums] for name, record in records.items()})
-
-        said = snapshot.trouble(work)
-        if said:
-            self.barrier.put("failed", b"")
-        return dumps([said, written, {name: s for name, s in self.states.items() if name not in known}])
-
-    def _put(self, name: str, plan: FilePlan, tick: Tick) -> tuple[int, ...]:
+    def _put(self, name: str, plan: FilePlan) -> tuple[int, ...]:
+        storage = self.target.storage
         try:
-            return self.target.storage.put(name, self.files(plan), plan.size, tick)
+            return storage.put(name, self.content(plan), plan.size, self._count)
         except FileNotFoundError as error:
-            if self.barrier.rank == 0:
+            if self.meeting.rank == 0:
                 raise
-            place = inside(self.target.storage.place, name)
-            said = f"{place} cannot be made: the folder, which rank 0 made, is not visible here"
-            raise CheckpointError(f"{said}: {SHARE}") from error
+            fault = "cannot be made: the folder, which rank 0 made, is not visible here"
+            raise CheckpointError(f"{join(storage.root, name)} {fault}: {SHARE}") from error
 
-    def _commit(self, commit: Commit, saved: Saved, reports: Sequence[Any]) -> None:
-        storage, folder, division = self.target.storage, commit.folder, self.agreement.division
+    def _commit(self, reports: Sequence[Any]) -> None:
+        """On rank 0, write the manifest, and commit."""
+        if self.commit is None:
+            return
+        storage, folder, record, plan = self.target.storage, self.commit.folder, self.commit.record, self.agreed.plan
         files: dict[str, FileRecord] = {}
         extra: dict[str, FileRecord] = {}
-        ours = {plan.name for plan in division.files}
+        planned = {file.name for file in plan.files}
         states = dict(self.states)
-        for rank, (_, written, others) in enumerate(reports):
-            for name, (size, *crcs) in written.items():
-                (files if name in ours else extra)[name] = FileRecord(size, tuple(crcs))
+        for rank, (checksums, rank_states) in enumerate(reports):
+            for name, (size, *crcs) in checksums.items():
+                (files if name in planned else extra)[name] = FileRecord(size, tuple(crcs))
                 if rank and storage.size(f"{folder}/{name}") != size:
                     raise CheckpointError(f"{name} of rank {rank} is not visible on rank 0: {SHARE}")
-            for name, state in others.items():
-                states[name] = snapshot.merged(states[name], state, name) if name in states else state
-        index = snapshot.index_of(division.tensors)
+            for name, state in rank_states.items():
+                states[name] = merge_states(states[name], state, name) if name in states else state
+        index = index_of(plan.tensors)
         if index is not None:
             files[INDEX] = FileRecord(len(index), storage.put(f"{folder}/{INDEX}", [index], len(index)))
         manifest = Manifest(
             step=self.target.step,
-            world_size=self.barrier.size,
-            written=saved.written,
+            world_size=self.meeting.size,
+            written=record.written,
             made_by=f"easymp {__version__}",
             plan=dict(self.target.plan),
-            tensors=division.tensors,
+            tensors=plan.tensors,
             files=files,
             states=states,
-            aliases=dict(self.agreement.aliases),
+            aliases=dict(self.agreed.aliases),
             extra=extra,
-            lineage=saved.lineage,
+            lineage=record.lineage,
         )
         write_manifest(storage, folder, manifest)
-        commit.finish()
-        self.line.saved(storage, saved)
-        retain(storage, saved, self.limit)
+        self.commit.finish()
+        self.line.saved(storage, record)
+        retain(storage, record, self.limit)
+        self._close()
 
 
 def _digest(state: Any) -> str:
     return hashlib.sha256(dumps(state)).hexdigest()
 
 
-# -- the ranks' meeting ------------------------------------------------------------------------------------------------
-
-
-class Barrier:
-    """This rank's connection for the saves of a run. All ranks make it together, and each save begins with the same `start`.
-
-    `failed`: a rank has failed, so that the others stop. `hurried`: wait at most HURRY seconds for ranks without a heartbeat.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.rank, self.size, self.failed, self.hurried = world.rank, world.size, False, False
-        self._timeout, self._number = world.timeout, 0
-        self._over = threading.Event()
-        self._store: Any = None
-        if world.size > 1:
-            store = world.store()
-            # The count is in the store, since another run of this process may have used that store before.
-            self._store = dist.PrefixStore(f"saves/{store.add(f'saves/{world.rank}', 1)}", store)
-
-    def start(self) -> Barrier:
-        """Begin the next save; to be used in a ``with`` block."""
-        self.forget()
-        self._number += 1
-        self.failed = False
-        self._over = threading.Event()
-        # By rank: the last heartbeat, and the time when it was seen.
-        self._seen = dict.fromkeys(range(self.size), (0, time.monotonic()))
-        self._thread = threading.Thread(target=self._beat, name="easymp-beat", daemon=True)
-        return self
-
-    def __enter__(self) -> Barrier:
-        if self.size > 1:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        if self.size > 1:
-            self._thread.join()
-
-    def _beat(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: the next wait says so
-            while True:
-                self._store.add(f"alive/{self.rank}", 1)
-                self.failed = self._store.check([f"{self._number}/failed"])
-                if self._over.wait(BEAT):
-                    return
-
-    def put(self, what: str, value: bytes) -> None:
-        """Publish a value: `take` reads a value of rank 0, and `gather` those of ``what/rank``."""
-        if self.size == 1:
-            return
-        name, value = f"{self._number}/{what}", zlib.compress(value, 1)
-        chunks = [value[i : i + CHUNK] for i in range(0, len(value), CHUNK)]
-        try:
-            for i, chunk in enumerate(chunks[1:], 1):
-                self._store.set(f"{name}/+{i}", chunk)
-            self._store.set(name, len(chunks).to_bytes(4, "little") + chunks[0])
-        except RuntimeError as error:
-            raise CheckpointError(f"{GONE} ({error})") from error
-
-    def gather(self, what: str, mine: bytes) -> list[bytes | CheckpointError]:
-        """On rank 0: each rank's value, or the error that its heartbeat stopped."""
-        gathered: list[bytes | CheckpointError] = [mine]
-        for rank in range(1, self.size):
-            try:
-                gathered.append(self.take(f"{what}/{rank}", rank))
-            except CheckpointError as error:
-                gathered.append(error)
-                self.put("failed", b"")
-        return gathered
-
-    def take(self, what: str, rank: int = 0) -> bytes:
-        """Wait for a value of another rank."""
-        name, pulse, pause = f"{self._number}/{what}", f"alive/{rank}", 0.001
-        try:
-            while not self._store.check([name]):
-                now = self._store.add(pulse, 0)
-                if now != self._seen[rank][0]:
-                    self._seen[rank] = now, time.monotonic()
-                silent = time.monotonic() - self._seen[rank][1]
-                ending = self.hurried or not threading.main_thread().is_alive()
-                if silent > (min(self._timeout, HURRY) if ending else self._timeout):
-                    raise CheckpointError(
-                        f"no sign of life for {silent:.0f} s: it ended, was killed or stopped"
-                    )
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-            first = self._store.get(name)
-            rest = [self._store.get(f"{name}/+{i}") for i in range(1, int.from_bytes(first[:4], "little"))]
-            if rank:  # only rank 0 asks for it
-                self._delete(name)
-        except RuntimeError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{GONE} ({error})") from error
-        return zlib.decompress(b"".join([first[4:], *rest]))
-
-    def forget(self, also: Iterable[str] = ()) -> None:
-        """Remove the values of a finished save from the store."""
-        if self.size > 1 and self.rank == 0:
-            with suppress(RuntimeError):  # the store is gone: the next wait says so
-                for what in ("failed", "begin", "end", *also):
-                    self._delete(f"{self._number}/{what}")
-
-    def _delete(self, name: str) -> None:
-        if self._store.check([name]):
-            for i in range(1, int.from_bytes(self._store.get(name)[:4], "little")):
-                self._store.delete_key(f"{name}/+{i}")
-            self._store.delete_key(name)
-
-
-# -- a save that the main process alone calls, as in ``if accelerator.is_main_process: accelerator.save_state(...)`` ------
-#
-# The main process cannot see from its own call whether the other ranks will make it, too. So it asks their listeners (threads that wait at
-# the store) until each rank either makes the call, or has begun a collective that the main process has not begun. All ranks begin
-# collectives in one order, so that rank has passed the call. It waits in that collective, and its state does not change meanwhile.
-
-
-HERE = "here"
-PAUSE = 0.02  # seconds between two questions
-
-
-class SaveCalls:
-    """Finds out which ranks call a save; all ranks make one. `ended` are ranks that do not answer.
-
-    `help` is called with a world in a thread of a rank that has passed a save, if the main process needs that rank's part of the state.
-    """
-
-    def __init__(self, world: World, help: Callable[[StoreWorld], None]) -> None:
-        self._world, self._help = world, help
-        self.ended: list[int] = []
-        self._waits = False  # whether this rank has made the call, and waits for the main process's answer
-        self._words: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._number = 0  # saves in which helper threads took part
-        if world.watch is not None:
-            answers = {
-                "save": lambda: HERE if self._waits else json.dumps(world.position()),
-                "together": lambda: self._hear(True),
-                "alone": lambda: self._hear(False),
-                "help": self._start_helper,
-            }
-            world.watch.told.update(answers)
-
-    def _hear(self, together: bool) -> str:
-        self._waits = False
-        self._words.put(together)
-        return HERE
-
-    def all_called(self) -> bool:
-        """Whether all ranks make the call; WorldError if one neither makes it nor begins a collective in time."""
-        world = self._world
-        if world.rank:
-            self._waits = True
-            try:
-                return self._words.get(timeout=world.timeout)
-            except queue.Empty:
-                raise WorldError(
-                    f"rank {world.rank} came to save_state(), and rank 0 did not within {world.timeout:g} s"
-                ) from None
-            finally:
-                self._waits = False
-        here = [rank for rank in range(1, world.size) if self._comes(rank)]
-        found = len(here) == world.size - 1
-        for rank in here:
-            self._ask(rank, "together" if found else "alone")
-        return found
-
-    def _comes(self, rank: int) -> bool:
-        mine, until = self._world.position(), time.monotonic() + self._world.timeout
-        while time.monotonic() < until:
-            said = "" if self._world.has_left(rank) else self._ask(rank, "save")
-            if said == HERE:
-                return True
-            if not said:
-                self.ended.append(rank)
-                return False
-            theirs = json.loads(said)
-            if any(theirs[kind] > number for kind, number in mine.items() if kind in theirs):
-                return False
-            time.sleep(PAUSE)
-        raise WorldError(
-            f"save_state(): rank {rank} neither came nor went on to a collective within {self._world.timeout:g} s"
-        )
-
-    def _ask(self, rank: int, word: str) -> str:
-        assert self._world.watch is not None
-        return self._world.watch.ask(rank, word)
-
-    def with_helpers(self) -> StoreWorld:
-        """On rank 0, make a world for a save in which helper threads of the other ranks take part."""
-        for rank in range(1, self._world.size):
-            self._ask(rank, "help")
-        return self._store_world()
-
-    def _start_helper(self) -> str:
-        def act() -> None:
-            try:
-                self._help(there)
-            except Exception as error:  # rank 0 hears of it by the store
-                logger.error("save_state() of the main process: %s", error)
-
-        there = self._store_world()
-        threading.Thread(target=act, name="easymp-save", daemon=True).start()
-        return HERE
-
-    def _store_world(self) -> StoreWorld:
-        self._number += 1
-        return StoreWorld(self._world, self._number)
-
-
-def one_rank(world: World) -> World:
-    """A copy of `world` with one rank."""
-    one = copy.copy(world)
-    one.size = 1
-    return one
-
-
-class StoreWorld(World):
-    """A world whose ranks exchange objects through the store, beside collectives of its process group. Use it in a ``with`` block."""
-
-    def __init__(self, world: World, number: int) -> None:
-        vars(self).update(vars(world))
-        self._prefix, self._objects = f"apart/{number}", 0
-        self._meeting = Barrier(self).start()
-
-    def store(self) -> dist.Store:
-        return dist.PrefixStore(self._prefix, super().store())
-
-    def __enter__(self) -> StoreWorld:
-        self._meeting.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._meeting.__exit__(*error)
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order, on every rank."""
-        self._objects += 1
-        given, found = f"given/{self._objects}", f"found/{self._objects}"
-        if self.rank:
-            self._meeting.put(f"{given}/{self.rank}", _packed(item))
-            parts = _unpacked(self._meeting.take(found))
-        else:
-            parts = self._meeting.gather(given, _packed(item))
-            for part in parts:
-                if isinstance(part, CheckpointError):
-                    raise part
-            self._meeting.put(found, _packed(parts))
-        return [_unpacked(part) for part in parts]
-
-
-def _packed(item: Any) -> bytes:
-    """Serialise an object as torch's collectives of objects do."""
-    tensor, _ = dist.distributed_c10d._object_to_tensor(item, torch.device("cpu"), None)
-    return bytes(tensor.numpy())
-
-
-def _unpacked(data: bytes) -> Any:
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return dist.distributed_c10d._tensor_to_object(tensor, len(data), None)
+def merge_states(state: Any, rank_state: Any, name: str) -> Any:
+    """Merge two ranks' states of one object: mappings are united, other values must be equal."""
+    if state == rank_state:
+        return state
+    if isinstance(state, dict) and isinstance(rank_state, dict):
+        merged = dict(state)
+        for key, value in rank_state.items():
+            merged[key] = merge_states(state[key], value, f"{name}/{key}") if key in state else value
+        return merged
+    raise CheckpointError(f"{name}: the ranks have different values, {state!r} and {rank_state!r}, of one thing")

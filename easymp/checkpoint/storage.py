@@ -1,54 +1,89 @@
-"""The interface of a folder of checkpoints, local or behind a URL; the memory, threads and progress of reads and writes."""
+"""Folders of checkpoints, and the one on this machine or on a shared file system; `storage_remote`: behind a URL.
+
+A few threads write and read a local file block by block, and hash it piece by piece while it is in the processor's
+cache. Files of more than one block bypass the page cache (O_DIRECT; the unaligned tail goes through it), which leaves
+it to the training data. No link is followed below the folder.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
-import mmap
+import os
 import re
-import shutil
+import stat
 import sys
-import threading
-import time
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TextIO, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import torch
+from torch import Tensor
 
-from ..base.units import size
-from ..distributed import World
 from ..errors import CheckpointError
-from ..logging import get_logger
-from .manifest import BLOCK
+from .buffers import Pages, address, as_bytes, copy, on_host
+from .codec import PAGE
+from .manifest import BLOCK, COMMIT
+from .progress import Tick
 
-logger = get_logger(__name__)
 PATH = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[^/\0]+(?:/(?=[^/])|\Z))*", re.DOTALL)
 """Names below a folder. They may come from a manifest, so none leads out of it."""
+WORKERS = 3  # threads: one more than hash at the same time on 2 cores, so that the disk always has work
 PIECE = 2**20  # bytes that are hashed at once; a core's own cache holds them
-WORKERS = 3  # one more than hash at the same time on 2 cores, so that the disk always has work
+BOUNCE = 2**23  # bytes of aligned memory of a thread that bypasses the page cache
+MOST_BUFFERS = 512  # of one call; Linux takes 1024
+MOST_TARGETS = 32  # of a piece that are read in place; more are copied from the piece
+MOST_OPEN = 256  # files that are kept open; a process may often have 1024
+DIRECT = getattr(os, "O_DIRECT", 0)
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, opened so, does not wait
 
 T = TypeVar("T")
 R = TypeVar("R")
-Part = bytes | memoryview
+Bytes = bytes | memoryview
 Views = list[memoryview]
-Runs = list[tuple[int, memoryview]]  # (place in the file, target), sorted
-Tick = Callable[[int], None]  # told how many more bytes are done
+Targets = list[tuple[int, memoryview]]  # (offset in the file, memory to fill), sorted
 
 
-def shown(place: str) -> str:
-    """A path or URL for messages: a password in it is left out."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", place)
+class MemoryFile:
+    """A whole tensor in host memory, read as a file of its bytes."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self._content = as_bytes(on_host(tensor, name))
+
+    def fetch(self, targets: Targets, tick: Tick | None = None) -> None:
+        for offset, view in targets:
+            copy(view, self._content[offset : offset + len(view)])
+            if tick:
+                tick(len(view))
+
+    def verify(self, tick: Tick | None = None, blocks: Iterable[int] | None = None) -> None:
+        pass
 
 
-def no_tick(count: int) -> None:
-    """Count nothing."""
+class Storage(Protocol):
+    """A folder at `root`. `renames`: whether a folder in it can be renamed atomically. OSErrors pass through."""
+
+    root: str
+    renames: bool
+
+    def put(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> tuple[int, ...]: ...
+    def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> None: ...
+    def head(self, name: str, count: int) -> bytes: ...
+    def size(self, name: str) -> int | None: ...
+    def files_kept_open(self) -> AbstractContextManager[bool]: ...
+    def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick | None) -> None: ...
+    def list(self, folder: str = "") -> list[str]: ...
+    def modified(self, name: str) -> float: ...
+    def make(self, folder: str) -> None: ...
+    def sync(self, folder: str = "") -> None: ...
+    def rename(self, old: str, new: str) -> None: ...
+    def move(self, old: str, new: str) -> None: ...
+    def remove(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -61,174 +96,123 @@ class SourceFile:
     checksums: Sequence[int] | None = None
 
     def __str__(self) -> str:
-        return f"{self.storage.place.rstrip('/')}/{self.name}"
+        return f"{self.storage.root.rstrip('/')}/{self.name}"
 
-    def fetch(self, wanted: Sequence[tuple[int, memoryview]], tick: Tick = no_tick) -> None:
-        """Fill each buffer of `wanted` (place in the file, target; sorted, disjoint) and verify every BLOCK that is touched."""
-        self.storage.read(self, by_block(wanted, self.size, str(self)), tick)
+    def fetch(self, targets: Targets, tick: Tick | None = None) -> None:
+        """Fill the `targets` (offset in the file, memory; sorted), and verify every BLOCK that is touched."""
+        self.storage.read(self, by_block(targets, self.size, str(self)), tick)
 
-    def verify(self, tick: Tick = no_tick, numbers: Iterable[int] | None = None) -> None:
+    def verify(self, tick: Tick | None = None, blocks: Iterable[int] | None = None) -> None:
         """Read and check these blocks, or all; raises as `fetch`."""
-        chosen = range(block_count(self.size)) if numbers is None else numbers
-        self.storage.read(self, ((number, []) for number in chosen), tick)
+        blocks = range(block_count(self.size)) if blocks is None else blocks
+        self.storage.read(self, ((block, []) for block in blocks), tick)
 
-    def check_size(self, found: int | None) -> None:
-        """Raises CheckpointError where the file is missing (None) or has another size, or another number of checksums."""
-        count = block_count(self.size)
-        if found is None:
-            said = "no such file: the checkpoint is incomplete"
-        elif found != self.size:
-            said = f"{found} bytes, and {self.size} were written"
-        elif self.checksums is not None and len(self.checksums) != count:
-            said = f"{len(self.checksums)} checksums for {count} blocks"
-        else:
-            return
-        raise CheckpointError(f"{self}: {said}: load another checkpoint, or copy this file again")
+    def check_size(self, size: int | None) -> None:
+        if size != self.size:
+            fault = f"{size} bytes, and {self.size} were written"
+            if size is None:
+                fault = "no such file: the checkpoint is incomplete"
+            raise CheckpointError(f"{self}: {fault}: load another checkpoint, or copy this file again")
 
-    def check(self, number: int, found: int) -> None:
-        """Raise CheckpointError if block `number` does not have the stored CRC-32."""
-        if self.checksums is not None and found != self.checksums[number]:
+    def check_block(self, block: int, crc: int) -> None:
+        if self.checksums is not None and crc != self.checksums[block]:
             raise CheckpointError(
-                f"{self}: block {number} (from byte {number * BLOCK}) is not what was written: its CRC-32 is {found:#010x}, not "
-                f"{self.checksums[number]:#010x}. The file is damaged: load another checkpoint, or copy this file again"
+                f"{self}: block {block} (from byte {block * BLOCK}) is not what was written: its CRC-32 is "
+                f"{crc:#010x}, not {self.checksums[block]:#010x}. The file is damaged: load another checkpoint, or "
+                "copy this file again"
             )
 
 
-class Storage(ABC):
-    """A folder, at `place`. Names in it have ``/`` between words. Errors of the operating system (OSError) pass through.
-
-    `renames`: whether a folder can be renamed atomically. Elsewhere only COMMIT says whether a checkpoint exists.
-    """
-
-    place: str
-    renames: bool
-
-    def refusal(self, name: str) -> CheckpointError:
-        """The error for a name that PATH does not match."""
-        return CheckpointError(f"{name!r} is not a file's name below {self.place}: use words with / between")
-
-    # -- contents
-
-    @abstractmethod
-    def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = no_tick) -> tuple[int, ...]:
-        """Write a new file of `size` bytes, durably; returns the CRC-32 of each BLOCK. An existing file is an error."""
-
-    @abstractmethod
-    def head(self, name: str, count: int) -> bytes:
-        """The first `count` bytes of a file, or all where it has fewer."""
-
-    def get(self, name: str, limit: int) -> bytes:
-        """A whole small file; one of more than `limit` bytes is a CheckpointError."""
-        content = self.head(name, limit + 1)
-        if len(content) > limit:
-            raise CheckpointError(f"{self.place}/{name}: more than {limit} bytes, which easymp never writes")
-        return content
-
-    @abstractmethod
-    def size(self, name: str) -> int | None:
-        """Bytes of a regular file; None where there is none."""
-
-    @abstractmethod
-    def read(self, file: SourceFile, tasks: Iterable[tuple[int, Runs]], tick: Tick) -> None:
-        """Read and check blocks of a file, for `SourceFile`: their numbers, and the runs to fill in each."""
-
-    @abstractmethod
-    def held(self) -> AbstractContextManager[bool]:
-        """A context in which files stay open; its value says whether a second read is cheap."""
-
-    # -- names
-
-    @abstractmethod
-    def path(self, name: str) -> str | None:
-        """The local path of a file or folder; None behind a URL."""
-
-    @abstractmethod
-    def list(self, folder: str = "") -> list[str]:
-        """Sorted names of files and folders right in `folder`; none where there is no such folder."""
-
-    @abstractmethod
-    def modified(self, name: str) -> float:
-        """When a file or folder was last written to, in seconds since the epoch."""
-
-    @abstractmethod
-    def make(self, folder: str) -> None:
-        """Make a folder and its parents; raise FileExistsError if it exists."""
-
-    @abstractmethod
-    def sync(self, folder: str = "") -> None:
-        """Make changes of the names in `folder` durable."""
-
-    @abstractmethod
-    def move(self, old: str, new: str) -> None:
-        """Rename a checkpoint's folder, by copies if the storage cannot rename. A kill leaves at least one with COMMIT."""
-
-    @abstractmethod
-    def replace(self, name: str, content: bytes) -> None:
-        """Replace a small file's content, atomically and durably."""
-
-    @abstractmethod
-    def remove(self, folder: str) -> None:
-        """Remove a file, or a folder with its content, COMMIT first. A missing one is ignored."""
-
-    # -- names, only where `renames`
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename a folder atomically; `new` does not exist."""
-        raise NotImplementedError
-
-    def supplant(self, old: str, new: str) -> None:
-        """Rename a file atomically, replacing an existing one."""
-        raise NotImplementedError
-
-    def exchange(self, one: str, other: str) -> bool:
-        """Swap the names of two folders atomically; False where the file system cannot."""
-        raise NotImplementedError
+Files = Mapping[str, SourceFile | MemoryFile]
 
 
-# -- blocks ------------------------------------------------------------------------------------------------------------
+def run_in_threads(function: Callable[[T], R], tasks: Iterable[T], name: str) -> Iterator[R]:
+    """Run ``function(task)`` on WORKERS threads. Yield results as they complete; raise the first error."""
+    queue: SimpleQueue[tuple[T] | None] = SimpleQueue()
+    results: SimpleQueue[R | BaseException] = SimpleQueue()
+
+    def work() -> None:
+        while (task := queue.get()) is not None:
+            try:
+                results.put(function(*task))
+            except BaseException as error:
+                results.put(error)
+
+    def next_result() -> R:
+        result = results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    threads: list[Thread] = []  # `concurrent.futures` takes no work while the interpreter shuts down
+    running = 0
+    try:
+        for task in tasks:
+            if len(threads) < WORKERS:
+                thread = Thread(target=work, name=f"easymp-{name}", daemon=True)
+                try:
+                    thread.start()
+                    threads.append(thread)
+                except RuntimeError:  # no more threads are allowed, or the interpreter ends
+                    if not threads:
+                        yield function(task)
+                        continue
+            queue.put((task,))
+            running += 1
+            if running > WORKERS:
+                yield next_result()
+                running -= 1
+        for _ in range(running):
+            yield next_result()
+    finally:
+        for _ in threads:
+            queue.put(None)
+        for thread in threads:
+            thread.join()
 
 
 @cache
 def crc32() -> Callable[[bytes | bytearray | memoryview, int], int]:
-    """``crc32(buffer, previous value)`` from the fastest installed package. All give the same value and release the GIL."""
+    """``crc32(buffer, previous value)`` from the fastest installed package. All give one value and release the GIL."""
     for module in ("isal.isal_zlib", "zlib_ng.zlib_ng"):
-        try:
-            return importlib.import_module(module).crc32
-        except ImportError:
-            continue
+        with suppress(ImportError):
+            function: Callable[[bytes | bytearray | memoryview, int], int] = importlib.import_module(module).crc32
+            return function
     return zlib.crc32
 
 
 def block_count(size: int) -> int:
-    """Blocks in a file of `size` bytes; the last one may be shorter."""
     return -(-size // BLOCK)
 
 
-def by_block(wanted: Sequence[tuple[int, memoryview]], size: int, what: str) -> Iterator[tuple[int, Runs]]:
-    """Yield each block that `wanted` touches, with the runs in it."""
-    number, runs, end, limit = -1, [], 0, 0
-    for at, view in wanted:
-        if not view.nbytes:
-            continue
-        if at < end or at + view.nbytes > size:
-            raise CheckpointError(f"{what}: bytes {at} to {at + view.nbytes} are behind byte {end} of {size}")
-        end = at + view.nbytes
-        if end <= limit:  # as thousands of small runs do
-            runs.append((at, view))
-            continue
-        while at < end:
-            if at >= limit:
-                if runs:
-                    yield number, runs
-                number, runs = at // BLOCK, []
-                limit = (number + 1) * BLOCK
-            runs.append((at, view[: limit - at]))
-            view, at = view[limit - at :], min(limit, end)
-    if runs:
-        yield number, runs
+def by_block(targets: Targets, size: int, file: str) -> Iterator[tuple[int, Targets]]:
+    """Yield each block that `targets` touch, with the parts of them in it."""
+    end = 0
+    for offset, view in targets:
+        if view.nbytes and (offset < end or offset + view.nbytes > size):
+            raise CheckpointError(f"{file}: bytes {offset} to {offset + view.nbytes} are behind byte {end} of {size}")
+        end = max(end, offset + view.nbytes)
+    for begin, _, in_block in split_targets([target for target in targets if target[1].nbytes], 0, end, BLOCK):
+        if in_block:
+            yield begin // BLOCK, in_block
 
 
-def cut(parts: Iterable[Part], step: int, most: int = sys.maxsize) -> Iterator[Views]:
+def split_targets(targets: Targets, begin: int, end: int, step: int) -> Iterator[tuple[int, int, Targets]]:
+    """Divide ``[begin, end)`` into ranges of `step` bytes, each with the parts of `targets` in it."""
+    index = 0
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
+        in_range = []
+        while index < len(targets) and targets[index][0] < stop:
+            offset, view = targets[index]
+            in_range.append((max(offset, start), view[max(start - offset, 0) : stop - offset]))
+            if offset + len(view) > stop:
+                break
+            index += 1
+        yield start, stop, in_range
+
+
+def regroup(parts: Iterable[Bytes], step: int, max_buffers: int = sys.maxsize) -> Iterator[Views]:
     """Yield the bytes of `parts` in groups of `step` bytes or `most` buffers, the smaller of the two."""
     group: Views = []
     room = step
@@ -237,248 +221,419 @@ def cut(parts: Iterable[Part], step: int, most: int = sys.maxsize) -> Iterator[V
         if not view.nbytes:
             continue  # it can't be cast if it has more than one dimension
         view = view.cast("B")
-        at = 0
-        while at < len(view):
-            group.append(view[at : at + room])
-            at += len(group[-1])
+        offset = 0
+        while offset < len(view):
+            group.append(view[offset : offset + room])
+            offset += len(group[-1])
             room -= len(group[-1])
-            if not room or len(group) == most:
+            if not room or len(group) == max_buffers:
                 yield group
                 group, room = [], step
     if group:
         yield group
 
 
-def exactly(groups: Iterable[Views], size: int, what: str) -> Iterator[Views]:
-    """Yield `groups`; raise CheckpointError if they do not have `size` bytes together, before any surplus byte is yielded."""
-    total = 0
-    for group in groups:
-        total += sum(map(len, group))
-        if total > size:
+def regroup_exactly(parts: Iterable[Bytes], step: int, size: int, file: str) -> Iterator[Views]:
+    """As `regroup`; CheckpointError if `parts` have not `size` bytes, before any surplus byte is yielded."""
+    missing = size
+    for group in regroup(parts, step):
+        missing -= sum(map(len, group))
+        if missing < 0:
             break
         yield group
-    if total != size:
-        raise CheckpointError(f"{what}: the parts are not the {size} bytes that were announced")
+    if missing:
+        raise CheckpointError(f"{file}: the parts are not the {size} bytes that were announced")
 
 
-# -- memory and threads ------------------------------------------------------------------------------------------------
+def drop_bytes(views: Views, count: int) -> Views:
+    """Drop the first `count` bytes of `views`, and empty views."""
+    remaining = []
+    for view in views:
+        if count < len(view):
+            remaining.append(view[count:])
+        count = max(count - len(view), 0)
+    return remaining
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A writable view of a contiguous CPU tensor's memory, without a copy. The view keeps the memory alive."""
-    if not is_plain(tensor):
-        raise CheckpointError(
-            f"a tensor {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} has no plain bytes on the CPU: "
-            "pass tensor.resolve_conj().resolve_neg().cpu().contiguous()"
-        )
-    size = tensor.numel() * tensor.itemsize
-    if not size:
-        return memoryview(bytearray())
-    memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
-    memory.tensor = tensor.detach()  # the view holds `memory`, which holds the tensor's storage
-    return memoryview(memory).cast("B")
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory holds its values row-major, so that it can be written as it is."""
-    strided = tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()
-    return strided and not tensor.is_conj() and not tensor.is_neg()
-
-
-class Pages(mmap.mmap):
-    """Zeroed memory from the kernel, in huge pages, whose first touch is cheap; unregistered from CUDA when its last view is gone."""
-
-    registered = 0  # its address, where CUDA knows it
-
-    def __new__(cls, size: int) -> Pages:
-        pages = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without them
-        return pages
-
-    def __del__(self) -> None:
-        if self.registered:
-            torch.cuda.cudart().cudaHostUnregister(self.registered)  # before mmap's own end, which unmaps
-
-
-def aligned(size: int) -> torch.Tensor:
-    """Page-aligned zero bytes as uint8, pinned (not from torch's pool of powers of two) if this process uses CUDA. Reuse it: it is slow."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    pages = Pages(size)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        runtime = torch.cuda.cudart()
-        if runtime.cudaHostRegister(memory.data_ptr(), size, 0) == runtime.cudaError.success:
-            pages.registered = memory.data_ptr()
-    return memory
-
-
-def address(view: memoryview) -> int:
-    """The address of a buffer; 1, which is never aligned, for a read-only view, whose address ctypes does not tell."""
-    return 1 if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes. Large copies release the GIL, which a slice assignment does not."""
-    if source.readonly or len(source) < 2**16:
-        target[:] = source
-    else:
-        ctypes.memmove(address(target), address(source), len(source))
-
-
-def spread(function: Callable[[T], R], items: Iterable[T], name: str) -> Iterator[R]:
-    """Run ``function(item)`` for each item on WORKERS threads, and yield results in the order of completion; the first error is raised.
-
-    `items` is iterated in the calling thread. Plain threads, since `concurrent.futures` takes no work while the interpreter shuts down.
-    """
-    tasks: SimpleQueue[tuple[T] | None] = SimpleQueue()
-    done: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-
-    def work() -> None:
-        while (task := tasks.get()) is not None:
-            try:
-                done.put((function(*task), None))
-            except BaseException as error:
-                done.put((None, error))
-
-    def result() -> R:
-        value, error = done.get()
-        if error is not None:
-            raise error
-        return value
-
-    threads: list[Thread] = []
-    running = 0
+def do(operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
+    """Run ``call(*arguments)``; an OSError names `path`. All system calls go through here, and tests replace it."""
     try:
-        for item in items:
-            if len(threads) < WORKERS:
-                thread = Thread(target=work, name=f"easymp-{name}", daemon=True)
-                try:
-                    thread.start()
-                    threads.append(thread)
-                except RuntimeError:  # no more threads here, or the interpreter ends
-                    if not threads:
-                        yield function(item)
-                        continue
-            tasks.put((item,))
-            running += 1
-            if running > WORKERS:
-                yield result()
-                running -= 1
-        for _ in range(running):
-            yield result()
+        return call(*arguments)
+    except OSError as error:
+        # Without a number, a name would replace its words.
+        if error.filename is None and error.errno is not None:
+            error.filename = path
+        raise
+
+
+def check_name(root: str, name: str) -> None:
+    if not PATH.fullmatch(name):
+        raise CheckpointError(f"{name!r} is not a file's name below {root}: use words with / between")
+
+
+class LocalStorage:
+    """The local folder at `root`."""
+
+    renames = True
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.fspath(root)
+        self._open_files: dict[str, tuple[int, int]] | None = None  # path → descriptor and size
+
+    def put(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> tuple[int, ...]:
+        """Write a new file of `size` bytes, durably; returns the CRC-32 of each BLOCK. An existing file is an error."""
+        return Writer(self.local_path(name), size).write(parts, tick)
+
+    def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> None:
+        """Write a file durably, and put it in the place of an existing one when it is complete."""
+        folder, slash, last = name.rpartition("/")
+        temporary = f"{folder}{slash}.new-{last}"
+        self.remove(temporary)  # of a process that was killed
+        try:
+            self.put(temporary, parts, size, tick)
+            do("replace", self.local_path(temporary), os.replace, self.local_path(temporary), self.local_path(name))
+        except BaseException:
+            self.remove(temporary)
+            raise
+        self.sync(folder)
+
+    def head(self, name: str, count: int) -> bytes:
+        """The first `count` bytes of a file, or all where it has fewer."""
+        path = self.local_path(name)
+        descriptor, size = _open(path)
+        try:
+            memory = bytearray(min(count, size))
+            _fill(path, descriptor, [memoryview(memory)], 0)
+        finally:
+            do("close", path, os.close, descriptor)
+        return bytes(memory)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a regular file; None where there is none."""
+        path, link = self._resolve(name)
+        try:
+            status = do("stat", path, os.lstat, path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) and not link else None
+
+    @contextmanager
+    def files_kept_open(self) -> Iterator[bool]:
+        """A context in which files stay open; its value says whether a second read is cheap."""
+        open_files = self._open_files = {}
+        try:
+            yield True  # the page cache has what was just read
+        finally:
+            self._open_files = None
+            for path, (descriptor, _) in open_files.items():
+                do("close", path, os.close, descriptor)
+
+    def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick | None) -> None:
+        """Read and check blocks of a file, for `SourceFile`: their numbers, and the targets to fill in each."""
+        path = self.local_path(file.name)
+        open_files = {} if self._open_files is None else self._open_files
+        try:
+            descriptor, size = open_files.get(path) or _open(path)
+        except (FileNotFoundError, NotADirectoryError):
+            file.check_size(None)
+            return
+        if self._open_files is not None and len(open_files) < MOST_OPEN:
+            open_files[path] = descriptor, size
+        try:
+            file.check_size(size)
+            for count in run_in_threads(Reader(file, path, descriptor).read_block, blocks, "read"):
+                if tick:
+                    tick(count)
+        finally:
+            if path not in open_files:
+                do("close", path, os.close, descriptor)
+
+    def local_path(self, name: str) -> str:
+        """The path of a file or folder; CheckpointError for one outside of the folder, or behind a link."""
+        path, link = self._resolve(name)
+        if link:
+            raise CheckpointError(f"{link}: a link, and links are not followed: put the folder itself there")
+        return path
+
+    def _resolve(self, name: str) -> tuple[str, str]:
+        """The path of `name`, and the first link on the way to it ("" if there is none)."""
+        path, link = self.root, ""
+        check_name(self.root, name)
+        for part in name.split("/") if name else ():
+            link = link or (path if path != self.root and os.path.islink(path) else "")
+            path = os.path.join(path, part)
+        return path, link
+
+    def list(self, folder: str = "") -> list[str]:
+        """Sorted names of files and folders right in `folder`; none where there is no such folder."""
+        path, link = self._resolve(folder)
+        if link or (folder and os.path.islink(path)):
+            return []
+        try:
+            return sorted(do("list", path, os.listdir, path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def modified(self, name: str) -> float:
+        """When a file or folder was last written to, in seconds since the epoch."""
+        path = self.local_path(name)
+        return do("stat", path, os.lstat, path).st_mtime
+
+    def make(self, folder: str) -> None:
+        """Make a folder and its parents; raise FileExistsError if it exists."""
+        path = self.local_path(folder)
+        make_parents(path)
+        do("mkdir", path, os.mkdir, path)
+
+    def sync(self, folder: str = "") -> None:
+        """Make changes of the names in `folder` durable."""
+        _sync(self.local_path(folder))
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a folder atomically, only where `renames`; `new` does not exist."""
+        source, target = self.local_path(old), self.local_path(new)
+        if os.path.lexists(target):  # the caller holds the writer lock, so that nothing comes in between
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        do("rename", source, os.rename, source, target)
+
+    def move(self, old: str, new: str) -> None:
+        """Rename a checkpoint's folder, else copy it and remove the old one. A kill leaves at least one with COMMIT."""
+        self.rename(old, new)
+        self.sync()
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with its content, COMMIT first. A missing one is ignored."""
+        path = self.local_path(name)
+        if not name:
+            raise CheckpointError(f"{path}: the folder of all checkpoints is not removed")
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(do("stat", path, os.lstat, path).st_mode):
+                commit = f"{path}/{COMMIT}"
+                with suppress(FileNotFoundError):
+                    do("unlink", commit, os.unlink, commit)
+                    _sync(path)  # or a power failure could keep COMMIT, and lose the files
+            _remove(path)
+
+
+def read_small(storage: Storage, name: str, limit: int) -> bytes:
+    """A whole small file; one of more than `limit` bytes is a CheckpointError."""
+    content = storage.head(name, limit + 1)
+    if len(content) > limit:
+        raise CheckpointError(f"{storage.root}/{name}: more than {limit} bytes, which easymp never writes")
+    return content
+
+
+WrittenBlock = tuple[int, int, int]  # a block's number, CRC-32 and bytes
+
+
+class Writer:
+    """A new file of `size` bytes at `path`; `write` does all of it. If it fails, the bytes written so far stay."""
+
+    def __init__(self, path: str, size: int) -> None:
+        self._path, self._size = path, size
+        self._cached = self._direct = -1  # descriptors: through the page cache, and past it
+        self._bounce_buffers: SimpleQueue[memoryview] = SimpleQueue()
+        self._crc32 = crc32()
+
+    def write(self, parts: Iterable[Bytes], tick: Tick | None) -> tuple[int, ...]:
+        """Write all `parts`, durably. Returns the CRC-32 of each block."""
+        checksums = [0] * block_count(self._size)
+        with ExitStack() as self._open_files:
+            self._cached = self._open("create", os.O_CREAT | os.O_EXCL, 0o666)
+            if self._size <= BLOCK:
+                views = [view for group in regroup_exactly(parts, PIECE, self._size, self._path) for view in group]
+                written_blocks: Iterable[WrittenBlock] = [self._write_cached((0, views))] if views else []
+            else:
+                blocks = enumerate(regroup_exactly(parts, BLOCK, self._size, self._path))
+                do("allocate", self._path, _allocate, self._cached, self._size)
+                write_block = self._write_direct if self._open_direct() else self._write_cached
+                written_blocks = run_in_threads(write_block, blocks, "write")
+            for block, crc, count in written_blocks:
+                checksums[block] = crc
+                if tick:
+                    tick(count)
+            do("fsync", self._path, os.fsync, self._cached)
+        return tuple(checksums)
+
+    def _open(self, operation: str, flags: int, *mode: int) -> int:
+        descriptor = do(operation, self._path, os.open, self._path, os.O_WRONLY | os.O_CLOEXEC | flags, *mode)
+        self._open_files.callback(do, "close", self._path, os.close, descriptor)
+        return descriptor
+
+    def _open_direct(self) -> bool:
+        """Open the file once more, past the page cache; False where the file system has no such way."""
+        if not DIRECT:
+            return False
+        try:
+            self._direct = self._open("open", os.O_NOFOLLOW | DIRECT)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return False
+        memory = memoryview(Pages(WORKERS * BOUNCE))
+        for start in range(0, len(memory), BOUNCE):
+            self._bounce_buffers.put(memory[start : start + BOUNCE])
+        return True
+
+    def _write_cached(self, task: tuple[int, Views]) -> WrittenBlock:
+        block, views = task
+        offset, crc = block * BLOCK, 0
+        for views_of_piece in regroup(views, PIECE, MOST_BUFFERS):
+            for view in views_of_piece:
+                crc = self._crc32(view, crc)
+            offset = self._put(views_of_piece, offset)
+        return block, crc, offset - block * BLOCK
+
+    def _write_direct(self, task: tuple[int, Views]) -> WrittenBlock:
+        block, views = task
+        offset, crc = block * BLOCK, 0
+        bounce = self._bounce_buffers.get()
+        try:
+            for chunk in regroup(views, BOUNCE):
+                is_aligned = len(chunk) == 1 and not address(chunk[0]) % PAGE
+                source = chunk[0] if is_aligned else bounce[: sum(map(len, chunk))]
+                end = 0
+                for (part,) in regroup(chunk, PIECE, 1):
+                    begin, end = end, end + len(part)
+                    if not is_aligned:
+                        copy(source[begin:end], part)
+                    crc = self._crc32(source[begin:end], crc)
+                offset = self._put_direct(source, offset)
+        finally:
+            self._bounce_buffers.put(bounce)
+        return block, crc, offset - block * BLOCK
+
+    def _put_direct(self, source: memoryview, offset: int) -> int:
+        descriptor = self._direct  # -1 as soon as any thread learns that the file system refuses
+        done_bytes, end = 0, len(source) - len(source) % PAGE if descriptor >= 0 else 0
+        while done_bytes < end:
+            try:
+                count = do("write", self._path, os.pwritev, descriptor, [source[done_bytes:end]], offset + done_bytes)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = -1  # the file system asks for more than our alignment
+                break
+            done_bytes += count - count % PAGE
+            if count < PAGE:
+                break
+        return self._put([source[done_bytes:]], offset + done_bytes)
+
+    def _put(self, views: Views, offset: int) -> int:
+        while views := drop_bytes(views, 0):
+            count = do("write", self._path, os.pwritev, self._cached, views, offset)
+            if not count:
+                raise OSError(errno.EIO, "the system wrote nothing, and did not say why", self._path)
+            offset += count
+            views = drop_bytes(views, count)
+        return offset
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Reserve disk space (ENOSPC now, not later) if the file system can; `posix_fallocate` would write every block."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    while fallocate is not None and fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV):
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+class Reader:
+    """An open file; a few threads read its blocks."""
+
+    def __init__(self, file: SourceFile, path: str, descriptor: int) -> None:
+        self._file, self._path, self._descriptor = file, path, descriptor
+        self._crc32 = crc32()
+        self._scratch_buffers: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(WORKERS):
+            self._scratch_buffers.put(memoryview(bytearray(PIECE)))
+
+    def read_block(self, task: tuple[int, Targets]) -> int:
+        """Read and verify a block, and fill the targets in it. Returns the number of bytes."""
+        block, targets = task
+        begin, end, crc = block * BLOCK, min((block + 1) * BLOCK, self._file.size), 0
+        for start, stop, in_piece in split_targets(targets, begin, end, PIECE):
+            if self._file.checksums is not None:
+                crc = self._read_piece(start, stop, in_piece, crc)
+            elif in_piece:
+                last_offset, last_view = in_piece[-1]
+                self._read_piece(in_piece[0][0], last_offset + len(last_view), in_piece)
+        if self._file.checksums is None:
+            return sum(len(view) for _, view in targets)
+        self._file.check_block(block, crc)
+        return end - begin
+
+    def _read_piece(self, begin: int, end: int, targets: Targets, crc: int = 0) -> int:
+        """Read ``[begin, end)`` into the targets, and into scratch memory between them; returns the CRC-32 with it."""
+        scratch = self._scratch_buffers.get()
+        in_place = len(targets) <= MOST_TARGETS
+        views, position = Views(), begin
+        for offset, view in targets if in_place else ():
+            views += [scratch[position - begin : offset - begin], view]
+            position = offset + len(view)
+        views.append(scratch[position - begin : end - begin])
+        try:
+            _fill(self._path, self._descriptor, views, begin)
+            if self._file.checksums is not None:
+                for view in views:
+                    crc = self._crc32(view, crc)
+            for offset, view in () if in_place else targets:
+                view[:] = scratch[offset - begin : offset - begin + len(view)]
+        finally:
+            self._scratch_buffers.put(scratch)
+        return crc
+
+
+def _open(path: str) -> tuple[int, int]:
+    """The descriptor and size of a regular file."""
+    try:
+        descriptor = do("open", path, os.open, path, READ_FLAGS)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise CheckpointError(f"{path}: a link, which is not followed: put the file itself there") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        do("close", path, os.close, descriptor)
+        raise CheckpointError(f"{path}: not a regular file: put the file itself there")
+    return descriptor, status.st_size
+
+
+def _fill(path: str, descriptor: int, views: Views, offset: int) -> None:
+    while views := drop_bytes(views, 0):
+        count = do("read", path, os.preadv, descriptor, views, offset)
+        if not count:
+            raise CheckpointError(f"{path}: ends at byte {offset} while it is read: another process changes it")
+        offset += count
+        views = drop_bytes(views, count)
+
+
+def make_parents(path: str) -> None:
+    """Make the missing folders above `path`, durably."""
+    parent = os.path.dirname(path)
+    if not parent or os.path.isdir(parent):
+        return
+    make_parents(parent)
+    with suppress(FileExistsError):  # another rank was quicker
+        do("mkdir", parent, os.mkdir, parent)
+    _sync(os.path.dirname(parent) or ".")
+
+
+def _sync(path: str) -> None:
+    descriptor = do("open", path, os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        do("fsync directory", path, os.fsync, descriptor)
     finally:
-        for _ in threads:
-            tasks.put(None)
-        for thread in threads:
-            thread.join()
+        do("close", path, os.close, descriptor)
 
 
-# -- progress ----------------------------------------------------------------------------------------------------------
-#
-# Shown where a save or load takes longer than two seconds, on the main process's stderr. A terminal shows one line that is rewritten.
-# Elsewhere there is at most one line every ten seconds, and one at the end. A background save draws
-# nothing; the log says when it is complete.
-
-
-SILENT = 2.0  # seconds until anything is said
-REDRAWN = 0.2  # seconds between two states of a terminal's line
-REPEATED = 10.0  # seconds between two lines elsewhere
-
-
-class Progress:
-    """A callable that counts bytes and shows progress. Use it in a ``with`` block; any thread may call it.
-
-    Args:
-        doing: the words during the work, such as ``"saving step-00000100"``.
-        done: the words at its end, such as ``"saved step-00000100"``.
-        shown: whether this process prints.
-        background: whether the program prints meanwhile; the block may then end before the work.
-        stream: output; None is sys.stderr.
-        clock: seconds.
-    """
-
-    def __init__(
-        self,
-        doing: str,
-        done: str,
-        shown: bool = True,
-        background: bool = False,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._doing, self._done, self._shown, self._background = doing, done, shown, background
-        self._stream, self._clock = stream if stream is not None else sys.stderr, clock
-        self._lock = threading.Lock()
-        self._count, self._total = 0, 0
-        self._began = clock()
-        self._terminal = self._stream.isatty()
-        self._next = self._began + (SILENT if self._terminal else REPEATED)
-        self._drawn = 0  # characters of the line that stands there
-
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            self._count += count
-            now = self._clock()
-            if not self._shown:
-                return
-            if self._background:
-                if count and self._count == self._total and now - self._began >= SILENT:
-                    logger.info("%s", self._end(now))
-            elif now >= self._next:
-                self._next = now + (REDRAWN if self._terminal else REPEATED)
-                self._draw(now)
-
-    def expect(self, total: int) -> None:
-        """Set the number of bytes that all calls together will report."""
-        with self._lock:
-            self._total = total
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        now = self._clock()
-        if self._background or not self._shown:
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):  # another rank was quicker
+        if not stat.S_ISDIR(do("stat", path, os.lstat, path).st_mode):
+            do("unlink", path, os.unlink, path)
             return
-        if self._drawn:
-            self._stream.write(f"\r{'':<{self._drawn}}\r")
-            self._stream.flush()
-        if kind is None and now - self._began >= SILENT:
-            print(self._end(now), file=self._stream, flush=True)
-
-    def _end(self, now: float) -> str:
-        return f"{self._done}: {size(self._count)} in {now - self._began:.1f} s, {self._rate(now)}"
-
-    def _rate(self, now: float) -> str:
-        return f"{size(self._count / max(now - self._began, 1e-9))}/s"
-
-    def _draw(self, now: float) -> None:
-        total = self._total
-        count = min(self._count, total or self._count)  # blocks may be read twice at edges
-        share = f" of {size(total)} ({count / total:.0%})" if total else ""
-        text = f"{self._doing}: {size(count)}{share}, {self._rate(now)}"
-        if not self._terminal:
-            print(text, file=self._stream, flush=True)
-            return
-        text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be rewritten
-        self._stream.write(f"\r{text:<{self._drawn}}")
-        self._stream.flush()
-        self._drawn = len(text)
-
-
-def of_ranks(world: World, doing: str, done: str, place: str, background: bool = False) -> Progress:
-    """The progress of rank 0, which represents all ranks."""
-    place = shown(place)
-    share = f" (rank 0 of {world.size})" if world.size > 1 else ""
-    return Progress(f"{doing} {place}{share}", f"{done} {place}{share}", world.rank == 0, background)
-
-
-def expect(tick: Tick, total: int) -> None:
-    """Tell `tick` the total number of bytes, if it has a method for that."""
-    if isinstance(tick, Progress):
-        tick.expect(total)
+        for name in sorted(do("list", path, os.listdir, path)):
+            _remove(f"{path}/{name}")
+        do("rmdir", path, os.rmdir, path)

@@ -1,34 +1,34 @@
 """A folder behind a URL, by fsspec: object stores, and other machines' file systems.
 
-There are no renames and no order between files, so only COMMIT says what exists. A file appears complete or not at all: one larger than a
-block is streamed in parts and committed at its end. fsspec and its packages know credentials and addresses. No listing is cached.
+There are no renames and no order between files, so only COMMIT says what exists. A file appears complete or not at all:
+one larger than a block is streamed in parts and committed at its end. fsspec and its packages know credentials and
+addresses. No listing is cached.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import UTC
+from datetime import UTC, datetime
 from functools import cache, partial
 from io import BytesIO
 from itertools import islice
 from typing import Any, TypeVar
 
 from ..base.rng import isolated
-from ..errors import CheckpointError
-from . import storage, storage_local
+from ..errors import CheckpointError, redact
+from . import storage
 from .manifest import BLOCK, COMMIT
-from .storage import Part, Runs, SourceFile, Storage, Tick
+from .progress import Tick
+from .storage import Bytes, SourceFile, Targets, block_count, check_name, crc32, regroup_exactly
 
 T = TypeVar("T")
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "memory"}
 """Protocols where a folder is only a prefix of names, and one call stores a small file atomically."""
 MOST_PARTS = 9_000  # of one upload; S3 takes 10,000
-AT_ONCE = 3  # blocks that are asked for together, and lie in memory until they are checked
-GAP = 2**16  # bytes that are read along, rather than ask twice
+BLOCKS_AT_ONCE = 3  # that are asked for together, and lie in memory until they are checked
 CODES = {
     FileNotFoundError: errno.ENOENT,
     FileExistsError: errno.EEXIST,
@@ -40,31 +40,31 @@ CODES = {
 """Clients raise these without a number; with it they keep their type and can carry the URL."""
 
 
-class RemoteStorage(Storage):
-    """See `Storage`. An error of a store's client that is not an OSError becomes one (EIO), with its words."""
+class RemoteStorage:
+    """The folder at the URL `root`, with the methods of `LocalStorage`.
+
+    An error of a store's client that is not an OSError becomes one (EIO), with its words.
+    """
 
     renames = False
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, root: str) -> None:
         import fsspec  # slow to import, and only URLs need it
 
-        self.place = storage.shown(place)
+        self.root = redact(root)
         try:
-            for kind in place.partition("://")[0].split("::"):
-                _import_client(kind)
-            self._fs, self._root = fsspec.url_to_fs(place)
+            for protocol in root.partition("://")[0].split("::"):
+                _import_client(protocol)
+            self._fs, self._prefix = fsspec.url_to_fs(root)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{self.place}: {error}. Install the package that fsspec needs for it (pip install 'easymp[s3]' for s3://)"
+                f"{self.root}: {error}. Install the package that fsspec needs for it (pip install 'easymp[s3]' for "
+                "s3://)"
             ) from None
-        kinds = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
-        self._folders = not kinds & OBJECT_STORES
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        self._has_folders = not protocols & OBJECT_STORES
 
-    # -- contents
-
-    def put(
-        self, name: str, parts: Iterable[Part], size: int, tick: Tick = storage.no_tick
-    ) -> tuple[int, ...]:
+    def put(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> tuple[int, ...]:
         path = self._path(name)
         if self._info(path) is not None:
             raise FileExistsError(errno.EEXIST, "the file exists, and is not written over", self._url(path))
@@ -73,110 +73,103 @@ class RemoteStorage(Storage):
             raise OSError(errno.EIO, f"{self.size(name)} bytes arrived of {size}", self._url(path))
         return checksums
 
-    def replace(self, name: str, content: bytes) -> None:
-        self._write(self._path(name), [content], len(content))
+    def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> None:
+        self._write(self._path(name), parts, size, tick)
 
-    def _write(
-        self, path: str, parts: Iterable[Part], size: int, tick: Tick = storage.no_tick
-    ) -> tuple[int, ...]:
-        checksums, total = [0] * storage.block_count(size), 0
-        whole = size <= BLOCK and not self._folders
-        part = max(BLOCK, -(-size // MOST_PARTS))
-        create = partial(self._fs.open, path, "wb", block_size=part, autocommit=False)
-        file: Any = BytesIO() if whole else self._do("create", path, create)
+    def _write(self, path: str, parts: Iterable[Bytes], size: int, tick: Tick | None) -> tuple[int, ...]:
+        checksums, total = [0] * block_count(size), 0
+        in_one_call = size <= BLOCK and not self._has_folders
+        part_size = max(BLOCK, -(-size // MOST_PARTS))
+        create = partial(self._fs.open, path, "wb", block_size=part_size, autocommit=False)
+        file: Any = BytesIO() if in_one_call else self._do("create", path, create)
         try:
-            for group in storage.exactly(storage.cut(parts, storage.PIECE), size, self._url(path)):
+            for group in regroup_exactly(parts, storage.PIECE, size, self._url(path)):
                 for view in group:
-                    checksums[total // BLOCK] = storage.crc32()(view, checksums[total // BLOCK])
+                    checksums[total // BLOCK] = crc32()(view, checksums[total // BLOCK])
                 self._do("write", path, file.write, b"".join(group) if len(group) > 1 else group[0])
                 count = sum(map(len, group))
                 total += count
-                tick(count)
-            if whole:
+                if tick:
+                    tick(count)
+            if in_one_call:
                 self._do("replace", path, self._fs.pipe_file, path, file.getvalue())
             else:
                 self._do("close", path, file.close)
                 self._do("replace", path, file.commit)
         except BaseException:
-            if not whole:
+            if not in_one_call:
                 self._abort(path, file)
             raise
         return tuple(checksums)
 
     def _abort(self, path: str, file: Any) -> None:
-        """Abort an upload and remove its parts."""
         # fsspec would complete its own buffered files at their end.
-        done = partial(setattr, file, "closed", True)
-        for step in (file.discard, done, file.close, partial(self._fs.rm_file, path)):
+        mark_closed = partial(setattr, file, "closed", True)
+        for step in (file.discard, mark_closed, file.close, partial(self._fs.rm_file, path)):
             with suppress(Exception):
                 step()
 
     def head(self, name: str, count: int) -> bytes:
-        path, found = self._path(name), self.size(name)
-        if found is None:
+        path, size = self._path(name), self.size(name)
+        if size is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", self._url(path))
-        if not min(count, found):
+        if not min(count, size):
             return b""  # some stores refuse an empty range
-        return self._do("read", path, partial(self._fs.cat_file, path, start=0, end=min(count, found)))
+        content: bytes = self._do("read", path, partial(self._fs.cat_file, path, start=0, end=min(count, size)))
+        return content
 
     def size(self, name: str) -> int | None:
         info = self._info(self._path(name))
         return None if info is None or info["type"] != "file" or info.get("islink") else info["size"]
 
-    def held(self) -> AbstractContextManager[bool]:
+    def files_kept_open(self) -> AbstractContextManager[bool]:
         return nullcontext(False)  # each reading comes over the network
 
-    def read(self, file: SourceFile, tasks: Iterable[tuple[int, Runs]], tick: Tick) -> None:
-        path, checked = self._path(file.name), file.checksums is not None
+    def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick | None) -> None:
+        path, is_checked = self._path(file.name), file.checksums is not None
         file.check_size(self.size(file.name))
-        tasks = iter(tasks)
-        while some := list(islice(tasks, AT_ONCE)):
-            spans: list[tuple[int, int, int, Runs]] = []  # block, first byte, the byte after the last, runs
-            for number, runs in some:
-                if checked:
-                    spans.append((number, number * BLOCK, min((number + 1) * BLOCK, file.size), runs))
-                else:
-                    spans.extend((number, *span) for span in _joined(runs))
-            _, starts, ends, _ = zip(*spans)
-            ask = partial(self._fs.cat_ranges, [path] * len(spans), [*starts], [*ends], on_error="raise")
-            for (number, begin, end, runs), content in zip(spans, self._do("read", path, ask)):
+        blocks = iter(blocks)
+        while batch := list(islice(blocks, BLOCKS_AT_ONCE)):
+            if is_checked:
+                ranges = [(block * BLOCK, min((block + 1) * BLOCK, file.size)) for block, _ in batch]
+            else:
+                ranges = [(targets[0][0], targets[-1][0] + len(targets[-1][1])) for _, targets in batch]
+            starts, ends = zip(*ranges)
+            fetch = partial(self._fs.cat_ranges, [path] * len(ranges), [*starts], [*ends], on_error="raise")
+            for (block, targets), (begin, end), content in zip(batch, ranges, self._do("read", path, fetch)):
                 if len(content) != end - begin:
                     raise CheckpointError(f"{file}: {len(content)} bytes came of {end - begin}: try again")
-                if checked:
-                    file.check(number, storage.crc32()(content, 0))
-                for at, view in runs:
-                    view[:] = memoryview(content)[at - begin : at - begin + len(view)]
-                tick(end - begin if checked else sum(len(view) for _, view in runs))
-
-    # -- names
-
-    def path(self, name: str) -> None:
-        self._path(name)
+                if is_checked:
+                    file.check_block(block, crc32()(content, 0))
+                for offset, view in targets:
+                    view[:] = memoryview(content)[offset - begin : offset - begin + len(view)]
+                if tick:
+                    tick(end - begin if is_checked else sum(len(view) for _, view in targets))
 
     def list(self, folder: str = "") -> list[str]:
         path = self._path(folder)
         self._fs.invalidate_cache()
         try:
-            found = self._do("list", path, partial(self._fs.ls, path, detail=False))
+            paths = self._do("list", path, partial(self._fs.ls, path, detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        names = {str(name).rstrip("/") for name in found} - {path.rstrip("/")}  # some list a file itself
+        names = {str(name).rstrip("/") for name in paths} - {path.rstrip("/")}  # some list a file itself
         return sorted(name.rpartition("/")[2] for name in names)
 
     def modified(self, name: str) -> float:
         path = self._path(name)
         info = self._info(path)
         files = [path] if info is not None else []
-        if info is not None and info["type"] != "file" and not self._folders:
+        if info is not None and info["type"] != "file" and not self._has_folders:
             files = self._do("list", path, self._fs.find, path)
         if not files:
             raise FileNotFoundError(errno.ENOENT, "no such file or folder", self._url(path))
-        times = [self._do("stat", file, self._fs.modified, file) for file in files]
+        times: list[datetime] = [self._do("stat", file, self._fs.modified, file) for file in files]
         return max((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() for time in times)
 
     def make(self, folder: str) -> None:
         path = self._path(folder)
-        if self._folders:
+        if self._has_folders:
             self._do("mkdir", path, partial(self._fs.makedirs, path, exist_ok=False))
         elif self.list(folder) or self._info(path) is not None:
             raise FileExistsError(errno.EEXIST, "the folder exists", self._url(path))
@@ -184,9 +177,12 @@ class RemoteStorage(Storage):
     def sync(self, folder: str = "") -> None:
         self._path(folder)  # names are durable at once
 
+    def rename(self, old: str, new: str) -> None:
+        raise NotImplementedError
+
     def move(self, old: str, new: str) -> None:
         source, target = self._path(old), self._path(new)
-        if self._folders:
+        if self._has_folders:
             self._do("rename", source, partial(self._fs.mv, source, target, recursive=True))
             return
         commit = f"{source}/{COMMIT}"
@@ -194,9 +190,9 @@ class RemoteStorage(Storage):
             self._do("copy", file, self._fs.cp_file, file, target + file.removeprefix(source))
         self.remove(old)
 
-    def remove(self, folder: str) -> None:
-        path = self._path(folder)
-        if not folder:
+    def remove(self, name: str) -> None:
+        path = self._path(name)
+        if not name:
             raise CheckpointError(f"{self._url(path)}: the folder of all checkpoints is not removed")
         info = self._info(path)
         if info is None:
@@ -211,51 +207,39 @@ class RemoteStorage(Storage):
             self._fs.invalidate_cache()
             self._do("rmdir", path, partial(self._fs.rm, path, recursive=True))
 
-    # -- the client
-
     def _path(self, name: str) -> str:
-        if not storage.PATH.fullmatch(name):
-            raise self.refusal(name)
-        return "/".join([self._root.rstrip("/"), *([name] if name else [])])
+        check_name(self.root, name)
+        return "/".join([self._prefix.rstrip("/"), *([name] if name else [])])
 
     def _url(self, path: str) -> str:
-        return self._fs.unstrip_protocol(path)  # without a password
+        return redact(self._fs.unstrip_protocol(path))
 
     def _info(self, path: str) -> dict[str, Any] | None:
         self._fs.invalidate_cache()
         try:
-            return self._do("stat", path, self._fs.info, path)
+            info: dict[str, Any] = self._do("stat", path, self._fs.info, path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return info
 
     def _do(self, operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
         try:
-            return storage_local.do(operation, self._url(path), call, *arguments)
+            return storage.do(operation, self._url(path), call, *arguments)
         except CheckpointError:
             raise
         except OSError as error:
             if error.errno is not None:
                 raise
             code = next((code for kind, code in CODES.items() if isinstance(error, kind)), errno.EIO)
-            raise OSError(code, str(error) or os.strerror(code), self._url(path)) from error
+            raise OSError(code, redact(str(error)) or os.strerror(code), self._url(path)) from error
         except Exception as error:
-            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self._url(path)) from error
+            raise OSError(errno.EIO, redact(f"{type(error).__name__}: {error}"), self._url(path)) from error
 
 
 @cache
-def _import_client(kind: str) -> None:
-    """Import the client of URLs of this `kind`, with Python's random stream put back afterwards."""
+def _import_client(protocol: str) -> None:
+    """Import the client of URLs of this `protocol`, with Python's random stream put back afterwards."""
     import fsspec
 
     with isolated():
-        fsspec.get_filesystem_class(kind)
-
-
-def _joined(runs: Runs) -> Iterator[tuple[int, int, Runs]]:
-    """Join runs that are close together: yields the first byte, the byte after the last, and the runs."""
-    near: Runs = []
-    for at, view in [*runs, (sys.maxsize, memoryview(b""))]:
-        if near and at - near[-1][0] - len(near[-1][1]) > GAP:
-            yield near[0][0], near[-1][0] + len(near[-1][1]), near
-            near = []
-        near.append((at, view))
+        fsspec.get_filesystem_class(protocol)

@@ -12,32 +12,33 @@ from __future__ import annotations
 
 import argparse
 
-from . import COMMANDS, front, module_of
-from .terminal import library
-
-SHELLS = ("bash", "fish", "zsh")
+from . import COMMANDS, main_parser, module_of
+from .terminal import require_packages
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="which")
+    parser.add_argument("shell", choices=("bash", "fish", "zsh"), help="the shell")
 
 
 def run(args: argparse.Namespace) -> int:
-    shtab = library("shtab", "to complete words in a shell")
-    root = front()
-    commands = root.add_subparsers(metavar="COMMAND")
-    for name, words in COMMANDS.items():
-        parser = commands.add_parser(name, help=words)
-        module_of(name).arguments(parser)
-        _complete_files(parser, shtab.FILE)
-    print(shtab.complete(root, args.shell))
+    require_packages("cli", "shtab")
+    import shtab
+
+    parser = main_parser()
+    subparsers = parser.add_subparsers(metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary)
+        module_of(name).arguments(subparser)
+        _complete_files(subparser, shtab.FILE)
+    print(shtab.complete(parser, args.shell))
     return 0
 
 
-def _complete_files(parser: argparse.ArgumentParser, file: object) -> None:
-    for action in parser._actions:  # argparse has no public list of a parser's arguments
+def _complete_files(parser: argparse.ArgumentParser, pattern: object) -> None:
+    """Let values without choices complete as names of files."""
+    for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                _complete_files(inner, file)
+            for subparser in action.choices.values():
+                _complete_files(subparser, pattern)
         elif action.choices is None and action.nargs != 0:
-            action.complete = file  # type: ignore[attr-defined]
+            action.complete = pattern  # type: ignore[attr-defined]  # an attribute that shtab reads

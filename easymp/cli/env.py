@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import platform
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from ..base.units import size
 from ..hardware import Hardware
 from ..settings import resolve
 from ..version import __version__
-from .terminal import print_json, table
+from .terminal import MACHINE_HELP, print_json, table
 
 if TYPE_CHECKING:
     from ..hardware import gpus
@@ -33,37 +34,27 @@ else:  # it imports torch
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    words = "another machine: 8xH100, 2x8xA100-80GB (two nodes), 64x80GB, 4xcpu"
-    parser.add_argument("--for", dest="machine", metavar="MACHINE", help=words)
+    parser.add_argument("--for", dest="machine", metavar="MACHINE", help=MACHINE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
     settings = resolve()
-    if args.machine is not None:
-        return _elsewhere(args, settings)
-    hardware = easymp.detect()
-    plan = easymp.make_plan(settings, hardware, distributed.read_ranks())
+    rows: list[Sequence[str]]
+    if args.machine is None:
+        hardware, ranks = easymp.detect(), distributed.read_ranks()
+        record = {"versions": versions(), "hardware": dataclasses.asdict(hardware), "kernels": kernels(hardware)}
+        rows = [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))]
+    else:
+        machine = gpus.describe(args.machine)
+        hardware, processes = machine.hardware, machine.processes
+        ranks = distributed.Ranks(0, machine.nodes * processes, 0, processes, f"--for {args.machine}")
+        record = {**machine._asdict(), "hardware": dataclasses.asdict(hardware)}
+        unknown = (["not known", sentence] for sentence in machine.unknown)
+        rows = [*facts(hardware), ["nodes", str(machine.nodes)], *unknown]
+    plan = easymp.make_plan(settings, hardware, ranks)
     if args.json:
-        facts_of = {"hardware": dataclasses.asdict(hardware), "kernels": kernels(hardware)}
-        return print_json({"versions": versions(), **facts_of, "plan": plan.as_dict()})
-    rows = [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))]
-    print(table([row for row in rows if row[1]]))
-    print("\nPlan")
-    print(plan.explain())
-    return 0
-
-
-def _elsewhere(args: argparse.Namespace, settings: easymp.Settings) -> int:
-    there = gpus.describe(args.machine)
-    world = there.nodes * there.processes
-    ranks = distributed.Ranks(0, world, 0, there.processes, f"--for {args.machine}")
-    plan = easymp.make_plan(settings, there.hardware, ranks)
-    if args.json:
-        known = {**there._asdict(), "hardware": dataclasses.asdict(there.hardware)}
-        return print_json({**known, "plan": plan.as_dict()})
-    unknown = [["not known", words] for words in there.unknown]
-    rows = [*facts(there.hardware), ["nodes", there.nodes], *unknown]
-    print(f"{table(rows, fold=True)}\n\nPlan\n{plan.explain()}")
+        return print_json({**record, "plan": plan.as_dict()})
+    print(f"{table([row for row in rows if row[1]], fold=args.machine is not None)}\n\nPlan\n{plan.explain()}")
     return 0
 
 
@@ -80,32 +71,32 @@ def versions() -> dict[str, str]:
 
 def facts(hardware: Hardware) -> list[list[str]]:
     """Rows of a name and a fact about the machine. Equal accelerators share a row."""
-    cpu = hardware.cpu
-    threads = f"{cpu.threads} threads usable, {cpu.numa_nodes} NUMA node(s)"
-    rows = [
-        ["processor", f"{cpu.name} ({cpu.architecture})"],
-        ["", f"{cpu.cores} cores, {threads}, {size(cpu.memory)}"],
-        ["", " ".join(sorted(cpu.features)) or "no vector instructions known"],
-    ]
-    rows = rows if cpu.architecture else []  # of a machine in words
-    alike = groupby(hardware.devices, lambda device: dataclasses.replace(device, index=0))
-    for _, group in alike:
-        one, *others = group
-        many = f"-{others[-1].index}" if others else ""
-        build = "" if one.built_for else "; this torch has no code for it"
-        count = f"{1 + len(others)} x " if others else ""
-        rows.append([f"{one.kind}:{one.index}{many}", f"{count}{one.name}, {size(one.memory)}{build}"])
-        units = one.tensor_cores | {name for name in ("bf16", "fp16") if getattr(one, name)}
-        rows.append(["", f"{one.architecture or ''} {' '.join(sorted(units))}".strip()])
-    rows += [["links", hardware.links]] if hardware.links else []
-    return rows + [["" if i else "not found", why] for i, why in enumerate(hardware.looked_for)]
+    cpu, rows = hardware.cpu, []
+    if cpu.architecture:  # a machine that was described in words has none
+        threads = f"{cpu.threads} threads usable, {cpu.numa_nodes} NUMA node(s)"
+        rows += [
+            ["processor", f"{cpu.name} ({cpu.architecture})"],
+            ["", f"{cpu.cores} cores, {threads}, {size(cpu.memory)}"],
+            ["", " ".join(sorted(cpu.features)) or "no vector instructions known"],
+        ]
+    for device, group in groupby(hardware.devices, lambda device: dataclasses.replace(device, index=0)):
+        indices = [member.index for member in group]
+        last_index = f"-{indices[-1]}" if len(indices) > 1 else ""
+        count = f"{len(indices)} x " if len(indices) > 1 else ""
+        note = "" if device.built_for else "; this torch has no code for it"
+        rows.append([f"{device.kind}:{indices[0]}{last_index}", f"{count}{device.name}, {size(device.memory)}{note}"])
+        units = device.tensor_cores | {name for name in ("bf16", "fp16") if getattr(device, name)}
+        rows.append(["", f"{device.architecture or ''} {' '.join(sorted(units))}".strip()])
+    if hardware.links:
+        rows.append(["links", hardware.links])
+    return rows + [["" if i else "not found", reason] for i, reason in enumerate(hardware.looked_for)]
 
 
 def kernels(hardware: Hardware) -> str:
     """The installed CuPy, or why the kernels do not run here. CuPy is not imported."""
     import torch
 
-    capability = next((d.capability for d in hardware.devices if d.kind == "cuda"), None)
-    found = cuda.facts(torch.device("cpu"))._replace(capability=capability)
-    wheels = ", ".join(f"{version} ({name})" for name, version in found.wheels.items())
-    return cuda.unavailable(found) or f"CuPy {wheels}"
+    nvidia = any(d.kind == "cuda" and d.capability is not None for d in hardware.devices)
+    cupy = cuda.facts(torch.device("cpu"))._replace(nvidia=nvidia)
+    wheels = ", ".join(f"{version} ({name})" for name, version in cupy.wheels.items())
+    return cuda.unavailable(cupy) or f"CuPy {wheels}"

@@ -9,6 +9,7 @@ examples:
   easymp launch --set strategy=fsdp --set strategy_options.cpu_offload=true train.py
   easymp launch --as accelerate train.py      `import accelerate` gives easymp, also in transformers; flags of
                                               `accelerate launch` may follow: --num_processes 2 --mixed_precision bf16
+  easymp launch --as deepspeed train.py       `import deepspeed` gives easymp; the script gets --local_rank=N
 
 on each of several machines, with the address of the first and a number of its own:
   easymp launch --nodes 2 --main-address node-a --node-rank 0 train.py
@@ -18,8 +19,8 @@ on a cluster with Slurm: one task a node in a job, or a batch script for it:
   srun easymp launch train.py
   easymp launch --slurm "submit --time=8:00:00" --processes 4 train.py
 
-Flags that are not given come from the table [launch] of easymp.toml. --set
-takes any setting, and wins over the script's own.
+Flags that are not given come from the table [launch] of easymp.toml. --set takes any setting, and wins over the
+script's own.
 """
 
 from __future__ import annotations
@@ -51,12 +52,10 @@ else:  # it imports torch
     modules_at_first_use(globals(), importers="config.importers")
 
 CPUS = 4  # of a process with a GPU and its loaders
-SHORT = {"-J": "--job-name", "-N": "--nodes", "-c": "--cpus-per-task", "-o": "--output", "-G": "--gpus"}
-# Options with the same meaning: ours is left out where one of these is given.
-SAME = {
-    "--gpus-per-node": ("--gpus", "--gres", "--gpus-per-task", "--gpus-per-socket"),
-    "--cpus-per-task": ("--cpus-per-gpu",),
-    "--requeue": ("--no-requeue",),
+# Options of sbatch that contradict ours.
+CONFLICTS = {
+    "--gpus-per-node": {"--gpus", "-G", "--gres", "--gpus-per-task", "--gpus-per-socket"},
+    "--cpus-per-task": {"--cpus-per-gpu"},
 }
 
 TEMPLATE = """\
@@ -66,15 +65,15 @@ TEMPLATE = """\
 # One task a node: it starts the node's processes, and all of them meet on the first node.
 srun ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {command}
 code=$?
-{again}exit "$code"
+{requeue}exit "$code"
 """
-AGAIN = f"""\
+REQUEUE = f"""\
 # A run that calls resume() was warned and has saved itself: back into the queue, from where it goes on.
 if [ "$code" -eq {RESTART} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 """
-RESTARTS = 3  # where nodes may come and go: a node that leaves ends the ranks of the others
+ELASTIC_RESTARTS = 3  # where nodes may come and go: a node that leaves ends the ranks of the others
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,159 +88,126 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--grace", type=float, metavar="SECONDS", help="that workers have to save after a signal (30)")
     numa = "workers may use the cores of all NUMA nodes"
     add("--no-numa", action="store_const", const=False, dest="numa", help=numa)
-    slurm_help = "print or submit: a batch script for Slurm; after the word, options of sbatch for it"
-    add("--slurm", metavar="WORDS", help=slurm_help)
+    slurm = "print or submit: a batch script for Slurm; after the word, options of sbatch for it"
+    add("--slurm", metavar="WORDS", help=slurm)
     add("--config", metavar="FILE", help="a project file in place of easymp.toml, for the workers too")
-    sets = "a setting for this run, over the script's own; may be repeated"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
-    name = "the script and its libraries get easymp under this name: accelerate"
-    add("--as", dest="name", choices=("accelerate",), help=name)
+    setting = "a setting for this run, over the script's own; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    alias = "the script and its libraries get easymp under this name: accelerate or deepspeed"
+    add("--as", dest="alias", choices=("accelerate", "deepspeed"), help=alias)
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="the script's path")
-    rest = "the script's own arguments, unchanged"
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=rest)
+    arguments = "the script's own arguments, unchanged"
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=arguments)
 
 
-def reworded(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Behind ``--as accelerate`` flags of ``accelerate launch`` count, too."""
-    if words[:2] != ["--as", "accelerate"]:
-        return words
-    own = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}
-    return [*words[:2], *importers.translate(words[2:], own)]
+def reworded(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Translate flags of ``accelerate launch`` behind ``--as accelerate``."""
+    if arguments[:2] != ["--as", "accelerate"]:
+        return arguments
+    flags = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}
+    return [*arguments[:2], *importers.translate(arguments[2:], flags)]
 
 
 def run(args: argparse.Namespace) -> int:
-    given = {name: value for name, value in vars(args).items() if name in settings.LAUNCHING}
-    wanted = settings.resolve_launching(args.config, **given)
+    flags = {name: value for name, value in vars(args).items() if name in settings.LAUNCHING}
+    launching = settings.resolve_launching(args.config, **flags)
     changes = {VARIABLE: str(Path(args.config).resolve())} if args.config else {}
     with env.override(**changes, **settings.overrides(args.set)):
-        settings.resolve()  # an error in it is said once, and not by each worker
+        settings.resolve()  # an error in it is printed once, and not by each worker
         if args.slurm is not None:
-            return _slurm(args, wanted)
+            return _slurm(args, launching)
         rendezvous, variables = find_nodes(
-            wanted.nodes, args.node_rank, wanted.main_address, wanted.main_port, wanted.wait
+            launching.nodes, args.node_rank, launching.main_address, launching.main_port, launching.wait
         )
-        usual = RESTARTS if rendezvous.elastic else 0
+        restarts = launching.max_restarts
+        if restarts is None:
+            restarts = ELASTIC_RESTARTS if rendezvous.elastic else 0
         return launch_script(
             args.script,
             args.arguments,
-            wanted.processes,
+            launching.processes,
             module=args.module,
-            max_restarts=usual if wanted.max_restarts is None else wanted.max_restarts,
+            max_restarts=restarts,
             rendezvous=rendezvous,
-            grace=wanted.grace,
-            numa=wanted.numa,
-            variables=variables if args.name is None else {**variables, "EASYMP_AS": args.name},
+            grace=launching.grace,
+            numa=launching.numa,
+            variables=variables if args.alias is None else {**variables, "EASYMP_AS": args.alias},
         )
 
 
-def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
-    """Print the batch script for a job, or hand it in."""
-    action, options = read_slurm(args.slurm)
+def _slurm(args: argparse.Namespace, launching: settings.Launching) -> int:
+    """Print the batch script of a job or hand it in. `args.slurm` is as in ``"submit --partition=gpu -t 2:00:00"``."""
+    action, _, options = args.slurm.strip().partition(" ")
+    if not action or action.startswith("-"):
+        action, options = "print", args.slurm.strip()
+    if action not in ("print", "submit") or "\n" in options:
+        raise SettingError(
+            f"--slurm {args.slurm!r}: it takes print or submit, and then options of sbatch, in one line, as in "
+            "'submit --time=2:00:00'"
+        )
     if not args.module:  # the job may find modules that this machine does not have
         check_script(args.script, module=False)
     if args.node_rank is not None:
-        raise SettingError(
-            f"--node-rank {args.node_rank} is for one node, and --slurm starts all: leave it out"
-        )
+        raise SettingError(f"--node-rank {args.node_rank} is for one node, and --slurm starts all: leave it out")
     names = ("nodes", "main_address", "wait", "max_restarts", "grace", "config")
-    flags = {"--processes": wanted.processes, **{f"--{n.replace('_', '-')}": getattr(args, n) for n in names}}
-    flags["--as"] = args.name
-    words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
-    words += [word for pair in args.set for word in ("--set", pair)]
-    words += ["--no-numa"] * (args.numa is False) + ["-m"] * args.module
+    flags = {"--processes": launching.processes, **{f"--{n.replace('_', '-')}": getattr(args, n) for n in names}}
+    flags["--as"] = args.alias
+    command = [text for flag, value in flags.items() if value is not None for text in (flag, str(value))]
+    command += [text for pair in args.set for text in ("--set", pair)]
+    command += ["--no-numa"] * (args.numa is False) + ["-m"] * args.module
     name = args.script.rpartition(".")[2] if args.module else Path(args.script).stem
-    text = batch_script(name, [*words, args.script, *args.arguments], options, wanted)
+    text = batch_script(name, [*command, args.script, *args.arguments], options.strip(), launching)
     if action == "print":
         print(text, end="")
         return 0
     if (program := shutil.which("sbatch")) is None:
-        raise SettingError(
-            "sbatch is not on PATH: run this on the cluster's login node, or use --slurm print"
-        )
-    return subprocess.run(
-        [program], input=text, text=True, check=False
-    ).returncode  # its words are the answer
+        raise SettingError("sbatch is not on PATH: run this on the cluster's login node, or use --slurm print")
+    return subprocess.run([program], input=text, text=True, check=False).returncode  # its output is the answer
 
 
-# -- the batch script of Slurm: one task a node, which starts the node's processes
-
-
-def read_slurm(text: str) -> tuple[str, list[str]]:
-    """Action and options of ``"submit --partition=gpu --time 2:00:00"``; without a word before the options it is "print"."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise SettingError(f"--slurm {text!r}: {error}; write it as in a shell") from None
-    action = words.pop(0) if words and not words[0].startswith("-") else "print"
-    if action not in ("print", "submit") or "\n" in text:
-        raise SettingError(
-            f"--slurm {text!r}: it takes print or submit, and then options of sbatch, in one line, as in 'submit --time=2:00:00'"
-        )
-    options: list[str] = []
-    for word in words:
-        if word.startswith("-"):
-            options.append(_quoted(word))
-        elif options:
-            options[-1] += " " + _quoted(word)
-        else:
-            raise SettingError(f"--slurm {text!r}: {word!r} is not an option of sbatch: it has no dash")
-    return action, options
-
-
-def batch_script(
-    name: str, command: Sequence[str], options: Sequence[str], wanted: settings.Launching
-) -> str:
+def batch_script(name: str, command: Sequence[str], options: str, launching: settings.Launching) -> str:
     """The text of a batch script that runs `easymp launch` with the arguments `command` on each node.
 
-    SIGUSR1 comes half a minute before the `grace` that a run has to save itself, and before preemption where Slurm is set so. A run
-    that has called ``resume`` ends with exit code 75, and the script puts the job back into the queue. `options` of sbatch replace ours.
+    SIGUSR1 comes half a minute before the `grace` that a run has to save itself, and before preemption where Slurm is
+    set so. sbatch takes the last of equal options, so the user's `options` follow ours.
     """
-    processes, nodes, gpus = wanted.processes, wanted.nodes, not settings.resolve().cpu
+    processes, nodes, gpus = launching.processes, launching.nodes, not settings.resolve().cpu
     if processes is None:
         raise SettingError(
             "--slurm asks for nodes that may be unlike this machine: say how many processes each is to run with "
             "--processes N (each gets a GPU; with EASYMP_CPU=1 none)"
         )
-    given = {_name(option) for option in options}
-    if not name.isprintable() and "--job-name" not in given:
+    user_flags = {flag if flag[1] == "-" else flag[:2] for flag in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", options)}
+    if not name.isprintable() and "--job-name" not in user_flags:
         raise SettingError(
             f"the script's name {name!r} cannot be the job's name in a batch script: "
             "name the job with --slurm 'print --job-name=NAME', or rename the script"
         )
     read_nodes(nodes or "1")
-    if nodes is not None and "--nodes" in given:
-        raise SettingError(
-            f"nodes are given twice, as --nodes {nodes} and among Slurm's options: leave one out"
-        )
-    ours = {
-        "--job-name": _quoted(name),
-        "--nodes": (nodes or "1").replace(":", "-"),
-        "--ntasks-per-node": "1",
-        "--cpus-per-task": str(processes * CPUS if gpus else processes),
-        "--gpus-per-node": str(processes) if gpus else None,
-        "--output": "%x-%j.out",
-        "--open-mode": "append",  # goes on in the same file, too
-        "--signal": f"USR1@{ceil(wanted.grace) + 30}",
+    if nodes is not None and user_flags & {"--nodes", "-N"}:
+        raise SettingError(f"nodes are given twice, as --nodes {nodes} and among Slurm's options: leave one out")
+    defaults = {
+        "--job-name": f"={_quoted(name)}",
+        "--nodes": f"={(nodes or '1').replace(':', '-')}",
+        "--ntasks-per-node": "=1",
+        "--cpus-per-task": f"={processes * CPUS if gpus else processes}",
+        "--gpus-per-node": f"={processes}",
+        "--output": "=%x-%j.out",
+        "--open-mode": "=append",  # a requeued job goes on in the same file
+        "--signal": f"=USR1@{ceil(launching.grace) + 30}",
         "--requeue": "",
     }
-    kept = {
-        key: value
-        for key, value in ours.items()
-        if value is not None and not given & {key, *SAME.get(key, ())}
-    }
-    lines = [*(f"{key}={value}" if value else key for key, value in kept.items()), *options]
-    words = shlex.join([sys.executable, "-m", "easymp", "launch", *command])
-    again = "" if "--no-requeue" in given else AGAIN
-    return TEMPLATE.format(options="\n".join(f"#SBATCH {line}" for line in lines), command=words, again=again)
+    if not gpus:
+        del defaults["--gpus-per-node"]
+    lines = [f"{flag}{value}" for flag, value in defaults.items() if not user_flags & {flag, *CONFLICTS.get(flag, ())}]
+    return TEMPLATE.format(
+        options="\n".join(f"#SBATCH {line}" for line in [*lines, options] if line),
+        command=shlex.join([sys.executable, "-m", "easymp", "launch", *command]),
+        requeue="" if "--no-requeue" in user_flags else REQUEUE,
+    )
 
 
-def _name(option: str) -> str:
-    """The long name of a line's option: of ``-N2``, ``-N 2``, ``--nodes=2`` and ``--nodes 2`` it is ``--nodes``."""
-    option = option.lstrip('"')
-    return re.split("[= ]", option)[0] if option.startswith("--") else SHORT.get(option[:2], option[:2])
-
-
-def _quoted(word: str) -> str:
+def _quoted(text: str) -> str:
     """As sbatch reads its lines: outside of quotes a blank ends a word, and # begins a comment."""
-    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"' if re.search(r"""[\s#\\'"]""", word) else word
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"' if re.search(r"""[\s#\\'"]""", text) else text

@@ -1,17 +1,16 @@
 """Draw the curves of runs from their JSON lines: finished ones, or as far as a running one has come.
 
-RUN is a file of rows (log.jsonl), or a folder: all runs below it are drawn, each
-with the name of its folder. The rows are those of acc.log, under log_with="jsonl",
-which is the default.
+RUN is a file of rows (log.jsonl), or a folder: all runs below it are drawn, each with the name of its folder. The rows
+are those of acc.log, under log_with="jsonl", which is the default.
 
 examples:
   easymp plot runs/one
   easymp plot runs/one runs/two --metric loss --metric 'val/*' --html curves.html
   easymp plot runs --x time --output curves.png
 
-The table of the last values is always printed. --html writes one page without
-links to other hosts, --output a picture (.png or .svg); without both the page is
-easymp-plot.html. They need matplotlib and jinja2: pip install 'easymp[report]'.
+The table of the last values is always printed. --html writes one page without links to other hosts, --output a picture
+(.png or .svg); without both the page is easymp-plot.html. They need matplotlib and jinja2: pip install
+'easymp[report]'.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ import base64
 import io
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ..base.units import flat
 from ..errors import SettingError, nearest
-from .terminal import table
+from .terminal import missing_packages, table, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which any kind of colour vision can tell apart (Color Universal Design, 2008), and dashes.
+# Okabe and Ito's colours, which any kind of colour vision can tell apart (Color Universal Design, 2008).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-DASHES = ("", "8 4", "2 2", "8 3 2 3", "5 2 2 2 2 2", "12 4")  # as SVG has them
+LINE_STYLES = ("-", "--", ":", "-.")
 NOISY = 60  # points from which on a curve has values of single batches, which scatter
-MOST = 2000  # points that are drawn of one curve
-PARTS = 25  # of a noisy curve; a running mean goes over each
+WINDOWS = 25  # of a running mean in a noisy curve
+RUNNING_MEANS = "Curves of many values are running means; the values themselves lie faintly behind."
 WIDTH, HEIGHT = 4.7, 3.2  # inches of a panel
-LOG = 30  # ratio of the largest to the smallest value from which on the axis is logarithmic
-OUTLIER = 5  # ratio of the longest to the shortest curve from which on the axis across is logarithmic
-INK, GRID = "#1b1f24", "#c9ced6"  # and in an SVG, where its reader prefers a dark page:
+LOG_RATIO = 30  # of the largest to the smallest value, from which on the axis is logarithmic
+INK, GRID = "#1b1f24", "#c9ced6"  # in an SVG they are variables, which change where its reader prefers a dark page
 DARK = "<style>svg{--ink:%s;--grid:%s}@media(prefers-color-scheme:dark){svg{--ink:#e8ebf0;--grid:#363d47}}</style>"
-STYLE = {
+STYLE: Any = {
     "text.parse_math": False,  # a name is not a formula
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -57,11 +56,7 @@ STYLE = {
     "grid.color": GRID,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     "legend.framealpha": 0,
-    "path.simplify_threshold": 0.5,
 }
-
-SPANS = ((2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
-"""Length of the longest run from which a unit of time is used, its seconds, and its name."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,17 +75,18 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError(f"--output {args.output}: name a file that ends with .png or .svg")
     runs = read(args.runs)
     names = choose(runs, args.metric)
-    print(table([["", "rows", "step", *names], *last(runs, names)], right=set(range(1, len(names) + 3))))
-    if lacking := missing("matplotlib", "jinja2"):
-        raise SettingError(f"No curves: {lacking}")
-    html = args.html or (None if args.output else Path("easymp-plot.html"))
-    made = list(panels(runs, names, args.x))
-    if not made:
+    heads = ["rows", "step", *names]
+    print(table([["", *heads], *last_values(runs, names)], right=set(range(1, len(heads) + 1))))
+    if sentence := missing_packages("report", "matplotlib", "jinja2"):
+        raise SettingError(f"No curves: {sentence}")
+    panels = list(make_panels(runs, names, args.x))
+    if not panels:
         raise SettingError(f"No curves: of {', '.join(names)} no run has logged a finite number")
+    html = args.html or (None if args.output else Path("easymp-plot.html"))
     if html:
-        write_page(runs, names, made, html)
+        html.write_text(make_page(runs, names, panels), encoding="utf-8")
     if args.output:
-        args.output.write_bytes(draw(made, min(2, len(made)), form))
+        args.output.write_bytes(draw(panels, min(2, len(panels)), form))
     print("\nwrote " + "\n      ".join(str(path) for path in (html, args.output) if path))
     return 0
 
@@ -98,144 +94,152 @@ def run(args: argparse.Namespace) -> int:
 # -- runs
 
 
+class Point(NamedTuple):
+    """A logged value."""
+
+    step: int
+    seconds: float  # since the start of the run
+    value: float
+
+
 class Run(NamedTuple):
     """One file of rows."""
 
     name: str  # of the folder or the file, unlike those of the other runs
     config: Mapping[str, Any]  # hyperparameters and settings by name, of the last start
-    rows: int  # how many
-    began: float  # seconds since 1970
-    points: Mapping[str, list[tuple[int, float, float]]]  # by logged name: step, seconds from start, value
+    rows: int
+    start: float  # seconds since 1970
+    curves: Mapping[str, list[Point]]  # by logged name
 
 
-def read(places: Sequence[Path]) -> list[Run]:
-    """The runs in files and folders."""
+def read(paths: Sequence[Path]) -> list[Run]:
+    """The runs in files and folders. A folder without runs is named on stderr, where others have some."""
     files: dict[Path, None] = {}
-    for place in places:
-        found, why = [place], "there is no such file or folder"
-        if not place.is_file():
-            found = sorted(p for p in place.rglob("*.jsonl") if _about(p).is_file())
-        if not found:
-            why = "no run has logged JSON lines below it" if place.is_dir() else why
-            raise SettingError(f"{place}: {why}. Pass the file of rows (log.jsonl), or the run's folder")
-        files |= dict.fromkeys(path.resolve() for path in found)
-    runs = [_read(path, name) for path, name in zip(files, _names(list(files)))]
+    problems = []
+    for path in paths:
+        rows = [path] if path.is_file() else sorted(p for p in path.rglob("*.jsonl") if _starts_file(p).is_file())
+        files |= dict.fromkeys(file.resolve() for file in rows)
+        if not rows:
+            reason = "no run has logged JSON lines below it" if path.is_dir() else "there is no such file or folder"
+            problems.append(f"{path}: {reason}. Pass the file of rows (log.jsonl), or the run's folder")
+    runs = [_read_run(file, name) for file, name in zip(files, _short_names(list(files)))]
+    if runs and not any(run.rows for run in runs):
+        problems.append(f"{next(iter(files))} has no rows of a run: pass a file that log_with='jsonl' has written")
     if not any(run.rows for run in runs):
-        first = next(iter(files))
-        raise SettingError(f"{first} has no rows of a run: pass a file that log_with='jsonl' has written")
+        raise SettingError(problems[0])
+    for problem in problems:
+        print(wrap(problem), file=sys.stderr)
     return runs
 
 
-def _names(files: Sequence[Path]) -> list[str]:
+def _short_names(files: Sequence[Path]) -> list[str]:
     """As much of each path as tells the files apart; the folder alone stands for its ``log.jsonl``."""
-    parts = [[*path.parts[:-1], *([path.stem] if path.stem != "log" else [])] for path in files]
+    paths = [[*file.parts[:-1], *([file.stem] if file.stem != "log" else [])] for file in files]
     depth = 1
-    while depth < max(map(len, parts)) and len({tuple(p[-depth:]) for p in parts}) < len(parts):
+    while depth < max(map(len, paths), default=0) and len({tuple(p[-depth:]) for p in paths}) < len(paths):
         depth += 1
-    return ["/".join(p[-depth:]) for p in parts]
+    return ["/".join(p[-depth:]) for p in paths]
 
 
-def _about(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix("l"))
-
-
-def _read(path: Path, name: str) -> Run:
+def _read_run(file: Path, name: str) -> Run:
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:  # the last line of a running process, half written
             continue
         if isinstance(row, dict) and {"_step", "_time"} <= row.keys():
             rows.append(row)
-    about = json.loads(_about(path).read_text(encoding="utf-8")) if _about(path).is_file() else {}
-    starts = about.get("starts") or [{"time": math.inf, "config": {}}]
-    # A tracker starts with the first rows that it gets.
-    began = min([starts[0]["time"], *(row["_time"] for row in rows[:1])])
-    points: dict[str, list[tuple[int, float, float]]] = {}
+    start, config = _read_starts(file)
+    start = min([start, *(row["_time"] for row in rows[:1])])  # a tracker starts with its first rows
+    curves: dict[str, list[Point]] = {}
     for row in rows:
         for key, value in row.items():
             number = _number(value)
             if not key.startswith("_") and "_table" not in row and number is not None:
-                points.setdefault(key, []).append((row["_step"], row["_time"] - began, number))
-    return Run(name, _settings(starts[-1]["config"]), len(rows), began, points)
+                curves.setdefault(key, []).append(Point(row["_step"], row["_time"] - start, number))
+    decisions = config.pop("easymp", {}).get("plan", {})
+    plan = {key: c["value"] for key, c in decisions.items() if isinstance(c, dict) and "value" in c}
+    return Run(name, flat({**plan, **config}), len(rows), start, curves)
+
+
+def _starts_file(file: Path) -> Path:
+    """The file beside the rows in which the tracker lists the starts of the run."""
+    return file.with_name(file.name.removesuffix("l"))
+
+
+def _read_starts(file: Path) -> tuple[float, dict[str, Any]]:
+    """The time of the first start, and the configuration of the last one; defaults without a file of the tracker."""
+    try:
+        starts = json.loads(_starts_file(file).read_text(encoding="utf-8"))["starts"]
+        return float(starts[0]["time"]), dict(starts[-1]["config"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return math.inf, {}
 
 
 def _number(value: Any) -> float | None:
     """Numbers, and the words that JSON lines have for those that are not finite."""
-    if value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number or value in ("NaN", "Infinity", "-Infinity") else None
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters, and the values of the plan."""
-    plan = config.get("easymp", {}).get("plan", {})
-    decided = {name: c["value"] for name, c in plan.items() if isinstance(c, dict) and "value" in c}
-    return flat({**decided, **{name: value for name, value in config.items() if name != "easymp"}})
+def choose(runs: Sequence[Run], patterns: Sequence[str]) -> list[str]:
+    """The logged names to draw: those that match one of `patterns`, in this order; by default all."""
+    logged = list(dict.fromkeys(name for run in runs for name in run.curves))
+    names: dict[str, None] = {}
+    for pattern in patterns or ["*"]:
+        matches = [name for name in logged if name == pattern or fnmatchcase(name, pattern)]
+        if not matches:
+            hint = nearest(pattern, logged) or "."
+            raise SettingError(f"no run has logged a number as {pattern!r}{hint} Logged: {', '.join(logged) or 'none'}")
+        names |= dict.fromkeys(matches)
+    return list(names)
 
 
-def choose(runs: Sequence[Run], asked: Sequence[str]) -> list[str]:
-    """The logged names to draw: those that match one of `asked`, in this order; by default all."""
-    known = list(dict.fromkeys(name for run in runs for name in run.points))
-    chosen: dict[str, None] = {}
-    for pattern in asked or ["*"]:
-        found = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
-        if not found:
-            near, logged = nearest(pattern, known) or ".", ", ".join(known) or "none"
-            raise SettingError(f"no run has logged a number as {pattern!r}{near} Logged: {logged}")
-        chosen |= dict.fromkeys(found)
-    return list(chosen)
-
-
-def last(runs: Sequence[Run], names: Sequence[str]) -> Iterator[list[str]]:
+def last_values(runs: Sequence[Run], names: Sequence[str]) -> Iterator[list[str]]:
     """A row a run: its name, rows, last step, and the last value of each name."""
     for run in runs:
-        step = max((points[-1][0] for points in run.points.values()), default=0)
-        values = [f"{run.points[name][-1][2]:.4g}" if name in run.points else "–" for name in names]
+        step = max((curve[-1].step for curve in run.curves.values()), default=0)
+        values = [f"{run.curves[name][-1].value:.4g}" if name in run.curves else "–" for name in names]
         yield [run.name, f"{run.rows:,}", f"{step:,}", *values]
 
 
-# -- curves ------------------------------------------------------------------------------------------------------------
-
-
-def panels(runs: Sequence[Run], names: Sequence[str], across: str) -> Iterator[Panel]:
-    """A panel for each name, with a curve for each run."""
-    longest = max((at for run in runs for points in run.points.values() for _, at, _ in points), default=0)
-    _, seconds, unit = next(span for span in SPANS if longest >= span[0])
-    axis, titles = "step" if across == "step" else f"{unit} since the start", [run.name for run in runs]
+def make_panels(runs: Sequence[Run], names: Sequence[str], x: str) -> Iterator[Panel]:
     for name in names:
-        lines = []
+        lines: list[Line] = []
         for series, run in enumerate(runs):
-            points = run.points.get(name, [])
-            drawn = [(step if across == "step" else at / seconds, value) for step, at, value in points]
-            lines += smoothed(series, drawn)
+            points = [(p.step if x == "step" else p.seconds, p.value) for p in run.curves.get(name, [])]
+            lines += smooth(series, points)
         if lines:
-            yield name, partial(curves, lines=lines, names=titles, across=axis, up=name)
+            label = "step" if x == "step" else "seconds since the start"
+            yield name, partial(draw_lines, lines=lines, names=[run.name for run in runs], x_label=label, y_label=name)
 
 
-def write_page(runs: Sequence[Run], names: Sequence[str], made: Sequence[Panel], file: Path) -> None:
+def make_page(runs: Sequence[Run], names: Sequence[str], panels: Sequence[Panel]) -> str:
     """One HTML file: a picture for each panel, and a table of the runs with the settings that differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    unlike = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
-    settings = [["–" if (v := run.config.get(key)) is None else str(v) for key in unlike] for run in runs]
-    text = page(
-        "plot.html.jinja",
-        made,
-        title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
-        heads=["run", "rows", "step", *names, *unlike],
-        rows=[[*cells, *more] for cells, more in zip(last(runs, names), settings)],
-        unlike=unlike,
-        noisy=any(len(points) > NOISY for run in runs for points in run.points.values()),
+    differing = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
+    rows = [["run", "rows", "step", *names, *differing]]
+    for run, cells in zip(runs, last_values(runs, names)):
+        settings = ("–" if (value := run.config.get(key)) is None else str(value) for key in differing)
+        rows.append([*cells, *settings])
+    note = f"The last values{', and the settings that differ' if differing else ''}."
+    noisy = any(len(curve) > NOISY for run in runs for curve in run.curves.values())
+    return render(
+        f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
+        [],
+        [
+            Section("Curves", panels=panels, notes=[RUNNING_MEANS] if noisy else []),
+            Section("Runs", rows, notes=[note], series=True),
+        ],
     )
-    file.write_text(text, encoding="utf-8")
 
 
-# -- drawing, for `easymp compare`, too --------------------------------------------------------------------------------
+# -- drawing, for `easymp compare`, too
 
 
 class Line(NamedTuple):
-    """One curve of series number `series`; the `main` one is drawn strongly and named, others faintly."""
+    """One line of series number `series`; the `main` one is drawn strongly and named, others faintly."""
 
     series: int
     points: list[tuple[float, float]]
@@ -245,116 +249,82 @@ class Line(NamedTuple):
 Panel = tuple[str, Callable[["Axes"], None]]  # a title, and a function that draws
 
 
-def missing(*needed: str) -> str:
-    """A sentence that names the packages among `needed` that are not installed; "" where all are."""
-    absent = [name for name in needed if find_spec(name) is None]
-    if not absent:
-        return ""
-    are, them = ("are", "them") if absent[1:] else ("is", "it")
-    return f"{' and '.join(absent)} {are} not installed. pip install 'easymp[report]' brings {them}."
-
-
-def smoothed(series: int, points: list[tuple[float, float]], main: bool = True) -> Iterator[Line]:
-    """The line of `points` without those that are not finite; of a noisy one its running mean, the main one's values behind it."""
+def smooth(series: int, points: list[tuple[float, float]], main: bool = True) -> Iterator[Line]:
+    """The line of the finite `points`; of a noisy one its running mean, with the main one's values behind it."""
     points = [point for point in points if all(map(math.isfinite, point))]
     if len(points) > NOISY:
         if main:
-            yield Line(series, thinned(points), False)
+            yield Line(series, points, False)
         points = running_mean(points)
     if points:
-        yield Line(series, thinned(points), main)
-
-
-def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """`MOST` of `points` or fewer, at equal distances, the last one included."""
-    return points[:: -1 - (len(points) - 1) // MOST][::-1]
+        yield Line(series, points, main)
 
 
 def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each value the mean of those around it: of one part in `PARTS` of all, fewer at the ends, as many on either side."""
-    half = max(1, len(points) // (2 * PARTS))
-    sums = [0.0, *accumulate(value for _, value in points)]
-    means = []
-    for i, (x, _) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
-        means.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
-    return means
+    """Each value the mean of as many values on either side, fewer at the ends."""
+    x, values = np.array(points, dtype=float).T
+    index, count = np.arange(len(x)), len(x)
+    reach = np.minimum(max(1, count // (2 * WINDOWS)), np.minimum(index, count - 1 - index))
+    sums = np.concatenate([[0.0], values.cumsum()])
+    means = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+    return list(zip(x.tolist(), means.tolist()))
 
 
-def curves(
+def draw_lines(
     axes: Axes,
     lines: Sequence[Line],
     names: Sequence[str],
-    across: str,
-    up: str,
-    share: bool = False,
+    x_label: str,
+    y_label: str,
+    percent: bool = False,
     from_zero: bool = False,
 ) -> None:
-    """Draw `lines`, with one legend entry for each main line.
+    """Draw `lines`, with one legend entry for each main line; a logarithmic axis where values differ by `LOG_RATIO`."""
+    from matplotlib.ticker import PercentFormatter
 
-    Args:
-        names: of the series, by number.
-        across, up: labels of the axes, with units.
-        share: values from 0 to 1 are shown as percent.
-        from_zero: the vertical axis begins at 0. Otherwise it is logarithmic where values differ by more than `LOG` times.
-    """
     values = [value for line in lines for _, value in line.points]
     if from_zero:
         axes.set_ylim(0, 1.05 * max(values))
-    elif share and all(0 <= value <= 1 for value in values):
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
-    elif min(values) > 0 and max(values) > LOG * min(values):  # equal steps would hide the small ones
-        logarithmic(axes, "y")
+    elif percent and all(0 <= value <= 1 for value in values):
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif min(values) > 0 and max(values) > LOG_RATIO * min(values):  # equal steps would hide the small ones
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
     for line in lines:
-        pattern = tuple(float(length) for length in dashes(line.series).split())
+        # Each pair of a colour and a style occurs once, for as many series as there are pairs.
+        style = LINE_STYLES[(line.series + line.series // len(COLOURS)) % len(LINE_STYLES)]
         axes.plot(
             *zip(*line.points),
             color=colour(line.series),
-            linestyle=(0, pattern) if pattern and line.main else "-",
+            linestyle=style if line.main else "-",
             linewidth=1.8 if line.main else 0.9,
             alpha=1 if line.main else 0.3,
             marker="o" if len(line.points) == 1 else None,
             label=names[line.series] if line.main else None,
         )
-    ends = [max(x for x, _ in line.points) for line in lines if line.main]
-    if ends and min(ends) > 0 and max(ends) > OUTLIER * min(ends):
-        logarithmic(axes, "x")
-        axes.set_xlim(left=min(ends) / 100)
-        across += ", logarithmic"
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.legend(fontsize="small")
 
 
-def logarithmic(axes: Axes, which: str, at: Sequence[float] = (1,)) -> None:
-    """Make the axis "x" or "y" of `axes` logarithmic, with plain numbers `at` these multiples of powers of ten."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    getattr(axes, f"set_{which}scale")("log")
-    axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(subs=at))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_formatter(NullFormatter())
-
-
-def draw(made: Sequence[Panel], columns: int, form: str, head: str = "") -> bytes:
-    """All panels in one image, as ``"svg"`` (for light and dark pages) or ``"png"``, under `head`."""
+def draw(panels: Sequence[Panel], columns: int, form: str, heading: str = "") -> bytes:
+    """All panels in one image, as ``"svg"`` (for light and dark pages) or ``"png"``, under a heading."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        lines = -(-len(made) // columns)
-        height = lines * HEIGHT + (0.8 if head else 0)
+        rows = -(-len(panels) // columns)
+        height = rows * HEIGHT + (0.8 if heading else 0)
         figure, file = Figure(figsize=(columns * WIDTH, height), layout="constrained"), io.BytesIO()
-        if head:
-            figure.suptitle(textwrap.fill(head, 100), fontsize=11, x=0.02, ha="left")
-        for place, (title, fill) in enumerate(made, 1):
-            axes = figure.add_subplot(lines, columns, place)
+        if heading:
+            figure.suptitle(textwrap.fill(heading, 100), fontsize=11, x=0.02, ha="left")
+        for number, (title, draw_panel) in enumerate(panels, 1):
+            axes = figure.add_subplot(rows, columns, number)
             axes.set_title(title, loc="left", fontsize=11)
-            fill(axes)
+            draw_panel(axes)
         svg = form == "svg"
-        about = {"Date" if svg else "Software": None}
-        figure.savefig(file, format=form, dpi=150, transparent=svg, metadata=about)
+        metadata = {"Date" if svg else "Software": None}
+        figure.savefig(file, format=form, dpi=150, transparent=svg, metadata=metadata)
     if not svg:
         return file.getvalue()
     text = file.getvalue().decode().replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
@@ -365,19 +335,33 @@ def colour(series: int) -> str:
     return COLOURS[series % len(COLOURS)]
 
 
-def dashes(series: int) -> str:
-    """Dashes of a series: each pair of them and a colour occurs once, for as many series as there are pairs."""
-    return DASHES[(series + series // len(COLOURS)) % len(DASHES)]
+class Section(NamedTuple):
+    """A part of a page: a table or plots, with sentences below it."""
+
+    title: str
+    rows: Sequence[Sequence[Any]] = ()  # the heads first; a cell is a text, or a pair with a smaller text below it
+    panels: Sequence[Panel] = ()
+    notes: Sequence[str] = ()
+    words: bool = False  # cells are sentences, and not numbers
+    series: bool = False  # each row has the colour of its number
 
 
-def page(template: str, made: Sequence[Panel], **values: Any) -> str:
-    """One HTML file without scripts and links, of a jinja2 template in this folder; words from outside are escaped."""
+def render(title: str, notes: Sequence[str], sections: Sequence[Section]) -> str:
+    """One HTML file without scripts and links; texts from outside are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    loader = FileSystemLoader(Path(__file__).parent)
-    blocks = {"trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
-    environment.globals |= {"colour": colour, "dashes": dashes}
-    coded = ((one[0], base64.b64encode(draw([one], 1, "svg")).decode()) for one in made)
-    images = [(title, f"data:image/svg+xml;base64,{code}") for title, code in coded]
-    return environment.get_template(template).render(images=images, **values)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["colour"] = colour
+    content = [{**section._asdict(), "images": list(map(_image, section.panels))} for section in sections]
+    return environment.get_template("page.html.jinja").render(title=title, notes=notes, sections=content)
+
+
+def _image(panel: Panel) -> tuple[str, str]:
+    """The title of a panel, and its picture as a URL."""
+    return panel[0], f"data:image/svg+xml;base64,{base64.b64encode(draw([panel], 1, 'svg')).decode()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import signal
@@ -10,32 +9,39 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from ..base import env
 from ..errors import SettingError
 
+MACHINE_HELP = "another machine: 8xH100, 2x8xA100-80GB (two nodes), 64x80GB, 4xcpu"  # of --for in several commands
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 
 
-def library(name: str, purpose: str) -> Any:
-    """A library of the extra `easymp[cli]`. Raises SettingError with the line that installs it."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise SettingError(f"{name} is needed {purpose}, and missing: pip install 'easymp[cli]'") from error
+def missing_packages(extra: str, *packages: str) -> str:
+    """A sentence that names those of `packages` that are not installed, of an extra or of none; "" where all are."""
+    names = [name for name in packages if find_spec(name) is None]
+    if not names:
+        return ""
+    command = f"'easymp[{extra}]'" if extra else " ".join(names)
+    return f"{' and '.join(names)} {'are' if names[1:] else 'is'} not installed: pip install {command}"
+
+
+def require_packages(extra: str, *packages: str) -> None:
+    """Raise SettingError with the line that installs those of `packages` that are missing."""
+    if sentence := missing_packages(extra, *packages):
+        raise SettingError(sentence)
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, by KeyboardInterrupt: child processes and temporary folders go with it."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM ends the block as Ctrl-C does, by KeyboardInterrupt, so that child processes are stopped."""
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def coloured() -> bool:
@@ -44,24 +50,23 @@ def coloured() -> bool:
 
 
 def paint(text: str, code: str) -> str:
-    """`text` in a colour, on a terminal; else as it is."""
+    """`text` in a colour on a terminal; unchanged elsewhere."""
     return f"\x1b[{code}m{text}\x1b[0m" if text and code and coloured() else text
 
 
 def width() -> int:
-    """Columns that a line may have: the terminal's, at least 40; 100 where there is none."""
+    """Columns of a line: the terminal's, at least 40; 100 where there is no terminal."""
     return max(40, shutil.get_terminal_size((100, 24)).columns)
 
 
-def wrap(text: str, indent: str = "") -> str:
-    """`text` in lines that fit, each line but the first after `indent`."""
-    return textwrap.fill(
-        text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def wrap(text: str, indent: str = "", columns: int = 0) -> str:
+    """`text` in lines that fit the terminal, or at least `columns`; each but the first begins with `indent`."""
+    fitting = max(width(), columns)
+    return textwrap.fill(text, fitting, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def plain(text: str) -> str:
-    """`text` without control characters, which are escaped."""
+    """`text` with control characters escaped."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 
@@ -72,18 +77,13 @@ def print_json(value: Any) -> int:
 
 
 def table(rows: Sequence[Sequence[Any]], right: Set[int] = frozenset(), fold: bool = False) -> str:
-    """Values in columns; None is an empty cell."""
+    """Values in columns, those of `right` aligned on the right; None is an empty cell. `fold` wraps the last column."""
     text = [["" if cell is None else plain(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*text)]
-    before = sum(widths[:-1]) + 2 * (len(widths) - 1)  # columns left of the last one
+    indent = " " * (sum(widths[:-1]) + 2 * (len(widths) - 1))
     lines = []
     for row in text:
-        cells = [
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))
-        ]
-        last = cells.pop().rstrip()
-        options = {"break_long_words": False, "break_on_hyphens": False}
-        pieces = textwrap.wrap(last, max(20, width() - before), **options) if fold else [last]
-        lines.append("  ".join([*cells, *pieces[:1]]).rstrip())
-        lines += [" " * before + piece for piece in pieces[1:]]
+        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        line = "  ".join(cells).rstrip()
+        lines.append(wrap(line, indent, len(indent) + 20) if fold else line)
     return "\n".join(lines)

@@ -1,48 +1,46 @@
 """Train something small on this machine, and compare the results with the known answers.
 
-The plan's precision and strategy run a training under every rank; collectives, the speed between ranks, each precision against fp32,
-a checkpoint written and read back, and the kernels where they run.
+The plan's precision and strategy run a training under every rank; collectives, the speed between ranks, each precision
+against fp32, a checkpoint written and read back, and the kernels where they run.
 
 examples:
   easymp test                  one process an accelerator; two without any
   easymp test --processes 4    four
   easymp test --json           for programs
 
-Exit codes: 0 all checks are good; 1 something is not.
+Exit codes: 0 all checks are good; 1 a check failed; 2 wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import hardware
 from ..launcher import launch_script
 from ..launcher.entrypoints import default_processes
 from ..settings import resolve_launching
-from .terminal import GREEN, RED, paint, print_json, table, wrap
+from .terminal import GREEN, RED, paint, print_json, table
 
-MARKS = {"good": ("good", GREEN), "bad": ("BAD", RED), "left out": ("–", "")}
+MARKS = {"good": "good", "bad": "BAD", "left out": "–"}
 
 
-@dataclass(frozen=True)
-class Row:
-    """A check over all ranks."""
+class Row(NamedTuple):
+    """The outcome of a check over all ranks."""
 
     check: str
     outcome: str  # "good", "bad" or "left out"
-    seconds: float  # of the rank that took longest
-    words: str  # figures of rank 0, or why it is bad or was left out
+    seconds: float  # of the slowest rank
+    message: str  # figures of rank 0, or why it is bad or was left out
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    words = "how many (easymp.toml's; else one an accelerator, or 2 without any)"
-    parser.add_argument("--processes", type=int, metavar="N", help=words)
+    default = "easymp.toml's; else one an accelerator, or 2 without any"
+    parser.add_argument("--processes", type=int, metavar="N", help=f"how many ({default})")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -50,64 +48,52 @@ def run(args: argparse.Namespace) -> int:
     processes = resolve_launching(processes=args.processes).processes
     if processes is None:  # one process alone has no collectives, and two CPU processes need only a CPU
         processes = max(default_processes(), 1 if hardware.detect().devices else 2)
-    found, plan, code = run_checks(processes)
-    good = code == 0 and bool(found) and all(row.outcome != "bad" for row in found)
+    rows, plan, code = run_checks(processes)
+    failed = [row for row in rows if row.outcome == "bad"]
+    success = code == 0 and bool(rows) and not failed
     if args.json:
-        rows = [dataclasses.asdict(row) for row in found]
-        print_json({"rows": rows, "plan": plan, "code": code, "good": good})
-    else:
-        print(told(found, plan, code, processes))
-    return 0 if good else 1
+        print_json({"rows": [row._asdict() for row in rows], "plan": plan, "code": code, "good": success})
+        return int(not success)
+    verdict = f"all is well on {processes} process{'es' * (processes > 1)}"
+    if failed:
+        verdict = f"{len(failed)} of {len(rows)} checks failed"
+    elif not success:
+        verdict = f"the ranks ended with exit code {code}; their output above says why"
+    cells = [[row.check, MARKS[row.outcome], f"{row.seconds:.1f}", row.message] for row in rows]
+    print(f"{plan}\n\n{table([['check', '', 'seconds', ''], *cells], right={2}, fold=True)}\n".lstrip("\n"))
+    print(paint(verdict, GREEN if success else RED))
+    return int(not success)
 
 
 def run_checks(processes: int) -> tuple[list[Row], str, int]:
     """The checks on `processes` ranks of this machine, the plan as rank 0 explains it, and the launcher's exit code."""
-    with tempfile.TemporaryDirectory(prefix="easymp-test-") as name:
-        folder = Path(name)
-        code = launch_script(f"{__package__}.selftest", [name], processes, module=True)
-        found: list[dict[str, dict[str, Any]]] = [{} for _ in range(processes)]
-        for rank, findings in enumerate(found):
+    with tempfile.TemporaryDirectory(prefix="easymp-test-") as scratch:
+        folder = Path(scratch)
+        code = launch_script(f"{__package__}.selftest", [scratch], processes, module=True)
+        outcomes: list[dict[str, dict[str, Any]]] = [{} for _ in range(processes)]
+        for rank, by_check in enumerate(outcomes):
             path = folder / f"rank-{rank}.jsonl"
             for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-                finding = json.loads(line)
-                findings[finding["check"]] = finding  # the last one counts
+                outcome = json.loads(line)
+                by_check[outcome["check"]] = outcome  # the end of a check replaces its beginning
+        checks = dict.fromkeys(check for by_check in outcomes for check in by_check)
+        rows = [combine(check, [by_check.get(check) for by_check in outcomes]) for check in checks]
         plan = folder / "plan.txt"
-        names = dict.fromkeys(name for findings in found for name in findings)
-        rows = [combined(name, [findings.get(name) for findings in found]) for name in names]
         return rows, plan.read_text(encoding="utf-8") if plan.exists() else "", code
 
 
-def combined(check: str, last: list[dict[str, Any] | None]) -> Row:
-    """A check by the last finding of each rank; None for a rank that did not come so far."""
-    seconds = max(finding["seconds"] for finding in last if finding)
-    bad = [(f["second_hand"], rank, f) for rank, f in enumerate(last) if f and f["outcome"] == "bad"]
-    gone = [rank for rank, finding in enumerate(last) if not finding or finding["outcome"] == "begun"]
-    if gone and all(second_hand for second_hand, _, _ in bad):  # which failed because another rank was gone
-        lost = "no rank came" if len(gone) == len(last) else f"rank {gone[0]} did not come"
-        return Row(check, "bad", seconds, f"{lost} to the end of it; the output above says why")
-    if bad:
-        _, rank, finding = min(bad, key=lambda one: one[:2])
-        who = f"rank {rank}: " if len(last) > 1 else ""
-        return Row(check, "bad", seconds, who + finding["words"])
-    first = next(finding for finding in last if finding)
-    return Row(check, first["outcome"], seconds, first["words"])
-
-
-def told(found: list[Row], plan: str, code: int, processes: int) -> str:
-    """The plan, a table of the checks with a sentence for each that failed, and the verdict."""
-    lines = [["check", "", "seconds", ""]]
-    for row in found:
-        words = "see below" if row.outcome == "bad" else row.words
-        lines.append([row.check, MARKS[row.outcome][0], f"{row.seconds:.1f}", words])
-    said, marks = [plan, ""], {row.check: MARKS[row.outcome] for row in found}
-    for line in table(lines, right={2}, fold=True).splitlines():
-        mark, colour = marks.get(line.split(" ")[0], ("", ""))
-        said.append(line.replace(f" {mark} ", f" {paint(mark, colour)} ", 1) if colour else line)
-    bad = [row for row in found if row.outcome == "bad"]
-    said += [""] * bool(bad) + [wrap(f"{row.check}: {row.words}", "  ") for row in bad]
-    verdict = f"all is well on {processes} process{'es' * (processes > 1)}"
-    if bad:
-        verdict = f"{len(bad)} of {len(found)} checks failed"
-    elif code or not found:
-        verdict = f"the ranks ended with exit code {code}; their output above says why"
-    return "\n".join([*said, "", verdict]).lstrip("\n")
+def combine(check: str, outcomes: Sequence[dict[str, Any] | None]) -> Row:
+    """The row of a check from the outcome on each rank; None for a rank that ended before it."""
+    seconds = max(outcome["seconds"] for outcome in outcomes if outcome)
+    failures = [
+        (o["peer_failed"], rank, o["message"]) for rank, o in enumerate(outcomes) if o and o["outcome"] == "bad"
+    ]
+    died = [rank for rank, outcome in enumerate(outcomes) if not outcome or outcome["outcome"] == "begun"]
+    if died and all(peer_failed for peer_failed, _, _ in failures):
+        subject = "no rank came" if len(died) == len(outcomes) else f"rank {died[0]} did not come"
+        return Row(check, "bad", seconds, f"{subject} to the end of it; the output above says why")
+    if failures:
+        _, rank, message = min(failures)  # the failure of a rank before those of ranks that waited for it
+        return Row(check, "bad", seconds, f"rank {rank}: {message}" if len(outcomes) > 1 else message)
+    outcome = next(outcome for outcome in outcomes if outcome)
+    return Row(check, outcome["outcome"], seconds, outcome["message"])

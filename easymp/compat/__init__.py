@@ -4,15 +4,15 @@
 |---|---|
 | ``from accelerate import Accelerator`` | ``from easymp.compat.accelerate import Accelerator`` |
 | ``from apex import amp`` | ``from easymp.compat.apex import amp`` |
-| ``from torch.cuda.amp import autocast, GradScaler`` | ``from easymp.compat.torch_cuda.amp import autocast, GradScaler`` |
+| ``from torch.cuda.amp import GradScaler`` | ``from easymp.compat.torch_cuda.amp import GradScaler`` |
 | ``import deepspeed`` | ``from easymp.compat import deepspeed`` |
 | ``import horovod.torch as hvd`` | ``import easymp.compat.horovod as hvd`` |
 | ``from lightning_fabric import Fabric`` | ``from easymp.compat.lightning_fabric import Fabric`` |
 
 `install` gives a process easymp under the name ``accelerate``, for libraries such as transformers that import it.
 
-Each layer is thin: the loss scale, strategies, optimizers and checkpoints are the library's own. A layer warns at most once, and `explain`
-prints the ignored options, and the lines of easymp that do the same as the layer.
+Each layer is thin: the loss scale, strategies, optimizers and checkpoints are the library's own. A layer warns of
+options without effect, and `explain` prints them, and the lines of easymp that do the same as the layer.
 """
 
 from __future__ import annotations
@@ -25,6 +25,4 @@ if TYPE_CHECKING:
     from .alias import install as install
     from .layer import explain as explain
 
-__all__, __getattr__, __dir__ = at_first_use(
-    __name__, globals(), {"alias": ("install",), "layer": ("explain",)}
-)
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), {"alias": ("install",), "layer": ("explain",)})

@@ -1,4 +1,7 @@
-"""easymp under the name ``accelerate``, for scripts and libraries that import that package. Nothing here imports torch."""
+"""easymp under the name ``accelerate`` or ``deepspeed``, for scripts and libraries that import that package.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -6,59 +9,73 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-NAME, VERSION = "accelerate", "1.15.0"  # the interface that this layer follows
-OWN = f"{__package__}."
+from ..errors import SettingError
+
+# Package → the version whose interface the layer follows, and the home page.
+PACKAGES = {
+    "accelerate": ("1.15.0", "https://github.com/huggingface/accelerate"),
+    "deepspeed": ("0.19.8", "https://github.com/deepspeedai/DeepSpeed"),
+}
+VERSION = PACKAGES["accelerate"][0]
 
 
 class Alias(ModuleType):
-    """A module of this layer under its name in Accelerate."""
+    """A module of a layer under its name in the original."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__: list[str] = []
-        vars(self)["_own"] = importlib.import_module(OWN + name)
+        self._target = importlib.import_module(f"{__package__}.{name}")
 
     def __getattr__(self, name: str) -> Any:
-        """A name of this layer; one that it says a replacement for can be imported here, and refuses to be called."""
-        own = vars(self)["_own"]
+        """A name of this layer; a refused one can be imported here, and a call of it is the error."""
         try:
-            return getattr(own, name)
+            return getattr(self._target, name)
         except ImportError as error:
-            instead = getattr(own.__getattr__, "instead", {})
+            instead = getattr(self._target.__getattr__, "instead", {})
             if name not in instead:
                 raise AttributeError(str(error)) from None
-            stand_in = importlib.import_module(f"{OWN}{NAME}.plugins").stand_in
+            stand_in = importlib.import_module(f"{__package__}.accelerate.plugins").stand_in
             vars(self)[name] = stand_in(f"{self.__name__}.{name}", instead[name])
             return vars(self)[name]
 
 
 class Package(Distribution):
-    """The metadata that libraries look up: name and version."""
+    """The metadata that libraries look up: name, version and home page."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def read_text(self, filename: str) -> str | None:
-        text = f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
+        version, home_page = PACKAGES[self._name]
+        text = f"Metadata-Version: 2.1\nName: {self._name}\nVersion: {version}\nHome-page: {home_page}\n"
         return text if filename == "METADATA" else None
 
-    def locate_file(self, path: Any) -> Any:
-        return path
+    def locate_file(self, path: Any) -> Path:
+        return Path(path)
 
 
-class Finder(DistributionFinder):
-    """Finds ``accelerate`` and the modules below it here."""
+class Finder(DistributionFinder, Loader):
+    """Finds the package `name` and the modules below it here."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname.partition(".")[0] != NAME:
+        if fullname.partition(".")[0] != self._name:
             return None
         try:
-            importlib.import_module(OWN + fullname)
+            importlib.import_module(f"{__package__}.{fullname}")
         except ModuleNotFoundError:
             return None
-        return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
+        return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return Alias(spec.name)
@@ -67,15 +84,19 @@ class Finder(DistributionFinder):
         """Nothing: the module is imported."""
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
-        if context is None or context.name in (None, NAME):
-            yield Package()
+        if context is None or context.name in (None, self._name):
+            yield Package(self._name)
 
 
-def install() -> None:
-    """Give this process easymp under the name ``accelerate``: call it before the first import of a library that uses Accelerate.
+def install(name: str = "accelerate") -> None:
+    """Give this process easymp under the name of another package, before the first import of a library that uses it.
+
+    Args:
+        name: "accelerate" or "deepspeed".
 
     Raises:
-        RuntimeError: Accelerate itself is imported already.
+        SettingError: another name.
+        RuntimeError: the package itself is imported already.
 
     Example:
         >>> from easymp.compat import install
@@ -84,11 +105,11 @@ def install() -> None:
         >>> accelerate.Accelerator.__module__
         'easymp.compat.accelerate.accelerator'
     """
-    there = sys.modules.get(NAME)
-    if isinstance(there, Alias):
+    if name not in PACKAGES:
+        raise SettingError(f"install({name!r}): pass one of {', '.join(PACKAGES)}")
+    imported = sys.modules.get(name)
+    if isinstance(imported, Alias):
         return
-    if there is not None:
-        raise RuntimeError(
-            "call install() before the import of accelerate, or `easymp launch --as accelerate`"
-        )
-    sys.meta_path.insert(0, Finder())
+    if imported is not None:
+        raise RuntimeError(f"call install({name!r}) before the import of {name}, or `easymp launch --as {name}`")
+    sys.meta_path.insert(0, Finder(name))

@@ -1,15 +1,16 @@
 """Messages and module addresses that the layers share.
 
-A layer warns once about options without effect, records the native lines for the features that a script uses, and says what replaces
-absent names. `explain` prints the records on request, so that a migrated script runs without a flood of advice.
+A layer warns of options without effect, records the native lines for the features that a script uses, and says what
+replaces absent names. `explain` prints the records on request.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any, ClassVar
@@ -18,11 +19,10 @@ import torch
 
 from ..distributed import Ranks
 from ..errors import EasympWarning, nearest
-from ..logging import get_logger
 from ..protocols import Source
 from ..settings import Settings
 
-logger = get_logger(__name__)
+LAYERS: list[Layer] = []
 
 
 class Layer:
@@ -32,50 +32,76 @@ class Layer:
         self.name = name
         self.ignored: dict[str, str] = {}  # option → why it has no effect, or what to do instead
         self.native: dict[str, str] = {}  # feature in use → lines of easymp that do the same
-        self.refused: dict[str, str] = {}  # module of the original → what to use instead
+        self.refused_modules: dict[str, str] = {}  # module of the original → what to use instead
+        self._joined: dict[str, str] | None = None  # options ignored inside of `one_warning`
         LAYERS.append(self)
 
-    def ignore(self, words: Mapping[str, str]) -> None:
-        """Note known options without effect, with the reasons. The first call warns, later ones log."""
-        new = {what: why for what, why in words.items() if what not in self.ignored}
-        said = "; ".join(f"{what} ({why})" for what, why in new.items())
-        text = f"{self.name}: without effect here: {said}. easymp.compat.explain() says more"
-        if self.ignored and new:
-            logger.info("%s", text)
-        elif new:
-            warnings.warn(text, EasympWarning, stacklevel=3)
-        self.ignored.update(new)
+    def ignore(self, reasons: Mapping[str, str]) -> None:
+        """Note options without effect, with the reasons. A call with a new option warns of all that it names."""
+        new_options = reasons.keys() - self.ignored.keys()
+        self.ignored.update(reasons)
+        if self._joined is not None:
+            self._joined.update(reasons)
+        elif new_options:
+            self._warn(reasons, stacklevel=4)
 
-    def use(self, what: str, lines: str) -> None:
-        """Record that `what` was used, and the `lines` that do the same in a script for easymp itself."""
-        self.native[what] = lines
+    @contextmanager
+    def one_warning(self) -> Iterator[None]:
+        """Join what is ignored inside into one warning at the end, which comes each time."""
+        joined: dict[str, str] = {}
+        self._joined = joined
+        try:
+            yield
+        finally:
+            self._joined = None
+        if joined:
+            self._warn(joined, stacklevel=5)
 
-    def absent(
-        self, module: str, instead: Mapping[str, str], known: Callable[[], list[str]]
-    ) -> Callable[[str], Any]:
-        """A module's ``__getattr__``: absent names of the original `module` fail with their replacement, from `instead`.
+    def _warn(self, reasons: Mapping[str, str], stacklevel: int) -> None:
+        options = "; ".join(f"{option} ({reason})" for option, reason in reasons.items())
+        text = f"{self.name}: without effect here: {options}. easymp.compat.explain() says more"
+        warnings.warn(text, EasympWarning, stacklevel=stacklevel)
 
-        The error is an ImportError, also for attributes: Python replaces the words of an AttributeError in ``from … import``.
-        """
+    def use(self, feature: str, lines: str) -> None:
+        """Record that `feature` is used, and the `lines` that do the same in a script for easymp itself."""
+        self.native[feature] = lines
 
-        def missing(name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            way = nearest(name, known()) or f". Here are {', '.join(known())}"
-            if found := instead.get(name) or self.refused.get(f"{module}.{name}"):
-                way = f": {found}"
-            raise ImportError(f"{module}.{name} is not part of easymp.compat{way}")
+    def absent(self, module: str, instead: Mapping[str, str], public: Callable[[], Sequence[str]]) -> AbsentNames:
+        """The ``__getattr__`` of the original's `module`, whose `public` names are here."""
+        return AbsentNames(self, module, instead, public)
 
-        vars(missing)["instead"] = instead
-        return missing
+    def explain(self) -> str:
+        """Native lines, and options without effect; "" for a layer that is not in use."""
+        if not (self.native or self.ignored):
+            return ""
+        lines = [f"# {self.name} → easymp", "from easymp import Accelerator"]
+        for feature, code in self.native.items():
+            lines += ["", f"# {feature}", code.strip()]
+        if self.ignored:
+            lines += ["", *(f"# without effect: {option} ({reason})" for option, reason in self.ignored.items())]
+        return "\n".join(lines)
 
 
-LAYERS: list[Layer] = []
+@dataclass(frozen=True)
+class AbsentNames:
+    """A module's ``__getattr__``: absent names fail with what to use instead.
 
+    The error is an ImportError, also for attributes: Python replaces the text of an AttributeError in ``from …
+    import``.
+    """
 
-def unless_set(asked: Settings, name: str, given: Any, default: str) -> Any:
-    """The value of an argument: `default` where neither the script nor the environment nor a file says another."""
-    return default if given is None and asked.source(name)[0] is Source.DEFAULT else given
+    layer: Layer
+    module: str
+    instead: Mapping[str, str]  # name → its replacement
+    public: Callable[[], Sequence[str]]
+
+    def __call__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        address, names = f"{self.module}.{name}", list(self.public())
+        replacement = self.instead.get(name) or self.layer.refused_modules.get(address)
+        hint = f": {replacement}" if replacement else nearest(name, names) or f". Here are {', '.join(names)}"
+        raise ImportError(f"{address} is not part of easymp.compat{hint}")
 
 
 def explain() -> str:
@@ -90,65 +116,61 @@ def explain() -> str:
         >>> text = explain()
         no layer of easymp.compat is in use
     """
-    parts = []
-    for layer in LAYERS:
-        if not (layer.native or layer.ignored):
-            continue
-        lines = [f"# {layer.name} → easymp", "from easymp import Accelerator"]
-        for what, code in layer.native.items():
-            lines += ["", f"# {what}", code.strip()]
-        lines += [""] * bool(layer.ignored)
-        lines += [f"# without effect: {what} ({why})" for what, why in layer.ignored.items()]
-        parts.append("\n".join(lines))
-    text = "\n\n".join(parts) or "no layer of easymp.compat is in use"
+    text = "\n\n".join(filter(None, (layer.explain() for layer in LAYERS))) or "no layer of easymp.compat is in use"
     print(text)  # noqa: T201
     return text
 
 
-class _Refused(MetaPathFinder):
+class RefusedModules(MetaPathFinder):
     """Fails imports of the modules that a layer refuses, with their replacement."""
 
-    words: ClassVar[dict[str, str]] = {}  # the module's full name → the error's words
+    messages: ClassVar[dict[str, str]] = {}  # by the module's full name
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname in self.words:
-            raise ModuleNotFoundError(self.words[fullname], name=fullname)
+        if fullname in self.messages:
+            raise ModuleNotFoundError(self.messages[fullname], name=fullname)
 
 
-sys.meta_path.append(_Refused())
+sys.meta_path.append(RefusedModules())
 
 
-def named(*things: Any, **others: Any) -> dict[str, Any]:
-    """Functions and classes by their names, and `others`."""
-    return {thing.__name__: thing for thing in things} | others
+def by_name(*functions: Any, **aliases: Any) -> dict[str, Any]:
+    """Functions and classes by their names, and `aliases`."""
+    return {function.__name__: function for function in functions} | aliases
 
 
 def submodules(
     package: str, table: Mapping[str, Mapping[str, Any] | ModuleType | str], layer: Layer, original: str
 ) -> None:
-    """Register modules that hold names of `package`, which is `original` in messages, at the addresses by which scripts import them.
+    """Register modules that hold names of `package`, which is `original` in messages, where scripts import them.
 
-    `table` has the module's names, or a module of ours that gives its ``__all__``, by the address below `package`. The key ``"absent"`` has
-    replacements by name, or is the module's ``__getattr__``. A string refuses the module, and all below it.
+    `table` has, by address, the module's names, a module of ours, or a string, which refuses it and all below it. The
+    key ``"absent"`` among the names has replacements by name, or is the module's ``__getattr__``.
     """
-    for address, names in table.items():
+    for address, entry in table.items():
         parent, _, leaf = f"{package}.{address}".rpartition(".")
         vars(sys.modules[parent]).setdefault("__path__", [])  # a file may have modules below it, too
-        if isinstance(names, str):
-            layer.refused[f"{original}.{address}"] = names
-            _Refused.words[f"{parent}.{leaf}"] = f"{original}.{address} is not part of easymp.compat: {names}"
+        if isinstance(entry, str):
+            layer.refused_modules[f"{original}.{address}"] = entry
+            RefusedModules.messages[f"{parent}.{leaf}"] = f"{original}.{address} is not part of easymp.compat: {entry}"
             continue
-        whole = isinstance(names, ModuleType)
-        names = {name: getattr(names, name) for name in names.__all__} if whole else dict(names)  # type: ignore[union-attr, arg-type]
-        module = ModuleType(f"{parent}.{leaf}", f"``{original}.{address}``.")
+        names: dict[str, Any] = (
+            dict(entry) if isinstance(entry, Mapping) else {n: vars(entry)[n] for n in entry.__all__}
+        )
         instead = names.pop("absent", {})
-        listed = sorted(names)
-        vars(module).update(names, __all__=listed, __path__=[])
-        absent = layer.absent(f"{original}.{address}", instead, partial(list, listed))
-        vars(module)["__getattr__"] = instead if callable(instead) else absent
+        public = sorted(names)
+        if not callable(instead):
+            instead = layer.absent(f"{original}.{address}", instead, public.copy)
+        module = ModuleType(f"{parent}.{leaf}", f"``{original}.{address}``.")
+        vars(module).update(names, __all__=public, __path__=[], __getattr__=instead)
         sys.modules[module.__name__] = module
         # A function or class of the same name wins: accelerate.utils.tqdm, apex.parallel.LARC.
         vars(sys.modules[parent]).setdefault(leaf, module)
+
+
+def unless_set(settings: Settings, name: str, argument: Any, default: str) -> Any:
+    """The value of an argument: `default` where neither the script nor the environment nor a file names one."""
+    return default if argument is None and settings.source(name)[0] is Source.DEFAULT else argument
 
 
 def device_of(ranks: Ranks) -> torch.device:

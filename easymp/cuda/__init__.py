@@ -1,7 +1,7 @@
 """Kernels of our own for the step after backward, which no compiler fuses.
 
-`rule` and `kernel` write the text of a `Kernel`, `cupy_launcher` compiles and launches it, `step` runs all of them. Names are loaded at
-first use, so that a process without a GPU loads none of them.
+`rule` and `kernel` write the text of a `Kernel`, `cupy_launcher` compiles and launches it, `step` runs all of them.
+Names are loaded at first use, so that a process without a GPU loads none of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from ..base.lazy import at_first_use
 
 EMA = "ema"  # key of the average in an optimizer's state
 _HOMES = {
-    "cupy_launcher": ("Unavailable", "facts", "launcher_for", "unavailable", "warn_once"),
+    "cupy_launcher": ("facts", "launcher_for", "unavailable", "warn_once"),
     "kernel": ("TYPES", "upload"),
     "rounding": ("Rounding", "key_of", "stochastic"),
     "rule": ("Scale", "complete"),
-    "step": ("FusedStep", "takes"),
+    "step": ("FusedStep", "steps"),
 }
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

@@ -1,7 +1,7 @@
-"""Kernels launched on a GPU by CuPy; and why they cannot run on a device, in words for the plan.
+"""Kernels launched on a GPU by CuPy; and the reason, for the plan, why they cannot run on a device.
 
-`unavailable` judges by the installed packages, without importing CuPy (0.5 s, and a wrong wheel loads wrong libraries). A device that
-passes is tried once with a kernel of known answer. Nothing here raises: torch's own path is always there.
+`unavailable` judges by the installed packages, without importing CuPy (0.5 s, and a wrong wheel loads wrong libraries).
+A device that passes is tried once with a kernel of known answer. Nothing here raises: torch's own path is always there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -22,8 +21,6 @@ from ..base import env
 from ..errors import EasympWarning, KernelError
 from .kernel import PREAMBLE, THREADS, Kernel
 
-# Oldest compute capability that a CUDA toolkit compiles for, by its major version (release notes of CUDA 12.0 and 13.0).
-OLDEST = {12: (5, 0), 13: (7, 5)}
 # Distributions of CuPy, by their CUDA version: wheels of 11 and newer; None for a build from source or conda's.
 WHEELS = {"cupy": None, **{f"cupy-cuda{major}x": major for major in range(11, 20)}}
 
@@ -35,14 +32,7 @@ class Facts(NamedTuple):
     hip: str | None
     importable: bool  # whether there is a module cupy
     wheels: Mapping[str, str]  # distributions of CuPy by name, with their versions
-    capability: tuple[int, int] | None  # of the device; None for other makers than NVIDIA
-
-
-@dataclass(frozen=True)
-class Unavailable:
-    """Why there are no kernels."""
-
-    reason: str
+    nvidia: bool  # whether the device is an NVIDIA GPU
 
 
 def facts(device: torch.device) -> Facts:
@@ -54,18 +44,17 @@ def facts(device: torch.device) -> Facts:
         except PackageNotFoundError:
             pass
     nvidia = device.type == "cuda" and torch.version.hip is None
-    capability = torch.cuda.get_device_capability(device) if nvidia else None
-    return Facts(torch.version.cuda, torch.version.hip, find_spec("cupy") is not None, wheels, capability)
+    return Facts(torch.version.cuda, torch.version.hip, find_spec("cupy") is not None, wheels, nvidia)
 
 
 def unavailable(facts: Facts) -> str | None:
     """Why kernels cannot run, as far as `facts` say; None where they may."""
-    cuda, hip, importable, wheels, capability = facts
+    cuda, hip, importable, wheels, nvidia = facts
     if hip is not None:
         return "our kernels are CUDA's: torch is built for ROCm"
     if cuda is None:
         return "torch is built without CUDA"
-    if capability is None:
+    if not nvidia:
         return "our kernels run on NVIDIA GPUs only"
     major = int(cuda.split(".")[0])
     extra = f"pip install 'easymp[cuda{major}]'"
@@ -76,23 +65,18 @@ def unavailable(facts: Facts) -> str | None:
         return f"CuPy is not installed: {extra}"
     for name in wheels:
         if WHEELS[name] not in (None, major):
-            why = f"{name} is installed, but torch is built for CUDA {cuda}"
-            return f"{why}: pip uninstall {name}, then {extra}"
-    low, high = OLDEST.get(major, OLDEST[max(OLDEST)])
-    if capability < (low, high):
-        here = ".".join(map(str, capability))
-        return f"CUDA {major} compiles for compute capability {low}.{high} and newer, and this GPU has {here}"
+            return f"{name} is installed, but torch is built for CUDA {cuda}: pip uninstall {name}, then {extra}"
     return None
 
 
-_launchers: dict[torch.device, CupyLauncher | Unavailable] = {}
+_launchers: dict[torch.device, CupyLauncher | str] = {}
 _warned: list[str] = []
 
 
-def launcher_for(device: torch.device) -> CupyLauncher | Unavailable:
+def launcher_for(device: torch.device) -> CupyLauncher | str:
     """The launcher of `device`, the same one at each call, or why there is none.
 
-    The first call compiles a kernel and waits for it, so it comes before any CUDA graph is captured. Warns once if CuPy is there and fails.
+    The first call compiles a kernel and waits for it, before any CUDA graph is captured. Warns once if CuPy fails.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -101,9 +85,9 @@ def launcher_for(device: torch.device) -> CupyLauncher | Unavailable:
     return _launchers[device]
 
 
-def _try(device: torch.device) -> CupyLauncher | Unavailable:
-    seen = facts(device)
-    reason = unavailable(seen)
+def _try(device: torch.device) -> CupyLauncher | str:
+    packages = facts(device)
+    reason = unavailable(packages)
     if reason is None:
         launcher = CupyLauncher(device)
         try:
@@ -112,24 +96,24 @@ def _try(device: torch.device) -> CupyLauncher | Unavailable:
             return launcher
         except Exception as error:  # any fault of an optional package: training goes on without it
             reason = str(error) if isinstance(error, KernelError) else f"{type(error).__name__}: {error}"
-    if seen.wheels and seen.capability is not None:
+    if packages.wheels and packages.nvidia:
         warn_once(reason)
-    return Unavailable(reason)
+    return reason
 
 
 def warn_once(reason: str) -> None:
     """Warn, once a process, that kernels fail here though CuPy is installed."""
     if not _warned:
         _warned.append(reason)
-        what = f"CuPy's kernels cannot be used, torch's own steps run instead: {reason}"
-        warnings.warn(what, EasympWarning, stacklevel=3)
+        message = f"CuPy's kernels cannot be used, torch's own steps run instead: {reason}"
+        warnings.warn(message, EasympWarning, stacklevel=3)
 
 
-# Each thread adds its number, by way of half precision, times `scale`, and `more`: arguments, sums and stores are seen to work.
+# Each thread adds its number, by way of half precision, times `scale`, and `offset`.
 PROBE = Kernel(
     "probe",
-    ("uint64 out", "int64 more", "float64 scale"),
-    "u16 bits = float_to_half((float)thread); sum += half_to_float(bits) * scale + (double)more;",
+    ("uint64 out", "int64 offset", "float64 scale"),
+    "u16 bits = float_to_half((float)thread); sum += half_to_float(bits) * scale + (double)offset;",
     ("sum",),
     "at<double>(out)[block] = sum;",
 )
@@ -137,15 +121,15 @@ PROBE = Kernel(
 
 def probe(launcher: CupyLauncher) -> None:
     """Run `PROBE` on two blocks; KernelError if it cannot be compiled or started, or its answer is wrong."""
-    out = torch.zeros(2, dtype=torch.float64, device=launcher.device)
-    launcher.launch(PROBE, 2, [out.data_ptr(), 3, 0.5])
+    sums = torch.zeros(2, dtype=torch.float64, device=launcher.device)
+    launcher.launch(PROBE, 2, [sums.data_ptr(), 3, 0.5])
     expected = 0.5 * THREADS * (THREADS - 1) / 2 + 3 * THREADS
-    if out.tolist() != [expected, expected]:
-        raise KernelError(f"a kernel on {launcher.device} wrote {out.tolist()} where {expected} was due")
+    if sums.tolist() != [expected, expected]:
+        raise KernelError(f"a kernel on {launcher.device} wrote {sums.tolist()} where {expected} was due")
 
 
 def keep_cache_writable() -> None:
-    """CuPy fails at its import, or at a compilation, where its folder of compiled kernels cannot be written: then keep them in memory."""
+    """Keep compiled kernels in memory where CuPy cannot write its folder: its import or a compilation would fail."""
     folder = env.read("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     try:
         os.makedirs(folder, exist_ok=True)
@@ -156,16 +140,16 @@ def keep_cache_writable() -> None:
         env.put({"CUPY_CACHE_DIR": tempfile.gettempdir(), "CUPY_CACHE_IN_MEMORY": "1"})
 
 
-# -- the launcher -------------------------------------------------------------------------------------------------------
+# -- the launcher ------------------------------------------------------------------------------------------------------
 
 # CuPy makes ``extern "C" __global__`` around a grid-stride loop ``CUPY_FOR(i, _ind.size())``, and starts
-# ``min(2^31 - 1, size / block_size)`` blocks. With ``size`` a multiple of the block and fewer blocks than that, each thread runs the loop
-# once and all threads of a block together, so a barrier in it is legal. A start of one thread does nothing: it compiles and loads a
-# kernel before it is needed. Nothing is allocated or waited for: arguments are numbers, torch owns all memory, and each start is on
-# torch's current stream. Subnormal float32 numbers are flushed to zero (CuPy passes ``-ftz=true``).
+# ``min(2^31 - 1, size / block_size)`` blocks. With ``size`` a multiple of the block, each thread runs the loop once and
+# all threads of a block together, so a barrier in it is legal. A start of one thread does nothing: it compiles and
+# loads a kernel before it is needed. Nothing is allocated or waited for: arguments are numbers, torch owns all memory,
+# and each start is on torch's current stream. Subnormal float32 numbers are flushed to zero (CuPy passes
+# ``-ftz=true``).
 
 OPTIONS = ("--std=c++17",)
-MOST_BLOCKS = 2**31 - 1
 _WARPS = THREADS // 32
 
 # The order of a sum: lanes 16, 8, 4, 2, 1 apart within each warp, then the warps 4, 2, 1 apart.
@@ -191,18 +175,18 @@ template <int N> DEVICE double over_lanes(double x) {
 
 def operation(kernel: Kernel) -> str:
     """The text in the loop of `kernel`."""
-    zeros = " ".join(f"double {s} = 0.0;" for s in kernel.sums)
     finish = kernel.after
     if kernel.sums:
-        warp = "{0} = over_lanes<32>({0}); if (!(thread & 31)) {0}_of[thread >> 5] = {0};"
-        total = f"{{0}} = over_lanes<{_WARPS}>(thread < {_WARPS} ? {{0}}_of[thread] : 0.0);"
-        warps, totals = (" ".join(map(text.format, kernel.sums)) for text in (warp, total))
-        finish = f"{warps}\n__syncthreads();\nif (thread < 32) {{ {totals} if (thread == 0) {{ {kernel.after} }} }}"
+        warps = "".join(
+            f"{s} = over_lanes<32>({s}); if (!(thread & 31)) {s}_of[thread >> 5] = {s};\n" for s in kernel.sums
+        )
+        totals = " ".join(f"{s} = over_lanes<{_WARPS}>(thread < {_WARPS} ? {s}_of[thread] : 0.0);" for s in kernel.sums)
+        finish = f"{warps}__syncthreads();\nif (thread < 32) {{ {totals} if (thread == 0) {{ {kernel.after} }} }}"
     return f"""
 if (_ind.size() >= {THREADS}) {{
 const i64 block = blockIdx.x; (void)block;
 const int thread = threadIdx.x; (void)thread;
-{zeros}
+{" ".join(f"double {s} = 0.0;" for s in kernel.sums)}
 {{ {kernel.body} }}
 {finish}
 }}
@@ -211,7 +195,7 @@ const int thread = threadIdx.x; (void)thread;
 
 def elementwise(kernel: Kernel) -> Any:
     """`kernel` as a cupy.ElementwiseKernel, which compiles when it is first called on a device."""
-    import cupy  # optional
+    import cupy  # type: ignore[import-untyped]  # optional, without types
 
     return cupy.ElementwiseKernel(
         ", ".join(kernel.arguments),
@@ -232,8 +216,8 @@ class CupyLauncher:
         self.device = device
         self._kernels: dict[Kernel, Any] = {}
 
-    def ready(self, kernels: Iterable[Kernel]) -> None:
-        """Compile and load those of `kernels` that are not; KernelError if one cannot be. Not while a graph is captured."""
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        """Compile and load those of `kernels` that are not; KernelError if one cannot be. Not inside a capture."""
         for kernel in kernels:
             if kernel not in self._kernels:
                 try:
@@ -244,21 +228,16 @@ class CupyLauncher:
                 self._kernels[kernel] = function
 
     def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
-        """Run `kernel` on `blocks` blocks, with a number for each argument, without a wait; KernelError if it cannot be started."""
-        function = self._kernels.get(kernel)
-        if function is None:
-            self.ready([kernel])
-            function = self._kernels[kernel]
-        if not 0 < blocks <= MOST_BLOCKS:
-            raise KernelError(f"{kernel.name} was given {blocks} blocks: a launch takes 1 to {MOST_BLOCKS}")
+        """Run `kernel` on `blocks` blocks, a number an argument, without a wait; KernelError if it cannot start."""
+        self.compile([kernel])
         try:
-            self._start(function, blocks * THREADS, arguments)
+            self._start(self._kernels[kernel], blocks * THREADS, arguments)
         except Exception as error:
             raise self._error(kernel, "started", error) from error
 
-    def _error(self, kernel: Kernel, done: str, error: Exception) -> KernelError:
-        said = " ".join(str(error).split())[:300]  # a compiler's log is long
-        return KernelError(f"{kernel.name} cannot be {done} on {self.device}: {type(error).__name__}: {said}")
+    def _error(self, kernel: Kernel, action: str, error: Exception) -> KernelError:
+        message = " ".join(str(error).split())[:300]  # a compiler's log is long
+        return KernelError(f"{kernel.name} cannot be {action} on {self.device}: {type(error).__name__}: {message}")
 
     def _start(self, function: Any, size: int, arguments: Sequence[int | float]) -> None:
         index = self.device.index

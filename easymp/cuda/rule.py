@@ -1,15 +1,20 @@
-"""Update rules as data, and the kernels made from them: the third and the fourth launch of a step.
+"""Update rules of optimizers, and the kernels made from them.
 
-The third (`prepare`) computes step counters, bias corrections and every other number of a whole tensor, on the device, in float64: in
-float32 `1.f - 0.999f` is off by 1.3e-5. It also moves a borrowed loss scale. lr may be a tensor of the device and the counters are the
-optimizer's own, so a captured step goes on counting when it is replayed; a group's other numbers are those of the capture. The fourth
-(`update`) reads each element once and writes it once, with the average of the weights and the low-precision copy of the model.
+A rule is text, one assignment a line, which is both Python and C++. Kernels run it on numbers; where no kernels run,
+`optim.rules` runs it on lists of tensors. It may call sqrt, pow, where, maximum and sign.
+
+Two kernels make a step. `prepare` runs a thread for each tensor: it moves a loss scale, and computes the step counter,
+bias corrections and other numbers of a tensor in float64, since in float32 `1.f - 0.999f` is off by 1.3e-5. lr may be a
+tensor of the device and the counters are the optimizer's own, so a captured step goes on counting when it is replayed;
+a group's other numbers are those of the capture. `update` reads and writes each element once, with the average of the
+weights and the low-precision copy of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,12 +23,10 @@ from torch import Tensor
 
 from ..base.dtensor import local
 from . import EMA
-from .kernel import THREADS, Kernel, Role, alike, stream
+from .kernel import THREADS, Kernel, Role, same_layout, stream
 
 Group = Mapping[str, Any]
 Number = str | Callable[[Group], float]  # a key of a param group, or a function of it
-# C++ on floats, once an element; or a function of the states that a group has.
-Element = str | Callable[[tuple[str, ...]], str]
 
 
 def direction(group: Group) -> float:
@@ -31,67 +34,83 @@ def direction(group: Group) -> float:
     return -1.0 if group["maximize"] else 1.0
 
 
-def average(group: Group) -> float:
-    """The share of a gradient in the first average, of optimizers that have the option `grad_averaging`."""
-    return 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
-
-
-BETAS = {"beta1": lambda group: group["betas"][0], "beta2": lambda group: group["betas"][1]}
+BETAS: Mapping[str, Number] = {
+    "beta1": lambda group: group["betas"][0],
+    "beta2": lambda group: group["betas"][1],
+    # 1 - bias^step corrects an average that starts at 0. torch's groups have no option to leave that out.
+    "bias1": lambda group: group["betas"][0] if group.get("bias_correction", True) else 0.0,
+    "bias2": lambda group: group["betas"][1] if group.get("bias_correction", True) else 0.0,
+}
 
 
 @dataclass(frozen=True)
 class Survey:
     """Sums over a whole tensor, on all ranks that hold a part of it, which a rule needs before it moves any element."""
 
-    sums: tuple[str, ...]  # names of the totals
-    element: str  # C++ that adds to `sums`
-    weigh: str  # C++ on doubles, once a tensor: sees the totals and what `Rule.prepare` sees but ``step``; changes `constants`
-    moves: bool = False  # `element` reads and writes the states; the rule's own then only reads them
-    reads: tuple[str, ...] = ("g", "p")  # names that `element` reads, ``g`` (unscaled and clipped) first
+    squares: Mapping[str, str]  # name of a sum → the name whose squares it adds up
+    # On doubles, for each tensor, after the sums: sees these and all that `Rule.prepare` sees but ``step``, and changes
+    # numbers of the tensor.
+    weigh: str
+    states: str = ""  # moves the states, which `Rule.element` then only reads; "" where that moves them
+    terms: str = ""  # what both passes compute from the states
+    maximum: Callable[[Group], bool] = lambda group: False  # the sums are largest magnitudes, which kernels do not know
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How one optimizer moves a parameter.
-
-    `prepare` is C++ on doubles, once a tensor and step: it sees `numbers`, ``lr``, ``step`` (of this step, from 1) and ``norm``, and sets
-    `constants`. `element` is C++ on floats: ``p``, ``g`` (unscaled and clipped), the states and `constants`.
-    """
+    """How one optimizer moves a parameter."""
 
     name: str  # a C identifier
     states: tuple[str, ...]  # keys of the states that have a number for each element, as torch names them
-    numbers: Mapping[str, Number]  # names in `prepare` → the numbers of a param group; "lr" comes before them
+    numbers: Mapping[str, Number]  # name in the text → the number of a param group; the text also sees ``lr``
+    # On doubles, for each tensor: sees ``step`` (of this step, from 1) and ``norm``, and makes numbers of the tensor.
     prepare: str
-    constants: tuple[str, ...]
-    element: Element
-    # The same by torch, (p, g, states, group, step), in place, for optimizers that torch has.
-    reference: Callable[[Tensor, Tensor, dict[str, Any], Group, int], None] | None = None
+    element: str  # on floats: moves ``p`` and the states by ``g``, the unscaled and clipped gradient
+    variants: Mapping[tuple[str, ...], str] = field(default_factory=dict)  # states of other groups → their `element`
     uses: Callable[[Group], tuple[str, ...]] | None = None  # which of `states` a param group has
-    # Why kernels do not take a param group, in words.
-    refuse: Callable[[Group], str | None] = lambda group: None
-    counts: bool = True  # the state has a "step"; if not, steps are counted beside it, from 1 where states were there before
-    starts: Callable[[Group], float] = lambda group: 0.0  # the first value of states
-    scalar: str = ""  # key of a float32 number of each tensor, 0-dim, that `Survey.weigh` sees and writes
-    norm: bool = False  # `prepare` is told the norm of all gradients, as the rule sees them; else it is 0
+    refuse: Callable[[Group], str | None] = lambda group: None  # why kernels do not run on a param group
+    counts: bool = True  # the state has a "step"; if not, steps are counted beside it, from 1 in a loaded state
+    start: Callable[[Group], float] = lambda group: 0.0  # the first value of states
+    scalar: str = ""  # key of a float32 number of each tensor, 0-dim, that `Survey.weigh` changes
+    norm: bool = False  # `prepare` sees the norm of all gradients, as the rule sees them; else it is 0
     survey: Survey | None = None  # a pass over the elements before the update
 
     @property
     def single(self) -> tuple[str, ...]:
         """Keys of the state that have one number a tensor."""
-        return ("step",) * self.counts + (self.scalar,) * bool(self.scalar)
-
-    @property
-    def moves(self) -> bool:
-        """Whether `element` writes the states."""
-        return self.survey is None or not self.survey.moves
+        return tuple(key for key in ("step" if self.counts else "", self.scalar) if key)
 
     def states_of(self, group: Group) -> tuple[str, ...]:
         """Keys of the states of parameters in `group`."""
         return self.states if self.uses is None else self.uses(group)
 
-    def hyper(self, group: Group) -> list[float]:
-        """The `numbers` of `group`."""
-        return [float(group[how] if isinstance(how, str) else how(group)) for how in self.numbers.values()]
+    def numbers_of(self, group: Group) -> dict[str, float]:
+        """The `numbers` of `group`, by name."""
+        return {name: float(group[key] if isinstance(key, str) else key(group)) for name, key in self.numbers.items()}
+
+    def element_of(self, states: tuple[str, ...]) -> str:
+        """The text of the update of parameters with these states, after `Survey.states`."""
+        terms = "" if self.survey is None else self.survey.terms
+        return terms + self.variants.get(states, self.element)
+
+    @property
+    def computed(self) -> set[str]:
+        """Numbers of a tensor that `prepare` and `Survey.weigh` compute."""
+        text = self.prepare if self.survey is None else self.prepare + self.survey.weigh
+        return set(re.findall(r"^(\w+) =", text, re.MULTILINE)) - {self.scalar}
+
+    @property
+    def constants(self) -> list[str]:
+        """Numbers of a tensor that are kept from one kernel to the next."""
+        text = self.element if self.survey is None else self.survey.states + self.survey.terms + self.element
+        read = set(re.findall(r"\w+", text))
+        return [*sorted(self.computed), *(name for name in ("lr", *self.numbers) if name in read)]
+
+
+def cpp(text: str, dtype: str, variables: Collection[str] = ()) -> str:
+    """The text of a rule as C++ on numbers of `dtype`. Names that are not `variables` become constants."""
+    lines = (line.partition(" ")[::2] for line in text.split("\n") if line)
+    return "\n".join(f"{'' if name in variables else f'const {dtype} '}{name} {value};" for name, value in lines)
 
 
 def complete(
@@ -99,93 +118,157 @@ def complete(
     group: Group,
     parameter: Tensor,
     state: dict[str, Any],
-    counters: dict[Tensor, Tensor],
-    dtype: torch.dtype | None,
+    counters: dict[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     average: bool = False,
-) -> list[tuple[str, Any]]:
-    """Make missing entries of a state and of `counters` of steps, loaded ones in the step's layout and `dtype`; returns former values."""
-    before, device = [], parameter.device
-    keys = rule.states_of(group)
+) -> None:
+    """Make missing entries of a state and of step `counters`; convert loaded ones to the step's layout and `dtype`."""
+    device, keys = parameter.device, rule.states_of(group)
     fresh = any(state.get(key) is None for key in keys)
-
-    def put(key: str, value: Tensor) -> None:
-        before.append((key, state.get(key)))
-        state[key] = value
-
     for key in rule.single:
-        held = state.get(key)
-        if not isinstance(held, Tensor) or held.device != device or held.dtype != torch.float32:
-            now = torch.zeros((), device=device) if held is None else torch.as_tensor(held)
-            put(key, now.to(device, torch.float32))
-    if not rule.counts and (fresh or parameter not in counters):
+        number = state.get(key)
+        if not isinstance(number, Tensor) or number.device != device or number.dtype != torch.float32:
+            state[key] = torch.as_tensor(0.0 if number is None else number).to(device, torch.float32)
+    if counters is not None and not rule.counts and (fresh or parameter not in counters):
         counters[parameter] = torch.full((), 0.0 if fresh else 1.0, device=device)
     for key in (*keys, EMA) if average else keys:
         value = state.get(key)
-        wanted = dtype or (parameter if value is None else value).dtype
+        new_dtype = dtype or (parameter if value is None else value).dtype
         if key == EMA:
-            wanted = torch.float32  # in bf16 it would not follow weights that move by less than 2^-9 of it
-        if value is not None and value.dtype == wanted and alike(local(value), local(parameter)):
+            new_dtype = torch.float32  # in bf16 it would not follow weights that move by less than 2^-9 of it
+        if value is not None and value.dtype == new_dtype and same_layout(local(value), local(parameter)):
             continue
-        put(key, torch.empty_like(parameter, dtype=wanted, requires_grad=False))
-        if value is not None:
-            local(state[key]).copy_(local(value))
-        elif key == EMA:
-            local(state[key]).copy_(local(parameter))
+        state[key] = torch.empty_like(parameter, dtype=new_dtype, requires_grad=False)
+        if value is None and key != EMA:
+            local(state[key]).fill_(rule.start(group))
         else:
-            local(state[key]).fill_(rule.starts(group))
-    return before
+            local(state[key]).copy_(local(parameter if value is None else value))
 
 
-# -- the third launch ------------------------------------------------------------------------------------------------------
+# -- the norm of all gradients, divided by the loss scale --------------------------------------------------------------
 
-TENSOR = 4  # words of each tensor: its group, and the addresses of its step counter, its lr (0: the group's) and its scalar
-MOST = (
-    16  # most numbers of a group, and most constants of a tensor; the last constant is the number of the step
+RESULT = ("norm", "factor", "found_inf", "inverse_scale")  # float32, the output of `CONCLUDE`
+
+_INVERSE = "const float inverse = scale ? (float)(1.0 / (double)*at<const float>(scale)) : 1.f;"
+
+
+@cache
+def squares(dtype: torch.dtype) -> Kernel:
+    """Σ (g / scale)² and the number of elements that are not finite, of each chunk, at ``partials``."""
+    return stream(
+        "squares",
+        [Role("g")],
+        {"g": dtype},
+        "const float x = g * inverse; squares += x * x; bad += finite(g) ? 0.f : 1.f;",
+        arguments=("uint64 scale",),
+        setup=_INVERSE,
+        sums={"squares": "copies > 0.0 ? squares / copies : 0.0", "bad": "copies > 0.0 ? bad : 0.0"},
+    )
+
+
+_CONCLUDE = """
+const double norm = sqrt(at<const double>(totals)[0]);
+const double inverse = scale ? (double)(float)(1.0 / (double)*at<const float>(scale)) : 1.0;
+const double clip = max_norm / (norm + 1e-6);
+float* const out = at<float>(result);
+out[0] = (float)norm;
+out[1] = (float)(inverse * (clip < 1.0 ? clip : norm == norm ? 1.0 : norm));
+out[2] = at<const double>(totals)[1] > 0.0 ? 1.f : 0.f;
+out[3] = (float)inverse;
+"""
+
+# One block adds up the sums of the blocks of `squares`, always in the same order: a step gives the same bits each time.
+_SETTINGS = ("uint64 scale", "float64 max_norm", "uint64 result")
+TOTAL = Kernel(
+    "total",
+    ("uint64 partials", "int64 count", "uint64 totals", "int64 concludes", *_SETTINGS),
+    f"""
+for (i64 j = thread; j < count; j += {THREADS}) {{
+  squares += at<const double>(partials)[2 * j];
+  bad += at<const double>(partials)[2 * j + 1];
+}}
+""",
+    ("squares", "bad"),
+    f"""
+at<double>(totals)[0] = squares;
+at<double>(totals)[1] = bad;
+if (concludes) {{
+{_CONCLUDE}
+}}
+""",
 )
+
+# After the ranks have added up their totals.
+CONCLUDE = Kernel("conclude", ("uint64 totals", *_SETTINGS), f"if (thread == 0) {{ {_CONCLUDE} }}")
+
+
+@cache
+def totals(count: int) -> Kernel:
+    """Of each row, `count` sums over its chunks, in their order; a block a row.
+
+    Arguments: ``partials`` float64 [chunks, count]; ``starts`` of the rows; ``totals`` float64 [rows, count].
+    """
+    names = tuple(f"sum{i}" for i in range(count))
+    adds = " ".join(f"{n} += at<const double>(partials)[{count} * j + {i}];" for i, n in enumerate(names))
+    stores = " ".join(f"at<double>(totals)[{count} * block + {i}] = {n};" for i, n in enumerate(names))
+    return Kernel(
+        f"totals_{count}",
+        ("uint64 partials", "uint64 starts", "uint64 totals"),
+        f"""
+const i64* const start = at<const i64>(starts) + block;
+for (i64 j = start[0] + thread; j < start[1]; j += {THREADS}) {{ {adds} }}
+""",
+        names,
+        stores,
+    )
+
+
+# -- a thread for each tensor ------------------------------------------------------------------------------------------
+
+TENSOR = 4  # words of each tensor: its group; the addresses of its step counter, lr (0: the group's) and scalar
+MOST = 16  # most numbers of a group, and most constants of a tensor; the last constant is the number of the step
 
 
 @cache
 def prepare(rule: Rule) -> Kernel:
-    """For each tensor: its counter goes up, unless the step is skipped, and its constants are written. The loss scale moves either way.
+    """Count the step of each tensor and write its constants, unless the step is skipped; the loss scale always moves.
 
     Arguments: ``tensors`` int64 [count, TENSOR]; ``hyper`` float64 [groups, MOST], lr first; ``skip``, the address of
-    a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST]; ``measured``, the address of
-    `measure.RESULT`, and ``factor`` of the gradients' factor, or 0; ``scale`` and ``law``, see `MOVE`.
+    a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST]; ``measured``, the address
+    of `RESULT`, and ``factor`` of the gradients' factor, or 0; ``scale`` and ``law``, see `MOVE`.
     """
-    declared = " ".join(f"double {c} = 0.0;" for c in rule.constants)
     text = f"""
-float* const counter = at<float>(mine[1]);
+{" ".join(f"double {name} = 0.0;" for name in sorted(rule.computed))}
+float* const counter = at<float>(row[1]);
 const double step = (double)*counter + 1.0; (void)step;
 *counter = (float)step;
-const float* const seen = at<const float>(measured);
-const double norm = seen ? (double)seen[0] * (factor ? (double)*at<const float>(factor) / (double)seen[3] : 1.0) : 0.0; (void)norm;
-{declared}
-{rule.prepare}
+const float* const result = at<const float>(measured);
+const double times = factor ? (double)*at<const float>(factor) : result ? (double)result[3] : 1.0;
+const double norm = result ? (double)result[0] * times / (double)result[3] : 0.0; (void)norm;
+{cpp(rule.prepare, "double", rule.computed)}
 out[{MOST - 1}] = (float)step;
 """
     arguments = ("uint64 measured", "uint64 factor", "uint64 scale", "uint64 law")
-    return _each(f"prepare_{rule.name}", rule, arguments, text, MOVE)
+    return _per_tensor(f"prepare_{rule.name}", rule, arguments, text, MOVE)
 
 
 @cache
 def weigh(rule: Rule) -> Kernel:
-    """For each tensor: its constants, after the survey. Takes ``totals`` float64 [count, sums] in place of `prepare`'s last four."""
+    """Change the constants of each tensor after the survey, by ``totals`` float64 [count, sums]."""
     survey = rule.survey
     assert survey is not None
-    loaded = [f"double {c} = (double)out[{i}]; (void){c};" for i, c in enumerate(rule.constants)]
-    total = f"at<const double>(totals)[tensor * {len(survey.sums)} + "
-    loaded += [f"const double {s} = {total}{i}];" for i, s in enumerate(survey.sums)]
-    text = [*loaded, survey.weigh]
+    computed = [f"double {name} = (double)out[{i}]; (void){name};" for i, name in enumerate(sorted(rule.computed))]
+    total = f"at<const double>(totals)[tensor * {len(survey.squares)} + "
+    sums = [f"const double {name} = {total}{i}];" for i, name in enumerate(survey.squares)]
+    text = "\n".join([*computed, *sums, cpp(survey.weigh, "double", rule.computed | {rule.scalar})])
     if rule.scalar:
-        scalar = f"float* const kept = at<float>(mine[3]); double {rule.scalar} = (double)*kept;"
-        text = [*loaded, scalar, survey.weigh, f"*kept = (float){rule.scalar};"]
-    return _each(f"weigh_{rule.name}", rule, ("uint64 totals",), "\n".join(text))
+        loaded = f"float* const scalar = at<float>(row[3]); double {rule.scalar} = (double)*scalar;"
+        text = f"{loaded}\n{text}\n*scalar = (float){rule.scalar};"
+    return _per_tensor(f"weigh_{rule.name}", rule, ("uint64 totals",), text)
 
 
-def _each(name: str, rule: Rule, arguments: tuple[str, ...], text: str, always: str = "") -> Kernel:
-    """A kernel with a thread a tensor, which runs `text` unless ``skip`` is above 0, and `always` in any case."""
-    numbers = " ".join(f"const double {n} = group[{i + 1}]; (void){n};" for i, n in enumerate(rule.numbers))
-    stored = " ".join(f"out[{i}] = (float){c};" for i, c in enumerate(rule.constants))
+def _per_tensor(name: str, rule: Rule, arguments: tuple[str, ...], text: str, always: str = "") -> Kernel:
+    """A kernel with a thread a tensor, which runs `text` unless ``skip`` is above 0, and `always` before it."""
     assert max(len(rule.numbers), len(rule.constants)) < MOST
     return Kernel(
         name,
@@ -193,39 +276,39 @@ def _each(name: str, rule: Rule, arguments: tuple[str, ...], text: str, always: 
         f"""{always}
 const i64 tensor = block * {THREADS} + thread;
 if (tensor < count && !(skip && *at<const float>(skip) > 0.f)) {{
-  const u64* const mine = at<const u64>(tensors) + tensor * {TENSOR};
-  const double* const group = at<const double>(hyper) + mine[0] * {MOST};
-  const double lr = mine[2] ? (double)*at<const float>(mine[2]) : group[0]; (void)lr;
+  const u64* const row = at<const u64>(tensors) + tensor * {TENSOR};
+  const double* const group = at<const double>(hyper) + row[0] * {MOST};
+  const double lr = row[2] ? (double)*at<const float>(row[2]) : group[0]; (void)lr;
   float* const out = at<float>(constants) + tensor * {MOST};
-  {numbers}
+  {" ".join(f"const double {name} = group[{i}]; (void){name};" for i, name in enumerate(rule.numbers, 1))}
   {text}
-  {stored}
+  {" ".join(f"out[{i}] = (float){name};" for i, name in enumerate(rule.constants))}
 }}
 """,
     )
 
 
-# -- the loss scale in it --------------------------------------------------------------------------------------------------
+# -- the loss scale in it ----------------------------------------------------------------------------------------------
 
-RULE = ("growth", "backoff", "interval", "delay", "hysteresis", "refill", "minimum", "maximum")
+LAW = ("growth", "backoff", "interval", "delay", "hysteresis", "refill", "minimum", "maximum")
 
 
 @dataclass(eq=False, slots=True)
 class Scale:
     """A loss scale on a device, lent for one step."""
 
-    state: Tensor  # int32 [3]: the float32 scale's bits; good steps since it moved; overflows still to be forgiven, plus one
-    rule: Tensor  # float64 [8], as `RULE` names them; see `GradScalerKwargs`; `Scaler.advance` is the same by torch
+    state: Tensor  # int32 [3]: bits of the float32 scale; good steps since it moved; overflows still forgiven, plus one
+    rule: Tensor  # float64 [8], as `LAW` names them; see `GradScalerKwargs`; `Scaler.advance` is the same by torch
     moved: bool = False  # the step has moved it. One that torch runs, or that had nothing to step, has not
 
 
-# Sees ``scale`` and ``law``, addresses of `Scale.state` and `Scale.rule`, or 0; and ``skip``. Products are in double, as torch has them.
+# Sees ``skip``, and ``scale`` and ``law``, addresses of `Scale.state` and `Scale.rule`, or 0. Products are in double.
 MOVE = f"""
 if (scale && block == 0 && thread == 0) {{
   float* const size = at<float>(scale);
   int* const good = at<int>(scale) + 1;
   int* const patience = at<int>(scale) + 2;
-  {" ".join(f"const double {name} = at<const double>(law)[{i}];" for i, name in enumerate(RULE))}
+  {" ".join(f"const double {name} = at<const double>(law)[{i}];" for i, name in enumerate(LAW))}
   const bool bad = skip && *at<const float>(skip) > 0.f;
   const bool falls = bad && *patience <= 1;
   const int count = bad ? 0 : *good + 1;
@@ -242,19 +325,22 @@ if (scale && block == 0 && thread == 0) {{
 """
 
 
-# -- the fourth launch -----------------------------------------------------------------------------------------------------
+# -- a thread for each few elements ------------------------------------------------------------------------------------
 
-GRADIENT, PARAMETER, AVERAGE, COPY = "g", "p", "ema", "low"
+GRADIENT, PARAMETER, COPY = "raw", "p", "low"
 
 
 def roles_of(states: Sequence[str], average: bool, copy: bool, moves: bool = True) -> tuple[Role, ...]:
-    """Of a row, in its order; the gradient comes first, for `measure` reads the same table. `moves`: the states are written."""
-    roles = (Role(GRADIENT), Role(PARAMETER, writes=True), *(Role(s, writes=moves) for s in states))
-    more = (Role(AVERAGE, writes=True),) * average + (Role(COPY, reads=False, writes=True),) * copy
-    return roles + more
+    """Roles of a row in their order. The gradient comes first, which `measure` reads. `moves`: states are written."""
+    roles = [Role(GRADIENT), Role(PARAMETER, writes=True), *(Role(state, writes=moves) for state in states)]
+    if average:
+        roles.append(Role(EMA, writes=True))
+    if copy:
+        roles.append(Role(COPY, reads=False, writes=True))
+    return tuple(roles)
 
 
-class Kind(NamedTuple):
+class Variant(NamedTuple):
     """Rows of one launch of `update`: their states and dtypes by role, and whether bf16 is rounded stochastically."""
 
     states: tuple[str, ...]
@@ -263,70 +349,66 @@ class Kind(NamedTuple):
 
 
 @cache
-def update(rule: Rule, kind: Kind) -> Kernel:
-    """The update of tensors of this kind, and of their averages and copies where its dtypes have them.
+def update(rule: Rule, variant: Variant) -> Kernel:
+    """The update of tensors of this variant, and of their averages and copies where its dtypes have them.
 
-    Arguments beside `stream`'s: ``constants`` of `prepare`; ``factor`` and ``skip``, addresses of floats, or 0; ``follow``, the
-    share (1 - decay) of a new weight in its average; and for stochastic rounding its ``seed``.
+    Arguments beside those of `stream`: ``constants`` of `prepare`; ``factor`` and ``skip``, addresses of floats, or 0;
+    ``follow``, the share (1 - decay) of a new weight in its average; and for stochastic rounding its ``seed``.
     """
-    states, dtypes, stochastic = kind.states, dict(kind.dtypes), kind.stochastic
-    roles = roles_of(states, AVERAGE in dtypes, COPY in dtypes, rule.moves)
-    setup = f"{_setup(rule, stochastic)}\nconst float share = (float)follow; (void)share;"
-    text = rule.element if isinstance(rule.element, str) else rule.element(states)
-    written = (PARAMETER, *states) if rule.moves else (PARAMETER,)
-    element = _SCALED % text + _rounded(written, states, dtypes, stochastic)
-    if AVERAGE in dtypes:
-        element += f"\n{AVERAGE} += ({PARAMETER} - {AVERAGE}) * share;"
+    states, dtypes = variant.states, dict(variant.dtypes)
+    moves = rule.survey is None or not rule.survey.states
+    after = ""
+    if EMA in dtypes:
+        after += f"{EMA} += ({PARAMETER} - {EMA}) * ema_share;\n"
     if COPY in dtypes:
-        element += f"\n{COPY} = {PARAMETER};"
-    return stream(
-        f"{rule.name}_stochastic" if stochastic else rule.name,
-        roles,
-        dtypes,
-        element,
-        arguments=("uint64 constants", "uint64 factor", "uint64 skip", "float64 follow", *_SEED * stochastic),
-        setup=setup,
-        when=_WHEN,
-    )
+        after += f"{COPY} = {PARAMETER};\n"
+    roles = roles_of(states, EMA in dtypes, COPY in dtypes, moves)
+    return _pass(rule.name, rule, variant, roles, rule.element_of(states), after)
 
 
 @cache
-def survey_of(rule: Rule, kind: Kind) -> Kernel:
-    """The pass before: arguments beside `stream`'s are ``constants``, ``factor``, ``skip`` and ``seed``; the sums go to ``partials``."""
-    survey, states, dtypes, stochastic = rule.survey, kind.states, dict(kind.dtypes), kind.stochastic
+def survey(rule: Rule, variant: Variant) -> Kernel:
+    """The pass before `update`, with its arguments; the sums go to ``partials``."""
+    survey = rule.survey
     assert survey is not None
-    roles = [*(Role(name) for name in survey.reads), *(Role(s, writes=True) for s in states if survey.moves)]
+    roles = [Role(GRADIENT)]
+    if survey.states:
+        roles += [Role(PARAMETER), *(Role(state, writes=True) for state in variant.states)]
+    sums = "".join(f"{name} += {value} * {value};\n" for name, value in survey.squares.items())
+    return _pass(f"survey_{rule.name}", rule, variant, roles, survey.states + survey.terms, sums, survey.squares)
+
+
+def _pass(
+    name: str, rule: Rule, variant: Variant, roles: Sequence[Role], text: str, after: str, sums: Collection[str] = ()
+) -> Kernel:
+    """A kernel over elements: the `text` of the rule, stochastic rounding of all that it moves, and `after`."""
+    dtypes, variables = dict(variant.dtypes), (PARAMETER, *variant.states)
+    constants = "\n".join(f"const float {c} = constant[{i}]; (void){c};" for i, c in enumerate(rule.constants))
+    setup = f"""
+const float* const constant = at<const float>(constants) + tensor * {MOST};
+{constants}
+const float times = factor ? *at<const float>(factor) : 1.f;
+const float ema_share = (float)follow; (void)ema_share;
+"""
+    element = f"const float g = raw * times; (void)g;\n{cpp(text, 'float', variables)}\n"
+    arguments = ["uint64 constants", "uint64 factor", "uint64 skip", "float64 follow"]
+    if variant.stochastic:
+        name, arguments = f"{name}_stochastic", [*arguments, "int64 seed"]
+        setup += f"""
+const u32 key = key_of((u64)seed, (u32)constant[{MOST - 1}], (u32)row[3]); (void)key;
+const i64 origin = (i64)row[4]; (void)origin;
+"""
+        for role in roles:
+            if role.name in variables and role.writes and dtypes[role.name] == torch.bfloat16:
+                rounded = f"rounded({role.name}, key, {variables.index(role.name)}u, origin + e)"
+                element += f"{role.name} = {rounded};\n"
     return stream(
-        f"survey_{rule.name}_stochastic" if stochastic else f"survey_{rule.name}",
+        name,
         roles,
         dtypes,
-        _SCALED % survey.element + _rounded(states if survey.moves else (), states, dtypes, stochastic),
-        arguments=("uint64 constants", "uint64 factor", "uint64 skip", *_SEED * stochastic),
-        setup=_setup(rule, stochastic),
-        when=_WHEN,
-        sums={s: s for s in survey.sums},
+        element + after,
+        arguments=arguments,
+        setup=setup,
+        condition="!(skip && *at<const float>(skip) > 0.f)",
+        sums={name: name for name in sums},
     )
-
-
-_WHEN = "!(skip && *at<const float>(skip) > 0.f)"
-_SCALED = "{ const float raw = g; { const float g = raw * times; (void)g; %s } }"
-_SEED = ("int64 seed",)
-
-
-def _rounded(
-    written: Sequence[str], states: Sequence[str], dtypes: Mapping[str, torch.dtype], stochastic: bool
-) -> str:
-    numbers = {name: i for i, name in enumerate((PARAMETER, *states))}
-    low = [name for name in written if stochastic and dtypes[name] == torch.bfloat16]
-    return "".join(f"\n{name} = rounded({name}, key, {numbers[name]}u, origin + e);" for name in low)
-
-
-def _setup(rule: Rule, stochastic: bool) -> str:
-    random = f"""
-const u32 key = key_of((u64)seed, (u32)constant[{MOST - 1}], (u32)row[3]); (void)key;
-const i64 origin = (i64)row[4]; (void)origin;"""
-    named = "\n".join(f"const float {c} = constant[{i}]; (void){c};" for i, c in enumerate(rule.constants))
-    return f"""const float* const constant = at<const float>(constants) + tensor * {MOST};
-{named}
-const float times = factor ? *at<const float>(factor) : 1.f;
-{random if stochastic else ""}"""

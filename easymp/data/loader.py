@@ -1,8 +1,9 @@
 """The prepared loader: what a training loop iterates.
 
-A pass is one ``for`` loop. Each pass that ends, or is left early, makes the next one a new epoch with its own shuffle, unless
-`set_epoch` is called. `state_dict` inside a pass records the position, and the next ``for`` after `load_state_dict` continues there
-once. `skip_first_batches` counts from the start of the epoch. A state saved between two passes begins the next epoch.
+A pass is one ``for`` loop. Each pass that ends, or is left early, makes the next one a new epoch with its own shuffle,
+unless `set_epoch` is called. `state_dict` inside a pass records the position, and the next ``for`` after
+`load_state_dict` continues there once. `skip_first_batches` counts from the start of the epoch. A state saved between
+two passes begins the next epoch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..base.accumulation import UpdateWindow
 from ..distributed.process_group import World
-from ..errors import BatchError, LengthError
+from ..errors import BatchError, LengthError, check_whole
 from ..logging import get_logger
 from .order import size_of
 from .source import Source, moved, rebuild
@@ -54,8 +55,8 @@ class PreparedLoader(DataLoader[Any]):
         >>> loader.set_epoch(3)
         >>> loader.batch_line(accumulation=2)
         '4 per device × 1 process × 2 accumulation = 8'
-        >>> type(loader.sampler).__name__, loader.batch_sampler.batch_size, [len(batch) for batch in loader.read(skip=1)]
-        ('SequentialSampler', 4, [4])
+        >>> type(loader.sampler).__name__, loader.batch_sampler.batch_size, list(loader.read(skip=1))
+        ('SequentialSampler', 4, [tensor([4, 5, 6, 7])])
         >>> loader.total_dataset_length, loader.end_of_dataloader, loader.remainder
         (8, False, 0)
         >>> loader.indices(0, 2, 5)
@@ -70,50 +71,50 @@ class PreparedLoader(DataLoader[Any]):
     last = False
     local_size: int | None = None
     _pass: object | None = None  # the running pass
+    _nested = False  # whether the running pass began inside another loader's
     _next_epoch: int | None = None  # set_epoch, while a pass runs
-    _resume = False  # the next pass begins at `position`, not at 0
-    _over = False  # … and has nothing left: the state was taken at its last batch
-    _inner = False  # whether the running pass began inside another loader's
+    _resume = False  # the next pass begins at `position`, not at 0 …
+    _at_end = False  # … and has nothing left: the state was taken at its last batch
     _surplus = 0  # repeated samples of this round
     _loads = 0  # number of states loaded
-    _round = 0  # calls of `replay`
-    _begun = 0  # … when the running pass began
-    _empty = 0  # passes to come that have nothing in them
+    _replays = 0  # calls of `replay` …
+    _replays_at_begin = 0  # … when the running pass began
+    _empty_passes = 0  # passes to come that have no batches
 
     def __init__(
         self,
-        given: DataLoader[Any],
+        original: DataLoader[Any],
         source: Source,
         window: UpdateWindow,
         world: World,
         rank: int,
         batch_size: int | None,
-        differ: bool,
+        sizes_differ: bool,
         device: torch.device | None,
         non_blocking: bool,
     ) -> None:
         self.loader, self.batch_size = source.loader, batch_size
-        self._given, self._source, self._window, self._world = given, source, window, world
+        self._original, self._source, self._window, self._world = original, source, window, world
         self._rank, self._device, self._non_blocking = rank, device, non_blocking
-        self._differ = differ  # batches have no common size
-        self._told = [getattr(part, "epoch", None) for part in self._parts()]
+        self._sizes_differ = sizes_differ
+        self._epochs_set = self._epochs_of_samplers()
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
     @property
     def dataset(self) -> Any:  # type: ignore[override]
         """The user's data set."""
-        return self._given.dataset
+        return self._original.dataset
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
         """The user's sampler. easymp computes the order of torch's samplers and does not iterate them."""
-        return self._given.sampler
+        return self._original.sampler
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
-        """The user's sampler of batches; None where the data set decides. It is not iterated either, unless it is of another class."""
-        return self._given.batch_sampler
+        """The user's sampler of batches, which is iterated only if it is of another class; None if there is none."""
+        return self._original.batch_sampler
 
     @property
     def even_batches(self) -> bool:
@@ -128,7 +129,7 @@ class PreparedLoader(DataLoader[Any]):
     def uneven(self) -> bool:
         """Whether the ranks' batches may differ in number or size."""
         cut = self._source.cut
-        return cut.ranks > 1 and (self._differ or not (cut.even or cut.drop_last))
+        return cut.ranks > 1 and (self._sizes_differ or not (cut.even or cut.drop_last))
 
     @property
     def total_batch_size(self) -> int | None:
@@ -143,8 +144,10 @@ class PreparedLoader(DataLoader[Any]):
             BatchError: the number is unknown (ready batches without a size).
         """
         if self._surplus < 0:
-            why = "the number of repeated samples is not known, because the data set yields ready batches"
-            raise BatchError(f"{why}: pass even_batches=False, or let the DataLoader make the batches")
+            raise BatchError(
+                "the number of repeated samples is not known, because the data set yields ready batches: pass "
+                "even_batches=False, or let the DataLoader make the batches"
+            )
         return self._surplus
 
     @property
@@ -159,11 +162,11 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Samples in an incomplete last global batch, without repeated ones; 0 if it is complete, -1 if it is dropped or unknown."""
-        samples, whole = self._source.samples(), self.total_batch_size
-        if samples is not None and whole and not self._source.cut.drop_last:
-            return samples % whole
-        return whole - self.surplus if whole and self.surplus else -1
+        """Samples in an incomplete last global batch, without repeated ones; 0 if it is complete, -1 if unknown."""
+        samples, global_batch = self._source.samples(), self.total_batch_size
+        if samples is not None and global_batch and not self._source.cut.drop_last:
+            return samples % global_batch
+        return global_batch - self.surplus if global_batch and self.surplus else -1
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch, also if the next pass resumes inside one.
@@ -173,11 +176,11 @@ class PreparedLoader(DataLoader[Any]):
         """
         batches = self._source.batches(self._rank)
         if batches is None:
-            parts = (self.dataset, self._given.sampler, self._given.batch_sampler)
-            without = next(part for part in parts if part is not None and size_of(part) is None)
-            why = f"this loader has no length, because its {type(without).__name__} has none"
+            candidates = (self.dataset, self.sampler, self.batch_sampler)
+            endless = next(item for item in candidates if item is not None and size_of(item) is None)
             raise LengthError(
-                f"{why}: count steps instead of epochs, or give the data set or sampler a __len__"
+                f"this loader has no length, because its {type(endless).__name__} has none: count steps instead of "
+                "epochs, or give the data set or sampler a __len__"
             )
         return batches
 
@@ -191,13 +194,13 @@ class PreparedLoader(DataLoader[Any]):
             ``"4 per device × 2 processes × 3 accumulation = 24"``.
         """
         ranks, size = self._source.cut.ranks, self.batch_size or 0
-        words = f"{size} per device × {ranks} process{'es' if ranks > 1 else ''}"
-        words += f" × {accumulation} accumulation" if accumulation > 1 else ""
-        return f"{words} = {size * ranks * accumulation}"
+        line = f"{size} per device × {ranks} process{'es' if ranks > 1 else ''}"
+        line += f" × {accumulation} accumulation" if accumulation > 1 else ""
+        return f"{line} = {size * ranks * accumulation}"
 
     def __reduce__(self) -> Any:
         """Copies are of the user's DataLoader, to be prepared where they are used."""
-        return copy.copy, (self._given,)
+        return copy.copy, (self._original,)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
@@ -205,31 +208,30 @@ class PreparedLoader(DataLoader[Any]):
         try:
             return getattr(self.loader, name)
         except AttributeError:
-            return getattr(self._given, name)  # attributes that the user set
+            return getattr(self._original, name)  # attributes that the user set
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if not (self._resume and self.position):
             return self.read(0)
-        rest = self._rest(self._loads)
-        next(rest)  # up to its first yield, so that its `finally` runs if it is dropped unread
-        return rest
+        batches = self._resumed_pass(self._loads)
+        next(batches)  # up to its first yield, so that its `finally` runs if it is dropped unread
+        return batches
 
-    def _rest(self, loads: int) -> Iterator[Any]:
-        """The rest of a resumed pass."""
-        # If it is dropped unread, as by ``zip`` with an exhausted loader, the pass counts as left early, unless no other loader has
-        # continued yet.
-        begun, window = False, self._window
+    def _resumed_pass(self, loads: int) -> Iterator[Any]:
+        # If it is dropped unread, as by ``zip`` with an exhausted loader, the pass counts as left early, unless no
+        # other loader has continued yet.
+        is_read, window = False, self._window
         try:
             yield
-            begun = True
+            is_read = True
             yield from self.read(0)
         finally:
-            dropped = not begun and self._resume and self._loads == loads
+            dropped = not is_read and self._resume and self._loads == loads
             if dropped and (window.went_on or window.resuming <= {id(self)}):
                 self._begin(0)
-                self._inner, self._over = True, False
+                self._nested, self._at_end = True, False
                 self._end()
 
     def read(self, skip: int) -> Iterator[Any]:
@@ -241,87 +243,86 @@ class PreparedLoader(DataLoader[Any]):
         Returns:
             An iterator over the other batches.
         """
-        if self._empty:
-            self._empty -= 1
+        if self._empty_passes:
+            self._empty_passes -= 1
             return
         window, loads = self._window, self._loads
-        outside, resumes = window.enclosing, id(self) in window.resuming
-        me, skip = self._begin(skip)
-        self._inner = outside is not None and outside is not self
+        enclosing, resumes = window.enclosing, id(self) in window.resuming
+        this_pass, skip = self._begin(skip)
+        self._nested = enclosing is not None and enclosing is not self
         source, feed = self._source, self._feed(skip)
         # A resumed loader inside another loop runs beside it: an inner loop would begin again from its start.
-        window.enter(self, beside=resumes and outside is not None)
+        window.begin_pass(self, as_iterator=resumes and enclosing is not None)
+        parts = window.parts
         try:
-            if window.timing is not None:
-                window.timing.asks(self)
-            counts, forwards = self._unlike_counts(skip), self._world.forwards
-            for given, (batch, note) in enumerate(feed):
+            for notify in parts.pass_begins:
+                notify(self)
+            counts, forwards = self._unequal_counts(skip), self._world.forwards
+            for number, (batch, note) in enumerate(feed):
                 _, self.position, self._surplus, self.local_size, self.last, mark = note
-                if window.timing is not None:
-                    window.timing.has(self)
-                if counts and given == min(counts):
+                if counts and number == min(counts):
                     self._refuse_uneven(counts, forwards)
                 if mark is not None:
-                    source.passed(mark)
+                    source.advance(mark)
+                for change in parts.batch_ready:
+                    changed = change(self, batch)
+                    batch = batch if changed is None else changed
                 yield batch
                 if self._loads != loads:
                     return  # another state was loaded, so the next pass continues there
                 if window.enclosing is not self:
-                    window.asks(self)
-                if window.between is not None and window.outermost is self and not self.uneven:
-                    window.between()
-                if window.timing is not None:
-                    window.timing.asks(self)
+                    window.request_batch(self)
+                for notify in parts.batch:
+                    notify(self)
             if counts:
                 self._refuse_uneven(counts, forwards)
             self._world.settle()
         finally:
-            if window.timing is not None:
-                window.timing.over(self)
-            window.leave(self)
-            if self._pass is me:
+            for notify in parts.pass_ends:
+                notify(self)
+            window.end_pass(self)
+            if self._pass is this_pass:
                 self._end()
 
     def _feed(self, skip: int) -> Iterator[Any]:
         """Batches and notes of the pass that begins."""
-        over, self._over = self._over, False
-        if over and self._window.epochs is None and self._window.full_passes:
+        at_end, self._at_end = self._at_end, False
+        if at_end and self._window.epochs is None and self._window.full_passes:
             self.epoch, self.position = self.epoch + 1, 0
-            self._tell()
-        elif over:
+            self._set_epochs()
+        elif at_end:
             if self._window.epochs is None:
                 logger.warning(
-                    "the checkpoint was taken at a loader's last batch, so nothing is left of that pass, and the loop over it has no "
-                    "batch: a script that counts epochs by itself, and begins with the next one, says so by loader.set_epoch(number)"
+                    "the checkpoint was taken at a loader's last batch, so nothing is left of that pass, and the loop "
+                    "over it has no batch: a script that counts epochs by itself, and begins with the next one, says "
+                    "so by loader.set_epoch(number)"
                 )
             return iter(())
         feed = self._source.read(self.epoch, self.position, skip)
         return feed if self._device is None else moved(feed, self._device, self._non_blocking)
 
-    def _unlike_counts(self, skip: int) -> list[int]:
+    def _unequal_counts(self, skip: int) -> list[int]:
         """Batches of each rank in a whole pass, if they are known and differ; else empty."""
         if skip or self.position or not self.uneven:
             return []
         counts = [self._source.batches(rank) for rank in range(self._source.cut.ranks)]
-        known = [count for count in counts if count is not None]
-        return known if len(set(known)) > 1 and len(known) == len(counts) else []
+        return [count for count in counts if count is not None] if None not in counts and len(set(counts)) > 1 else []
 
     def _refuse_uneven(self, counts: list[int], forwards: int) -> None:
         """BatchError on all ranks if some are out of batches and the loop has called a sharded model."""
         if self._world.forwards != forwards:
             raise BatchError(
-                f"the ranks have {', '.join(map(str, counts))} batches in this pass, and the model's parameters are sharded, so that each "
-                "forward needs every rank: keep even_batches=True in DataLoaderConfiguration, make the DataLoader with drop_last=True, or "
-                f"leave the loop after {min(counts)} batches"
+                f"the ranks have {', '.join(map(str, counts))} batches in this pass, and the model's parameters are "
+                "sharded, so that each forward needs every rank: keep even_batches=True in DataLoaderConfiguration, "
+                f"make the DataLoader with drop_last=True, or leave the loop after {min(counts)} batches"
             )
 
     def _begin(self, skip: int) -> tuple[object, int]:
         if self._pass is not None:  # a pass left early and not yet collected, or a loop inside a loop
             self._end()
-        for part, told in zip(self._parts(), self._told):
-            now = getattr(part, "epoch", None)
-            if part is not self.dataset and now != told and isinstance(now, int):
-                self.set_epoch(now)  # the script called the sampler's set_epoch, as with DistributedSampler
+        for item, epoch, epoch_set in zip(self._with_set_epoch(), self._epochs_of_samplers(), self._epochs_set):
+            if item is not self.dataset and epoch != epoch_set and isinstance(epoch, int):
+                self.set_epoch(epoch)  # the script called the sampler's set_epoch, as with DistributedSampler
         if id(self) in self._window.resuming:
             self._window.resuming.remove(id(self))
             self._window.went_on = True
@@ -329,17 +330,17 @@ class PreparedLoader(DataLoader[Any]):
             self.position = 0
         elif skip:  # a script that counts its batches from the start of the epoch
             if self.total_batch_size is None or skip * self.total_batch_size != self.position:
-                self.position, self._over = 0, False
+                self.position, self._at_end = 0, False
             else:
                 skip = 0
         self._resume = False
-        self._tell()
-        self._pass, self._begun = object(), self._round
+        self._set_epochs()
+        self._pass, self._replays_at_begin = object(), self._replays
         return self._pass, skip
 
     def _end(self) -> None:
         self._pass, self.ended = None, (self.epoch, self.position)
-        self.finished += not self._inner and self._begun == self._round
+        self.finished += not self._nested and self._replays_at_begin == self._replays
         self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
         self._next_epoch = None
         self.position = self._surplus = 0
@@ -357,9 +358,9 @@ class PreparedLoader(DataLoader[Any]):
             self._next_epoch = epoch
             return
         if epoch != self.epoch:
-            self.epoch, self.position, self._resume, self._over = epoch, 0, False, False
+            self.epoch, self.position, self._resume, self._at_end = epoch, 0, False, False
             self._window.resuming.discard(id(self))
-        self._tell()
+        self._set_epochs()
 
     def indices(self, epoch: int, begin: int, end: int) -> list[Any] | None:
         """Indices into the data set of the samples at positions `begin` to `end` of an epoch, over all ranks.
@@ -375,45 +376,47 @@ class PreparedLoader(DataLoader[Any]):
         return self._source.indices(epoch, begin, end)
 
     def replay(self, finished: int) -> None:
-        """Begin an epoch of the run in which some passes over this loader have been made: they come again without batches.
+        """Begin an epoch of the run in which some passes have been made: they come again without batches.
 
         Args:
-            finished: how many.
+            finished: number of passes over this loader.
         """
-        self.finished = self._empty = finished
-        self._round += 1
+        self.finished = self._empty_passes = finished
+        self._replays += 1
 
-    def _parts(self) -> list[Any]:
+    def _with_set_epoch(self) -> list[Any]:
         """The user's objects that have `set_epoch`."""
-        given = self._given
-        samplers = (given.sampler, given.batch_sampler, getattr(given.batch_sampler, "sampler", None))
-        parts = {id(part): part for part in (given.dataset, *samplers)}.values()
-        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
+        nested = getattr(self.batch_sampler, "sampler", None)
+        items = {id(item): item for item in (self.dataset, self.sampler, self.batch_sampler, nested)}.values()
+        return [item for item in items if callable(getattr(item, "set_epoch", None))]
 
-    def _tell(self) -> None:
-        for part in self._parts():
-            part.set_epoch(self.epoch)
-        self._told = [getattr(part, "epoch", None) for part in self._parts()]
+    def _epochs_of_samplers(self) -> list[Any]:
+        return [getattr(item, "epoch", None) for item in self._with_set_epoch()]
+
+    def _set_epochs(self) -> None:
+        for item in self._with_set_epoch():
+            item.set_epoch(self.epoch)
+        self._epochs_set = self._epochs_of_samplers()
 
     def state_dict(self) -> dict[str, Any]:
         """Save epoch, position, seed and the state of the source.
 
         Returns:
-            Plain JSON types, except for what the `state_dict` of the data set holds and the state of a sampler's own generator under
-            ``use_seedable_sampler=False``.
+            Plain JSON types, except for what the `state_dict` of the data set holds and the state of a sampler's own
+            generator under ``use_seedable_sampler=False``.
         """
-        state = {"epoch": self.epoch, "position": self.position, "seed": self._source.seed}
+        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "seed": self._source.seed}
         if (drawing := self._source.drawing()) is not None:
             state["drawing"] = drawing
         if self.position:
             state.update(self._source.state())
-            if self.last or self._over:
+            if self.last or self._at_end:
                 state["over"] = True
-        if self._stateful():
+        if self._is_stateful():
             state["data set"] = self.dataset.state_dict()
         return state
 
-    def _stateful(self) -> bool:
+    def _is_stateful(self) -> bool:
         """Whether the data set has a state of its own; a stream's travels with its batches."""
         methods = (getattr(self.dataset, name, None) for name in ("state_dict", "load_state_dict"))
         return not isinstance(self.dataset, IterableDataset) and all(map(callable, methods))
@@ -425,29 +428,44 @@ class PreparedLoader(DataLoader[Any]):
             state: from `state_dict`.
 
         Raises:
-            BatchError: it is not the state of a prepared loader, or its data set has another length.
+            BatchError: it is not the state of a prepared loader, or was saved inside a pass over a data set of another
+                length, or in another order.
         """
         if missing := [key for key in ("epoch", "position", "seed") if not isinstance(state.get(key), int)]:
-            right = "pass what state_dict() of a prepared loader returned"
-            raise BatchError(f"the state has no {' and no '.join(missing)}: {right}")
-        then, now = state.get("samples"), self._source.samples()
-        if state["position"] and then is not None and now is not None and then != now:
-            why = f"in the middle of an epoch of {then} samples, and this one has {now}"
-            right = "resume with the same data set, or start a new epoch with set_epoch"
-            raise BatchError(f"the state was saved {why}: {right}")
+            raise BatchError(
+                f"the state has no {' and no '.join(missing)}: pass what state_dict() of a prepared loader returned"
+            )
+        if state["position"]:
+            self._check_data(state)
         self._source.load(state)
-        if "data set" in state and self._stateful():
+        if "data set" in state and self._is_stateful():
             self.dataset.load_state_dict(state["data set"])
         self._pass, self._next_epoch = None, None
         self._surplus, self.local_size, self.last = 0, None, False
-        self.epoch, self.position, self._over = state["epoch"], state["position"], bool(state.get("over"))
+        self.epoch, self.position, self._at_end = state["epoch"], state["position"], bool(state.get("over"))
         self._resume = True
         self._loads += 1
         self._window.went_on = False
         self._window.resuming.discard(id(self))
         if self.position:
             self._window.resuming.add(id(self))
-        self._tell()
+        self._set_epochs()
+
+    def _check_data(self, state: dict[str, Any]) -> None:
+        """BatchError where the rest of a pass would be of other data, or in another order, than its beginning."""
+        saved, present = state.get("samples"), self._source.samples()
+        if None not in (saved, present) and saved != present:
+            raise BatchError(
+                f"the state was saved in the middle of an epoch of {saved} samples, and this one has {present}: resume "
+                "with the same data set, or start a new epoch with set_epoch"
+            )
+        saved, present = state.get("order"), self._source.state().get("order")
+        if None not in (saved, present) and saved != present and not state.get("over"):
+            raise BatchError(
+                f"the state was saved inside a pass that reads samples {saved}, and this loader reads them {present}: "
+                "some would be read twice, and others not at all. Resume with the same sampler, or load at an epoch's "
+                "end, or leave the position out with load_state(strict=False)"
+            )
 
 
 def skip_first_batches(loader: Loader, num_batches: int = 0) -> Loader:
@@ -470,39 +488,41 @@ def skip_first_batches(loader: Loader, num_batches: int = 0) -> Loader:
         >>> list(skip_first_batches(loader, 2))
         [tensor([4, 5])]
     """
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise BatchError(f"num_batches must be an integer of 0 or more, got {num_batches!r}")
+    check_whole(f"num_batches={num_batches!r}", num_batches, 0, BatchError)
+    view: Any
     if isinstance(loader, SkippedLoader):
-        return SkippedLoader(loader.whole, loader.skip + num_batches)
-    if isinstance(loader, PreparedLoader):
-        return SkippedLoader(loader, num_batches)
-    if not isinstance(loader, DataLoader):
-        what = f"skip_first_batches takes a DataLoader, got a {type(loader).__name__}"
-        raise BatchError(f"{what}: use itertools.islice for other iterables")
-    if isinstance(loader.dataset, IterableDataset):
-        return SkippedLoader(loader, num_batches)
-    without = SkippedLoader(loader.batch_sampler or loader.sampler, num_batches)
-    ready = loader.batch_sampler is None
-    how = {"batch_size": None, "sampler": without} if ready else {"batch_sampler": without}
-    return rebuild(loader, loader.dataset, loader.pin_memory, generator=loader.generator, **how)
+        view = SkippedLoader(loader.loader, loader.skip + num_batches)
+    elif not isinstance(loader, DataLoader):
+        raise BatchError(
+            f"skip_first_batches takes a DataLoader, got a {type(loader).__name__}: use itertools.islice for other "
+            "iterables"
+        )
+    elif isinstance(loader, PreparedLoader) or isinstance(loader.dataset, IterableDataset):
+        view = SkippedLoader(loader, num_batches)
+    else:
+        sampling: Any = {"batch_sampler": SkippedLoader(loader.batch_sampler, num_batches)}
+        if loader.batch_sampler is None:
+            sampling = {"batch_size": None, "sampler": SkippedLoader(loader.sampler, num_batches)}
+        view = rebuild(loader, loader.dataset, loader.pin_memory, generator=loader.generator, **sampling)
+    return view  # type: ignore[no-any-return]
 
 
 class SkippedLoader:
-    """View of `whole`, a loader or a sampler; its next pass begins `skip` batches later."""
+    """View of `loader`, a loader or a sampler; its next pass begins `skip` batches later."""
 
-    def __init__(self, whole: Any, skip: int) -> None:
-        self.whole, self.skip = whole, skip
+    def __init__(self, loader: Any, skip: int) -> None:
+        self.loader, self.skip = loader, skip
 
     def __iter__(self) -> Iterator[Any]:
         skip, self.skip = self.skip, 0
-        if isinstance(self.whole, PreparedLoader):
-            return self.whole.read(skip)
-        return islice(self.whole, skip, None)
+        if isinstance(self.loader, PreparedLoader):
+            return self.loader.read(skip)
+        return islice(self.loader, skip, None)
 
     def __len__(self) -> int:
-        return max(0, len(self.whole) - self.skip)
+        return max(0, len(self.loader) - self.skip)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "whole" not in self.__dict__:
+        if name.startswith("__") or "loader" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.whole, name)
+        return getattr(self.loader, name)

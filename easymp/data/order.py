@@ -1,28 +1,31 @@
-"""Data order and sharding: the order of an epoch is f(seed, epoch), the same on every rank, and each rank reads its slices of it.
+"""Data order and sharding. The order of an epoch is f(seed, epoch), the same on every rank; each rank reads its slices.
 
-torch's own samplers become index arithmetic. Other samplers run while the global generators (torch, numpy, random) and their own
-ones are seeded, and the generators are restored afterwards.
+torch's own samplers become index arithmetic. Other samplers run while the global generators (torch, numpy, random) and
+their own ones are seeded, and the generators are restored afterwards.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import operator
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import ConcatDataset, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
 from ..base.rng import host_states, mix, seed_host, set_host_states
 from ..errors import BatchError
 
 
-def size_of(thing: Any) -> int | None:
-    """``len(thing)``, or None if it has no length."""
+def size_of(container: Any) -> int | None:
+    """``len(container)``, or None if it has no length."""
     try:
-        return len(thing)
+        return len(container)
     except (TypeError, NotImplementedError, AttributeError):
         return None
 
@@ -32,16 +35,34 @@ def length(sampler: Any) -> int | None:
     return size_of(sampler.dataset if type(sampler) is DistributedSampler else sampler)
 
 
-def draw(sampler: Any, seed: int, chunk: int) -> Sequence[Any] | Iterator[Any]:
-    """Order of one epoch: a sequence, or an iterator that draws `chunk` items at a time if the sampler has no length."""
+def description(sampler: Any) -> str:
+    """What decides the order of an epoch beside the seed, in words."""
+    kind, name = type(sampler), type(sampler).__name__
+    if kind is RandomSampler:
+        return f"shuffled{' with replacement' if sampler.replacement else ''}"
+    if kind is DistributedSampler and sampler.shuffle:
+        return f"shuffled by {name} of seed {sampler.seed}"
+    return "in the data set's order" if kind in (SequentialSampler, DistributedSampler) else f"by {name}"
+
+
+def draw(sampler: Any, seed: int | None, chunk: int = 1) -> Sequence[Any] | Iterator[Any]:
+    """The order of one epoch.
+
+    Args:
+        seed: None draws from the sampler's or the process's random streams, as a plain DataLoader does.
+        chunk: items drawn at a time from a sampler without a length, of which the order is an iterator.
+    """
     kind = type(sampler)
     if kind is SequentialSampler:
         return range(len(sampler.data_source))
-    if kind is RandomSampler:
-        return _random(len(sampler.data_source), sampler.num_samples, sampler.replacement, seed)
     if kind is DistributedSampler:  # iterating it would shard a second time
         n = len(sampler.dataset)
-        return _random(n, n, False, mix(seed, sampler.seed)) if sampler.shuffle else range(n)
+        order_seed = sampler.seed + sampler.epoch if seed is None else mix(seed, sampler.seed)
+        return _random(n, n, False, order_seed) if sampler.shuffle else range(n)
+    if seed is None:
+        return array("q", sampler) if isinstance(sampler, RandomSampler) else list(sampler)
+    if kind is RandomSampler:
+        return _random(len(sampler.data_source), sampler.num_samples, sampler.replacement, seed)
     if size_of(sampler) is None:
         return _streamed(sampler, seed, chunk)
     with Randomness(seed, sampler):
@@ -49,26 +70,66 @@ def draw(sampler: Any, seed: int, chunk: int) -> Sequence[Any] | Iterator[Any]:
 
 
 def _random(n: int, samples: int, replacement: bool, seed: int) -> Sequence[int]:
-    """Draw as torch's RandomSampler does: with replacement, or whole permutations in a row, the last one cut. 8 bytes an index."""
+    """Draw as torch's RandomSampler does: with replacement, or whole permutations in a row, the last one cut."""
     if n == 0:
         return ()
     generator = torch.Generator().manual_seed(seed)
     if replacement:
         indices = torch.randint(n, (samples,), generator=generator)
     else:
-        whole = [torch.randperm(n, generator=generator) for _ in range(-(-samples // n))]
-        indices = whole[0] if samples == n else torch.cat(whole)[:samples]
-    packed = array("q")  # a list in between would take five times the memory
-    packed.frombytes((ctypes.c_char * (8 * len(indices))).from_address(indices.data_ptr()))
+        permutations = [torch.randperm(n, generator=generator) for _ in range(-(-samples // n))]
+        indices = permutations[0] if samples == n else torch.cat(permutations)[:samples]
+    return _packed(indices)
+
+
+def _packed(indices: torch.Tensor) -> array[int]:
+    """8 bytes an index; a list in between would take five times the memory."""
+    packed = array("q")
+    if len(indices):
+        packed.frombytes((ctypes.c_char * (8 * len(indices))).from_address(indices.data_ptr()))
     return packed
 
 
+def digest(epoch_order: Any, dataset: Any) -> str | None:
+    """Checksum of the samples that an epoch reads: its order, and the indices of Subsets. None if it is unknown."""
+    if not isinstance(epoch_order, Sequence):
+        return None
+    checksum = 0
+    try:
+        for indices in (epoch_order, *_subset_indices(dataset)):
+            checksum = crc32(_index_bytes(indices), checksum)
+    except (TypeError, ValueError):  # a sampler may yield any objects
+        return None
+    return f"{checksum:08x}"
+
+
+def _subset_indices(dataset: Any) -> Iterator[Any]:
+    if isinstance(dataset, Subset):
+        yield dataset.indices
+        yield from _subset_indices(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _subset_indices(part)
+
+
+def _index_bytes(indices: Any) -> array[int] | bytes:
+    """Equal bytes for equal indices, whether a list, a range, a tensor or an array holds them."""
+    if isinstance(indices, range):
+        return _packed(torch.arange(indices.start, indices.stop, indices.step))
+    if hasattr(indices, "dtype"):
+        return _packed(torch.as_tensor(indices).to("cpu", torch.int64).flatten().contiguous())
+    try:
+        return indices if isinstance(indices, array) else array("q", indices)
+    except TypeError:
+        return json.dumps(indices, default=operator.index).encode()
+
+
 def _streamed(sampler: Any, seed: int, chunk: int) -> Iterator[Any]:
-    own = Randomness(seed, sampler)
-    with own:
+    randomness = Randomness(seed, sampler)
+    with randomness:
         reader = iter(sampler)
     while True:
-        with own:
+        with randomness:
             items = list(islice(reader, chunk))
         yield from items
         if len(items) < chunk:
@@ -80,7 +141,7 @@ class Randomness:
 
     def __init__(self, seed: int, sampler: Any) -> None:
         self._generators = generators(sampler)
-        self._other = self._states()
+        self._saved = self._states()
         seed_host(seed)
         for generator in self._generators:
             generator.manual_seed(seed)
@@ -90,40 +151,49 @@ class Randomness:
         return [host_states(), *(g.get_state() for g in self._generators)]
 
     def _swap(self, *error: object) -> None:
-        now, (host, *others) = self._states(), self._other
+        states, (host, *generator_states) = self._states(), self._saved
         set_host_states(host)
-        for generator, state in zip(self._generators, others):
+        for generator, state in zip(self._generators, generator_states):
             generator.set_state(state)
-        self._other = now
+        self._saved = states
 
     __enter__ = __exit__ = _swap
 
 
 def generators(sampler: Any) -> list[torch.Generator]:
     """The torch generators of a sampler and of samplers that it wraps."""
-    held = list(getattr(sampler, "__dict__", {}).values())
-    for value in list(held):
+    values = list(getattr(sampler, "__dict__", {}).values())
+    for value in list(values):
         if hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__getitem__"):
-            held += vars(value).values()
-    found = {id(g): g for g in held if isinstance(g, torch.Generator) and g is not torch.default_generator}
-    return list(found.values())
+            values += vars(value).values()
+    by_id = {id(g): g for g in values if isinstance(g, torch.Generator) and g is not torch.default_generator}
+    return list(by_id.values())
 
 
-def own_seed(sampler: Any) -> int:
-    """Draw a seed from the sampler's or the global generator, as a plain DataLoader does: first for workers, then for the order."""
-    generator = next(iter(generators(sampler)), torch.default_generator)
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+def random_states(sampler: Any) -> list[Any]:
+    """States of Python's, NumPy's and torch's streams and of the sampler's own generators, in JSON's types."""
+    python, numpy, cpu = host_states()
+    if numpy is not None:
+        numpy = [numpy[0], numpy[1].tolist(), *numpy[2:]]
+    return [python, numpy, *(state.tolist() for state in (cpu, *(g.get_state() for g in generators(sampler))))]
 
 
-def agree(order: Sequence[Any], world: Any) -> None:
+def set_random_states(sampler: Any, states: list[Any]) -> None:
+    """Restore the states that `random_states` returned."""
+    (version, internal_state, gauss_next), numpy, cpu, *generator_states = states
+    set_host_states([(version, tuple(internal_state), gauss_next), numpy, torch.tensor(cpu, dtype=torch.uint8)])
+    for generator, state in zip(generators(sampler), generator_states):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+
+
+def check_same_order(order: Sequence[Any], world: Any) -> None:
     """Raise BatchError if the ranks drew different orders, from a generator that cannot be seeded."""
-    signature = (len(order), list(order[:64]), list(order[-64:]))
-    seen = world.gather_objects(signature)
-    if any(s != seen[0] for s in seen):
+    signatures = world.gather_objects((len(order), list(order[:64]), list(order[-64:])))
+    if any(signature != signatures[0] for signature in signatures):
         raise BatchError(
-            "the ranks' samplers drew different orders, from a random source of their own: let rank 0 draw for all with "
-            "DataLoaderConfiguration(use_seedable_sampler=False), or give the sampler a torch.Generator as its `generator`"
+            "the ranks' samplers drew different orders, from a random source of their own: let rank 0 draw for all "
+            "with DataLoaderConfiguration(use_seedable_sampler=False), or give the sampler a torch.Generator as its "
+            "`generator`"
         )
 
 
@@ -131,33 +201,39 @@ def agree(order: Sequence[Any], world: Any) -> None:
 
 
 class Cut(NamedTuple):
-    """How the order of an epoch is cut into batches. The last batch of a single rank stays short, as in a plain DataLoader."""
+    """How the order of an epoch is cut into batches. The last batch of a single rank stays short."""
 
     batch: int  # samples per batch on one rank
     ranks: int  # ranks that share the data
     even: bool = True  # complete the last round, so that all ranks have batches of the same number and size
     drop_last: bool = False  # drop the incomplete last round
+    split_tail: bool = False  # share the samples of an incomplete last round equally, and repeat fewer than `ranks`
 
     @property
-    def whole(self) -> int:
-        """Samples in a full round: the global batch."""
+    def global_batch(self) -> int:
+        """Samples in a full round."""
         return self.batch * self.ranks
 
     @property
     def completes(self) -> bool:
         """Whether an incomplete last round is completed."""
-        return self.even and self.ranks > 1
+        return self.even and self.ranks > 1 and not self.drop_last
 
     def batches(self, samples: int, rank: int) -> int:
         """Batches of `rank` from `samples` samples."""
-        full, rest = divmod(max(0, samples), self.whole)
-        if rest == 0 or self.drop_last:
+        full, remainder = divmod(max(0, samples), self.global_batch)
+        if remainder == 0 or self.drop_last:
             return full
-        return full + (self.even or rest > rank * self.batch)
+        return full + (self.even or remainder > rank * self.batch)
 
     def surplus(self, samples: int) -> int:
         """Repeated samples in the last round of `samples` samples."""
-        return -max(0, samples) % self.whole if self.completes and not self.drop_last else 0
+        multiple = self.ranks if self.split_tail else self.global_batch
+        return -max(0, samples) % multiple if self.completes else 0
+
+    def part(self, samples: int) -> int:
+        """Samples of one rank in a round of `samples` samples."""
+        return -(-samples // self.ranks) if self.split_tail else self.batch
 
 
 class Share(NamedTuple):
@@ -171,21 +247,22 @@ class Share(NamedTuple):
 
 def shares(order: Sequence[Any], cut: Cut, rank: int, start: int = 0) -> Iterator[Share]:
     """Batches of `rank` from a known order, from global sample `start` on. Only the slices of this rank are read."""
-    n, batch, whole = len(order), cut.batch, cut.whole
+    n, batch = len(order), cut.batch
     start = min(start, n)
-    full, rest = divmod(n - start, whole)
-    mine = start + rank * batch
-    end = start
-    for at in range(mine, mine + full * whole, whole):
-        end += whole
-        yield Share(rank, list(order[at : at + batch]), end, 0)
+    full, remainder = divmod(n - start, cut.global_batch)
+    tail = start + full * cut.global_batch
+    for begin in range(start, tail, cut.global_batch):
+        first = begin + rank * batch
+        yield Share(rank, list(order[first : first + batch]), begin + cut.global_batch, 0)
     if cut.batches(n - start, rank) > full:
-        at = mine + full * whole
-        items = list(order[at : at + batch])
+        part = cut.part(remainder)
+        first = tail + rank * part
+        items = list(order[first : first + part])
         surplus = cut.surplus(n - start)
         if surplus:
-            first = rank * batch + len(items) - rest  # where this rank's repeats stand among the round's
-            items += [order[i % n] for i in range(first, first + batch - len(items))]
+            # Repeats are samples of the epoch's beginning; earlier ranks may have some of them.
+            repeat = rank * part + len(items) - remainder
+            items += [order[i % n] for i in range(repeat, repeat + part - len(items))]
         yield Share(rank, items, n, surplus)
 
 
@@ -197,84 +274,66 @@ class Round(NamedTuple):
     surplus: int
 
 
-def one(item: Any) -> int:
-    """The weight of a single sample."""
-    return 1
-
-
 def rounds(
-    items: Iterable[Any],
-    length: int,
-    *,
-    complete: bool,
-    drop_last: bool = False,
-    start: int = 0,
-    at: int = 0,
-    weigh: Callable[[Any], int | None] = one,
+    items: Iterable[Any], cut: Cut, weigh: Callable[[Any], int | None] | None = None, start: int = 0, position: int = 0
 ) -> Iterator[Round]:
-    """Global batches of `length` items from a stream of unknown length, from position `start` (in samples) on.
+    """Global batches from a stream of unknown length. The first items of the stream complete its last round.
 
     Args:
-        items: samples, indices, or ready batches of `weigh` samples each (None: unknown, counts as one), the first at position `at`.
-        complete: complete the last round with the first items of the stream.
+        items: samples or indices, of which the first is at `position`.
+        weigh: items are ready batches, of so many samples each (None: unknown, counts as one).
+        start: position, in samples, of the first round.
     """
+    length = cut.global_batch if weigh is None else cut.ranks
     reader = iter(items)
-    head: list[Any] = []  # first items of the stream, which complete its last round
-    end = at
-    if end < start:
-        for item in reader:
-            end += weigh(item) or 1
-            if complete and len(head) < length:
-                head.append(item)
-            if end >= start:
-                break
+    head: list[Any] = []  # first items of the stream
+    missing_head = length if cut.completes else 0
+
+    def weight(items: Iterable[Any]) -> int:
+        return sum(1 if weigh is None else weigh(item) or 1 for item in items)
+
+    end = position
+    while end < start and (skipped := list(islice(reader, 1))):
+        head += skipped[: missing_head - len(head)]
+        end += weight(skipped)
     while chunk := list(islice(reader, length)):
-        if complete and len(head) < length:
-            head += chunk[: length - len(head)]
-        end += sum(weigh(item) or 1 for item in chunk)
-        missing = length - len(chunk)
-        if missing == 0:
+        head += chunk[: missing_head - len(head)]
+        end += weight(chunk)
+        if len(chunk) == length:
             yield Round(chunk, end, 0)
-            continue
-        if not drop_last:
-            repeats = [head[i % len(head)] for i in range(missing)] if complete else []
-            sizes = [weigh(item) for item in repeats]
-            yield Round(chunk + repeats, end, -1 if None in sizes else sum(size or 0 for size in sizes))
-        return
+        elif not cut.drop_last:
+            missing = -len(chunk) % (cut.ranks if cut.split_tail else length) if cut.completes else 0
+            repeats = [head[i % len(head)] for i in range(missing)]
+            unknown = weigh is not None and None in map(weigh, repeats)
+            yield Round(chunk + repeats, end, -1 if unknown else weight(repeats))
 
 
-def halves(
-    batches: Iterable[Sequence[Any]], ranks: int, *, even: bool, start: int = 0
-) -> Iterator[tuple[Round, int]]:
-    """Yield each batch in `ranks` parts, with the items per part. With `even`, samples of the first batches fill up short parts."""
+def split_batches(batches: Iterable[Sequence[Any]], ranks: int, *, even: bool, start: int = 0) -> Iterator[Round]:
+    """Each batch as a round. With `even`, samples of the first batches make its length a multiple of `ranks`."""
     head: list[Any] = []
     end = 0
     for batch in batches:
-        if len(head) < ranks:  # a part misses fewer than `ranks` samples in all
+        if len(head) < ranks:  # a round misses fewer than `ranks` samples
             head += batch[: ranks - len(head)]
         end += len(batch)
-        if end <= start or not batch:
-            continue
-        part = -(-len(batch) // ranks)
-        missing = part * ranks - len(batch) if even else 0
-        yield Round(list(batch) + [head[i % len(head)] for i in range(missing)], end, missing), part
+        if end > start and batch:
+            missing = -len(batch) % ranks if even else 0
+            yield Round(list(batch) + [head[i % len(head)] for i in range(missing)], end, missing)
 
 
 def parts(round_: Round, size: int | None, ranks: Iterable[int]) -> Iterator[Share]:
-    """The shares of `ranks` in a round: `size` items each, or one ready batch each if `size` is None. Empty shares are omitted."""
+    """The shares of `ranks` in a round: `size` items each, or with None one ready batch. Empty shares are omitted."""
     for rank in ranks:
-        if size is None:
-            if rank < len(round_.items):
-                yield Share(rank, round_.items[rank], round_.end, round_.surplus)
-        elif items := round_.items[rank * size : (rank + 1) * size]:
-            yield Share(rank, items, round_.end, round_.surplus)
+        items = round_.items[rank : rank + 1] if size is None else round_.items[rank * size : (rank + 1) * size]
+        if items:
+            yield Share(rank, items[0] if size is None else items, round_.end, round_.surplus)
 
 
 def flagged(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Each item with a flag for the last one. Reads one item ahead."""
     reader = iter(items)
-    for held in reader:
-        for item in reader:
-            yield held, False
-            held = item
-        yield held, True
+    for item in reader:
+        for following in reader:
+            yield item, False
+            item = following
+        yield item, True

@@ -1,9 +1,8 @@
-"""Names the collective at which ranks differ, while they wait for one another and before the timeout ends the run.
+"""Reports of collectives that wait: which ranks differ, and where, before the timeout ends the run.
 
-A thread of each rank looks at torch's flight recorder, which holds the last collectives of NCCL and gloo with the lines that called
-them. Where one has waited for ``hang_after`` seconds, the lowest rank that waits asks the others for theirs, and compares. Messages
-between two ranks (send and recv) are not in gloo's recorder: there the stack and processor time of the script's thread tell that it
-sleeps in one.
+A thread of each rank looks at torch's flight recorder. Where a collective has waited for ``hang_after`` seconds, the
+lowest rank that waits asks the others for their calls, and compares. gloo's recorder lacks messages between two ranks:
+for these, the stack and the processor time of the training thread tell that it sleeps in one.
 """
 
 from __future__ import annotations
@@ -11,36 +10,32 @@ from __future__ import annotations
 import json
 import linecache
 import os
-import pickle  # of bytes that this process's torch has just made
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import torch
-import torch.distributed as dist
 
 from ..logging import get_logger
-from .hang_report import RECORDERS, Watch
+from .mailbox import Watch, collective_name, is_script, recorder_entries
 
 logger = get_logger(__name__)
-HANG = "easymp-hang"  # name of the thread
-LAST = 256  # collectives that each rank remembers
+THREAD = "easymp-hang"
+RECORDER_SIZE = 256  # collectives that each rank remembers
 LOOKS = 8  # looks at the recorder in `hang_after` seconds
-PATIENCE = timedelta(seconds=15)  # for an answer: the first look at lines takes torch seconds
-PAUSE = 1.0  # seconds between two looks at a rank that does not wait
-BUSY = 0.05  # seconds of processor time within them that say that it works
+PATIENCE = 15.0  # seconds for an answer: torch needs seconds to find the first call's lines
+PULSE = 1.0  # seconds between two looks at a rank that does not wait
+BUSY = 0.05  # seconds of processor time within a pulse that mean that the rank works
+IDLE = 0.001  # seconds of processor time between two looks, below which a thread sleeps
 MESSAGES = "messages between two ranks"
-IDLE = 0.001  # seconds of processor time between two looks at a thread that sleeps
-# Their shapes are the same on all ranks; of others the roots have more, or each rank has its own.
-ALIKE = ("all_reduce", "broadcast", "reduce_scatter", "allgather_base", "_all_gather_base")
-OTHERS = (str(Path(__file__).parent.parent), str(Path(threading.__file__).parent))  # easymp and Python
+# Collectives whose shapes are the same on all ranks. Those of others differ at the root, or on each rank.
+SAME_SHAPES = ("all_reduce", "broadcast", "reduce_scatter", "allgather_base", "_all_gather_base")
 
 
 class Call(NamedTuple):
@@ -51,194 +46,168 @@ class Call(NamedTuple):
     name: str
     shapes: str
     line: str
-    done: bool
+    finished: bool
 
     def __str__(self) -> str:
-        called = f"{self.name}({self.shapes})" if self.shapes else self.name
-        return f"{called} at {self.line}" if self.line else called
+        call = f"{self.name}({self.shapes})" if self.shapes else self.name
+        return f"{call} at {self.line}" if self.line else call
 
     @property
-    def place(self) -> str:
-        """Its number and group in words."""
+    def position(self) -> str:
+        """Its number and group, for a sentence."""
         return "a message" if self.group == MESSAGES else f"call {self.number} of {self.group}"
 
-    def same(self, other: Call) -> bool:
+    def matches(self, call: Call) -> bool:
         """Whether two ranks' calls of one number fit together."""
-        return self.name == other.name and (self.name not in ALIKE or self.shapes == other.shapes)
+        return self.name == call.name and (self.name not in SAME_SHAPES or self.shapes == call.shapes)
 
 
-def recorded(frames: bool) -> list[tuple[Call, float]]:
-    """The collectives in this rank's recorders and when each began, in seconds since 1970, the oldest first.
-
-    Without `frames` the calls have no lines, and old ones that have ended are left out.
-    """
-    found = []
-    for name in RECORDERS:
-        dump = getattr(torch._C._distributed_c10d, name if not frames else name.removesuffix("_json"), None)
-        if dump is None:
-            continue
-        read = pickle.loads if frames else json.loads
-        for entry in read(dump(True, True) if not frames else dump(True, True, False)).get("entries", []):
-            if not entry["is_p2p"]:
-                tensors = zip(entry["input_dtypes"], entry["input_sizes"])
-                shapes = (f"{str(dtype).lower()}{list(shape)}" for dtype, shape in tensors)
-                call = Call(
-                    "group {} ({})".format(*entry["process_group"]),
-                    int(entry["collective_seq_id"]),
-                    str(entry["profiling_name"]).split(":")[-1],
-                    ", ".join(shapes),
-                    _line(entry.get("frames", ())),
-                    bool(entry["retired"]),
-                )
-                found.append((call, entry["time_created_ns"] / 1e9))
-    return sorted(found, key=lambda pair: pair[1])
+def recorded_calls(active_only: bool) -> list[tuple[Call, float]]:
+    """This rank's collectives in order and their begin in seconds since 1970. Active ones are read without lines."""
+    calls = []
+    for entry in recorder_entries(active_only=True) if active_only else recorder_entries(with_lines=True):
+        if not entry["is_p2p"]:
+            tensors = zip(entry["input_dtypes"], entry["input_sizes"])
+            call = Call(
+                group="group {} ({})".format(*entry["process_group"]),
+                number=int(entry["collective_seq_id"]),
+                name=collective_name(entry),
+                shapes=", ".join(f"{str(dtype).lower()}{list(shape)}" for dtype, shape in tensors),
+                line=script_line((frame["filename"], frame["line"]) for frame in entry.get("frames", ())),
+                finished=bool(entry["retired"]),
+            )
+            calls.append((call, entry["time_created_ns"] / 1e9))
+    return sorted(calls, key=lambda pair: pair[1])
 
 
-def _line(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The script's line; of a call inside of backward, which no line of the script makes, nothing."""
-    for frame in frames:
-        file = str(frame["filename"])
-        if file.endswith(".py") and "site-packages" not in file and not file.startswith(OTHERS):
-            return f"{file}:{frame['line']}"
-    return ""
+def script_line(frames: Iterable[tuple[str, int]]) -> str:
+    """The innermost line of the script. ``""`` for a call inside of backward, which no line of the script makes."""
+    return next((f"{file}:{line}" for file, line in frames if file.endswith(".py") and is_script(file)), "")
 
 
-def differences(rings: Mapping[int, list[Call]]) -> tuple[list[str], dict[int, Call]]:
-    """Compare the calls of ranks that wait.
-
-    Args:
-        rings: rank → its calls, the oldest first.
-
-    Returns:
-        A sentence for the first call of each group that differs, and rank → the call in which it waits for others, where no call differs.
-    """
-    groups: dict[str, dict[int, dict[int, Call]]] = {}
-    for rank, ring in rings.items():
-        for call in ring:
+def first_differences(calls_by_rank: Mapping[int, list[Call]]) -> list[str]:
+    """A sentence for the first call of each group that differs between ranks."""
+    groups: dict[str, dict[int, dict[int, Call]]] = {}  # group → number → rank → call
+    for rank, calls in calls_by_rank.items():
+        for call in calls:
             groups.setdefault(call.group, {}).setdefault(call.number, {})[rank] = call
     sentences = []
-    for numbers in groups.values():
-        for number in sorted(numbers):
-            there = numbers[number]
-            first = there[min(there)]
-            if not all(first.same(call) for call in there.values()):
-                kinds: dict[str, list[int]] = {}
-                for rank, call in sorted(there.items()):
-                    kinds.setdefault(str(call), []).append(rank)
-                said = "; ".join(f"{ranks(who)}: {call}" for call, who in kinds.items())
-                sentences.append(f"{first.place} is not the same on all ranks: {said}")
+    for by_number in groups.values():
+        for _, by_rank in sorted(by_number.items()):
+            first = by_rank[min(by_rank)]
+            if not all(first.matches(call) for call in by_rank.values()):
+                ranks_by_text: dict[str, list[int]] = {}
+                for rank, call in sorted(by_rank.items()):
+                    ranks_by_text.setdefault(str(call), []).append(rank)
+                calls_text = "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+                sentences.append(f"{first.position} is not the same on all ranks: {calls_text}")
                 break
-    waiting = {rank: next((c for c in ring if not c.done), None) for rank, ring in rings.items()}
-    return sentences, {rank: call for rank, call in waiting.items() if call is not None}
+    return sentences
 
 
-def ranks(numbers: Iterable[int]) -> str:
-    """Ranks in words: ``rank 1``, ``ranks 0, 2``."""
-    listed = sorted(numbers)
-    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
+def waiting_calls(calls_by_rank: Mapping[int, list[Call]]) -> dict[int, Call]:
+    """Rank → the oldest call that it has not finished."""
+    oldest = {rank: next((call for call in calls if not call.finished), None) for rank, calls in calls_by_rank.items()}
+    return {rank: call for rank, call in oldest.items() if call is not None}
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """``rank 1``, ``ranks 0, 2``."""
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class HangWatch:
-    """One rank's look at its own collectives. `close` ends it.
+    """One rank's look at its own collectives, which reports those that wait longer than `after` seconds.
 
-    Args:
-        watch: by which ranks ask one another.
-        store: of all ranks, which has their processes.
-        after: seconds for which a collective waits before it is reported.
-        folder: of ``hang-<rank>.json``.
-        meeting: number and name of the script's call that the ranks compare in the store, and when that began; None without one.
-
-    Attributes:
-        since: when the process group began: calls of an earlier one that was broken off never end.
+    `pending_call` gives number, name and begin of the script's call that the ranks compare now, or None. Calls before
+    `since`, of a process group that was broken off, never end.
     """
 
     def __init__(
-        self,
-        watch: Watch,
-        store: dist.Store,
-        after: float,
-        folder: Path,
-        meeting: Callable[[], tuple[int, str, float] | None],
+        self, watch: Watch, after: float, folder: Path, pending_call: Callable[[], tuple[int, str, float] | None]
     ) -> None:
-        self._watch, self._store, self._after = watch, store, after
-        self._folder, self._meeting = folder, meeting
-        self._rank, self._size, self.since = watch.rank, watch.size, time.time()
-        self._said: tuple[str, int] | None = None
-        self._asleep = self._worked = 0.0  # when the script's thread fell asleep in a message; processor time
-        self._over = threading.Event()
-        store.set(f"process/{watch.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._watch, self._after, self._folder, self._pending_call = watch, after, folder, pending_call
+        self._rank, self.since = watch.rank, time.time()
+        self._mailbox = watch.connect()
+        self._mailbox.post(f"process/{watch.rank}", json.dumps([socket.gethostname(), os.getpid()]).encode())
+        self._reported: tuple[str, int] | None = None
+        self._asleep_since = 0.0  # when the training thread fell asleep in a message
+        self._cpu_seconds = 0.0  # of the training thread
+        self._closed = threading.Event()
         watch.told |= {
-            "waits": lambda: "yes" if self._waiting() else "",
-            "calls": self._calls,
+            "waits": lambda: "yes" if self._waiting_call() else "",
+            "calls": self._answer_calls,
             "pulse": lambda: json.dumps([sum(psutil.Process().cpu_times()[:2]), watch.told["where"]()]),
         }
-        self._thread = threading.Thread(target=self._run, name=HANG, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread."""
-        self._over.set()
+        self._closed.set()
         self._thread.join(5.0)
 
     # -- this rank ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            while not self._over.wait(self._after / LOOKS):
-                self._look()
-                waiting = self._waiting()
-                if waiting is not None and (waiting.group, waiting.number) != self._said:
-                    self._said = waiting.group, waiting.number
-                    self._write({})
+        with suppress(RuntimeError):  # the store is gone, and with it rank 0: the collective fails
+            while not self._closed.wait(self._after / LOOKS):
+                self._look_at_training_thread()
+                waiting = self._waiting_call()
+                if waiting is not None and (waiting.group, waiting.number) != self._reported:
+                    self._reported = waiting.group, waiting.number
+                    self._write(self._recorded_with_lines())
                     if not any(self._ask(rank, "waits") for rank in range(self._rank)):
                         self._report(waiting)
-        except RuntimeError:
-            return  # the store is gone, and with it rank 0: the collective fails
 
-    def _look(self) -> None:
-        """See whether the script's thread sleeps in a message, or in a call of ``wait``."""
-        frame = sys._current_frames().get(self._watch.trains)
+    def _look_at_training_thread(self) -> None:
+        """Note since when the training thread sleeps in a message, or in a call of ``wait``."""
+        thread = self._watch.training_thread
+        frame = sys._current_frames().get(thread)
         clock = getattr(time, "pthread_getcpuclockid", None)
         if frame is None or clock is None:
             return
-        file, before = frame.f_code.co_filename, self._worked
-        self._worked = time.clock_gettime(clock(self._watch.trains))
+        file, cpu_seconds_before = frame.f_code.co_filename, self._cpu_seconds
+        self._cpu_seconds = time.clock_gettime(clock(thread))
         line = linecache.getline(file, frame.f_lineno or 0)  # None between two lines
-        inside = f"torch{os.sep}distributed{os.sep}" in file or ".wait(" in line
-        sleeps = inside and self._worked - before < IDLE
-        self._asleep = (self._asleep or time.time()) if sleeps else 0.0
+        in_message = f"torch{os.sep}distributed{os.sep}" in file or ".wait(" in line
+        is_asleep = in_message and self._cpu_seconds - cpu_seconds_before < IDLE
+        self._asleep_since = (self._asleep_since or time.time()) if is_asleep else 0.0
 
     def _message(self) -> Call:
-        """The message that the script's thread waits for; each rank's has another number, for there is nothing to compare."""
-        frame = sys._current_frames().get(self._watch.trains)
-        stack = ({"filename": f.f_code.co_filename, "line": line} for f, line in traceback.walk_stack(frame))
-        return Call(MESSAGES, self._rank + 1, "send or receive", "", _line(stack) if frame else "", False)
+        """The message that the training thread waits for. Its number differs on each rank, so none are compared."""
+        frame = sys._current_frames().get(self._watch.training_thread)
+        stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(frame))
+        return Call(MESSAGES, self._rank + 1, "send or receive", "", script_line(stack) if frame else "", False)
 
-    def _waiting(self) -> Call | None:
+    def _recorded(self, active_only: bool) -> list[tuple[Call, float]]:
+        calls, pending = recorded_calls(active_only), self._pending_call()
+        if pending is not None:
+            number, name, begin = pending
+            calls.append((Call("the script's calls", number, name, "", "", False), begin))
+        if self._asleep_since and all(call.finished for call, _ in calls):
+            calls.append((self._message(), self._asleep_since))
+        return calls
+
+    def _waiting_call(self) -> Call | None:
         """The oldest call that has waited too long."""
-        late = time.time() - self._after
-        old = (call for call, began in self._recorded(frames=False) if self.since < began < late)
-        return next((call for call in old if not call.done), None)
+        limit = time.time() - self._after
+        calls = self._recorded(active_only=True)
+        return next((call for call, begin in calls if self.since < begin < limit and not call.finished), None)
 
-    def _recorded(self, frames: bool) -> list[tuple[Call, float]]:
-        found, meeting = recorded(frames), self._meeting()
-        if meeting is not None:
-            number, name, began = meeting
-            found.append((Call("the script's calls", number, name, "", "", False), began))
-        if self._asleep and all(call.done for call, _ in found):
-            found.append((self._message(), self._asleep))
-        return found
+    def _recorded_with_lines(self) -> list[Call]:
+        return [call for call, _ in self._recorded(active_only=False)]
 
-    def _ring(self) -> list[Call]:
-        return [call for call, _ in self._recorded(frames=True)]
+    def _answer_calls(self) -> str:
+        calls = self._recorded_with_lines()
+        self._write(calls)
+        return json.dumps(calls)
 
-    def _calls(self) -> str:
-        self._write({})
-        return json.dumps(self._ring())
-
-    def _write(self, more: dict[str, Any]) -> None:
-        facts = {"rank": self._rank, "time": time.time(), "at": self._watch.told["where"](), **more}
-        facts["calls"] = [call._asdict() for call in self._ring()]
+    def _write(self, calls: list[Call], **facts: Any) -> None:
+        """Write ``hang-<rank>.json``."""
+        facts |= {"rank": self._rank, "time": time.time(), "at": self._watch.told["where"]()}
+        facts["calls"] = [call._asdict() for call in calls]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / f"hang-{self._rank}.json").write_text(json.dumps(facts, indent=1))
@@ -248,52 +217,55 @@ class HangWatch:
     # -- all ranks ----------------------------------------------------------------------------------------------------
 
     def _report(self, waiting: Call) -> None:
-        rings, states = {self._rank: self._ring()}, dict[int, str]()
-        for rank in range(self._size):
+        own_calls = self._recorded_with_lines()
+        calls_by_rank, states = {self._rank: own_calls}, dict[int, str]()
+        for rank in range(self._watch.size):
             if rank != self._rank:
                 if answer := self._ask(rank, "calls"):
-                    rings[rank] = [Call(*call) for call in json.loads(answer)]
+                    calls_by_rank[rank] = [Call(*call) for call in json.loads(answer)]
                 else:
-                    states[rank] = self._silent(rank)
-        sentences, waits = differences(rings)
-        if not sentences:  # some ranks have not come so far
-            made = {(call.group, call.number) for call in rings[self._rank]}
-            states |= {rank: self._moving(rank) for rank in rings.keys() - waits.keys()}
-            for rank, call in waits.items():
-                if (call.group, call.number) not in made:
+                    states[rank] = self._state_of_silent(rank)
+        differences, waiting_by_rank = first_differences(calls_by_rank), waiting_calls(calls_by_rank)
+        if not differences:  # some ranks have not come so far
+            own_keys = {(call.group, call.number) for call in own_calls}
+            states |= {rank: self._state_of_busy(rank) for rank in calls_by_rank.keys() - waiting_by_rank.keys()}
+            for rank, call in waiting_by_rank.items():
+                if (call.group, call.number) not in own_keys:
                     states[rank] = f"waits in another call: {call}"
-        mine = next((call for call in rings[self._rank] if call[:2] == waiting[:2]), waiting)
-        begin = f"{ranks(waits)} {'has' if len(waits) == 1 else 'have'} waited for {self._after:g} s"
-        lines = [
-            f"{begin}, rank {self._rank} in {mine.place}, {mine}",
-            *sentences,
+        with_line = next((call for call in own_calls if call[:2] == waiting[:2]), waiting)
+        have = "has" if len(waiting_by_rank) == 1 else "have"
+        waiting_ranks = f"{rank_list(waiting_by_rank)} {have} waited for {self._after:g} s"
+        sentences = [
+            f"{waiting_ranks}, rank {self._rank} in {with_line.position}, {with_line}",
+            *differences,
             *(f"rank {rank} {state}" for rank, state in sorted(states.items())),
         ]
-        self._write({"report": lines})
-        where = f"The calls of each rank are in {self._folder / 'hang-<rank>.json'}."
-        logger.warning("%s. %s", ".\n  ".join(lines), where, main_process_only=False)
+        self._write(own_calls, report=sentences)
+        files = self._folder / "hang-<rank>.json"
+        text = ".\n  ".join(sentences)
+        logger.warning("%s. The calls of each rank are in %s.", text, files, main_process_only=False)
 
-    def _moving(self, rank: int) -> str:
+    def _ask(self, rank: int, question: str) -> str:
+        return self._watch.ask(rank, question, self._mailbox, PATIENCE)
+
+    def _state_of_busy(self, rank: int) -> str:
         """Where a rank is that does not wait, and whether it moves."""
-        first = self._ask(rank, "pulse")
-        time.sleep(PAUSE)
-        second = self._ask(rank, "pulse")
-        if not first or not second:
-            return self._silent(rank)
-        (worked, before), (works, now) = json.loads(first), json.loads(second)
-        moves = now != before or works - worked > BUSY
-        return f"has not come to it, and {'still moves' if moves else 'stands still'}: {now}"
+        answer_before = self._ask(rank, "pulse")
+        time.sleep(PULSE)
+        answer = self._ask(rank, "pulse")
+        if not answer_before or not answer:
+            return self._state_of_silent(rank)
+        (seconds_before, location_before), (seconds, location) = json.loads(answer_before), json.loads(answer)
+        moves = location != location_before or seconds - seconds_before > BUSY
+        return f"has not come to it, and {'still moves' if moves else 'stands still'}: {location}"
 
-    def _ask(self, rank: int, word: str) -> str:
-        return self._watch.ask(rank, word, self._watch.beside, PATIENCE)
-
-    def _silent(self, rank: int) -> str:
+    def _state_of_silent(self, rank: int) -> str:
         """Why a rank does not answer, as far as this machine can tell."""
-        host, number = self._store.get(f"process/{rank}").decode().rsplit(" ", 1)
+        host, process = json.loads(self._mailbox.read(f"process/{rank}"))
         if host != socket.gethostname():
-            return f"does not answer: process {number} on {host} has ended, was killed, or is stopped"
+            return f"does not answer: process {process} on {host} has ended, was killed, or is stopped"
         try:
-            status = psutil.Process(int(number)).status()
-            return f"{'' if status == psutil.STATUS_STOPPED else 'does not answer, and '}is {status}: process {number}"
+            status = psutil.Process(process).status()
         except psutil.NoSuchProcess:
-            return f"has ended or was killed: process {number}"
+            return f"has ended or was killed: process {process}"
+        return f"{'' if status == psutil.STATUS_STOPPED else 'does not answer, and '}is {status}: process {process}"

@@ -5,71 +5,40 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from ..errors import BatchError, WorldError
+from ..errors import BatchError
 
 if TYPE_CHECKING:
     from ..distributed import World
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Share = TypeVar("Share", bound="list[Any] | tuple[Any, ...] | str | Tensor | dict[Any, Any]")
-
-
-class DistributedType(StrEnum):
-    """How the processes of a run are spread, in Accelerate's words. easymp gives NO, MULTI_CPU, MULTI_GPU, MULTI_XPU or FSDP.
-
-    Example:
-        >>> Accelerator(cpu=True).distributed_type == DistributedType.NO
-        True
-    """
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_XPU = "MULTI_XPU"
-    MULTI_HPU = "MULTI_HPU"
-    MULTI_NEURON = "MULTI_NEURON"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
-
-
-class PrecisionType(StrEnum):
-    """Precisions in Accelerate's words.
-
-    Example:
-        >>> Accelerator(cpu=True, mixed_precision=PrecisionType.NO).mixed_precision == PrecisionType.NO
-        True
-    """
-
-    NO = "no"
-    FP8 = "fp8"
-    FP16 = "fp16"
-    BF16 = "bf16"
+Inputs = TypeVar("Inputs", bound="list[Any] | tuple[Any, ...] | str | Tensor | dict[Any, Any]")
 
 
 class Processes:
-    """Process control, for classes with a `_world`."""
+    """Process control, for classes with a `_world`.
+
+    Example:
+        >>> acc = Accelerator(cpu=True)
+        >>> acc.device, acc.num_processes, acc.process_index, acc.local_process_index
+        (device(type='cpu'), 1, 0, 0)
+        >>> acc.is_main_process, acc.is_local_main_process
+        (True, True)
+        >>> acc.wait_for_everyone()
+        >>> acc.print("printed once")
+        printed once
+    """
 
     _world: World
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, {self.distributed_type.value}, "
-            f"device {self.device})"
-        )
+        return f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, device {self.device})"
 
     @property
     def device(self) -> torch.device:
@@ -101,29 +70,10 @@ class Processes:
         """Whether this is the first process of its node."""
         return self._world.local_rank == 0
 
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last process of the run."""
-        return self._world.rank == self._world.size - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether the run has several processes."""
-        return self._world.size > 1
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How processes are spread, in Accelerate's words: FSDP under every strategy that shards models, else by the device."""
-        if self._world.size == 1:
-            return DistributedType.NO
-        if self._sharded:
-            return DistributedType.FSDP
-        return {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}.get(
-            self.device.type, DistributedType.MULTI_CPU
-        )
-
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here. Weights that ranks trained alone (strategy "local_sgd") are averaged.
+        """Return when every process has come here.
+
+        Weights that ranks trained alone (strategy "local_sgd") are averaged.
 
         Raises:
             WorldError: another process is gone, waits elsewhere, or has not come within the run's timeout.
@@ -142,11 +92,6 @@ class Processes:
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201
 
-    @property
-    def _sharded(self) -> bool:
-        """Whether the run's strategy shards models; False without a run."""
-        return False
-
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on process 0 only.
 
@@ -157,124 +102,13 @@ class Processes:
             A function with the same arguments; on other processes it does nothing and returns None.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> @acc.on_main_process
             ... def report(loss):
             ...     print("loss", loss)
             >>> report(0.5)
             loss 0.5
         """
-        return self._only(function, lambda: self.is_main_process)
-
-    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on the first process of each node only.
-
-        Args:
-            function: any function or method.
-
-        Returns:
-            A function with the same arguments; on other processes it does nothing and returns None.
-
-        Example:
-            >>> acc = Accelerator(cpu=True)
-            >>> acc.on_local_main_process(print)("once a node")
-            once a node
-        """
-        return self._only(function, lambda: self.is_local_main_process)
-
-    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on the last process only.
-
-        Args:
-            function: any function or method.
-
-        Returns:
-            A function with the same arguments; on other processes it does nothing and returns None.
-
-        Example:
-            >>> acc = Accelerator(cpu=True)
-            >>> acc.on_last_process(print)("from the last process")
-            from the last process
-        """
-        return self._only(function, lambda: self.is_last_process)
-
-    @overload
-    def on_process(
-        self, function: Callable[P, R], process_index: int | None = None
-    ) -> Callable[P, R | None]: ...
-
-    @overload
-    def on_process(
-        self, function: None = None, process_index: int | None = None
-    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
-
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorate a function to run on one process only.
-
-        Args:
-            function: any function or method; None returns the decorator, for ``@acc.on_process(process_index=1)``.
-            process_index: the rank in the run.
-
-        Returns:
-            A function with the same arguments; on other processes it does nothing and returns None.
-
-        Raises:
-            WorldError: there is no such process.
-
-        Example:
-            >>> acc = Accelerator(cpu=True)
-            >>> @acc.on_process(process_index=0)
-            ... def sizes():
-            ...     return [1, 2]
-            >>> sizes()
-            [1, 2]
-        """
-        _check_index("process_index", process_index, "the", self.num_processes)
-        return self._only(function, lambda: self.process_index == process_index)
-
-    @overload
-    def on_local_process(
-        self, function: Callable[P, R], local_process_index: int | None = None
-    ) -> Callable[P, R | None]: ...
-
-    @overload
-    def on_local_process(
-        self, function: None = None, local_process_index: int | None = None
-    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
-
-    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function to run on one process of each node only.
-
-        Args:
-            function: any function or method; None returns the decorator.
-            local_process_index: the rank on the node.
-
-        Returns:
-            A function with the same arguments; on other processes it does nothing and returns None.
-
-        Raises:
-            WorldError: a node has no such process.
-
-        Example:
-            >>> acc = Accelerator(cpu=True)
-            >>> acc.on_local_process(print, local_process_index=0)("once a node")
-            once a node
-        """
-        _check_index("local_process_index", local_process_index, "a node's", self._world.local_size)
-        return self._only(function, lambda: self.local_process_index == local_process_index)
-
-    @staticmethod
-    def _only(function: Any, here: Callable[[], bool]) -> Any:
-        """The function where `here`, and nothing elsewhere; without a function, the decorator."""
-
-        def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
-            @functools.wraps(function)
-            def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
-                return function(*args, **kwargs) if here() else None
-
-            return run
-
-        return decorate if function is None else decorate(function)
+        return run_where(lambda: self.is_main_process, function)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Let process 0 run a block before the others, for example to fill a cache that they then read.
@@ -286,7 +120,6 @@ class Processes:
             WorldError: process 0 is gone, or has not answered for the run's timeout.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> with acc.main_process_first():
             ...     words = sorted({"b", "a"})  # for example: download and tokenize
         """
@@ -302,7 +135,6 @@ class Processes:
             WorldError: a process is gone, or has not answered for the run's timeout.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> with acc.local_main_process_first():
             ...     words = sorted({"b", "a"})  # for example: unpack to the node's disk
         """
@@ -310,8 +142,8 @@ class Processes:
 
     @overload
     def split_between_processes(
-        self, inputs: Share, apply_padding: bool = False
-    ) -> AbstractContextManager[Share]: ...
+        self, inputs: Inputs, apply_padding: bool = False
+    ) -> AbstractContextManager[Inputs]: ...
 
     @overload
     def split_between_processes(
@@ -325,7 +157,8 @@ class Processes:
         Shares are contiguous, in rank order; the first ones are longer by one where it does not divide.
 
         Args:
-            inputs: a list, tuple, string, tensor (split along dimension 0), data set, or a dict of such values of one length.
+            inputs: a list, tuple, string, tensor (split along dimension 0), data set, or a dict of such values of one
+                length.
             apply_padding: repeat the last item so that all shares are as long as the longest (to gather them later).
 
         Yields:
@@ -335,7 +168,6 @@ class Processes:
             BatchError: a dict with values of different lengths, or something that has no length.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> with acc.split_between_processes(["a", "b", "c"]) as prompts:
             ...     print(prompts)  # one process has them all
             ['a', 'b', 'c']
@@ -343,9 +175,14 @@ class Processes:
         yield share(inputs, self.process_index, self.num_processes, apply_padding)
 
 
-def _check_index(name: str, index: int | None, whose: str, size: int) -> None:
-    if index is None or not 0 <= index < size:
-        raise WorldError(f"{name}={index!r} is not one of {whose} {size} processes, 0 … {size - 1}")
+def run_where(condition: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
+    """The function on processes where the condition holds. On others, one that does nothing."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if condition() else None
+
+    return run
 
 
 def share(inputs: Any, rank: int, size: int, pad: bool) -> Any:
@@ -353,25 +190,21 @@ def share(inputs: Any, rank: int, size: int, pad: bool) -> Any:
     if isinstance(inputs, dict):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
-            raise BatchError(
-                f"the dict's values have different lengths, {lengths}: they cannot be split alike. Make them of one length"
-            )
+            problem = f"the dict's values have different lengths, {lengths}"
+            raise BatchError(f"{problem}: they cannot be split alike. Make them of one length")
         return {key: share(value, rank, size, pad) for key, value in inputs.items()}
     try:
         length = len(inputs)
     except TypeError:
-        raise BatchError(
-            f"{type(inputs).__name__} has no length, so it cannot be split: pass a list, tuple, tensor, data set or dict of these"
-        ) from None
-    each, more = divmod(length, size)
-    begin = rank * each + min(rank, more)
-    end = begin + each + (rank < more)
-    short = (each + (more > 0)) - (end - begin) if pad and length else 0
-    if isinstance(inputs, (list, tuple, str)):
-        part = inputs[begin:end]
-        return part + inputs[-1:] * short
+        problem = f"{type(inputs).__name__} has no length, so it cannot be split"
+        raise BatchError(f"{problem}: pass a list, tuple, tensor, data set or dict of these") from None
+    quotient, remainder = divmod(length, size)
+    begin = rank * quotient + min(rank, remainder)
+    end = begin + quotient + (rank < remainder)
+    padding = int(pad and length > 0 and remainder > 0 and rank >= remainder)
     if isinstance(inputs, Tensor):
-        part = inputs[begin:end]
-        return torch.cat([part, inputs[-1:].expand(short, *inputs.shape[1:])]) if short else part
-    indices = list(range(begin, end)) + [length - 1] * short
+        return torch.cat([inputs[begin:end], inputs[-1:]]) if padding else inputs[begin:end]
+    if isinstance(inputs, (list, tuple, str)):
+        return inputs[begin:end] + inputs[-1:] if padding else inputs[begin:end]  # type: ignore[operator]  # alike
+    indices = list(range(begin, end)) + [length - 1] * padding
     return inputs.select(indices) if hasattr(inputs, "select") else Subset(inputs, indices)

@@ -1,7 +1,7 @@
 """Facts about this machine: the processor and the accelerators, as frozen records.
 
-Nothing is allocated on a device. With NVIDIA's ``nvidia-ml-py`` installed, and without an accelerator, nothing is initialised
-either, so that this process may fork afterwards. The probes are loaded at the first `detect`.
+Nothing is allocated on a device. With NVIDIA's ``nvidia-ml-py`` installed, and without an accelerator, nothing is
+initialised either, so that this process may fork afterwards. The probes are loaded at the first `detect`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from .facts import Device as Device
     from .facts import Hardware as Hardware
 
-_HOMES = {
-    "accelerators": ("detect", "gpu_nodes"),
-    "cpu": ("rank_cores",),
-    "facts": ("CPU", "Device", "Hardware"),
-}
+_HOMES = {"accelerators": ("detect", "gpu_nodes"), "cpu": ("rank_cores",), "facts": ("CPU", "Device", "Hardware")}
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

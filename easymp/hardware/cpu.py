@@ -1,7 +1,8 @@
-"""The processor, and the part of it that this process may use: instructions, affinity, control group limits, NUMA nodes.
+"""The processor, as this process may use it: instructions, affinity, limits of control groups, NUMA nodes.
 
-Ranks of a launch get cores of one NUMA node each, so that their memory is on it: with an NVIDIA GPU of the GPU's node, else spread evenly
-or not at all, because a rank with fewer cores would delay the others. torch's own binding (torch.numa) needs numactl and a GPU a rank.
+Ranks of a launch get cores of one NUMA node each, so that their memory is on it: with an NVIDIA GPU of the GPU's node,
+else spread evenly or not at all, because a rank with fewer cores would delay the others. torch's own binding
+(torch.numa) needs numactl and a GPU a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from .facts import CPU
 
 Cores = frozenset[int]
 ROOT = Path("/")
-ARCHITECTURES = {"amd64": "x86_64"}  # Windows' word
 
 # Our names of the instructions, by those of torch.cpu.get_capabilities() and of /proc/cpuinfo.
 _SAME = "avx2 avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_fp16 amx_int8 i8mm sve sve2 sme neon sve_bf16"
@@ -33,7 +33,7 @@ NAMES["svebf16"] = "sve_bf16"
 def probe(root: Path = ROOT) -> CPU:
     """The facts of this machine; `root` is the folder with ``proc`` and ``sys``."""
     machine = platform.machine().lower()
-    architecture = ARCHITECTURES.get(machine, machine)
+    architecture = "x86_64" if machine == "amd64" else machine  # Windows' word
     logical = psutil.cpu_count() or 1
     total = psutil.virtual_memory().total
     # macOS has no affinity.
@@ -42,8 +42,8 @@ def probe(root: Path = ROOT) -> CPU:
         name=name(root) or architecture,
         architecture=architecture,
         cores=psutil.cpu_count(logical=False) or logical,
-        threads=threads(allowed, cpu_quota(root)),
-        numa_nodes=numa_nodes(root),
+        threads=usable_threads(allowed, cpu_quota(root)),
+        numa_nodes=max(1, sum(bool(text(path)) for path in _core_lists(root))),  # with processors
         memory=min(total, memory_limit(root) or total),
         features=features(root),
     )
@@ -52,47 +52,42 @@ def probe(root: Path = ROOT) -> CPU:
 def name(root: Path = ROOT) -> str:
     """The processor's name as its maker writes it, or ``""``."""
     # 64-bit Arm has no "model name" on Linux; cpuinfo (in torch 2.13) makes a name of the part number.
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     model = _field(text(root / "proc/cpuinfo"), "model name")
     brand = model or sysctl("machdep.cpu.brand_string")
-    return brand or str(known.get("cpu_name") or "") or platform.processor()
+    return brand or str(capabilities.get("cpu_name") or "") or platform.processor()
 
 
 def features(root: Path = ROOT) -> frozenset[str]:
     """The instructions that matter for training: by torch from 2.13 on, before by Linux; elsewhere unknown."""
     if hasattr(torch.cpu, "get_capabilities"):
-        found = torch.cpu.get_capabilities()
-        return frozenset(ours for theirs, ours in NAMES.items() if found.get(theirs) is True)
+        capabilities = torch.cpu.get_capabilities()
+        return frozenset(feature for key, feature in NAMES.items() if capabilities.get(key) is True)
     cpuinfo = text(root / "proc/cpuinfo")  # x86 has a line "flags", Arm has "Features"
     flags = f"{_field(cpuinfo, 'flags')} {_field(cpuinfo, 'Features')}".split()
     return frozenset(NAMES[flag] for flag in flags if flag in NAMES)
 
 
-def threads(allowed: int, quota: float | None) -> int:
+def usable_threads(allowed: int, quota: float | None) -> int:
     """Number of threads that can run at once, at least one."""
-    # Of 1.5 processors a second thread would be stopped half of the time, and every parallel loop waits for its last thread.
+    # Of 1.5 processors a second thread would be stopped half of the time, and parallel loops wait for their last one.
     return allowed if quota is None else max(1, min(allowed, int(quota)))
-
-
-def numa_nodes(root: Path = ROOT) -> int:
-    """Number of NUMA nodes that have processors."""
-    return max(1, sum(bool(text(path)) for path in _lists(root)))
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
     """Bytes that the control groups allow, or None without a limit."""
-    limits = [number(group / "memory.max") for group in _groups(root)]
-    # Version 1, as a container sees it.
-    limits.append(number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    # Version 1, as a container sees it, and version 2.
+    limits = [number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    limits += [number(group / "memory.max") for group in _groups(root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Processors that the control groups allow, such as 1.5; None without a quota."""
-    first = root / "sys/fs/cgroup/cpu"
-    pairs = [text(group / "cpu.max").split() for group in _groups(root)]
-    pairs += [[text(first / "cpu.cfs_quota_us"), text(first / "cpu.cfs_period_us")]]
-    quotas = [int(p[0]) / int(p[1]) for p in pairs if len(p) == 2 and all(n.isdigit() for n in p)]
+    version_1 = root / "sys/fs/cgroup/cpu"
+    limits = [[text(version_1 / "cpu.cfs_quota_us"), text(version_1 / "cpu.cfs_period_us")]]
+    limits += [text(group / "cpu.max").split() for group in _groups(root)]  # version 2
+    quotas = [int(pair[0]) / int(pair[1]) for pair in limits if len(pair) == 2 and all(n.isdigit() for n in pair)]
     return min(quotas, default=None)
 
 
@@ -103,7 +98,7 @@ def _groups(root: Path) -> list[Path]:
     lines = text(root / "proc/self/cgroup").splitlines()
     path = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
     group = mount / path if ".." not in path.split("/") and (mount / path).is_dir() else mount
-    return [group, *(above for above in group.parents if above.is_relative_to(mount))]
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(mount))]
 
 
 def text(path: Path) -> str:
@@ -116,14 +111,14 @@ def text(path: Path) -> str:
 
 def number(path: Path) -> int | None:
     """The file's number; None for anything else, such as "max" or -1, and for no file."""
-    found = text(path)
-    return int(found) if found.isdigit() else None
+    content = text(path)
+    return int(content) if content.isdigit() else None
 
 
 def _field(content: str, key: str) -> str:
     """The value of the first line ``key : value``, or ``""``."""
-    found = re.search(rf"(?m)^{key}[ \t]*:(.*)$", content)
-    return found[1].strip() if found else ""
+    match = re.search(rf"(?m)^{key}[ \t]*:(.*)$", content)
+    return match[1].strip() if match else ""
 
 
 def sysctl(key: str) -> str:
@@ -136,61 +131,52 @@ def sysctl(key: str) -> str:
         return ""
 
 
-# -- NUMA nodes -----------------------------------------------------------------------------------------------------------
+# -- NUMA nodes --------------------------------------------------------------------------------------------------------
 
 
 def rank_cores(processes: int, threads: int, gpus: Sequence[int | None]) -> tuple[list[Cores], int]:
     """Cores of each rank (empty: ranks use all of them), and the number of threads that each computes on.
 
-    Args:
-        threads: that this process may use.
-        gpus: the NUMA node of each accelerator, None where it is unknown; empty where ranks compute on CPUs.
+    This process may use `threads`. `gpus` has the NUMA node of each accelerator, None where it is unknown.
     """
-    fair = max(1, threads // processes)
+    fair_share = max(1, threads // processes)
     if processes < 2 or not hasattr(os, "sched_setaffinity"):
-        return [], fair
-    chosen = choose(processes, nodes(), gpus)
-    return chosen, min(fair, *_shares(chosen)) if chosen else fair
+        return [], fair_share
+    cores = assign_cores(processes, nodes(), gpus)
+    return cores, min(fair_share, *_shares(cores)) if cores else fair_share
 
 
-def choose(processes: int, nodes: dict[int, Cores], gpus: Sequence[int | None]) -> list[Cores]:
+def assign_cores(processes: int, nodes: dict[int, Cores], gpus: Sequence[int | None]) -> list[Cores]:
     """The cores of each rank, or nothing; `nodes` has the usable cores by NUMA node."""
     if len(nodes) < 2:
         return []
-    fair = sum(map(len, nodes.values())) // processes
+    fair_share = sum(map(len, nodes.values())) // processes
     if gpus:
-        near = gpus[:processes]
-        if len(near) < processes or not all(node in nodes for node in near):
-            return []
-        chosen = [nodes[node] for node in near if node is not None]
-        return chosen if 2 * min(_shares(chosen)) >= fair else []
-    cores, count = [nodes[number] for number in sorted(nodes)], len(nodes)
+        cores = [nodes[node] for node in gpus[:processes] if node is not None and node in nodes]
+        return cores if len(cores) == processes and 2 * min(_shares(cores)) >= fair_share else []
+    by_node, count = [nodes[node] for node in sorted(nodes)], len(nodes)
     starts = [rank * count // processes for rank in range(processes + 1)]
-    slices = [cores[start : max(start + 1, end)] for start, end in pairwise(starts)]
-    chosen = [frozenset().union(*near) for near in slices]
-    return chosen if min(_shares(chosen)) >= fair else []
+    cores = [frozenset().union(*by_node[start : max(start + 1, end)]) for start, end in pairwise(starts)]
+    return cores if min(_shares(cores)) >= fair_share else []
 
 
-def _shares(chosen: list[Cores]) -> list[int]:
-    """Number of cores for each rank, at least 1, if several ranks share one set."""
-    return [max(1, len(each) // chosen.count(each)) for each in chosen]
+def _shares(cores: list[Cores]) -> list[int]:
+    """Number of cores for each rank, at least 1, where several ranks share one set."""
+    return [max(1, len(rank_set) // cores.count(rank_set)) for rank_set in cores]
 
 
 def nodes(root: Path = ROOT, usable: Cores | None = None) -> dict[int, Cores]:
     """Cores of `usable` (None: this process's mask, cpusets included) by node, of nodes that have some."""
     allowed = frozenset(os.sched_getaffinity(0)) if usable is None else usable
-    found = {int(path.parent.name[4:]): parse(text(path)) & allowed for path in _lists(root)}
-    return {node: cores for node, cores in found.items() if cores}
+    by_node = {int(path.parent.name[4:]): _parse_list(text(path)) & allowed for path in _core_lists(root)}
+    return {node: cores for node, cores in by_node.items() if cores}
 
 
-def _lists(root: Path) -> Iterable[Path]:
+def _core_lists(root: Path) -> Iterable[Path]:
     return (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
 
 
-def parse(listed: str) -> Cores:
+def _parse_list(listed: str) -> Cores:
     """Parse a list of numbers in the kernel's form: ``"0-3,8"``."""
-    found: set[int] = set()
-    for part in filter(None, listed.split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+    ranges = (part.split("-") for part in listed.split(",") if part)
+    return frozenset(core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1))

@@ -1,4 +1,4 @@
-"""The facts of a machine, as frozen records, sizes in bytes. Every probe fills these; every decision reads only these."""
+"""The facts of a machine, as frozen records, sizes in bytes: probes fill them, and decisions read only these."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Device:
     memory: int
     capability: tuple[int, int] | None = None  # NVIDIA only
     architecture: str | None = None  # "sm_80", "gfx942" …
-    tensor_cores: frozenset[str] = frozenset()  # of "fp16", "bf16", "tf32", "fp8", "mxfp8", "nvfp4"
+    tensor_cores: frozenset[str] = frozenset()  # of "fp16", "bf16", "tf32", "fp8"
     bf16: bool = False  # native, not emulated
     fp16: bool = False  # faster than fp32
     built_for: bool = True  # whether this torch has code for the architecture

@@ -1,7 +1,8 @@
 """torch's elastic agent for the ranks of one node: signals, which failure is the cause, and the endings of other nodes.
 
-torch's `elastic_launch` on top of the agent is not used: it waits 5 minutes for nodes whose ranks have failed and then succeeds, its
-"root cause" may be a rank that lost its peer (or the agent's own SIGKILL), and it hides the agent, which a second signal needs.
+torch's `elastic_launch` on top of the agent is not used: it waits 5 minutes for nodes whose ranks have failed and then
+succeeds, its "root cause" may be a rank that lost its peer (or the agent's own SIGKILL), and it hides the agent, which
+a second signal needs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 from torch.distributed.elastic.agent.server import WorkerSpec
@@ -29,46 +30,46 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from ..base import env
-from ..distributed.hang_report import Watch
+from ..distributed.mailbox import Watch
 from ..errors import RefusedError
 from .rendezvous import Ended, MultiNode, RendezvousConfig, Report, SingleNode, interface, own_address
 from .worker import FATAL, RECORD, RESTART, Failure
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to the workers
-LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
+LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
 STAY = 300.0  # seconds that a node whose ranks are done waits for those of the others, as elastic does
 # Seconds: a program that signals a process and its group (a terminal, timeout, a scheduler) does so within less.
 AGAIN = 2.0
-CAUSE, PEER, TOLD = range(3)  # the rank's own error; a lost connection to another rank; ended by the launcher
+CAUSE, PEER, STOPPED = range(3)  # the rank's own error; a lost connection to another rank; ended by the launcher
 # The types in which a backend says that another rank is gone: a user's own error of another type never means that.
 PEER_TYPES = set("RuntimeError DistError DistBackendError DistNetworkError DistStoreError WorldError".split())
 
 
 class RanksFailed(Exception):
-    """Workers failed; `failures` has the likeliest cause first, on `node` if that is named; `size` is the number of all ranks."""
+    """Workers failed: the likeliest cause first, on `node` if that is named. `size` is the number of all ranks."""
 
     def __init__(self, failures: list[Failure], size: int, node: str = "") -> None:
-        super().__init__(failures[0].words)
+        super().__init__(failures[0].summary)
         self.failures, self.size, self.node = failures, size, node
 
     def explain(self) -> str:
         """A line that names the first failure, and its own text unless it was another node's."""
         first = self.failures[0]
-        where = f", on {self.node}" if self.node else ""
-        line = f"rank {first.rank} of {self.size} failed first{where}: {first.words}"
+        node = f", on {self.node}" if self.node else ""
+        line = f"rank {first.rank} of {self.size} failed first{node}: {first.summary}"
         return f"{line}; the launcher there says more" if self.node else f"{line}\n{first.text}".rstrip()
 
 
 class Interrupted(Exception):
-    """A signal stopped the launcher (that of `node`, if named), and the workers with it; `saved` names the checkpoint that they saved."""
+    """A signal stopped the launcher (that of `node`, if named) and the workers, which may have saved a checkpoint."""
 
-    def __init__(self, number: int, saved: str = "", node: str = "") -> None:
+    def __init__(self, number: int, checkpoint: str = "", node: str = "") -> None:
         super().__init__(signal.Signals(number).name)
-        self.number, self.saved, self.node = number, saved, node
+        self.number, self.checkpoint, self.node = number, checkpoint, node
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, with the ranks that were alive when it began to stop them, and a wait for other nodes that hears of failures.
+    """torch's agent, which also waits for other nodes, and notes the ranks that it stopped itself.
 
     torch lists the signals by which it ended ranks among the failures, as if they had come from elsewhere.
     """
@@ -80,61 +81,60 @@ class Agent(LocalElasticAgent):
         self._grace = grace
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        workers: dict[int, Any] = super()._start_workers(worker_group)
         self.stopped.clear()
-        # No closure has the agent: a cycle would keep its store open, which the next run of this process needs the port of.
-        context, stopped, first = self._pcontext, self.stopped, worker_group.workers[0].global_rank
-        close, grace = context.close, self._grace
-        handlers = getattr(context, "subprocess_handlers", {}).values()
+        # No closure has the agent: a cycle would keep its store open, whose port the next run of this process needs.
+        context: Any = self._pcontext
+        stopped, first_rank, grace = self.stopped, worker_group.workers[0].global_rank, self._grace
+        close, handlers = context.close, getattr(context, "subprocess_handlers", {}).values()
         for handler in handlers:
             handler.close = partial(_close_rank, handler.proc, handler.close)
 
-        def noted(death_sig: Any = None, timeout: float = 0) -> None:
+        def close_and_note(death_sig: Any = None, timeout: float = 0) -> None:
             if not stopped:
-                stopped.update(first + local for local, process in context.pids().items() if _alive(process))
+                stopped.update(first_rank + local for local, pid in context.pids().items() if _is_running_child(pid))
             close(death_sig, grace)
             for handler in handlers:
                 with suppress(ProcessLookupError):
                     os.killpg(handler.proc.pid, signal.SIGTERM)  # processes that the rank left behind
 
-        context.close = noted
-        return started
+        context.close = close_and_note
+        return workers
 
-    def _construct_event(self, state: str, source: EventSource, *facts: Any, **more: Any) -> Event:
-        """An event for torch's log, without the full name of this host: a silent name server would delay the start of the ranks."""
+    def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
+        """An event for torch's log, without this host's full name: a silent name server would delay the start."""
         return Event(f"torchelastic.worker.status.{state}", source)
 
     def _exit_barrier(self) -> None:
         """Wait for the other nodes' ranks when those here have ended well."""
-        group, deadline = self.get_worker_group(), time.monotonic() + STAY
-        if group.group_world_size == 1:
+        group, deadline, store = self.get_worker_group(), time.monotonic() + STAY, self._store
+        if group.group_world_size == 1 or store is None:
             return
         with suppress(RuntimeError):  # the main node is gone, and with it everything to wait for
-            self._store.add("ended", 1)  # of this round: nodes that begin again count anew
-            while self._store.add("ended", 0) < group.group_world_size and time.monotonic() < deadline:
+            store.add("ended", 1)  # of this round: nodes that begin again count anew
+            while store.add("ended", 0) < group.group_world_size and time.monotonic() < deadline:
                 time.sleep(0.1)
                 group.spec.rdzv_handler.num_nodes_waiting()
 
     def kill(self) -> None:
         """Kill the workers that run, at once."""
-        for process in self._pcontext.pids().values() if self._pcontext is not None else ():
-            if _alive(process):
-                os.kill(process, signal.SIGKILL)
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            if _is_running_child(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
-def _close_rank(rank: Any, close: Callable[..., None], death_sig: Any = None) -> None:
-    """Signal the rank alone: workers of its DataLoaders would die at once, and a rank without them cannot save itself."""
+def _close_rank(process: Any, close: Callable[..., None], death_sig: Any = None) -> None:
+    """Signal the rank without the workers of its DataLoaders, without which it could not save itself."""
     if death_sig in (None, signal.SIGKILL):
         close(death_sig)
     else:
-        rank.send_signal(death_sig)
+        process.send_signal(death_sig)
 
 
-def _alive(child: int) -> bool:
-    """Whether this process has a child of that number that runs."""
+def _is_running_child(pid: int) -> bool:
     try:
-        process = psutil.Process(child)
-        return process.ppid() == os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return bool(process.ppid() == os.getpid() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 
@@ -148,158 +148,168 @@ def run(
     max_restarts: int,
     monitor_interval: float,
     threads: int,
-    variables: dict[str, str | None],
+    variables: Mapping[str, str | None],
     grace: float,
 ) -> dict[int, Any]:
     """Run `processes` workers on this node to their end; return values by rank, where the entry point is a function.
 
-    A signal reaches the workers, too; after `grace` seconds they are killed, or at a second signal. `threads` is OMP_NUM_THREADS
-    where it is not set.
+    A signal reaches the workers, too; after `grace` seconds they are killed, or at a second signal. `threads` is
+    OMP_NUM_THREADS where it is not set.
     """
     if grace < 0:
         raise RefusedError(f"a grace of {grace:g} seconds is below 0: use 0 to kill at once")
     directory = tempfile.mkdtemp(prefix="easymp-launch-")
-    agents: list[Agent] = []
     try:
-        with env.override(**surroundings(config, threads), **variables), _signals(agents), _quiet():
-            rendezvous = MultiNode(config) if config.limit > 1 else SingleNode(config)
-            over, often = True, {"max_restarts": max_restarts, "monitor_interval": monitor_interval}
-            what = {"entrypoint": entrypoint, "args": tuple(arguments), **often}
+        with (
+            env.override(**worker_variables(config, threads), **variables),
+            _SignalHandlers() as handlers,
+            _quiet_elastic(),
+        ):
+            rendezvous: Any = MultiNode(config) if config.limit > 1 else SingleNode(config)
+            final = True
             try:
-                agents.append(Agent(WorkerSpec("default", processes, rendezvous, **what), directory, grace))
-                return _results(agents[0], Path(directory))
+                spec = WorkerSpec(
+                    role="default",
+                    local_world_size=processes,
+                    rdzv_handler=rendezvous,
+                    entrypoint=entrypoint,
+                    args=tuple(arguments),
+                    max_restarts=max_restarts,
+                    monitor_interval=monitor_interval,
+                )
+                handlers.agent = Agent(spec, directory, grace)
+                return _results(handlers.agent, rendezvous, Path(directory))
             except SignalException:
-                over = False
+                final = False
                 raise
             finally:
-                rendezvous.close(over)
+                rendezvous.close(final)
     except SignalException as error:
-        raise Interrupted(error.sigval, _saved(Path(directory))) from None
+        raise Interrupted(error.sigval, _saved_checkpoint(Path(directory))) from None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _results(agent: Agent, directory: Path) -> dict[int, Any]:
-    group = agent.get_worker_group()
-    rendezvous = group.spec.rdzv_handler
+def _results(agent: Agent, rendezvous: SingleNode, directory: Path) -> dict[int, Any]:
+    group = agent.get_worker_group()  # its workers are new in each round
     try:
         result = agent.run()
     except SignalException as error:
-        rendezvous.tell(Report(signal=error.sigval, saved=_saved(directory)))
+        rendezvous.publish(Report(signal=error.sigval, checkpoint=_saved_checkpoint(directory)))
         raise
     except Ended as error:
-        raise _ending(Report(), error.args[0], group.workers[0].world_size) from None
+        raise _likeliest_cause(Report(), error.reports, group.workers[0].world_size) from None
     if not result.is_failed():
-        return result.return_values
-    codes = {rank: failure.exitcode for rank, failure in result.failures.items() if rank not in agent.stopped}
-    failures = collect(directory, codes, group.workers[0].global_rank)
+        return dict(result.return_values)
+    exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items() if rank not in agent.stopped}
+    failures = collect_failures(directory, exit_codes, group.workers[0].global_rank)
     caused = any(blame(failure)[0] == CAUSE and failure.code != RESTART for failure in failures)
-    own = Report(tuple(failures), caused)
-    rendezvous.tell(own)
-    raise _ending(own, rendezvous.hear(own), group.workers[0].world_size)
+    own_report = Report(tuple(failures), caused)
+    rendezvous.publish(own_report)
+    raise _likeliest_cause(own_report, rendezvous.other_reports(own_report), group.workers[0].world_size)
 
 
-def _ending(own: Report, others: list[Report], size: int) -> RanksFailed | Interrupted:
+def _likeliest_cause(own_report: Report, other_reports: list[Report], size: int) -> RanksFailed | Interrupted:
     """The likeliest cause among the reports of all nodes. Clocks of the machines are compared as they are."""
-    for report in others:
-        if report.signal is not None and not own.caused and not report.caused:
-            return Interrupted(report.signal, report.saved, report.node)
-    where = {id(failure): report.node for report in others for failure in report.failures}
-    failures = sorted([*own.failures, *(f for report in others for f in report.failures)], key=blame)
-    if not failures:  # told without a rank's failure: nothing is known but where
-        return RanksFailed([Failure(0, 1)], size, others[0].node)
-    return RanksFailed(failures, size, where.get(id(failures[0]), ""))
+    for report in other_reports:
+        if report.signal is not None and not own_report.caused and not report.caused:
+            return Interrupted(report.signal, report.checkpoint, report.node)
+    nodes = {id(failure): report.node for report in other_reports for failure in report.failures}
+    failures = sorted([*own_report.failures, *(f for report in other_reports for f in report.failures)], key=blame)
+    if not failures:  # a report without a rank's failure: only the node is known
+        return RanksFailed([Failure(0, 1)], size, other_reports[0].node)
+    return RanksFailed(failures, size, nodes.get(id(failures[0]), ""))
 
 
-def collect(directory: Path, codes: Mapping[int, int], first_rank: int = 0) -> list[Failure]:
-    """The failures of the last attempt, the likeliest cause first: the ranks' records, and bare exit codes of those without."""
+def collect_failures(directory: Path, exit_codes: Mapping[int, int], first_rank: int = 0) -> list[Failure]:
+    """The failures of the last attempt, the likeliest cause first: the ranks' records, else their bare exit codes."""
     attempts = sorted(directory.glob("*/attempt_*"), key=lambda p: int(p.name.rpartition("_")[2]))
-    last = attempts[-1] if attempts else directory
-    records = (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in last.glob(f"*/{RECORD}"))
-    found = {failure.rank: failure for failure in records}
-    for rank, code in codes.items():
-        if rank not in found:
-            fatal = last / str(rank - first_rank) / FATAL
+    attempt = attempts[-1] if attempts else directory
+    records = (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in attempt.glob(f"*/{RECORD}"))
+    failures = {failure.rank: failure for failure in records}
+    for rank, code in exit_codes.items():
+        if rank not in failures:
+            fatal = attempt / str(rank - first_rank) / FATAL
             text = fatal.read_text(encoding="utf-8", errors="replace") if fatal.exists() else ""
-            found[rank] = Failure(rank, code, text=text)
-    return sorted(found.values(), key=blame)
+            failures[rank] = Failure(rank, code, text=text)
+    return sorted(failures.values(), key=blame)
 
 
-def _saved(directory: Path) -> str:
-    """The checkpoint that the ranks saved, or "": ranks have ended with a record, and all of them with the code for a saved state."""
-    failures = collect(directory, {})
+def _saved_checkpoint(directory: Path) -> str:
+    """The checkpoint that the ranks saved, or "": all that have ended with a record have the code for a saved state."""
+    failures = collect_failures(directory, {})
     saved = bool(failures) and all(failure.code == RESTART for failure in failures)
     return (failures[0].message or "their state") if saved else ""
 
 
 def blame(failure: Failure) -> tuple[int, float, int]:
-    """Sorting key that puts the likeliest cause first: CAUSE, PEER or TOLD, the time, and the rank."""
+    """Sorting key that puts the likeliest cause first: CAUSE, PEER or STOPPED, the time, and the rank."""
     if not failure.type and failure.code == -signal.SIGTERM:
-        return TOLD, failure.timestamp, failure.rank  # elastic ends the others so, once one has failed
+        return STOPPED, failure.timestamp, failure.rank  # elastic ends the others so, once one has failed
     if failure.type in PEER_TYPES and Watch.caused_by_peer(RuntimeError(failure.message)):
         return PEER, failure.timestamp, failure.rank
     # A killed rank cannot say when: it goes first, for that is how the others lost it.
     return CAUSE, failure.timestamp if failure.code >= 0 else 0.0, failure.rank
 
 
-def surroundings(config: RendezvousConfig, threads: int) -> dict[str, str | None]:
+def worker_variables(config: RendezvousConfig, threads: int) -> dict[str, str | None]:
     """Variables for workers on this machine, where the user has not set them."""
-    found: dict[str, str | None] = {
+    log_level = env.read("TORCH_CPP_LOG_LEVEL") or (None if env.read("TORCH_DISTRIBUTED_DEBUG") else "ERROR")
+    variables: dict[str, str | None] = {
         # Each worker would otherwise take all cores.
         "OMP_NUM_THREADS": env.read("OMP_NUM_THREADS") or str(threads),
         # Of a rank whose peer was killed, torch's store prints 40 lines of C++ frames as a warning. Errors stay.
-        "TORCH_CPP_LOG_LEVEL": env.read("TORCH_CPP_LOG_LEVEL")
-        or (None if env.read("TORCH_DISTRIBUTED_DEBUG") else "ERROR"),
+        "TORCH_CPP_LOG_LEVEL": log_level,
         # The agent's store keeps the keys of an earlier attempt, and a restarted gloo reads them: pytorch issue 135712.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # Not a signal's name: elastic would install its handlers over ours.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "none",
     }
     if not env.read("GLOO_SOCKET_IFNAME") and (config.limit > 1 or sys.platform == "linux"):
-        # gloo would look up the address of the host's name: on many machines the loopback's, and a name server may not answer.
-        found["GLOO_SOCKET_IFNAME"] = interface(own_address(config.address, config.port))
-    return found
+        # gloo would look up the host's name: on many machines the loopback's, and a name server may not answer.
+        variables["GLOO_SOCKET_IFNAME"] = interface(own_address(config.address, config.port))
+    return variables
 
 
-@contextmanager
-def _signals(agents: list[Agent]) -> Iterator[None]:
-    """The launcher's own handlers: the first signal raises SignalException, and a later one kills the workers of `agents`."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    since: list[float] = []
+class _SignalHandlers:
+    """The launcher's own handlers: the first signal raises SignalException, a later one kills the workers."""
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if not since:
-            since.append(time.monotonic())
-            raise SignalException(signal.Signals(number).name, sigval=signal.Signals(number))
-        if time.monotonic() - since[0] > AGAIN:
-            for agent in agents:
-                agent.kill()
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self._first_signal = 0.0
+        self._former: dict[int, Any] = {}
 
-    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in numbers:
-            if before[number] is not signal.SIG_IGN:  # nohup
-                signal.signal(number, handle)
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> Self:
+        for name in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            number = getattr(signal, name, None)
+            if number is not None and (former := signal.getsignal(number)) is not signal.SIG_IGN:  # nohup
+                self._former[number] = former
+                signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._former.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._first_signal:
+            self._first_signal = time.monotonic()
+            raise SignalException(signal.Signals(number).name, sigval=signal.Signals(number))
+        if time.monotonic() - self._first_signal > AGAIN and self.agent is not None:
+            self.agent.kill()
+
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_elastic() -> Iterator[None]:
     """Drop elastic's log lines, unless LOGLEVEL is set: the launcher's own last line says the same."""
-    loggers = [] if env.read("LOGLEVEL") else [logging.getLogger(name) for name in LOUD]
-    before, silence = [logger.propagate for logger in loggers], logging.NullHandler()
+    loggers = [] if env.read("LOGLEVEL") else [logging.getLogger(name) for name in LOGGERS]
+    propagated, silence = [logger.propagate for logger in loggers], logging.NullHandler()
     for logger in loggers:
         logger.addHandler(silence)
         logger.propagate = False
     try:
         yield
     finally:
-        for logger, propagate in zip(loggers, before):
+        for logger, propagate in zip(loggers, propagated):
             logger.removeHandler(silence)
             logger.propagate = propagate

@@ -1,8 +1,8 @@
 """Run a script or a function on several processes.
 
-Functions run in forked processes, because a notebook's function cannot be sent to a fresh one. A fork copies the calling thread only:
-a parent that has initialised CUDA cannot have children that use it (refused), and torch's thread pool is gone in the children, so they
-compute on one thread (a second one would wait for ever).
+Functions run in forked processes, because a notebook's function cannot be sent to a fresh one. A fork copies the
+calling thread only: a parent that has initialised CUDA cannot have children that use it (refused), and torch's thread
+pool is gone in the children, so they compute on one thread (a second one would wait for ever).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from .. import hardware, settings
 from ..base import env, ranks
 from ..base.lazy import modules_at_first_use
-from ..errors import EasympWarning, RefusedError, SettingError, WorldError
+from ..errors import EasympWarning, RefusedError, SettingError, WorldError, check_whole
 from ..logging import get_logger
 from ..registry import PrecisionName
 from . import worker
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # These import torch, which a mistyped script need not wait for.
 modules_at_first_use(globals(), "agent")
 
+logger = get_logger(__name__)
 R = TypeVar("R")
 GRACE = 30.0  # seconds
 
@@ -54,48 +55,38 @@ def launch_script(
 ) -> int:
     """Run a script on several processes of this machine, and wait for it.
 
-    On failure the first failing rank's own traceback goes to stderr, last and alone; for a rank of another node a line names it.
-
-    Args:
-        script: its path, or with `module` the name after ``python -m``.
-        arguments: its own.
-        processes: how many on this machine; None takes one an accelerator, or 1 without any.
-        module: whether `script` is a module's name.
-        max_restarts: how often all workers are started again after one failed.
-        rendezvous: where the nodes meet; None for this machine alone.
-        grace: seconds that the ranks have to save themselves when a signal comes. A second signal, 2 seconds later or more, kills them.
-        numa: on Linux machines with several NUMA nodes, each rank runs on the cores of one (`hardware.cpu`).
-        variables: for the workers' environment.
+    On failure the first failing rank's own traceback goes to stderr, last and alone; for a rank of another node a line
+    names it. `script` is a path, or with `module` the name after ``python -m``. When a signal comes, the ranks have
+    `grace` seconds to save themselves; a second one, 2 seconds later or more, kills them. With `numa`, on Linux
+    machines with several NUMA nodes, each rank runs on the cores of one (`hardware.cpu`).
 
     Returns:
-        0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal n. 75 where a
-        signal came and all ranks saved themselves.
+        0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal
+        n. 75 where a signal came and all ranks saved themselves.
     """
     check_script(script, module)
-    processes = _checked(processes, max_restarts)
+    processes = _check_processes(processes, max_restarts)
     usable = hardware.detect(use_accelerators=False).cpu.threads
     masks, threads = "", max(1, usable // processes)
     if numa:
         gpus = [] if settings.resolve().cpu else hardware.gpu_nodes()
-        chosen, threads = hardware.rank_cores(processes, usable, gpus)
-        masks = ";".join(f"{sum(1 << core for core in cores):x}" for cores in chosen)
+        cores_by_rank, threads = hardware.rank_cores(processes, usable, gpus)
+        masks = ";".join(f"{sum(1 << core for core in cores):x}" for cores in cores_by_rank)
     if masks:
-        pinned = "each rank runs on the cores of its NUMA node: %s (--no-numa: everywhere)"
-        get_logger(__name__).info(pinned, masks)
+        logger.info("each rank runs on the cores of its NUMA node: %s (--no-numa: everywhere)", masks)
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
-    kind = "module" if module else "script"
-    words = [str(word).replace("$", "$$") for word in (worker.__file__, kind, masks, script, *arguments)]
-    flags = subprocess._args_from_interpreter_flags()  # -W, -X, -O … as multiprocessing hands them on
+    command = (worker.__file__, "module" if module else "script", masks, script, *arguments)
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -W, -X, -O, as multiprocessing
     try:
         agent.run(
             sys.executable,
-            [*flags, *words],
+            [*flags, *(str(argument).replace("$", "$$") for argument in command)],
             processes,
             config=rendezvous or RendezvousConfig(),
             max_restarts=max_restarts,
             monitor_interval=0.1,
             threads=threads,
-            variables=dict(variables or {}),
+            variables=variables or {},
             grace=grace,
         )
     except agent.RanksFailed as error:
@@ -103,22 +94,23 @@ def launch_script(
         print(error.explain(), file=sys.stderr, flush=True)  # noqa: T201
         return error.failures[0].exit_code
     except agent.Interrupted as error:
-        by = f"stopped by {signal_name(error.number)}{f' on {error.node}' * bool(error.node)}"
-        if error.saved:
-            by += f"; the ranks saved {error.saved} and can be started again"
+        text = f"stopped by {signal_name(error.number)}{f' on {error.node}' if error.node else ''}"
+        if error.checkpoint:
+            text += f"; the ranks saved {error.checkpoint} and can be started again"
         elif error.number != signal.SIGINT:
-            by += "; no checkpoint was saved: at SIGTERM and SIGUSR1 ranks save one, once they have called Accelerator.resume()"
-        print(by, file=sys.stderr, flush=True)  # noqa: T201
-        return RESTART if error.saved else 128 + error.number
+            remedy = "at SIGTERM and SIGUSR1 ranks save one, once they have called Accelerator.resume()"
+            text += f"; no checkpoint was saved: {remedy}"
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        return RESTART if error.checkpoint else 128 + error.number
     return 0
 
 
 def launch(processes: int | None = None) -> None:
     """Make a plain ``python train.py`` run on several processes: call it first thing in the script.
 
-    In a process that a launcher started as a rank, or srun or mpirun as one of several tasks, it returns at once, and so it does for
-    one process. Otherwise this process runs the same command on `processes` workers, and exits with their exit code. In a pod that
-    is announced as a node of several processes it takes that node's part.
+    In a process that a launcher started as a rank, or srun or mpirun as one of several tasks, it returns at once, and
+    so it does for one process. Otherwise this process runs the same command on `processes` workers, and exits with
+    their exit code. In a pod that is announced as a node of several processes it takes that node's part.
 
     Args:
         processes: how many; None takes one an accelerator, or 1 without any.
@@ -129,11 +121,11 @@ def launch(processes: int | None = None) -> None:
     Example:
         >>> launch(processes=1)  # launch(2) would run this script twice, and exit
     """
-    found, why = ranks.read()
-    if why == ranks.ONE or (found is not None and found.processes == 1 and found.most is None):
+    announced, reason = ranks.read()
+    if reason == ranks.ONE or (announced is not None and announced.processes == 1 and announced.max_nodes is None):
         return
-    processes = _checked(processes)
-    if processes == 1 and found is None:
+    processes = _check_processes(processes)
+    if processes == 1 and announced is None:
         return
     main = sys.modules["__main__"]
     spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
@@ -142,12 +134,12 @@ def launch(processes: int | None = None) -> None:
             "launch() starts the script again on every process, and an interactive session has no script: "
             "put the training into a function and call notebook_launcher(function, num_processes=…)"
         )
-    name = sys.argv[0] if os.path.isfile(sys.argv[0]) else path
+    script = sys.argv[0] if os.path.isfile(sys.argv[0]) else str(path)
     if spec is not None:
-        name = spec.name.removesuffix(".__main__")
-    config, variables = (None, {}) if found is None else find_nodes(None, None, None, None, WAIT)
-    how = {"module": spec is not None, "rendezvous": config, "variables": variables}
-    sys.exit(launch_script(name, sys.argv[1:], processes, **how))
+        script = spec.name.removesuffix(".__main__")
+    config, variables = (None, None) if announced is None else find_nodes(None, None, None, None, WAIT)
+    module = spec is not None
+    sys.exit(launch_script(script, sys.argv[1:], processes, module=module, rendezvous=config, variables=variables))
 
 
 def notebook_launcher(
@@ -194,9 +186,11 @@ def notebook_launcher(
         sent to another process.
 
     Raises:
-        RefusedError: CUDA is initialised in this process already, a process group is running, or an option has no counterpart here.
+        RefusedError: CUDA is initialised in this process already, a process group is running, or an option has no
+            counterpart here.
         SettingError: an impossible number of processes or nodes, or no possible port or address.
-        WorldError: the nodes did not meet, or a rank failed; the message ends with the first failing rank's own traceback.
+        WorldError: the nodes did not meet, or a rank failed; the message ends with the first failing rank's own
+            traceback.
         KeyboardInterrupt: the run was interrupted; the processes are gone. (SystemExit for SIGTERM.)
 
     Example:
@@ -206,17 +200,18 @@ def notebook_launcher(
         >>> notebook_launcher(train, (0.1,), num_processes=2)
         [(0, 0.1), (1, 0.1)]
     """
-    processes, conf = _checked(num_processes, max_restarts), rdzv_conf or {}
-    unknown, prefixed = set(conf) - {"timeout", "join_timeout"}, log_line_prefix_template is not None
-    refused = {
+    processes, conf = _check_processes(num_processes, max_restarts), rdzv_conf or {}
+    unknown = set(conf) - {"timeout", "join_timeout"}
+    refusals = {
         f"rdzv_backend={rdzv_backend!r}: nodes meet at node 0": rdzv_backend not in ("static", "c10d"),
         f"rdzv_conf has {min(unknown, default='')!r}: it takes 'timeout' only": unknown,
         f"rdzv_conf={conf!r} has two timeouts, and there is one wait": len(set(conf.values())) > 1,
         f"rdzv_id={rdzv_id!r}: runs differ by node 0's port, use_port": rdzv_id != "none",
-        "log_line_prefix_template: ranks write to this process's output": prefixed,
+        "log_line_prefix_template: ranks write to this process's output": log_line_prefix_template is not None,
     }
-    for words in (words for words, wrong in refused.items() if wrong):
-        raise RefusedError(f"notebook_launcher cannot honour {words}. Leave it out")
+    for refusal, applies in refusals.items():
+        if applies:
+            raise RefusedError(f"notebook_launcher cannot honour {refusal}. Leave it out")
     port = None
     if rdzv_endpoint:
         master_addr, port = read_address(rdzv_endpoint)
@@ -230,13 +225,10 @@ def notebook_launcher(
     if processes == 1 and num_nodes == 1:
         with env.override(**variables):
             return [function(*args)]
-    often = {"max_restarts": max_restarts, "monitor_interval": monitor_interval}
-    return _fork(function, args, processes, variables, config=config, **often)
+    return _run_function(function, args, processes, config, variables, max_restarts, monitor_interval)
 
 
-def debug_launcher(
-    function: Callable[..., R], args: Sequence[Any] = (), num_processes: int = 2
-) -> list[R | None]:
+def debug_launcher(function: Callable[..., R], args: Sequence[Any] = (), num_processes: int = 2) -> list[R | None]:
     """Run ``function(*args)`` on a few CPU processes, to see whether it works on several ranks.
 
     Args:
@@ -254,8 +246,10 @@ def debug_launcher(
         >>> debug_launcher(lambda x: x + Accelerator().process_index, (1,))
         [1, 2]
     """
-    how = {"config": RendezvousConfig(), "max_restarts": 0, "monitor_interval": 0.05}
-    return _fork(function, args, _checked(num_processes), {"EASYMP_CPU": "1"}, **how)
+    processes, variables = _check_processes(num_processes), {"EASYMP_CPU": "1"}
+    return _run_function(
+        function, args, processes, RendezvousConfig(), variables, max_restarts=0, monitor_interval=0.05
+    )
 
 
 # -- checks
@@ -270,23 +264,18 @@ def check_script(script: str, module: bool) -> None:
         raise SettingError(f"there is no module {script!r}, here or where Python finds packages")
 
 
-def _checked(processes: int | None, max_restarts: int = 0) -> int:
+def _check_processes(processes: int | None, max_restarts: int = 0) -> int:
     """`processes`, or the number that suits this machine. Raises SettingError for impossible numbers."""
-    if max_restarts < 0:
-        raise SettingError(f"max_restarts={max_restarts} is below 0: use 0 for no restart")
-    if processes is None:
-        return default_processes()
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        raise SettingError(f"{processes!r} is not a number of processes: use an integer of at least 1")
-    return processes
+    check_whole(f"max_restarts={max_restarts!r}", max_restarts, 0)
+    return default_processes() if processes is None else check_whole(f"processes={processes!r}", processes)
 
 
 def default_processes() -> int:
     """The number announced for each node; else one an accelerator, or 1 without any (or with ``cpu`` set)."""
-    found, _ = ranks.read_node()
-    if found is not None and found.processes > 1:
-        return found.processes
-    if settings.resolve().cpu or (found is not None and (found.local_size or 1) > 1):
+    announced, _ = ranks.read_node()
+    if announced is not None and announced.processes > 1:
+        return announced.processes
+    if settings.resolve().cpu or (announced is not None and (announced.local_size or 1) > 1):
         return 1
     import torch
 
@@ -300,30 +289,47 @@ def default_processes() -> int:
 class _Unsendable(NamedTuple):
     """Stands for a result that cannot be sent back."""
 
-    why: str
+    reason: str
 
 
-def _fork(
-    function: Callable[..., R], args: Sequence[Any], processes: int, variables: dict[str, Any], **how: Any
+def _run_function(
+    function: Callable[..., R],
+    args: Sequence[Any],
+    processes: int,
+    config: RendezvousConfig,
+    variables: Mapping[str, str],
+    max_restarts: int,
+    monitor_interval: float,
 ) -> list[R | None]:
-    """`how` is for `agent.run`."""
+    """Run a function in forked processes. Return its results in rank order."""
     _refuse_fork(cpu=variables.get("EASYMP_CPU") == "1")
-    # torch.cuda.is_available(), which elastic calls, would initialise the driver in this process without it.
-    how |= {"threads": 1, "grace": GRACE, "variables": {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables}}
     try:
-        results = agent.run(lambda: _in_child(function, args), [], processes, **how)
+        results = agent.run(
+            lambda: _in_child(function, args),
+            [],
+            processes,
+            config=config,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+            threads=1,
+            # torch.cuda.is_available(), which elastic calls, would initialise the driver in this process without it.
+            variables={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables},
+            grace=GRACE,
+        )
     except agent.RanksFailed as error:
         raise WorldError(error.explain()) from None
     except agent.Interrupted as error:
         if error.number == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.number) from None
-    values = [results[rank] for rank in sorted(results)]
-    for rank, value in enumerate(values):
+    values = []
+    for rank, value in sorted(results.items()):
         if isinstance(value, _Unsendable):
-            text = f"rank {rank}'s result cannot be sent back ({value.why}): it is None here"
+            text = f"rank {rank}'s result cannot be sent back ({value.reason}): it is None here"
             warnings.warn(text, EasympWarning, stacklevel=3)
-    return [None if isinstance(value, _Unsendable) else value for value in values]
+            value = None
+        values.append(value)
+    return values
 
 
 def _refuse_fork(cpu: bool) -> None:
@@ -331,13 +337,13 @@ def _refuse_fork(cpu: bool) -> None:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RefusedError(
-            "a process group is running in this process, and forked processes would share its connections: end it (Accelerator."
-            "end_training() or torch.distributed.destroy_process_group()), or restart the notebook's kernel"
+            "a process group is running in this process, and forked processes would share its connections: end it "
+            "(Accelerator.end_training() or torch.distributed.destroy_process_group()), or restart the kernel"
         )
     if torch.cuda.is_initialized() and not cpu:
         raise RefusedError(
-            "CUDA is already in use in this process, and a forked process cannot use it again: restart the notebook's kernel, "
-            "and build models, tensors on the GPU and the Accelerator inside the function only"
+            "CUDA is already in use in this process, and a forked process cannot use it again: restart the notebook's "
+            "kernel, and build models, tensors on the GPU and the Accelerator inside the function only"
         )
 
 
@@ -346,7 +352,7 @@ def _in_child(function: Callable[..., R], args: Sequence[Any]) -> Any:
 
     os.setsid()  # Ctrl-C in a terminal goes to its whole group: the launcher hands it on, once
     torch.set_num_threads(1)
-    # A forked process ends without its exit handlers, and starts with its parent's. Its own are run, the parent's are not.
+    # A forked process ends without its exit handlers, and starts with its parent's: only its own are to run.
     atexit._clear()
     sys.last_value = None  # an error of an earlier cell is not this process's
     try:
@@ -354,7 +360,7 @@ def _in_child(function: Callable[..., R], args: Sequence[Any]) -> Any:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         tb = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        worker.record(env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK", 0), error, code, tb)
+        worker.write_failure(env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK") or 0, error, code, tb)
         sys.last_value = error
         raise
     finally:

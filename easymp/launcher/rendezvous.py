@@ -1,8 +1,8 @@
-"""The rendezvous of a launch: its configuration, and the handlers that torch's elastic agent asks for the ranks' places.
+"""The rendezvous of a launch: its configuration, and the handlers that torch's elastic agent asks for ranks.
 
-One node needs a free port only. Several nodes meet by torch's c10d rendezvous, in the order of the node ranks, at a store that the
-main node's launcher opens; that node cannot be replaced. A node that fails for good, or is stopped, leaves a report in the store; the
-others see it within a second, stop their ranks, and name the node with the traceback.
+One node needs a free port only. Several nodes meet by torch's c10d rendezvous, in the order of the node ranks, at a
+store that the main node's launcher opens; that node cannot be replaced. A node that fails for good, or is stopped,
+leaves a report in the store; the others see it within a second, stop their ranks, and name the node with the traceback.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,20 +25,21 @@ from ..base import env, ranks
 from ..base.ranks import LOOPBACK, PORT
 from ..errors import SettingError, WorldError
 from ..logging import get_logger
-from .worker import Failure, say
+from .worker import Failure, print_line
 
 logger = get_logger(__name__)
-WAIT = 600.0  # seconds
+WAIT = 600.0  # seconds that nodes wait for one another
+WAIT_LONGER = "or wait longer with --wait SECONDS"
 RUN = "easymp"
 OVER = "over"  # the terms of a run that is closing: the next one may already try to connect at the same port
 CONNECT = 10.0  # seconds for the program at the main node's port to answer as a store
 ANSWER = 60.0  # seconds for the store's answer to a request
-RETRY, PATIENT = 0.3, 5.0  # seconds between two tries to connect, and before a line says that this node waits
+RETRY, PATIENCE = 0.3, 5.0  # seconds between two tries to connect, and before a line says that this node waits
 LAST_CALL = 10  # seconds for more nodes, once there are enough
 HEARTBEAT, MISSED = 5, 3  # seconds; a node that misses MISSED heartbeats is gone
 LOOK = 1.0  # seconds between looks at the store
-# Seconds for the others' reports, where the cause of a failure must be theirs, and where it is here.
-HEARING, BRIEF = 15.0, 3.0
+# Seconds to wait for the others' reports, where the cause of a failure must be theirs, and where it is here.
+REPORTS, FEW_REPORTS = 15.0, 3.0
 LINGER = 10.0  # seconds that the main node stays for the others to read
 
 
@@ -45,27 +47,26 @@ LINGER = 10.0  # seconds that the main node stays for the others to read
 class RendezvousConfig:
     """Where the ranks meet. One node needs none of it: a free port on the loopback is found."""
 
-    nodes: int = 1  # how many take part; with `most`, at least
-    # This node's number, in the order of its ranks; 0 is the main node. None: the node that has `address` is the main one.
-    node_rank: int | None = None
+    nodes: int = 1  # that take part; with `max_nodes`, at least
+    node_rank: int | None = None  # in the order of ranks; 0 is the main node. None: the main node has `address`
     address: str = LOOPBACK  # of the main node, where the launchers meet and rank 0 listens
     port: int | None = None
-    most: int | None = None  # nodes that may take part, where they come and go; None for exactly `nodes`
+    max_nodes: int | None = None  # where nodes come and go
     wait: float = WAIT  # seconds that the nodes wait for one another
 
     def __post_init__(self) -> None:
-        rank, limit = self.node_rank, self.limit
-        if not 1 <= self.nodes <= limit:
-            raise SettingError(f"nodes={self.nodes}:{limit} cannot train: use at least 1, the smaller first")
-        if rank is not None and not 0 <= rank < limit:
-            raise SettingError(f"node_rank={rank} does not lie in 0 … {limit - 1} for {self.words}")
-        if limit > 1 and self.port is None:
-            raise SettingError(f"{self.words} need a port to meet at on {self.address}: pass one to each")
+        if not 1 <= self.nodes <= self.limit:
+            raise SettingError(f"nodes={self.nodes}:{self.limit} cannot train: use at least 1, the smaller first")
+        rank, last = self.node_rank, self.limit - 1
+        if rank is not None and not 0 <= rank <= last:
+            raise SettingError(f"node_rank={rank} does not lie in 0 … {last} for {self.node_count}")
+        if self.limit > 1 and self.port is None:
+            raise SettingError(f"{self.node_count} need a port to meet at on {self.address}: pass one to each")
 
     @property
     def limit(self) -> int:
         """Nodes that may take part."""
-        return self.nodes if self.most is None else self.most
+        return self.nodes if self.max_nodes is None else self.max_nodes
 
     @property
     def elastic(self) -> bool:
@@ -73,7 +74,7 @@ class RendezvousConfig:
         return self.limit > self.nodes
 
     @property
-    def words(self) -> str:
+    def node_count(self) -> str:
         """``"2 nodes"``, ``"1 to 4 nodes"``."""
         number = f"{self.nodes} to {self.limit}" if self.elastic else str(self.nodes)
         return f"{number} node{'s' * (self.limit > 1)}"
@@ -83,49 +84,22 @@ class RendezvousConfig:
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-def read_config(
-    nodes: str | None = None,
-    node_rank: int | None = None,
-    main_address: str | None = None,
-    main_port: int | None = None,
-    wait: float = WAIT,
-) -> RendezvousConfig:
-    """The configuration of a command line: ``"2"`` or ``"1:4"`` nodes, ``"host"`` or ``"host:port"``."""
-    least, most = read_nodes(nodes or "1")
-    if most == 1 and node_rank is not None:
-        raise SettingError(f"--node-rank {node_rank} says which of several machines this is: pass --nodes")
-    if most > 1 and main_address is None:
-        cure = "pass --main-address HOST[:PORT], an address of the first node, on all of them"
-        raise SettingError(f"{most} nodes must know where to meet: {cure}")
-    address, port = (LOOPBACK, None) if main_address is None else read_address(main_address)
-    port = port or main_port or (PORT if most > 1 else None)
-    if most == 1 and not is_here(address):
-        ignored = "main_address=%r is not this machine, and not used: this run has one node (more: --nodes)"
-        logger.warning(ignored, main_address)
-        address = LOOPBACK
-    return RendezvousConfig(least, node_rank, address, port, None if most == least else most, wait)
-
-
 def read_nodes(text: str) -> tuple[int, int]:
     """Fewest and most nodes of ``"2"`` or ``"1:4"``."""
     match = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= least <= most:
-        raise SettingError(
-            f"nodes={text!r} is not a number of nodes: use 2, or 1:4 for at least 1, at most 4"
-        )
-    return least, most
+    min_nodes, max_nodes = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= min_nodes <= max_nodes:
+        raise SettingError(f"nodes={text!r} is not a number of nodes: use 2, or 1:4 for at least 1, at most 4")
+    return min_nodes, max_nodes
 
 
 def read_address(text: str) -> tuple[str, int | None]:
     """Host and port of ``"host"``, ``"host:29500"``, ``"::1"`` or ``"[::1]:29500"``."""
+    with suppress(ValueError):
+        return str(ipaddress.IPv6Address(text)), None
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\s\[\]]+))(?::(\d+))?", text)
     if match is None:
-        try:
-            return str(ipaddress.IPv6Address(text)), None
-        except ValueError:
-            why = f"main_address={text!r} is not an address: use HOST, HOST:PORT or [IPV6]:PORT"
-            raise SettingError(why) from None
+        raise SettingError(f"main_address={text!r} is not an address: use HOST, HOST:PORT or [IPV6]:PORT")
     port = None if match[3] is None else int(match[3])
     if port is not None and not 0 < port < 65536:
         raise SettingError(f"main_address={text!r} has no possible port: use one from 1 to 65535")
@@ -135,54 +109,69 @@ def read_address(text: str) -> tuple[str, int | None]:
 def find_nodes(
     nodes: str | None, node_rank: int | None, main_address: str | None, main_port: int | None, wait: float
 ) -> tuple[RendezvousConfig, dict[str, str | None]]:
-    """Where this launcher meets the others, as `read_config`, and variables for its workers; announced values fill the gaps.
+    """Where this launcher meets the others, by a command line and announced values, and variables for its workers.
 
     Each announced task (of srun, mpirun, a pod of Kubeflow) is a launcher, and counts as a node.
     """
-    least, most = read_nodes(nodes or "1")
-    found, why = ranks.read_node()
-    if why == ranks.BATCH and nodes is None and (count := env.integer("SLURM_JOB_NUM_NODES", 1)) > 1:
+    min_nodes, max_nodes = read_nodes(nodes or "1")
+    variables: dict[str, str | None] = {}
+    announced, reason = ranks.read_node()
+    job_nodes = env.integer("SLURM_JOB_NUM_NODES") or 1
+    if reason == ranks.BATCH and nodes is None and job_nodes > 1:
         raise SettingError(
-            f"Slurm's job has {count} nodes, and its batch script runs on the first one only: write srun before the command, which "
-            "starts it on all (`easymp launch --slurm print` shows how), or pass --nodes 1 to use this one"
+            f"Slurm's job has {job_nodes} nodes, and its batch script runs on the first one only: write srun before "
+            "the command to start it on all (`easymp launch --slurm print` shows how), or pass --nodes 1"
         )
-    if found is None or (found.size == 1 and found.most is None):
-        return read_config(nodes, node_rank, main_address, main_port, wait), {}
-    if nodes and not least <= found.size <= most:
-        raise SettingError(
-            f"nodes={nodes!r} and {ranks.said(found.by.size)} contradict each other: leave --nodes out, and start a launcher on each "
-            f"node, or unset {found.by.size} for a run of this machine alone"
-        )
-    there = str(found.size) if found.most is None else f"{found.size}:{found.most}"
-    rank = found.rank if node_rank is None else node_rank
-    met = read_config(nodes or there, rank, main_address or found.address, main_port or found.port, wait)
-    if (found.local_size or 1) == 1:
-        return met, {}
-    # The worker's entry counts local ranks over all launchers of this machine: each of them numbers its own workers from 0.
-    return met, {"EASYMP_LAUNCHER": f"{found.local_rank} of {found.local_size}"}
+    if announced is not None and (announced.size > 1 or announced.max_nodes is not None):
+        if nodes is None:
+            min_nodes, max_nodes = announced.size, announced.max_nodes or announced.size
+        elif not min_nodes <= announced.size <= max_nodes:
+            raise SettingError(
+                f"nodes={nodes!r} and {ranks.variables(announced.launcher.size)} contradict each other: leave --nodes "
+                "out and "
+                f"start a launcher on each node, or unset {announced.launcher.size} for a run of this machine alone"
+            )
+        node_rank = announced.rank if node_rank is None else node_rank
+        main_address, main_port = main_address or announced.address, main_port or announced.port
+        if (announced.local_size or 1) > 1:
+            # The worker counts local ranks over all launchers of this machine, which number theirs from 0.
+            variables["EASYMP_LAUNCHER"] = f"{announced.local_rank} of {announced.local_size}"
+    if max_nodes == 1 and node_rank is not None:
+        raise SettingError(f"--node-rank {node_rank} says which of several machines this is: pass --nodes")
+    if max_nodes > 1 and main_address is None:
+        remedy = "pass --main-address HOST[:PORT], an address of the first node, on all of them"
+        raise SettingError(f"{max_nodes} nodes must know where to meet: {remedy}")
+    address, port = (LOOPBACK, None) if main_address is None else read_address(main_address)
+    port = port or main_port or (PORT if max_nodes > 1 else None)
+    if max_nodes == 1 and not is_local(address):
+        message = "main_address=%r is not this machine, and not used: this run has one node (more: --nodes)"
+        logger.warning(message, main_address)
+        address = LOOPBACK
+    config = RendezvousConfig(min_nodes, node_rank, address, port, None if max_nodes == min_nodes else max_nodes, wait)
+    return config, variables
 
 
 # -- addresses and ports
 
 
-def own_address(address: str, port: int | None) -> str:
-    """This machine's address on its way to another, by the routing table; ``""`` where there is no way. Nothing is sent."""
+def own_address(address: str, port: int | None = None) -> str:
+    """This machine's address on its way to another, by the routing table; "" without a way. Nothing is sent."""
     try:
-        found = socket.getaddrinfo(address, port or PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(*found[:3]) as probe:
-            probe.connect(found[4])
-            return probe.getsockname()[0]
+        target = socket.getaddrinfo(address, port or PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(*target[:3]) as probe:
+            probe.connect(target[4])
+            return str(probe.getsockname()[0])
     except OSError:
         return ""
 
 
-def is_here(address: str) -> bool:
+def is_local(address: str) -> bool:
     """Whether this machine has the address: the way to it ends where it starts."""
     try:
         targets = {info[4][0] for info in socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)}
     except OSError:
         return False
-    return own_address(address, None) in targets
+    return own_address(address) in targets
 
 
 def interface(address: str) -> str | None:
@@ -190,46 +179,46 @@ def interface(address: str) -> str | None:
     import psutil  # needed by runs on several machines only
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.partition("%")[0] == address.partition("%")[0] for found in addresses):
-            return name
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in addresses):
+            return str(name)
     return None
 
 
-def refuse_taken(config: RendezvousConfig) -> None:
-    """Raise WorldError where a program listens at the main node's port already, and SettingError where this user may not."""
-    if (port := config.port) is None:
+def check_port_is_free(config: RendezvousConfig) -> None:
+    """Raise WorldError where a program listens at the main node's port, SettingError where this user may not."""
+    if config.port is None:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
         try:
-            probe.bind(("", port))
+            probe.bind(("", config.port))
         except PermissionError as error:
-            why = f"port {port} may not be opened by this user ({error}): take one above 1023"
-            raise SettingError(why) from error
+            remedy = "take one above 1023"
+            raise SettingError(f"port {config.port} may not be opened by this user ({error}): {remedy}") from error
         except OSError:
-            which, other = "this machine", "or leave it out to have a free one found"
+            machine, remedy = "this machine", "or leave it out to have a free one found"
             if config.limit > 1:
-                which, other = "the main node, which is this one,", "on all nodes"
+                machine, remedy = "the main node, which is this one,", "on all nodes"
             raise WorldError(
-                f"port {port} on {which} is taken, by another program or by another launcher of this run (pass --node-rank to "
-                f"each): pass a free one, --main-address {config.address}:PORT, {other}; `ss -ltnp 'sport = :{port}'` shows it"
+                f"port {config.port} on {machine} is taken, by another program or by another launcher of this run "
+                f"(pass --node-rank to each): pass a free one, --main-address {config.address}:PORT, {remedy}; "
+                f"`ss -ltnp 'sport = :{config.port}'` shows it"
             ) from None
 
 
-def hold_port() -> tuple[socket.socket, int]:
-    """A free port, and a socket that keeps other programs from getting it, until it is closed.
+def reserve_port() -> tuple[socket.socket, int]:
+    """A free port, and a socket that keeps other programs from getting it while ranks import torch.
 
-    Ranks open theirs when they have imported torch, which takes seconds. A program that names the port and sets SO_REUSEADDR, as
-    torch's store does, may listen there meanwhile. That is so on Linux only; elsewhere the port is not kept.
+    torch's store sets SO_REUSEADDR, by which it may listen there meanwhile: on Linux; elsewhere nothing is reserved.
     """
-    kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    kept.bind(("", 0))
-    port = kept.getsockname()[1]
+    reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reservation.bind(("", 0))
+    port = reservation.getsockname()[1]
     if sys.platform == "linux":
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     else:
-        kept.close()
-    return kept, port
+        reservation.close()
+    return reservation, port
 
 
 # -- handlers
@@ -241,40 +230,45 @@ class Report(NamedTuple):
     failures: tuple[Failure, ...] = ()  # of its ranks, likeliest cause first
     caused: bool = False  # whether the cause is there, and not another rank that was lost
     signal: int | None = None  # that stopped its launcher
-    saved: str = ""  # the checkpoint that its ranks saved: they can be started again
+    checkpoint: str = ""  # that its ranks saved: they can be started again
     node: str = ""  # "node 1 (host)"
-    main: bool = False  # it is the node that the others meet at
+    is_main: bool = False
 
 
 class Ended(Exception):
-    """The run ended on other nodes; its argument, the list of their reports, says how."""
+    """The run ended on other nodes, as their reports say."""
+
+    def __init__(self, reports: list[Report]) -> None:
+        super().__init__(reports)
+        self.reports = reports
 
 
 class SingleNode:
-    """The rendezvous of one node: a port for its ranks."""
+    """The rendezvous of one node: a port for its ranks. A RendezvousHandler, without an import of torch."""
 
     use_agent_store = False  # ranks do not use the launcher's store: it has keys of earlier attempts
 
     def __init__(self, config: RendezvousConfig) -> None:
-        self._config, self._round = config, 0
-        self._kept = socket.socket()  # from the first round on it keeps the ranks' port for them
-        refuse_taken(config)
+        self._config, self._rounds = config, 0
+        self._reservation = socket.socket()  # from the first round on it keeps the ranks' port for them
+        if config.limit == 1:
+            check_port_is_free(config)
 
     def next_rendezvous(self) -> Any:
         """A round in which the ranks meet; from the second on because one failed."""
         from torch.distributed import HashStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-        if self._round:
-            say(f"a rank failed; restart {self._round}")
-        self._round += 1
+        if self._rounds:
+            print_line(f"a rank failed; restart {self._rounds}")
+        self._rounds += 1
         # Another port each time: children of a killed rank may have the last one open for some seconds.
         store, port = HashStore(), self._config.port or self._next_port()
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._config.address, port))
 
     def _next_port(self) -> int:
-        self._kept.close()
-        self._kept, port = hold_port()
+        self._reservation.close()
+        self._reservation, port = reserve_port()
         return port
 
     def num_nodes_waiting(self) -> int:
@@ -286,16 +280,15 @@ class SingleNode:
     def get_backend(self) -> str:
         return "easymp"
 
-    def tell(self, report: Report) -> None:
+    def publish(self, report: Report) -> None:
         """Leave a report for the others."""
 
-    def hear(self, own: Report) -> list[Report]:
-        """The others' reports, after `tell(own)`."""
+    def other_reports(self, own_report: Report) -> list[Report]:
         return []
 
-    def close(self, over: bool) -> None:
-        """Leave; `over`: no node may join any more."""
-        self._kept.close()
+    def close(self, final: bool) -> None:
+        """Leave; `final`: no node may join any more."""
+        self._reservation.close()
 
 
 class MultiNode(SingleNode):
@@ -306,208 +299,215 @@ class MultiNode(SingleNode):
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-        self._config, self._kept, host = config, socket.socket(), socket.gethostname()
-        self._main = is_here(config.address) if config.node_rank is None else config.node_rank == 0
-        self._own = own_address(config.address, config.port) or host
+        super().__init__(config)
+        host = socket.gethostname()
+        self._is_main = is_local(config.address) if config.node_rank is None else config.node_rank == 0
+        self._own_address = own_address(config.address, config.port) or host
         self._name = host if config.node_rank is None else f"node {config.node_rank} ({host})"
-        self._store = _open_store(config, self._main, self._name)
-        asked = RendezvousParameters(
-            *("c10d", config.endpoint, RUN, config.nodes, config.limit, self._own),
+        self._mailbox = _open_store(config, self._is_main, self._name)
+        store = self._mailbox.store
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=config.endpoint,
+            run_id=RUN,
+            min_nodes=config.nodes,
+            max_nodes=config.limit,
+            local_addr=self._own_address,
             join_timeout=max(1, int(config.wait)),
             last_call_timeout=LAST_CALL,
             keep_alive_interval=HEARTBEAT,
             keep_alive_max_attempt=MISSED,
         )
-        self._torchs = create_handler(self._store, C10dRendezvousBackend(self._store, RUN), asked)
-        self._round = self._restarts = 0
+        self._handler: Any = create_handler(store, C10dRendezvousBackend(store, RUN), parameters)
+        self._restarts = 0
         self._size = 0  # nodes, once they have met
-        self._looked, self._others_wait = 0.0, False
-        self._lost = False  # the main node's store is gone
-        self._told = 0  # our report's number
+        self._last_look, self._others_wait = 0.0, False
+        self._lost = False  # whether the main node's store is gone
+        self._report_number = 0  # of our report
 
     def next_rendezvous(self) -> Any:
-        """A round in which the nodes meet, in their order; from the second on because a rank failed, or a node came or went."""
+        """A round in which the nodes meet; from the second on because a rank failed, or a node came or went."""
         from torch.distributed import PrefixStore
         from torch.distributed.elastic import rendezvous
 
-        failed = self._round > 0 and not self._others_wait
+        config, failed = self._config, self._rounds > 0 and not self._others_wait
         self._restarts += failed
         try:
-            found = self._torchs.next_rendezvous()
-            order, names = self._in_order(found)
-            rank, store = order.index(found.rank), PrefixStore("ordered", found.store)
-            address = self._config.address if self._main else self._own
-            meet = rendezvous.RendezvousStoreInfo.build(rank, store, address, self._next_port())
+            info = self._handler.next_rendezvous()
+            order, names = self._in_order(info)
+            rank, store = order.index(info.rank), PrefixStore("ordered", info.store)
+            address = config.address if self._is_main else self._own_address
+            bootstrap = rendezvous.RendezvousStoreInfo.build(rank, store, address, self._next_port())
         except rendezvous.RendezvousTimeoutError:
-            came = range(1, self._store.add("came", 0) + 1)
-            names = ", ".join(self._store.get(f"came/{i}").decode() for i in came)
+            arrived = ", ".join(self._mailbox.messages("came").values())
             raise WorldError(
-                f"{self._config.words} were to meet at {self._config.endpoint}, and after {self._config.wait:g} seconds not enough are "
-                f"there (so far came: {names}): start the others, ask for fewer with --nodes, or wait longer with --wait SECONDS"
+                f"{config.node_count} were to meet at {config.endpoint}, and after {config.wait:g} seconds not enough "
+                f"are there (so far came: {arrived}): start the others, ask for fewer with --nodes, {WAIT_LONGER}"
             ) from None
         except (rendezvous.RendezvousClosedError, rendezvous.RendezvousGracefulExitError):
             try:
-                ends = self._others(final=True)
+                reports = self._final_reports()
             except RuntimeError as error:  # the main node closed the run and did not wait for this one
-                raise self._gone(error) from None
-            if ends:
-                raise Ended(ends) from None
-            late = "'s ranks could start again" if self._round else " took part"
-            where = f"the run at {self._config.endpoint} is over, before this node{late}"
-            raise WorldError(f"{where}: the others' output says how it ended") from None
+                raise self._main_node_is_gone(error) from None
+            if reports:
+                raise Ended(reports) from None
+            event = "'s ranks could start again" if self._rounds else " took part"
+            ending = f"the run at {config.endpoint} is over, before this node{event}"
+            raise WorldError(f"{ending}: the others' output says how it ended") from None
         except (SettingError, WorldError):
             raise
         except (rendezvous.RendezvousError, RuntimeError) as error:
-            raise self._gone(error) from error
-        self._round, self._others_wait = self._round + 1, False
-        if self._round > 1:
-            why = f"a rank failed; restart {self._restarts}" if failed else "the workers start again"
-            say(f"{why}, on {len(order)} node{'s' * (len(order) > 1)}: {', '.join(names)}")
-        return rendezvous.RendezvousInfo(found.store, rank, len(order), meet)
+            raise self._main_node_is_gone(error) from error
+        self._rounds, self._others_wait = self._rounds + 1, False
+        if self._rounds > 1:
+            reason = f"a rank failed; restart {self._restarts}" if failed else "the workers start again"
+            print_line(f"{reason}, on {len(order)} node{'s' * (len(order) > 1)}: {', '.join(names)}")
+        return rendezvous.RendezvousInfo(info.store, rank, len(order), bootstrap)
 
-    def _gone(self, error: Exception) -> WorldError:
+    def _main_node_is_gone(self, error: Exception) -> WorldError:
         return WorldError(f"the main node at {self._config.endpoint} is gone, and with it this run ({error})")
 
-    def _in_order(self, found: Any) -> tuple[list[int], list[str]]:
-        """Torch's numbers of the nodes in the order of ours, and their names: the main node, then by node rank, then as torch has them."""
-        limit, own = self._config.limit, self._config.node_rank
-        place = [not self._main, limit if own is None else own, self._name]
-        found.store.set(f"node/{found.rank}", json.dumps(place))
-        nodes = [json.loads(found.store.get(f"node/{i}")) for i in range(found.world_size)]
+    def _in_order(self, info: Any) -> tuple[list[int], list[str]]:
+        """torch's numbers of the nodes in our order (main node, node rank, torch's number), and their names."""
+        limit, node_rank = self._config.limit, self._config.node_rank
+        sort_key = [not self._is_main, limit if node_rank is None else node_rank, self._name]
+        info.store.set(f"node/{info.rank}", json.dumps(sort_key))
+        nodes = [json.loads(info.store.get(f"node/{i}")) for i in range(info.world_size)]
         self._size = len(nodes)
         order = sorted(range(len(nodes)), key=lambda i: (*nodes[i][:2], i))
-        for one, other in pairwise(order):
-            if nodes[one][1] == nodes[other][1] < limit:
-                same = f"{nodes[one][2]} and {nodes[other][2]} say the same --node-rank {nodes[one][1]}"
-                raise SettingError(f"{same}: each machine needs its own")
+        for a, b in pairwise(nodes[i] for i in order):
+            if a[1] == b[1] < limit:
+                raise SettingError(f"{a[2]} and {b[2]} say the same --node-rank {a[1]}: each machine needs its own")
         return order, [nodes[i][2] for i in order]
 
     @contextmanager
     def _unless_lost(self) -> Iterator[None]:
-        """Inside, requests to the store; where it is gone, the rest is left out. A RendezvousError is a RuntimeError, too."""
+        """Make requests to the store inside. Where it is gone, the rest of the block is left out."""
         try:
             yield
-        except RuntimeError:
+        except RuntimeError:  # torch's RendezvousError is one, too
             self._lost = True
 
     def num_nodes_waiting(self) -> int:
         """Nodes that want to join. Where the main node is done and gone, the ranks here run to their own end."""
-        now = time.monotonic()
-        if self._lost or now - self._looked < LOOK:
+        if self._lost or time.monotonic() - self._last_look < LOOK:
             return 0
-        self._looked = now
-        ends, waiting = [], 0
+        self._last_look = time.monotonic()
+        reports: list[Report] = []
+        waiting = 0
         with self._unless_lost():
-            ends, waiting = self._others(final=True), self._torchs.num_nodes_waiting()
-        if ends and not self._lost:
-            self._store.add("heard", 1)
-            raise Ended(ends)
+            reports, waiting = self._final_reports(), int(self._handler.num_nodes_waiting())
+        if reports and not self._lost:
+            self._mailbox.store.add("heard", 1)
+            raise Ended(reports)
         self._others_wait = waiting > 0
         return waiting
 
-    def tell(self, report: Report) -> None:
-        own = tuple(f._replace(text="") for f in report.failures)  # tracebacks are shown where they arose
-        report = report._replace(failures=own, node=self._name, main=self._main)
+    def publish(self, report: Report) -> None:
+        failures = tuple(f._replace(text="") for f in report.failures)  # tracebacks are shown where they arose
+        report = report._replace(failures=failures, node=self._name, is_main=self._is_main)
         with self._unless_lost():
-            self._told = self._store.add("told", 1)
-            self._store.set(f"told/{self._told}", json.dumps(report))
+            self._report_number = self._mailbox.send("reports", json.dumps(report))
 
-    def hear(self, own: Report) -> list[Report]:
+    def other_reports(self, own_report: Report) -> list[Report]:
         """The others' reports, waited for as long as they may change which failure is the cause."""
-        deadline = time.monotonic() + (BRIEF if own.caused else HEARING)
-        others: list[Report] = []
+        deadline = time.monotonic() + (FEW_REPORTS if own_report.caused else REPORTS)
+        reports: list[Report] = []
         while not self._lost:
             with self._unless_lost():
-                others, silent = self._others(), self._store.add("heard", 0)
-                final = not own.caused and any(self._is_final(r) and (r.caused or r.signal) for r in others)
-                if final or len(others) + silent >= self._size - 1 or time.monotonic() > deadline:
+                reports, without_report = self._reports(), self._mailbox.store.add("heard", 0)
+                explained = any(r.caused or r.signal for r in reports if self._is_final(r))
+                complete = len(reports) + without_report >= self._size - 1
+                if complete or (explained and not own_report.caused) or time.monotonic() > deadline:
                     break
                 time.sleep(0.1)
-        return others
+        return reports
 
-    def close(self, over: bool) -> None:
+    def close(self, final: bool) -> None:
         """Leave; the main node stays until the others have left, too, and read the reports."""
-        self._kept.close()
+        super().close(final)
+        store = self._mailbox.store
         with self._unless_lost():
-            if over or self._main or not self._config.elastic:
-                self._torchs.shutdown()
-            if self._main:
-                self._store.set("terms", OVER)
-                self._store.set("over", "")
-            elif over and not self._told:
+            if final or self._is_main or not self._config.elastic:
+                self._handler.shutdown()
+            if self._is_main:
+                store.set("terms", OVER)
+                store.set("over", "")
+            elif final and not self._report_number:
                 # Else the same node's next run would find this run's store, and leave it as it finds another.
                 with suppress(RuntimeError):
-                    self._store.wait(["over"], timedelta(seconds=BRIEF))
-            left, deadline = self._store.add("left", 1), time.monotonic() + LINGER
-            while self._main and left < self._size and time.monotonic() < deadline:
+                    store.wait(["over"], timedelta(seconds=FEW_REPORTS))
+            count, deadline = store.add("left", 1), time.monotonic() + LINGER
+            while self._is_main and count < self._size and time.monotonic() < deadline:
                 time.sleep(0.1)
-                left = self._store.add("left", 0)
+                count = store.add("left", 0)
 
-    def _others(self, final: bool = False) -> list[Report]:
-        told = (i for i in range(1, self._store.add("told", 0) + 1) if i != self._told)
-        found = [Report(*json.loads(self._store.get(f"told/{i}"))) for i in told]
-        reports = [report._replace(failures=tuple(Failure(*f) for f in report.failures)) for report in found]
-        return [report for report in reports if not final or self._is_final(report)]
+    def _reports(self) -> list[Report]:
+        texts = self._mailbox.messages("reports")
+        reports = [Report(*json.loads(text)) for number, text in texts.items() if number != self._report_number]
+        return [r._replace(failures=tuple(Failure(*failure) for failure in r.failures)) for r in reports]
 
     def _is_final(self, report: Report) -> bool:
         """Whether it ends the run here, too. Where nodes may come and go, a node that was stopped only leaves."""
-        return report.signal is None or report.main or not self._config.elastic
+        return report.signal is None or report.is_main or not self._config.elastic
+
+    def _final_reports(self) -> list[Report]:
+        return list(filter(self._is_final, self._reports()))
 
 
-# -- the store of several nodes
-
-
-def _open_store(config: RendezvousConfig, main: bool, name: str) -> Any:
-    """The store of this run, opened by the main node; `name` is written down there."""
+def _open_store(config: RendezvousConfig, is_main: bool, name: str) -> Any:
+    """A mailbox in the store of several nodes, which the main node opens; `name` is written down there."""
     from torch.distributed import PrefixStore, TCPStore
 
-    from ..distributed.hang_report import in_time  # imports torch
+    from ..distributed.mailbox import Mailbox, with_timeout  # imports torch
 
-    terms, start, said = json.dumps([config.nodes, config.limit]), time.monotonic(), False
-    options = {"is_master": main, "wait_for_workers": False, "timeout": timedelta(seconds=CONNECT)}
-    if main:
-        if not is_here(config.address):
+    assert config.port is not None
+    limit = timedelta(seconds=CONNECT)
+    connect = partial(TCPStore, config.address, config.port, is_master=is_main, wait_for_workers=False, timeout=limit)
+    terms, start, has_said = json.dumps([config.nodes, config.limit]), time.monotonic(), False
+    if is_main:
+        if not is_local(config.address):
             raise WorldError(
-                f"{config.address!r} is not an address of this machine, which is to be the main node: pass one of its own with "
-                "--main-address, on all nodes, or --node-rank 0 on the machine that has it"
+                f"{config.address!r} is not an address of this machine, which is to be the main node: pass one of its "
+                "own with --main-address, on all nodes, or --node-rank 0 on the machine that has it"
             )
-        refuse_taken(config)
+        check_port_is_free(config)
     while True:
         try:
-            if not main:  # By hand, for torch's store cannot be interrupted while it waits.
+            if not is_main:  # By hand, for torch's store cannot be interrupted while it waits.
                 socket.create_connection((config.address, config.port), timeout=CONNECT).close()
         except OSError as error:
-            why = error.strerror or str(error)
+            reason = error.strerror or str(error)
         else:
             try:
-                tcp = in_time(lambda: TCPStore(config.address, config.port, **options), CONNECT)
-                tcp.set_timeout(timedelta(seconds=ANSWER))
-                store = PrefixStore(RUN, tcp)
-                if main:
+                tcp_store = with_timeout(connect, CONNECT)
+                tcp_store.set_timeout(timedelta(seconds=ANSWER))
+                store = PrefixStore(RUN, tcp_store)
+                if is_main:
                     store.set("terms", terms)
-                theirs = store.get("terms").decode()
-                if theirs == terms:
-                    store.set(f"came/{store.add('came', 1)}", name)
-                    return store
+                main_terms = store.get("terms").decode()
+                if main_terms == terms:
+                    mailbox = Mailbox(store)
+                    mailbox.send("came", name)
+                    return mailbox
             except (RuntimeError, TimeoutError) as error:
-                why = (str(error).splitlines() or [type(error).__name__])[0]
-                who = f"the program that listens at {config.endpoint}"
-                cure = f"pass its address and port ({why})"
-                raise WorldError(f"{who} does not answer as the main node's launcher: {cure}") from error
-            if theirs != OVER:
-                least, most = json.loads(theirs)
-                there = RendezvousConfig(least, 0, port=1, most=most).words
-                both = f"was started for {there}, this one for {config.words}: pass the same --nodes on all"
-                raise SettingError(f"the main node at {config.endpoint} {both}")
-            del store, tcp
-            why = "the run there is over"
-        waited = time.monotonic() - start
-        if waited >= config.wait:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                program = f"the program that listens at {config.endpoint} does not answer as the main node's launcher"
+                raise WorldError(f"{program}: pass its address and port ({reason})") from error
+            if main_terms != OVER:
+                min_nodes, max_nodes = json.loads(main_terms)
+                node_count = RendezvousConfig(min_nodes, 0, port=1, max_nodes=max_nodes).node_count
+                started = f"the main node at {config.endpoint} was started for {node_count}"
+                raise SettingError(f"{started}, this one for {config.node_count}: pass the same --nodes on all")
+            del store, tcp_store
+            reason = "the run there is over"
+        seconds = time.monotonic() - start
+        if seconds >= config.wait:
             raise WorldError(
-                f"the main node did not answer at {config.endpoint} for {config.wait:g} seconds ({why}): start it there with "
-                "--node-rank 0, correct --main-address, or wait longer with --wait SECONDS"
+                f"the main node did not answer at {config.endpoint} for {config.wait:g} seconds ({reason}): start it "
+                f"there with --node-rank 0, correct --main-address, {WAIT_LONGER}"
             )
-        if waited >= PATIENT and not said:
-            say(f"waiting for the main node at {config.endpoint} ({why})")
-            said = True
+        if seconds >= PATIENCE and not has_said:
+            print_line(f"waiting for the main node at {config.endpoint} ({reason})")
+            has_said = True
         time.sleep(RETRY)

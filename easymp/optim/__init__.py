@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as `prepare` hands them back, and optimizers of our own.
+"""Optimizers and schedulers as `prepare` hands them back, the engine of their steps, and optimizers that torch lacks.
 
 Names are loaded at first use: an Accelerator without optimizers loads no engine.
 """
@@ -8,40 +8,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..base.lazy import at_first_use
+from ..errors import OPTIMIZER_REMEDY
 
 if TYPE_CHECKING:
     from .engine import Engine as Engine
-    from .foreach import Lion as Lion
-    from .fused import FusedOptimizer as FusedOptimizer
-    from .layerwise import LAMB as LAMB
-    from .layerwise import LARC as LARC
-    from .layerwise import NovoGrad as NovoGrad
+    from .engine import EngineOptions as EngineOptions
+    from .larc import LARC as LARC
     from .masters import Masters as Masters
     from .masters import Sums as Sums
     from .muon import Muon as Muon
     from .optimizer import PreparedOptimizer as PreparedOptimizer
     from .optimizer import PreparedScheduler as PreparedScheduler
-    from .optimizer import averages_in as averages_in
     from .optimizer import leave_to_step as leave_to_step
     from .optimizer import may_leave as may_leave
-    from .torch_optimizers import SGD as SGD
-    from .torch_optimizers import Adagrad as Adagrad
-    from .torch_optimizers import Adam as Adam
-    from .torch_optimizers import AdamW as AdamW
+    from .rule_optimizers import LAMB as LAMB
+    from .rule_optimizers import Lion as Lion
+    from .rule_optimizers import NovoGrad as NovoGrad
+    from .torch_step import OwnOptimizer as OwnOptimizer
     from .torch_step import fuse as fuse
-    from .torch_step import indifferent as indifferent
 
 _HOMES = {
-    "engine": ("Engine",),
-    "foreach": ("Lion",),
-    "fused": ("FusedOptimizer",),
-    "layerwise": ("LAMB", "LARC", "NovoGrad"),
+    "engine": ("Engine", "EngineOptions"),
+    "larc": ("LARC",),
     "masters": ("Masters", "Sums"),
     "muon": ("Muon",),
-    "optimizer": ("PreparedOptimizer", "PreparedScheduler", "averages_in", "leave_to_step", "may_leave"),
-    "torch_optimizers": ("SGD", "Adagrad", "Adam", "AdamW"),
-    "torch_step": ("fuse", "indifferent"),
+    "optimizer": ("PreparedOptimizer", "PreparedScheduler", "leave_to_step", "may_leave"),
+    "rule_optimizers": ("LAMB", "Lion", "NovoGrad"),
+    "torch_step": ("OwnOptimizer", "fuse"),
 }
+# Names of earlier versions.
+_ELSEWHERE = {
+    name: f"use torch.optim.{name}, which prepare steps by the same kernels; "
+    f"of the options ema_decay, state_dtype and stochastic_rounding: {OPTIMIZER_REMEDY}"
+    for name in ("Adam", "AdamW", "SGD", "Adagrad")
+}
+_ELSEWHERE["FusedOptimizer"] = "use easymp.optim.Engine(optimizer), which clips, averages and steps by kernels"
 
 if not TYPE_CHECKING:  # see easymp/__init__.py
-    __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)
+    __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, elsewhere=_ELSEWHERE)

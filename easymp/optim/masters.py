@@ -1,4 +1,4 @@
-"""fp32 tensors beside the parameters: masters of low-precision weights, sums of their gradients, and averages of all weights."""
+"""fp32 tensors beside the parameters: masters of low-precision weights, sums of gradients, averages of weights."""
 
 from __future__ import annotations
 
@@ -14,50 +14,46 @@ from ..cuda import EMA
 from ..errors import StepError
 from ..precision.policies import LOW
 from ..precision.scaler import to_device
+from .torch_step import Snapshot
 
 
 class Masters:
-    """fp32 masters of one optimizer's low-precision parameters; its param groups hold them from here on, until `release`.
+    """fp32 masters of one optimizer's low-precision parameters; its param groups hold them from now until `release`.
 
-    An update is often smaller than the spacing of half-precision numbers around a weight: added there it would vanish ("Mixed Precision
-    Training", Micikevicius et al., arXiv:1710.03740, section 3.1). Gradients move to the masters before they are unscaled, clipped or
-    stepped on, and the parameters are the masters, rounded, after each step. A write to a parameter from outside
-    (``model.load_state_dict``, a broadcast) changes its version, and its master takes the new values before the next step. A write through
-    ``.data`` is not noticed.
+    An update is often smaller than the spacing of half-precision numbers around a weight: added there it would vanish
+    ("Mixed Precision Training", Micikevicius et al., arXiv:1710.03740, section 3.1). Gradients move to the masters
+    before they are unscaled, clipped or stepped on, and the parameters are the masters, rounded, after each step.
 
-    Args:
-        optimizer: its groups' low-precision parameters are replaced, in place; their states move along, in fp32.
-        of: id of a parameter → its master; filled here, shared by the optimizers of a run.
-        frozen: parameters that are frozen now get masters, too.
+    Scripts know the parameters only. A weight that is not its master rounded was written by the script
+    (``load_state_dict``, ``.data``, a broadcast), and its master takes that value before the next step. A gradient that
+    has moved stays in ``.grad``, and what a script does to it there reaches the master's.
 
-    Attributes:
-        low: id of a master → its parameter.
+    The ids in `masters` lead from parameters to masters, and are shared by the optimizers of a run. With `frozen`,
+    parameters that are frozen now get masters, too.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, of: dict[int, Tensor], frozen: bool = True) -> None:
-        self._optimizer, self._frozen, self._of = optimizer, frozen, of
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: dict[int, Tensor], frozen: bool = True) -> None:
+        self._optimizer, self._frozen, self._masters = optimizer, frozen, masters
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._versions: list[int] = []
-        self.low: dict[int, Tensor] = {}
-        self.take(optimizer.param_groups)
+        self._moved: list[_MovedGradient] = []
+        self.low: dict[int, Tensor] = {}  # id of a master → its parameter
+        self.add_groups(optimizer.param_groups)
 
-    def take(self, groups: Iterable[dict[str, Any]]) -> None:
+    def add_groups(self, groups: Iterable[dict[str, Any]]) -> None:
         """Put masters into these groups of the optimizer, for parameters that have none yet."""
-        state = self._optimizer.state
-        for group in groups:
-            held = group["params"]
-            for i, parameter in enumerate(held):
+        states = self._optimizer.state
+        for params in (group["params"] for group in groups):
+            for i, parameter in enumerate(params):
                 if parameter.dtype not in LOW or not (parameter.requires_grad or self._frozen):
                     continue
                 master = parameter.detach().to(torch.float32).requires_grad_(parameter.requires_grad)
                 self._pairs.append((parameter, master))
-                self._versions.append(parameter._version)
-                self._of[id(parameter)] = held[i] = master
+                self._masters[id(parameter)] = params[i] = master
                 self.low[id(master)] = parameter
-                if parameter in state:
-                    state[master] = {
+                if parameter in states:
+                    states[master] = {
                         key: value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
-                        for key, value in state.pop(parameter).items()
+                        for key, value in states.pop(parameter).items()
                     }
 
     @property
@@ -65,81 +61,146 @@ class Masters:
         """The parameters that have a master here."""
         return [parameter for parameter, _ in self._pairs]
 
-    @torch.no_grad()
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters, each with its master, which has taken over new values of the parameter."""
-        self._follow()
+        self.follow()
         return list(self._pairs)
 
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Move the parameters' gradients to their masters, where they add up; StepError for a sparse one."""
-        self._follow()
-        fresh = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
-        totals = added([p.grad for p, _ in fresh], [m.grad for _, m in fresh]) if fresh else []
-        for (parameter, master), total in zip(fresh, totals):
-            master.grad, parameter.grad = total, None
-
-    def _follow(self) -> None:
-        changed = [i for i, (p, _) in enumerate(self._pairs) if p._version != self._versions[i]]
-        if changed:
-            _copy([self._pairs[i][1] for i in changed], [self._pairs[i][0] for i in changed])
-            for i in changed:
-                self._versions[i] = self._pairs[i][0]._version
+    def have_gradients(self) -> bool:
+        """Whether gradients have moved to a master."""
+        return any(master.grad is not None for _, master in self._pairs)
 
     @torch.no_grad()
-    def give_back(self) -> None:
+    def follow(self) -> None:
+        """Take over the elements of parameters that are not their masters, rounded. Nothing waits for the device."""
+        for parameter, master in self._pairs:
+            weight, wide = local(parameter), local(master)
+            rounded = wide.to(weight.dtype)
+            if not (rounded.is_cpu and torch.equal(rounded, weight)):
+                torch.where(rounded == weight, wide, weight, out=wide)
+
+    @torch.no_grad()
+    def gather(self, free: bool = False) -> None:
+        """Add the parameters' gradients to their masters'. They stay the parameters', too, unless `free`."""
+        self._follow_changes()
+        moved = {id(gradient.parameter) for gradient in self._moved}
+        pairs = [(p, m) for p, m in self._pairs if p.grad is not None and id(p) not in moved]
+        for (parameter, master), total in zip(pairs, added([p.grad for p, _ in pairs], [m.grad for _, m in pairs])):
+            master.grad = total
+            if free:
+                parameter.grad = None
+            else:
+                self._moved.append(_MovedGradient(parameter, master))
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Let the parameters' gradients be their masters', rounded: to be read, and changed by any means."""
+        self.gather()
+        self._moved.clear()
+        for parameter, master in self._pairs:
+            if master.grad is not None:
+                parameter.grad = master.grad.to(parameter.dtype)
+                self._moved.append(_MovedGradient(parameter, master, shown=True))
+
+    @torch.no_grad()
+    def hide(self) -> None:
+        """Before a backward, which adds to ``.grad``: leave the gradients to the masters alone."""
+        self._follow_changes()
+        self._free_moved()
+
+    def _follow_changes(self) -> None:
+        self._moved = [gradient for gradient in self._moved if gradient.follow_change()]
+
+    def _free_moved(self) -> None:
+        for gradient in self._moved:
+            gradient.parameter.grad = None
+        self._moved.clear()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
         """After a step, a skipped one too: the parameters become their masters, rounded, and gradients are freed."""
         if self._pairs:
-            _copy([parameter for parameter, _ in self._pairs], [master for _, master in self._pairs])
-        for i, (parameter, master) in enumerate(self._pairs):
+            torch._foreach_copy_([local(p) for p, _ in self._pairs], [local(m) for _, m in self._pairs])
+        self._free_moved()
+        for _, master in self._pairs:
             master.grad = None
-            self._versions[i] = parameter._version
 
     def clear(self) -> None:
         """Drop the gradients of parameters and masters."""
+        self._moved.clear()
         for parameter, master in self._pairs:
             parameter.grad = master.grad = None
 
     def release(self) -> None:
         """Give the optimizer its parameters back, with the states of the masters."""
-        state = self._optimizer.state
-        for group in self._optimizer.param_groups:
-            held = group["params"]
-            for i, master in enumerate(held):
-                parameter = self.low.get(id(master))
-                if parameter is not None:
-                    held[i] = parameter
-                    if master in state:
-                        state[parameter] = state.pop(master)
+        states = self._optimizer.state
+        for params in (group["params"] for group in self._optimizer.param_groups):
+            for i, master in enumerate(params):
+                if (parameter := self.low.get(id(master))) is not None:
+                    params[i] = parameter
+                    if master in states:
+                        states[parameter] = states.pop(master)
         for parameter, _ in self._pairs:
-            self._of.pop(id(parameter), None)
+            self._masters.pop(id(parameter), None)
         self._pairs.clear()
-        self._versions.clear()
+        self._moved.clear()
         self.low.clear()
 
 
-def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    torch._foreach_copy_([local(t) for t in to], [local(v) for v in values])
+class _MovedGradient:
+    """A gradient that has moved to a master and is still the parameter's.
+
+    `shown`: made for the script, which may change it by any means, ``.data`` included, until the first look.
+    """
+
+    def __init__(self, parameter: Tensor, master: Tensor, shown: bool = False) -> None:
+        self.parameter, self._master, self._shown = parameter, master, shown
+        self._low, self._wide = Snapshot(parameter), Snapshot(master)
+
+    def follow_change(self) -> bool:
+        """Do to the master's gradient what a script did to the parameter's. False if it was cleared."""
+        gradient, total = self.parameter.grad, self._master.grad
+        if gradient is None or total is None:
+            self.parameter.grad = self._master.grad = None
+            return False
+        current = self._wide.unchanged
+        if self._low.unchanged and not (self._shown and current):
+            return True
+        if not current and not self._shown:
+            raise StepError(
+                f"the gradient of a parameter of shape {tuple(gradient.shape)} was changed after it had moved to the "
+                "fp32 "
+                "master: change gradients before you clip, or call acc.unscale_gradients() first"
+            )
+        if current:
+            # The elements that differ: `.data` writes leave no trace in the version.
+            low, wide = local(gradient), local(total)
+            torch.where(wide.to(low.dtype) == low, wide, low, out=wide)
+        else:
+            self._master.grad = gradient.to(total.dtype)
+        self._low, self._wide, self._shown = Snapshot(self.parameter), Snapshot(self._master), False
+        return True
 
 
 def added(gradients: Sequence[Any], totals: Sequence[Tensor | None]) -> list[Tensor]:
-    """fp32 `totals`, made where there is none, with low-precision `gradients` added to them; StepError for a sparse one."""
+    """fp32 `totals`, made where there is none, with low-precision `gradients` added; StepError for a sparse one."""
     if any(g.is_sparse for g in gradients):
-        why = "a sparse gradient of a low-precision parameter cannot be summed in fp32"
-        raise StepError(f"{why}: use Embedding(sparse=False), or keep the embedding's weights in fp32")
-    more = [(t, g) for g, t in zip(gradients, totals) if t is not None]
-    if more:
-        torch._foreach_add_([local(t) for t, _ in more], [local(g) for _, g in more])
+        raise StepError(
+            "a sparse gradient of a low-precision parameter cannot be summed in fp32: use Embedding(sparse=False), or "
+            "keep the embedding's weights in fp32"
+        )
+    sums = [(local(t), local(g)) for g, t in zip(gradients, totals) if t is not None]
+    if sums:
+        torch._foreach_add_([t for t, _ in sums], [g for _, g in sums])
     return [g.to(torch.float32) if t is None else t for g, t in zip(gradients, totals)]
 
 
 class Sums:
     """fp32 sums of low-precision gradients over an accumulation window.
 
-    A bf16 number has 8 bits of mantissa: of a sum of a hundred micro-batches' gradients in bf16, the later ones are mostly lost. So
-    under accumulation each micro-step's gradients leave `.grad` for an fp32 sum, which stays on this rank. At the end of the window the
-    sums are averaged over the ranks, in fp32, once, and only then become `.grad` in the parameter's type, or the master's gradient.
+    In bf16, with 8 bits of mantissa, a sum over a hundred micro-batches would lose most of the later ones. So each
+    micro-step's gradients leave `.grad` for an fp32 sum on this rank. At the end of the window the sums are averaged
+    over the ranks, once, and become `.grad` in the parameter's type, or the master's gradient.
     """
 
     def __init__(self, masters: Mapping[int, Tensor]) -> None:
@@ -147,7 +208,7 @@ class Sums:
         self._masters = masters  # id of a parameter → its master
         self._parameters: list[Tensor] = []  # all that may train, low-precision or not
         self._sums: dict[Tensor, Tensor] = {}
-        self._handed = False
+        self._handed_over = False
 
     def watch(self, parameters: list[Tensor]) -> None:
         """Sum the gradients of `parameters`: all that may train, low-precision or not."""
@@ -155,47 +216,51 @@ class Sums:
 
     def begin(self) -> None:
         """Before a backward: take up sums again that an earlier one of this micro-step has handed over."""
-        if not self._handed:
+        if not self._handed_over:
             return
-        self._handed = False
+        self._handed_over = False
         for parameter in list(self._sums):
-            if self._holder(parameter).grad is None:
+            holder = self._holder(parameter)
+            if holder.grad is None:
                 del self._sums[parameter]  # cleared since
+            elif holder is not parameter:
+                self._sums[parameter] = holder.grad
             else:
                 parameter.grad = None
 
     @torch.no_grad()
     def add(self) -> None:
         """After a backward: move its gradients into the sums; StepError for a sparse one."""
-        fresh = [p for p in self._parameters if p.grad is not None and p.dtype in LOW]
-        totals = added([p.grad for p in fresh], [self._sums.get(p) for p in fresh])
-        for parameter, total in zip(fresh, totals):
+        parameters = [p for p in self._parameters if p.grad is not None and p.dtype in LOW]
+        totals = added([p.grad for p in parameters], [self._sums.get(p) for p in parameters])
+        for parameter, total in zip(parameters, totals):
             self._sums[parameter], parameter.grad = total, None
 
     @torch.no_grad()
     def average(self, over_ranks: Callable[[Sequence[Tensor]], None]) -> None:
-        """Make the sums, and the gradients that are fp32 anyway, the mean over the ranks, by `over_ranks`, in place.
-
-        A parameter that had no gradient on any rank still has none afterwards; all ranks go through the same collectives.
-        """
+        """Average the sums, and gradients in fp32 anyway, by `over_ranks`, in the same collectives on all ranks."""
         trainable = [p for p in self._parameters if p.requires_grad]
         if not trainable:
             return
-        found = [self._sums.get(p) if p.dtype in LOW else p.grad for p in trainable]
-        there = torch.tensor([float(g is not None) for g in found], device=trainable[0].device)
-        mine = [
-            torch.zeros_like(p, dtype=torch.float32 if p.dtype in LOW else p.dtype) if g is None else g
-            for p, g in zip(trainable, found)
+        totals = [self._sums.get(p) if p.dtype in LOW else p.grad for p in trainable]
+        present = torch.tensor([float(total is not None) for total in totals], device=trainable[0].device)
+        averages = [
+            torch.zeros_like(p, dtype=torch.float32 if p.dtype in LOW else p.dtype) if total is None else total
+            for p, total in zip(trainable, totals)
         ]
-        over_ranks([*mine, there])
-        if all(g is not None for g in found):
+        over_ranks([*averages, present])
+        if all(total is not None for total in totals):
             return  # no wait for the device
-        for parameter, before, after, share in zip(trainable, found, mine, there.tolist()):
-            if before is None and share > 0:
+        for parameter, total, average, share in zip(trainable, totals, averages, present.tolist()):
+            if total is None and share > 0:
                 if parameter.dtype in LOW:
-                    self._sums[parameter] = after
+                    self._sums[parameter] = average
                 else:
-                    parameter.grad = after
+                    parameter.grad = average
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The sum of a parameter's gradients, or its `.grad`."""
+        return self._sums.get(parameter, parameter.grad)
 
     def gradients(self) -> Iterator[Tensor]:
         """The sums."""
@@ -206,7 +271,7 @@ class Sums:
         for parameter, total in self._sums.items():
             holder = self._holder(parameter)
             holder.grad = total if holder is not parameter else total.to(parameter.dtype)
-        self._handed = True
+        self._handed_over = True
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
         """Forget the sums of these: they have been stepped on, or cleared."""
@@ -215,7 +280,7 @@ class Sums:
 
     def clear(self) -> None:
         """Forget everything, the models too."""
-        self.on = self._handed = False
+        self.on = self._handed_over = False
         self._parameters.clear()
         self._sums.clear()
 
@@ -223,50 +288,47 @@ class Sums:
         return self._masters.get(id(parameter), parameter)
 
 
-# A parameter → the tensor that is stepped for it, and the mapping that its state is in.
-Holder = Callable[[Tensor], tuple[Tensor, Any]]
-
-
 @dataclass(slots=True)
 class Averages:
     """Exponential moving averages of one optimizer's parameters, where torch steps it.
 
-    ema += (p - ema) × (1 - decay) at each step that moves p, from p's value before its first one ("Acceleration of Stochastic
-    Approximation by Averaging", Polyak and Juditsky, 1992; exponential as in Adam's arXiv:1412.6980, section 7.2). It lies under the key
-    "ema" in the optimizer's state, in fp32, split as the other states are, so checkpoints keep it as one of them.
+    ema += (p - ema) × (1 - decay) at each step that moves p, from p's value before its first one ("Acceleration of
+    Stochastic Approximation by Averaging", Polyak and Juditsky, 1992; exponential as in Adam's arXiv:1412.6980, section
+    7.2). It lies under the key "ema" in the optimizer's state, in fp32, split as the other states are, so checkpoints
+    keep it as one of them.
     """
 
-    holder: Holder  # says of each parameter where its average goes
+    # Of a parameter: the tensor that is stepped, and the mapping of its state.
+    holder: Callable[[Tensor], tuple[Tensor, Any]]
     decay: float | None  # None: there are none
 
-    def around(
+    def follow_step(
         self, parameters: Iterable[Tensor], step: Callable[[], Any], found_inf: Tensor | None = None
     ) -> Any:
-        """`step()`, after which the averages of `parameters`, which it may move, follow them, unless `found_inf` is above 0."""
+        """`step()`, after which the averages of `parameters` that it moves follow, unless `found_inf` is above 0."""
         if self.decay is None:
             return step()
-        there = [(p, *self.holder(p)) for p in parameters]
+        holders = [(p, *self.holder(p)) for p in parameters]
         # The state of a parameter that has none is torch's to begin.
-        new = {id(p): _start(p) for _, p, states in there if EMA not in states.get(p, {})}
+        first = {id(p): _first_average(p) for _, p, states in holders if EMA not in states.get(p, {})}
         result = step()
         # A closure may give some no gradient.
-        held = [(p, states) for parameter, p, states in there if parameter.grad is not None]
-        for p, states in held:
-            if id(p) in new:
-                states[p][EMA] = new[id(p)]
-        if held:
-            averages = [local(states[p][EMA]) for p, states in held]
-            weights = [local(p).detach().to(a.dtype) for (p, _), a in zip(held, averages)]
+        moved = [(p, states) for parameter, p, states in holders if parameter.grad is not None]
+        for p, states in moved:
+            if id(p) in first:
+                states[p][EMA] = first[id(p)]
+        if moved:
+            averages = [local(states[p][EMA]) for p, states in moved]
+            weights = [local(p).detach().to(a.dtype) for (p, _), a in zip(moved, averages)]
             share: Any = 1.0 - self.decay
             if found_inf is not None:
-                good = (found_inf <= 0) * share
-                shares = {a.device: to_device(good, a.device) for a in averages}
+                shares = {a.device: to_device((found_inf <= 0) * share, a.device) for a in averages}
                 share = [shares[a.device].to(a.dtype) for a in averages]
             with torch.no_grad():
                 torch._foreach_lerp_(averages, weights, share)
         return result
 
 
-def _start(parameter: Tensor) -> Tensor:
-    now = parameter.detach()
-    return now.to(torch.float32) if now.dtype in LOW else now.clone(memory_format=torch.preserve_format)
+def _first_average(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    return value.to(torch.float32) if value.dtype in LOW else value.clone(memory_format=torch.preserve_format)

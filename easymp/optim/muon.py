@@ -1,9 +1,9 @@
-"""Muon: "Muon: An optimizer for hidden layers in neural networks" (Jordan et al., 2024), with AdamW for all other parameters.
+"""Muon: "Muon: An optimizer for hidden layers in neural networks" (Jordan et al., 2024), with AdamW for the rest.
 
-The momentum of each weight matrix is replaced by the nearest orthogonal matrix, by five Newton-Schulz iterations in bf16 with the
-coefficients of torch.optim.Muon. These products cost about as much as the forward of a few tokens for each row. Ranks that hold the same
-matrices (ddp), or parts of them (fsdp, zero1), share them out: matrices of one shape are stacked, each rank iterates on its share of the
-stack, and the results are exchanged in bf16.
+The momentum of each weight matrix is replaced by the nearest orthogonal matrix, by five Newton-Schulz iterations in
+bf16 with the coefficients of torch.optim.Muon. These products cost about as much as the forward of a few tokens for
+each row. Ranks that hold the same matrices (ddp), or parts of them (fsdp, zero1), share them out: matrices of one shape
+are stacked, each rank iterates on its share of the stack, and the results are exchanged in bf16.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as step_adamw
 
 from ..base.dtensor import local
-from ..errors import SettingError, StepError
-from .torch_step import evaluated
+from ..errors import SettingError, StepError, check_whole
+from .torch_step import loss_of
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the odd polynomial of degree 5, as in torch.optim.Muon
 EPSILON = 1e-7
 ADAMW = ("*embed*", "*wte*", "*wpe*", "*head*")
-SHAPES = {  # factor of lr by (rows, columns)
+LR_FACTORS: dict[str, Callable[[int, int], float]] = {  # by rows and columns
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-AT_ONCE = 2**27  # elements of a stack; a rank has at least one matrix of it
+AT_ONCE = 2**27  # elements of a rank's share of a stack; it has at least one matrix
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of hidden layers, AdamW for the rest; the steps are those of torch.optim.Muon and torch.optim.AdamW.
+    """Muon for the matrices of hidden layers, AdamW for the rest; they step as torch.optim.Muon and torch.optim.AdamW.
 
-    AdamW moves every parameter that does not have two dimensions, weights of embeddings, and parameters whose names match `adamw`, by
-    default embeddings and heads. Muon moves the others. Each param group has ``use_muon``, which says which of the two it is.
+    AdamW moves every parameter that does not have two dimensions, weights of embeddings, and parameters whose names
+    match `adamw`, by default embeddings and heads. Muon moves the others. Each param group has ``use_muon``, which says
+    which of the two it is.
 
-    Under ddp, zero1, fsdp and hsdp each rank orthogonalises its share of the matrices. State: ``momentum_buffer`` of a matrix;
-    ``exp_avg``, ``exp_avg_sq`` and ``step`` of other parameters.
+    Under ddp, zero1, fsdp and hsdp each rank orthogonalises its share of the matrices. State: ``momentum_buffer`` of a
+    matrix; ``exp_avg``, ``exp_avg_sq`` and ``step`` of other parameters.
 
     Args:
         params: a model, its ``named_parameters()``, or param groups that have ``use_muon``.
@@ -48,8 +49,8 @@ class Muon(torch.optim.Optimizer):
         momentum: factor of the average of gradients.
         nesterov: step on the gradient blended with that average.
         ns_steps: iterations.
-        adjust_lr_fn: factor of lr by a matrix's shape: "match_rms_adamw", so that an element moves as far as under AdamW, or
-            "original", √max(1, rows / columns).
+        adjust_lr_fn: factor of lr by a matrix's shape: "match_rms_adamw", so that an element moves as far as under
+            AdamW, or "original", √max(1, rows / columns).
         adamw: patterns of names (`fnmatch`: * matches dots, too) of parameters that AdamW moves.
         adamw_lr: AdamW's lr. None: `lr`.
         adamw_weight_decay: AdamW's decay. None: `weight_decay`.
@@ -57,7 +58,8 @@ class Muon(torch.optim.Optimizer):
         eps: AdamW's.
 
     Raises:
-        SettingError: a number is out of range, parameters without names, or a parameter with `use_muon` that is not a real matrix.
+        SettingError: a number is out of range, parameters without names, or a parameter with `use_muon` that is not a
+            real matrix.
 
     Example:
         >>> from easymp.optim import Muon
@@ -70,6 +72,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     shared = False  # set by strategies under which all ranks of the run hold the same plain parameters and gradients
+    _world_mesh: tuple[Any, Any] | None = None  # the group of all ranks, and its mesh
 
     def __init__(
         self,
@@ -86,44 +89,44 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
-        numbers["ns_steps"] = ns_steps
-        given = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
-        for name, value in (numbers | {name: v for name, v in given.items() if v is not None}).items():
+        numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps, "ns_steps": ns_steps}
+        adamw_options = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
+        adamw_numbers = {f"adamw_{name}": value for name, value in adamw_options.items() if value is not None}
+        for name, value in (numbers | adamw_numbers).items():
             if not (isinstance(value, (int, float, Tensor)) and value >= 0):
                 raise SettingError(f"{name}={value!r} must be a number of at least 0")
         if momentum >= 1 or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise SettingError(f"momentum={momentum} and the two betas={betas} must be from 0 to below 1")
-        if type(ns_steps) is not int:
-            raise SettingError(f"ns_steps={ns_steps} must be an integer: it counts iterations")
-        if adjust_lr_fn not in SHAPES:
-            raise SettingError(f"adjust_lr_fn={adjust_lr_fn!r} is not one of {', '.join(SHAPES)}")
+        check_whole(f"ns_steps={ns_steps!r}", ns_steps, 0)
+        if adjust_lr_fn not in LR_FACTORS:
+            raise SettingError(f"adjust_lr_fn={adjust_lr_fn!r} is not one of {', '.join(LR_FACTORS)}")
         if isinstance(adamw, str):
             raise SettingError(f"adamw={adamw!r} must be a tuple of patterns: pass ({adamw!r},)")
-        more = {"nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "betas": betas, "use_muon": None}
         groups = list(_groups(params, adamw))
         for group in groups:
-            if group.get("use_muon") is False:
-                theirs = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
-                group.update({k: v for k, v in theirs.items() if v is not None and k not in group})
-        super().__init__(groups, {**numbers, **more})
+            for name, option in adamw_options.items() if group.get("use_muon") is False else ():
+                if option is not None:
+                    group.setdefault(name, option)
+        defaults = {**numbers, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "betas": betas, "use_muon": None}
+        super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("use_muon") not in (True, False):
-            which = "True for weights of hidden layers, False for parameters that AdamW moves"
-            raise SettingError(f'a param group of Muon needs "use_muon": {which}')
+            raise SettingError(
+                'a param group of Muon needs "use_muon": True for weights of hidden layers, False for parameters that '
+                "AdamW moves"
+            )
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point() or (param_group["use_muon"] and parameter.ndim != 2):
                 del self.param_groups[-1]
-                it = f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype}"
-                where = f"a group with use_muon={param_group['use_muon']}"
                 raise SettingError(
-                    f"Muon got {it} in {where}: it moves real matrices, and AdamW other real tensors"
+                    f"Muon got a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} in a group with "
+                    f"use_muon={param_group['use_muon']}: it moves real matrices, and AdamW other real tensors"
                 )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; a collective where ranks share the matrices.
 
         Args:
@@ -135,78 +138,107 @@ class Muon(torch.optim.Optimizer):
         Raises:
             StepError: a gradient is sparse.
         """
-        loss = evaluated(closure)
+        loss = loss_of(closure)
         for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in held):
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in parameters):
                 raise StepError("Muon takes no sparse gradients: make the embedding with sparse=False")
-            if held:
-                (self._step_muon if group["use_muon"] else self._step_adamw)(group, held)
+            if group["use_muon"]:
+                self._step_muon(group, parameters)
+            elif parameters:
+                self._step_adamw(group, parameters)
         return loss
 
-    def _step_adamw(self, group: dict[str, Any], held: list[Tensor]) -> None:
-        for p in held:
+    def _step_adamw(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        for p in parameters:
             state = self.state[p]
             if "step" not in state:
                 state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 state["step"] = torch.zeros((), device=p.device)
             elif state["step"].device != p.device:  # as a checkpoint may have it
                 state["step"] = state["step"].to(p.device)
-        lists = [[local(self.state[p][key]) for p in held] for key in ("exp_avg", "exp_avg_sq")]
-        how: dict[str, Any] = {key: group[key] for key in ("lr", "weight_decay", "eps")}
-        how |= dict(zip(("beta1", "beta2"), group["betas"]), fused=True, amsgrad=False, maximize=False)
-        grads: Any = [local(p.grad) for p in held]  # type: ignore[arg-type]
-        steps = [self.state[p]["step"] for p in held]
-        step_adamw([local(p) for p in held], grads, *lists, [], steps, **how)
+        states = [self.state[p] for p in parameters]
+        step_adamw(
+            params=[local(p) for p in parameters],
+            grads=[local(p.grad) for p in parameters],
+            exp_avgs=[local(state["exp_avg"]) for state in states],
+            exp_avg_sqs=[local(state["exp_avg_sq"]) for state in states],
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
-    def _step_muon(self, group: dict[str, Any], held: list[Tensor]) -> None:
-        lr, after = float(group["lr"]), 0
-        alike: dict[Any, list[Tensor]] = {}
-        for p in held:
+    def _step_muon(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        lr, momentum = float(group["lr"]), group["momentum"]
+        by_layout: dict[Any, list[Any]] = {}
+        for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             layout = getattr(p, "device_mesh", None), tuple(getattr(p, "placements", ()))
-            alike.setdefault((p.shape, p.dtype, p.device, layout), []).append(p)
-        for of in alike.values():
-            ranks = _Ranks(of[0], self.shared)
-            rows, columns = of[0].shape
-            size = lr * SHAPES[group["adjust_lr_fn"]](rows, columns)
-            many = ranks.size * max(1, AT_ONCE // max(1, ranks.size * of[0].numel()))
-            for batch in (of[i : i + many] for i in range(0, len(of), many)):
-                grads: Any = [local(p.grad) for p in batch]  # type: ignore[arg-type]
-                averages: Any = [local(self.state[p]["momentum_buffer"]) for p in batch]
-                torch._foreach_lerp_(averages, grads, 1 - group["momentum"])
+            by_layout.setdefault((p.shape, p.dtype, p.device, layout), []).append(p)
+        for matrices in by_layout.values():
+            mesh, placements = self._layout(matrices[0])
+            size = lr * LR_FACTORS[group["adjust_lr_fn"]](*matrices[0].shape)
+            ranks = 1 if mesh is None else mesh.size()
+            count = ranks * max(1, AT_ONCE // max(1, ranks * matrices[0].numel()))
+            for batch in (matrices[i : i + count] for i in range(0, len(matrices), count)):
+                gradients = [local(p.grad) for p in batch]
+                averages = [local(self.state[p]["momentum_buffer"]) for p in batch]
+                torch._foreach_lerp_(averages, gradients, 1 - momentum)
                 if group["nesterov"]:
-                    averages = torch._foreach_lerp(grads, averages, group["momentum"])
-                steps = ranks.orthogonalised(averages, group["ns_steps"], after)
-                after += len(batch)
-                here: Any = [local(p) for p in batch]
-                torch._foreach_mul_(here, 1 - lr * group["weight_decay"])
-                torch._foreach_sub_(here, [s.to(h.dtype) for s, h in zip(steps, here)], alpha=size)
+                    averages = list(torch._foreach_lerp(gradients, averages, momentum))
+                stack = torch.stack([average.bfloat16() for average in averages])
+                shape = (len(batch), *batch[0].shape)
+                updates = orthogonalised(stack, group["ns_steps"], mesh, placements, shape)
+                weights = [local(p) for p in batch]
+                torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+                torch._foreach_sub_(weights, [u.to(w.dtype) for u, w in zip(updates, weights)], alpha=size)
+
+    def _layout(self, parameter: Any) -> tuple[Any, Sequence[Any]]:
+        """The mesh of ranks that hold parts of `parameter`, and its placements; None where it is this rank's alone."""
+        if hasattr(parameter, "placements"):
+            return parameter.device_mesh, parameter.placements
+        if not self.shared or not dist.is_initialized():
+            return None, ()
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate
+
+        if self._world_mesh is None or self._world_mesh[0] is not dist.group.WORLD:
+            self._world_mesh = dist.group.WORLD, init_device_mesh(parameter.device.type, (dist.get_world_size(),))
+        return self._world_mesh[1], [Replicate()]
 
 
 def _groups(params: Any, patterns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The param groups of `params`."""
-    words: set[int] = set()
+    embeddings: set[int] = set()
     if isinstance(params, nn.Module):
-        kinds = (nn.Embedding, nn.EmbeddingBag)
-        words = {id(m.weight) for m in params.modules() if isinstance(m, kinds)}
+        modules = (m for m in params.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        embeddings = {id(m.weight) for m in modules}
         params = params.named_parameters()
-    given = list(params) if isinstance(params, Iterable) else [params]
-    if given and all(isinstance(item, dict) for item in given):
-        yield from (dict(item) for item in given)
+    items = list(params) if isinstance(params, Iterable) else [params]
+    if items and all(isinstance(item, dict) for item in items):
+        yield from (dict(item) for item in items)
         return
-    if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in given):
-        ways = 'pass the model, model.named_parameters(), or param groups with "use_muon": True or False'
-        raise SettingError(f"Muon cannot tell embeddings and heads from hidden layers without names: {ways}")
-    split: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
-    for name, p in given:
-        others = p.ndim != 2 or id(p) in words or any(fnmatchcase(name, pattern) for pattern in patterns)
-        split[not others].append((name, p))
-    yield from ({"params": found, "use_muon": use} for use, found in split.items() if found)
+    if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in items):
+        raise SettingError(
+            "Muon cannot tell embeddings and heads from hidden layers without names: pass the model, "
+            'model.named_parameters(), or param groups with "use_muon": True or False'
+        )
+    by_use: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
+    for name, p in items:
+        by_adamw = p.ndim != 2 or id(p) in embeddings or any(fnmatchcase(name, pattern) for pattern in patterns)
+        by_use[not by_adamw].append((name, p))
+    yield from ({"params": params_of_use, "use_muon": use} for use, params_of_use in by_use.items() if params_of_use)
 
 
-def orthogonalised(stack: Tensor, steps: int) -> Tensor:
+def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Matrices near the orthogonal factor of those of `stack`, (number, rows, columns) in bf16."""
     a, b, c = COEFFICIENTS
     tall = stack.shape[1] > stack.shape[2]
@@ -218,86 +250,26 @@ def orthogonalised(stack: Tensor, steps: int) -> Tensor:
     return x.mT if tall else x
 
 
-class _Ranks:
-    """The ranks that share matrices like `parameter`, and how each holds them; `shared` as of `Muon`."""
+def orthogonalised(
+    stack: Tensor, steps: int, mesh: Any, placements: Sequence[Any], shape: Sequence[int]
+) -> Sequence[Tensor]:
+    """Of this rank's parts of matrices, its parts of the results. Each rank of `mesh` iterates on its share of them."""
+    if mesh is None:
+        return newton_schulz(stack, steps).unbind()
+    from torch.distributed.tensor import DTensor, Shard
 
-    def __init__(self, parameter: Any, shared: bool) -> None:
-        self._like, self._dim, self._group, self.size, self._rank = parameter, -1, None, 1, 0
-        self._whole = False  # each rank needs the whole result of a DTensor whose layout is not known here
-        placements = getattr(parameter, "placements", None)
-        if placements is None:
-            if shared and dist.is_initialized():
-                self.size, self._rank = dist.get_world_size(), dist.get_rank()
-            return
-        cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-        if len(cut) == 1 and type(placements[cut[0]]).__name__ == "Shard":
-            mesh = parameter.device_mesh
-            self._dim, self._group = placements[cut[0]].dim, mesh.get_group(cut[0])
-            self.size, self._rank = mesh.size(cut[0]), mesh.get_local_rank(cut[0])
-        else:
-            self._whole = bool(cut)
-
-    def orthogonalised(self, matrices: Sequence[Tensor], steps: int, after: int) -> list[Tensor]:
-        """Of this rank's parts of matrices, its parts of the results; `after` others in this step."""
-        if self._whole:
-            return [self._by_all(matrix, steps) for matrix in matrices]
-        if self._dim >= 0:
-            return self._of_parts(matrices, steps, after)
-        each, slot, mine = self._share_of(len(matrices), after)
-        shape = self._like.shape
-        stack = torch.zeros((self.size * each, *shape), dtype=torch.bfloat16, device=self._like.device)
-        pieces = stack.chunk(self.size)
-        if mine:
-            here = pieces[slot][:mine]
-            torch._foreach_copy_(list(here.unbind()), list(matrices[slot * each :][:mine]))
-            here.copy_(orthogonalised(here, steps))
-        if self.size > 1:
-            of_ranks = [_bytes(pieces[(rank - after) % self.size]) for rank in range(self.size)]
-            dist.all_gather(of_ranks, _bytes(pieces[slot]))
-        return list(stack[: len(matrices)].unbind())
-
-    def _share_of(self, count: int, after: int) -> tuple[int, int, int]:
-        """The most matrices of a rank, which piece of so many is this rank's, and the number in it."""
-        # The first piece goes to the rank that follows `after` matrices before these, so that shapes of few matrices fall on all ranks.
-        each, slot = -(-count // self.size), (self._rank - after) % self.size
-        return each, slot, min(max(count - slot * each, 0), each)
-
-    def _of_parts(self, parts: Sequence[Tensor], steps: int, after: int) -> list[Tensor]:
-        """Each rank gets the parts of its share of the matrices, and sends the parts of the results back."""
-        turn = (lambda t: t.mT) if self._dim == 1 else (lambda t: t)
-        rows, columns = self._like.shape if self._dim == 0 else self._like.shape[::-1]
-        each, _, mine = self._share_of(len(parts), after)
-        most = -(-rows // self.size)  # of a rank, as torch.chunk cuts
-        here = turn(parts[0]).shape[0]
-        sent = torch.zeros((self.size * each, most, columns), dtype=torch.bfloat16, device=self._like.device)
-        torch._foreach_copy_([s[:here] for s in sent.unbind()[: len(parts)]], [turn(p) for p in parts])
-        pieces = (self.size, each, most, columns)
-        came = self._exchanged(sent.view(pieces).roll(after, 0))
-        whole = came.transpose(0, 1).reshape(each, self.size * most, columns)
-        if mine:
-            matrices = whole[:mine, :rows]
-            matrices.copy_(turn(orthogonalised(turn(matrices), steps)))
-        back = whole.view(each, self.size, most, columns).transpose(0, 1).contiguous()
-        results = self._exchanged(back).roll(-after, 0).view(-1, most, columns)[: len(parts), :here]
-        return [turn(result) for result in results.unbind()]
-
-    def _exchanged(self, stack: Tensor) -> Tensor:
-        """The r-th piece goes to rank r."""
-        got = torch.empty_like(stack)
-        dist.all_to_all_single(_bytes(got), _bytes(stack), group=self._group)
-        return got
-
-    def _by_all(self, part: Tensor, steps: int) -> Tensor:
-        """On a mesh of several dimensions that cut: gathered, and computed on every rank."""
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        p = self._like
-        split = DTensor.from_local(
-            part.bfloat16(), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
-        )
-        whole = orthogonalised(split.full_tensor()[None], steps)[0]
-        return local(distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None))
+    stride = (shape[1] * shape[2], shape[2], 1)
+    parts = [_for_stack(placement) for placement in placements]
+    by_matrix = [Shard(0)] * mesh.ndim
+    distributed = DTensor.from_local(stack, mesh, parts, run_check=False, shape=torch.Size(shape), stride=stride)
+    share = newton_schulz(distributed.redistribute(placements=by_matrix).to_local(), steps)
+    results = DTensor.from_local(share, mesh, by_matrix, run_check=False, shape=torch.Size(shape), stride=stride)
+    return results.redistribute(placements=parts).to_local().unbind()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)  # not every backend knows bf16
+def _for_stack(placement: Any) -> Any:
+    """The placement of a stack of matrices that have this one."""
+    if placement.is_replicate():
+        return placement
+    options = {name: getattr(placement, name) for name in ("split_factor",) if hasattr(placement, name)}
+    return type(placement)(placement.dim + 1, **options)

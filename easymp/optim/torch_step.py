@@ -1,35 +1,37 @@
-"""What steps an optimizer, torch's fused step or kernels; a clip that is left to the step; and norms of lists of tensors."""
+"""Steps of torch's optimizers: the choice of fused ones and of kernels, clips left to the step, norms of gradients."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .. import cuda
-from ..base.dtensor import add_up, dense, local
+from ..base.dtensor import add_up, dense, local, meshes
 from ..errors import StepError
-from ..precision.scaler import widest
+from ..precision.scaler import inverse, widest
+from ..protocols import Counting
 
 if TYPE_CHECKING:
     from ..cuda.cupy_launcher import CupyLauncher
     from ..cuda.rule import Rule
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
+DEVICES: dict[type, set[str]] = {torch.optim.Adagrad: {"cpu", "cuda"}}
 EVERYWHERE = {"cpu", "cuda", "mps", "xpu"}
 SHARDED = (torch.optim.Adam, torch.optim.AdamW)  # DTensor has rules for these fused steps
 DENSE_ONLY = (torch.optim.SGD, torch.optim.Adagrad)  # only their plain step takes sparse gradients
-HOOKS = tuple(
-    f"_optimizer_{call}_{when}_hooks"
-    for call in ("step", "state_dict", "load_state_dict")
-    for when in ("pre", "post")
-)  # attributes of a torch optimizer
+HOOKS = tuple(  # attributes of a torch optimizer
+    f"_optimizer_{call}_{time}_hooks" for call in ("step", "state_dict", "load_state_dict") for time in ("pre", "post")
+)
 KERNEL_DEVICES = ("cuda",)  # a test adds the CPU
-IMPLEMENTATION = ("fused", "foreach", "capturable")  # how the step runs, not what it computes
+IMPLEMENTATION = ("fused", "foreach", "capturable")  # options that choose how the step runs, not what it computes
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -43,7 +45,7 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def evaluated(closure: Callable[[], Any] | None) -> Any:
+def loss_of(closure: Callable[[], Any] | None) -> Any:
     """The loss of a closure that was given to `step`."""
     if closure is None:
         return None
@@ -51,7 +53,41 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-# -- torch's fused step -------------------------------------------------------------------------------------------------
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's schedulers know that `optimizer` has stepped, by which they check the order of calls."""
+    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # not in torch's types
+
+
+@contextmanager
+def amp_attributes(
+    optimizer: torch.optim.Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> Iterator[None]:
+    """Inside, a step of `optimizer` reads these, by torch's protocol for fused optimizers."""
+    attributes: dict[str, Any] = vars(optimizer)
+    before: dict[str, Any] = {name: attributes[name] for name in ("grad_scale", "found_inf") if name in attributes}
+    attributes.update(grad_scale=grad_scale, found_inf=found_inf)
+    try:
+        yield
+    finally:
+        del attributes["grad_scale"], attributes["found_inf"]
+        attributes.update(before)
+
+
+@contextmanager
+def swapped(groups: Sequence[dict[str, Any]], option: str, value: Any) -> Iterator[None]:
+    """Inside, `option` of param groups that have it is `value`."""
+    before = [(group, group[option]) for group in groups if option in group]
+    for group, _ in before:
+        group[option] = value
+    try:
+        yield
+    finally:
+        for group, old_value in before:
+            group[option] = old_value
+
+
+# -- torch's fused step ------------------------------------------------------------------------------------------------
 
 
 def fuse(
@@ -59,45 +95,41 @@ def fuse(
     models: Iterable[nn.Module] = (),
     kind: type[torch.optim.Optimizer] | None = None,
 ) -> str | None:
-    """Let `optimizer` run fused, if the user left that open and torch can; returns why not, or None when it now does.
+    """Let `optimizer` run fused, if the user left that open and torch can; returns the reason why not, or None.
 
-    Only the ``fused`` entry of its param groups changes: the state, the numbers (within rounding, 3e-8) and checkpoints stay.
-    Subclasses of torch's classes are left alone.
-
-    Args:
-        models: hold the optimizer's parameters; their embeddings say whether gradients are sparse.
-        kind: torch's class of the step; the optimizer's own by default.
+    Only ``fused`` in its param groups changes: state, numbers (within rounding, 3e-8) and checkpoints stay. Subclasses
+    of torch's classes are left alone, unless `kind` is torch's class of their step. The embeddings of `models` say
+    whether gradients are sparse.
     """
     kind = kind or type(optimizer)
     if kind not in FUSED:
         return f"torch has no fused step for {kind.__name__}"
-    kinds = (nn.Embedding, nn.EmbeddingBag)
     modules = (item for model in models for item in model.named_modules()) if kind in DENSE_ONLY else ()
-    sparse = {id(m.weight): name for name, m in modules if isinstance(m, kinds) and m.sparse}
+    embeddings = ((name, m) for name, m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    sparse = {id(m.weight): name for name, m in embeddings if m.sparse}
     for group in optimizer.param_groups:
-        held = (p for p in group["params"] if not p.is_meta)  # meta parameters are of other stages
-        refusals = (_parameter_refusal(kind, p, sparse.get(id(p))) for p in held)
-        why_not = _group_refusal(kind, group) or next(filter(None, refusals), None)
-        if why_not is not None:
-            return why_not
+        parameters = (p for p in group["params"] if not p.is_meta)  # meta parameters are of other stages
+        refusals = (_parameter_refusal(kind, p, sparse.get(id(p))) for p in parameters)
+        refusal = _group_refusal(kind, group) or next(filter(None, refusals), None)
+        if refusal is not None:
+            return refusal
     if optimizer.state and any(p.device.type not in ("cpu", "meta") for p in parameters_of(optimizer)):
         return "it has stepped already, with its counters where the plain step keeps them"
-    for group in optimizer.param_groups:
+    for group in (*optimizer.param_groups, optimizer.defaults):
         group["fused"] = True
-    optimizer.defaults["fused"] = True
     fill_momentum(optimizer, kind)
     return None
 
 
 def _group_refusal(kind: type, group: dict[str, Any]) -> str | None:
     if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1:
-        return f"torch's fused {kind.__name__} does not take parameters that are split and others that are not, in one group"
+        return f"torch's fused {kind.__name__} does not take split parameters and others in one group"
     if group.get("fused") is not None or group.get("foreach") is not None:
         return "fused or foreach was chosen by the caller"
     if group.get("differentiable") or group.get("capturable"):
         return "a differentiable or capturable step was asked for"
     if group.get("momentum") and group.get("dampening"):
-        return "with dampening, the first step differs from the others, and torch's fused SGD takes it for all parameters at once"
+        return "with dampening the first step differs, and torch's fused SGD takes it for all parameters at once"
     return None
 
 
@@ -119,16 +151,15 @@ def _parameter_refusal(kind: type, parameter: Any, sparse: str | None) -> str | 
 
 def fill_momentum(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None) -> None:
     """Start the momentum of fused SGD at zero for all parameters; the first step stays the same (without dampening)."""
-    # torch's fused SGD makes the buffers at the first step, without a value: an overflow skipped on the device leaves them so, and a
-    # parameter whose first gradient comes later than another's is an error.
+    # torch's fused SGD makes the buffers at the first step, without a value: an overflow skipped on the device leaves
+    # them so, and a parameter whose first gradient comes later than another's is an error.
     if (kind or type(optimizer)) is not torch.optim.SGD:
         return
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"] and not group["dampening"]:
-            for parameter in group["params"]:
-                here = parameter.requires_grad and not parameter.is_meta
-                if here and optimizer.state[parameter].get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            for p in group["params"]:
+                if p.requires_grad and not p.is_meta and optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -136,102 +167,196 @@ def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any])
     if len(state["param_groups"]) != len(optimizer.param_groups):
         return state  # torch raises the error
     groups = [
-        {**saved, **{word: own[word] for word in IMPLEMENTATION if word in own}}
-        for saved, own in zip(state["param_groups"], optimizer.param_groups)
+        {**saved, **{option: group[option] for option in IMPLEMENTATION if option in group}}
+        for saved, group in zip(state["param_groups"], optimizer.param_groups)
     ]
     return {**state, "param_groups": groups}
 
 
-# -- the step by kernels --------------------------------------------------------------------------------------------------
-
-
-def launcher_of(optimizer: torch.optim.Optimizer, find: Callable[[], Rule | str]) -> CupyLauncher | str:
-    """What launches the steps of `optimizer` as kernels, by the rule that `find` gives; or why torch steps, in words."""
-    # Meta parameters are of other stages.
-    held = [p for p in parameters_of(optimizer) if not p.is_meta]
-    devices = {p.device for p in held}
+def launcher_of(optimizer: torch.optim.Optimizer, rule_of: Callable[[], Rule | str]) -> CupyLauncher | str:
+    """The launcher of the kernels that step `optimizer`; or the reason why torch steps it."""
+    parameters = [p for p in parameters_of(optimizer) if not p.is_meta]  # meta parameters are of other stages
+    devices = {p.device for p in parameters}
     if len(devices) != 1:
         return "its parameters lie on several devices" if devices else "there are no parameters"
     device = devices.pop()
     if device.type not in KERNEL_DEVICES:
         return f"our kernels run on NVIDIA GPUs, not on {device.type}"
-    rule = find()
+    rule = rule_of()
     if isinstance(rule, str):
         return rule
     for group in optimizer.param_groups:
-        refusal = rule.refuse(group)
-        if refusal is not None:
+        if (refusal := rule.refuse(group)) is not None:
             return refusal
-    launcher = cuda.launcher_for(device)
-    if isinstance(launcher, cuda.Unavailable):
-        return launcher.reason
-    if not all(cuda.takes(p, device) for p in held):
+    launcher: CupyLauncher | str = cuda.launcher_for(device)
+    if not isinstance(launcher, str) and not all(cuda.steps(p, device) for p in parameters):
         return "our kernels take dense float32, bfloat16 and float16 parameters, and some are not"
     return launcher
 
 
-# -- before a step ------------------------------------------------------------------------------------------------------
-
-# Our own hooks, to which clipped and unclipped gradients are the same.
-indifferent: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+# -- gradients that a script may change --------------------------------------------------------------------------------
 
 
-def watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook of the user looks at gradients just before `optimizer` steps."""
-    hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
-    return bool(hooks) and any(hook not in indifferent for hook in hooks.values())
+def has_user_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of the user may read gradients just before `optimizer` steps. Our own do not mind a clip."""
+    hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks
+    return any(not str(getattr(hook, "__module__", "")).startswith("easymp.") for hook in hooks.values())
+
+
+class Snapshot:
+    """The gradient that `parameter` has now, to see later what a script does to it. Held weakly, since it is large."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        self.parameter = parameter
+        self._gradient, self._version = weakref.ref(gradient), local(gradient)._version
+
+    @property
+    def present(self) -> bool:
+        """Whether it is still the parameter's gradient, with whatever was added to it."""
+        return self.parameter.grad is not None and self.parameter.grad is self._gradient()
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether it is present, and has neither been changed nor set to zero."""
+        gradient = self.parameter.grad
+        return self.present and gradient is not None and local(gradient)._version == self._version
+
+    @property
+    def cleared(self) -> bool:
+        """Whether the parameter has no gradient now, or zeros. Waits for the device."""
+        gradient = self.parameter.grad
+        return gradient is None or not bool(values(local(gradient.detach())).any())
+
+
+def first_snapshot(parameters: Iterable[Tensor]) -> Snapshot | None:
+    """Of the first parameter that has a gradient."""
+    return next((Snapshot(p) for p in parameters if p.grad is not None), None)
 
 
 class Clip:
-    """A factor (float32, 0-dim) that a clip has left to the next step, and the gradients that it, or the kernels, `measured`."""
+    """A factor (float32, 0-dim) that a clip has left to the next step, and the gradients that it has measured."""
 
-    def __init__(
-        self, factor: Tensor, gradients: Iterable[tuple[Tensor, Tensor]], measured: Tensor | None = None
-    ) -> None:
-        self.factor, self.measured = factor, measured
-        self._seen = [(p, g, (part := local(g)), part._version) for p, g in gradients]
+    def __init__(self, factor: Tensor, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self.factor = factor
+        self._snapshots = [Snapshot(parameter) for parameter, _ in gradients]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that are still there; StepError where some are not those that were measured."""
-        there = []
-        for parameter, gradient, part, version in self._seen:
-            now = parameter.grad
-            if now is gradient and part._version == version:
-                there.append(gradient)
-            elif now is not None and bool(local(now.detach()).any()):
-                what = f"the gradient of a parameter of shape {tuple(parameter.shape)} was changed between clip_grad_norm_ and step()"
-                why = "There it is neither clipped nor divided by the loss scale yet, for the step does both as it reads"
+        """Those of the gradients that are still present; StepError where one was changed."""
+        present: list[Any] = []
+        for snapshot in self._snapshots:
+            if snapshot.unchanged:
+                present.append(snapshot.parameter.grad)
+            elif not snapshot.cleared:
                 raise StepError(
-                    f"{what}. {why}: change gradients before you clip, or use Accelerator(fused=False)"
+                    f"the gradient of a parameter of shape {tuple(snapshot.parameter.shape)} was changed between "
+                    "clip_grad_norm_ and step(). There it is neither clipped nor divided by the loss scale yet, for "
+                    "the "
+                    "step does both as it reads: change gradients before you clip, or use Settings(fused=False)"
                 )
-        return there
+        return present
 
     def apply(self) -> None:
-        """Multiply the gradients in memory, as if nothing had been left to the step."""
+        """Multiply the gradients in memory."""
         multiply(self.gradients(), self.factor)
 
 
-# -- norms --------------------------------------------------------------------------------------------------------------
+class GradientsLeft:
+    """Gradients as a backward left them. Without a `refusal` they may be changed, and `check_kept` looks at the first.
+
+    `compares_values`: find changes that leave a tensor's version as it was, too, as those through ``.data`` and of
+    DTensors do. That waits for the device.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], refusal: Callable[[], str] | None, compares_values: bool = False
+    ) -> None:
+        self._refusal = refusal
+        snapshots = (Snapshot(p) for p in parameters if p.grad is not None)
+        self._snapshots = list(snapshots if refusal is not None else islice(snapshots, 1))
+        self._norms = self._measure() if compares_values and refusal is not None else {}
+
+    def _measure(self) -> dict[Snapshot, Tensor]:
+        """The norms of the gradients that have not been exchanged since."""
+        gradients = {
+            snapshot: values(local(snapshot.parameter.grad.detach()))
+            for snapshot in self._snapshots
+            if snapshot.unchanged and snapshot.parameter.grad is not None
+        }
+        present = [snapshot for snapshot, gradient in gradients.items() if gradient.numel()]
+        return dict(zip(present, fp32_norms([gradients[snapshot] for snapshot in present])))
+
+    def check_unchanged(self) -> None:
+        """StepError if one was changed. One that was cleared is not there to be stepped on."""
+        if self._refusal is None:
+            return
+        if any(not s.unchanged and not s.cleared for s in self._snapshots) or self._values_changed():
+            raise StepError(self._refusal())
+
+    def _values_changed(self) -> bool:
+        norms = self._measure() if self._norms else {}
+        if not norms:
+            return False
+        before, after = stacked([self._norms[snapshot] for snapshot in norms]), stacked(list(norms.values()))
+        return bool(((before != after) & (after != 0) & ~(before.isnan() & after.isnan())).any())
+
+    def clear(self) -> bool:
+        """Free the gradients. Returns whether they were unchanged."""
+        unchanged = all(snapshot.unchanged for snapshot in self._snapshots)
+        for snapshot in self._snapshots:
+            snapshot.parameter.grad = None
+        return unchanged
+
+    def check_kept(self) -> None:
+        """StepError if they were cleared before their window ended."""
+        if any(not snapshot.unchanged and snapshot.cleared for snapshot in self._snapshots[:1]):
+            raise StepError(
+                "model.zero_grad(), or p.grad = None, inside accumulate() has cleared the gradients of the window's "
+                "earlier micro-batches: call optimizer.zero_grad() of the prepared optimizer, which keeps them until "
+                "the "
+                "window ends"
+            )
 
 
-def wide_norms(tensors: list[Tensor]) -> list[Tensor]:
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def fp32_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each, in float32, or in its own dtype where that is wider."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
-    if len(by_kind) == 1 and tensors[0].dtype == torch.float32:
-        return list(torch._foreach_norm(tensors))
     norms = list(tensors)
-    for (_, dtype), places in by_kind.items():
-        to = {"dtype": torch.float32} if dtype.itemsize < 4 else {}
-        for i, norm in zip(places, torch._foreach_norm([tensors[i] for i in places], 2, **to)):
+    for (_, dtype), numbers in by_kind.items():
+        wider = torch.float32 if dtype.itemsize < 4 else None
+        for i, norm in zip(numbers, torch._foreach_norm([tensors[i] for i in numbers], 2, dtype=wider)):
             norms[i] = norm
     return norms
 
 
-def whole_squares(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def counting_by_meshes(parameters: Iterable[Tensor]) -> Counting:
+    """How the ranks count the gradients of `parameters`, by the meshes of those that are DTensors."""
+    device_meshes = meshes(parameters)
+    ranks = math.prod(mesh.size() for mesh in device_meshes)
+
+    def copies(parameter: Any) -> int:
+        number: int = ranks
+        for dim, placement in enumerate(getattr(parameter, "placements", ())):
+            number //= 1 if placement.is_replicate() else parameter.device_mesh.size(dim)
+        return number
+
+    def add(totals: Tensor) -> None:
+        for mesh in device_meshes:
+            for dim in range(mesh.ndim):
+                torch.distributed.all_reduce(totals, group=mesh.get_group(dim))
+
+    return Counting(copies, add) if device_meshes else Counting()
+
+
+def sums_of_squares(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """Σ x² of each whole tensor, [tensors], which are spread as `parameters`; a collective where any is sharded."""
-    norms = stacked(wide_norms([values(local(t)) for t in tensors]))
+    norms = stacked(fp32_norms([values(local(t)) for t in tensors]))
     squares = norms.to(widest(norms.device)).square()
     add_up(parameters, squares)
     return squares
@@ -245,19 +370,19 @@ def stacked(numbers: Sequence[Tensor]) -> Tensor:
     return torch.stack([n.to(first.device, widest(first.device)) for n in numbers])
 
 
-def totals_of(gradients: Sequence[Tensor], copies: Sequence[int], home: torch.device) -> Tensor:
-    """Σ g², each element divided by the number of its `copies`, and the number of gradients that are not finite; wide."""
-    norms = wide_norms([gradient for gradient, held in zip(gradients, copies) if held and gradient.numel()])
-    each = stacked(norms) if norms else torch.zeros(1, device=home)
-    squares = each.to(widest(each.device)).square()
-    shared = [held for gradient, held in zip(gradients, copies) if held and gradient.numel()]
-    if any(held != 1 for held in shared):
-        squares = squares / torch.tensor(shared, dtype=squares.dtype).to(each.device, non_blocking=True)
-    return torch.stack([squares.sum(), (~each.isfinite()).sum().to(squares.dtype)])
+def totals_of(gradients: Sequence[Tensor], copies: Sequence[int], device: torch.device) -> Tensor:
+    """Σ g², each element divided by the number of its `copies`, and how many gradients are not finite. Wide."""
+    counted = [(gradient, count) for gradient, count in zip(gradients, copies) if count and gradient.numel()]
+    norms = stacked(fp32_norms([g for g, _ in counted])) if counted else torch.zeros(1, device=device)
+    squares = norms.to(widest(norms.device)).square()
+    if any(count != 1 for _, count in counted):
+        counts = torch.tensor([count for _, count in counted], dtype=squares.dtype)
+        squares = squares / counts.to(norms.device, non_blocking=True)
+    return torch.stack([squares.sum(), (~norms.isfinite()).sum().to(squares.dtype)])
 
 
 @torch.no_grad()
-def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+def multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply in place."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
@@ -269,10 +394,82 @@ def multiply(gradients: list[Tensor], factor: Tensor) -> None:
 
 
 def values(tensor: Tensor) -> Tensor:
-    """The numbers of a sparse tensor, each place once; any other tensor itself."""
+    """The numbers of a sparse tensor, each index once; any other tensor itself."""
     return tensor.coalesce()._values() if tensor.is_sparse else tensor
 
 
 def wide(tensor: Tensor) -> Tensor:
     """`tensor` outside of autograd, and in fp32 if it has half precision."""
     return tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
+
+
+class WrappingOptimizer(torch.optim.Optimizer):
+    """Base of optimizers around another one, whose param groups, defaults and state they show as theirs.
+
+    torch's own constructor, which would build these a second time, is not called.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # an attribute in torch
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
+        return self.optimizer.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+
+# -- easymp's own optimizers -------------------------------------------------------------------------------------------
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """Base of easymp's optimizers, which step by torch's operations; `Engine` steps those with a rule by our kernels.
+
+    A step reads its factor and the flag of an overflow by torch's protocol for fused optimizers (attributes
+    ``grad_scale`` and ``found_inf`` during a step), so torch's GradScaler drives them without a wait for the device.
+    """
+
+    rule: ClassVar[Rule | None] = None  # the source of its kernels; None where the step is more than a rule
+    counting: Counting | None = None  # of gradients over the ranks; None: by the parameters' meshes
+    _step_supports_amp_scaling: ClassVar[bool] = True  # torch's flag: reads `grad_scale` and `found_inf`
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as in torch.
+
+        Returns:
+            The result of `closure`, or None.
+        """
+        loss = loss_of(closure)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        self.advance(None if scale is None else inverse(scale), getattr(self, "found_inf", None))
+        return loss
+
+    def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+        """The update by gradients times `factor` (float32, 0-dim), unless `found_inf` is above 0."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state from here or from torch's optimizer of the same rule; how the step runs stays as it is."""
+        super().load_state_dict(keep_implementation(self, state_dict))
+        numbers = (i for group in state_dict["param_groups"] for i in group["params"])
+        for i, parameter in zip(numbers, parameters_of(self)):
+            for key, saved in state_dict["state"].get(i, {}).items():
+                loaded = self.state[parameter].get(key)
+                # torch gives states their parameter's dtype, which would round numbers that were kept in another one.
+                if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
+                    self.state[parameter][key] = saved.to(loaded.device)

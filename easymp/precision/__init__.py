@@ -2,7 +2,6 @@
 
 from ..protocols import Precision
 from ..registry import ALIASES, PRECISIONS
-from .measured import Measured
 from .scaler import Scaler
 
-__all__ = ["ALIASES", "PRECISIONS", "Measured", "Precision", "Scaler"]
+__all__ = ["ALIASES", "PRECISIONS", "Precision", "Scaler"]

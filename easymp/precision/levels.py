@@ -1,4 +1,4 @@
-"""Apex's optimization levels O0 to O3, and "bf16-true" and "fp16-true", Lightning Fabric's names for low-precision weights.
+"""Apex's optimization levels O0 to O3, and Lightning Fabric's "bf16-true" and "fp16-true", low-precision weights.
 
 |           | parameters            | products | step                                  | loss scale |
 |-----------|-----------------------|----------|---------------------------------------|------------|
@@ -12,8 +12,9 @@
 Source of the levels: https://nvidia.github.io/apex/amp.html#opt-levels. Outputs are fp32 unless
 ``AutocastKwargs.output_dtype`` is set.
 
-torch's autocast follows Apex's lists on GPUs but not on CPUs, where softmax, sums and powers stay in half precision. So O1 on a CPU is a
-function mode with these lists (https://github.com/NVIDIA/apex/tree/master/apex/amp/lists). float64 and integers stay.
+torch's autocast follows Apex's lists on GPUs but not on CPUs, where softmax, sums and powers stay in half precision. So
+O1 on a CPU is a function mode with these lists (https://github.com/NVIDIA/apex/tree/master/apex/amp/lists). float64 and
+integers stay.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from functools import cache
+from itertools import product
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -57,8 +59,9 @@ class CastError(StepError, NotImplementedError):
 
 NAMES: dict[Cast, str] = {
     Cast.HALF: """
-        conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear prelu scaled_dot_product_attention
-        matmul mm mv bmm addmm addmv addr baddbmm addbmm chain_matmul einsum __matmul__ __rmatmul__
+        conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear prelu
+        scaled_dot_product_attention matmul mm mv bmm addmm addmv addr baddbmm addbmm chain_matmul einsum
+        __matmul__ __rmatmul__
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     """,
     Cast.FLOAT: """
@@ -67,9 +70,10 @@ NAMES: dict[Cast, str] = {
         prod sum cumprod cumsum std var norm dist renorm cdist pdist
         softmax softmin log_softmax gumbel_softmax softplus interpolate grid_sample
         layer_norm group_norm rms_norm local_response_norm normalize cosine_similarity pairwise_distance
-        binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss hinge_embedding_loss huber_loss
-        kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss
-        poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss
+        binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss
+        hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
+        multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
+        triplet_margin_loss triplet_margin_with_distance_loss
     """,
     Cast.WIDEST: """
         add sub mul div true_divide addcdiv addcmul atan2 bilinear cross dot tensordot cat stack
@@ -81,38 +85,37 @@ NAMES: dict[Cast, str] = {
 
 @cache
 def cast_table() -> Mapping[Callable[..., Any], Cast]:
-    """Cast by function, for every name under which torch calls it, and for the function of the same name that writes in place."""
+    """Cast by function, for every name under which torch calls it, and for functions that write in place."""
     table = {}
     for cast, names in NAMES.items():
-        for home in (torch, functional, Tensor):
-            for name in names.split():
-                if hasattr(home, name):
-                    table[getattr(home, name)] = cast
-                if hasattr(home, f"{name}_"):
-                    table[getattr(home, f"{name}_")] = Cast.FLOAT_FIRST if cast is Cast.FLOAT else Cast.FIRST
+        for namespace, name in product((torch, functional, Tensor), names.split()):
+            if hasattr(namespace, name):
+                table[getattr(namespace, name)] = cast
+            if hasattr(namespace, f"{name}_"):
+                table[getattr(namespace, f"{name}_")] = Cast.FLOAT_FIRST if cast is Cast.FLOAT else Cast.FIRST
     return table
 
 
 class ListedCasts(TorchFunctionMode):
-    """Function mode in which torch's functions cast their arguments by `table`. Reentrant; works on the thread that enters it."""
+    """Function mode in which torch's functions cast their arguments by `table`, on the thread that enters it."""
 
     def __init__(
-        self, table: Mapping[Callable[..., Any], Cast] | None = None, half: torch.dtype = torch.float16
+        self, table: Mapping[Callable[..., Any], Cast] | None = None, dtype: torch.dtype = torch.float16
     ) -> None:
         super().__init__()
         self.table = cast_table() if table is None else table
-        self.half = half
+        self.dtype = dtype
         self._before: list[bool] = []
 
     def __enter__(self) -> ListedCasts:
         # RNN layers of torch compare dtypes unless autocast is on for some device: use one that does not exist.
         self._before.append(torch.is_autocast_enabled(UNUSED_DEVICE))
         torch.set_autocast_enabled(UNUSED_DEVICE, True)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.set_autocast_enabled(UNUSED_DEVICE, self._before.pop())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +126,7 @@ class ListedCasts(TorchFunctionMode):
                 with self:  # torch leaves the mode for this call, and the listed functions are inside it
                     return _attention()(*args, **kwargs)
             return func(*args, **kwargs)
-        args, kwargs = as_listed(cast, func, args, kwargs, self.half)
+        args, kwargs = as_listed(cast, func, args, kwargs, self.dtype)
         return func(*args, **kwargs)
 
     @contextmanager
@@ -137,37 +140,38 @@ class ListedCasts(TorchFunctionMode):
 
 
 def as_listed(
-    cast: Cast, function: Callable[..., Any], args: Any, kwargs: Any, half: torch.dtype = torch.float16
+    cast: Cast, function: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype = torch.float16
 ) -> tuple[Any, Any]:
-    """Cast `args` and `kwargs` for `function`; CastError for half precision if the function refuses it."""
+    """Cast `args` and `kwargs` for `function`, with `low` as low precision; CastError if the function refuses it."""
     if cast in (Cast.FIRST, Cast.FLOAT_FIRST):
         first = args[0].dtype if args and isinstance(args[0], Tensor) else None
-        if first == half and cast is Cast.FLOAT_FIRST:
+        if first == low and cast is Cast.FLOAT_FIRST:
             raise CastError(
-                f"{function.__name__} in place on {half} rounds each result to it: call {function.__name__.strip('_')}, or .float() before"
+                f"{function.__name__} in place on {low} rounds each result to it: call "
+                f"{function.__name__.strip('_')}, or .float() before"
             )
         return (args[:1] + _to(args[1:], first), _to(kwargs, first)) if first in CASTABLE else (args, kwargs)
     if cast in (Cast.REFUSED, Cast.WIDEST):
         dtypes = {t.dtype for t in _floating((args, kwargs))}
-        if cast is Cast.REFUSED and half in dtypes:
+        if cast is Cast.REFUSED and low in dtypes:
             raise CastError(
-                f"{function.__name__} on {half} loses values close to 0 and 1: use binary_cross_entropy_with_logits on the inputs "
-                "of the sigmoid, or convert its inputs with .float()"
+                f"{function.__name__} on {low} loses values close to 0 and 1: use binary_cross_entropy_with_logits on "
+                "the inputs of the sigmoid, or convert its inputs with .float()"
             )
         if cast is Cast.REFUSED or len(dtypes) < 2:  # the widest of two different dtypes is fp32
             return args, kwargs
-    wanted = half if cast is Cast.HALF else torch.float32
-    return _to(args, wanted), _to(kwargs, wanted)
+    dtype = low if cast is Cast.HALF else torch.float32
+    return _to(args, dtype), _to(kwargs, dtype)
 
 
 @cache
 def _attention() -> Callable[..., Any]:
     """Multi-head attention of torch without its dispatch to the mode, which would recurse without end."""
-    whole = functional.multi_head_attention_forward
-    names = {**whole.__globals__, "has_torch_function": lambda _: False}
-    found = FunctionType(whole.__code__, names, whole.__name__, whole.__defaults__)
-    found.__kwdefaults__ = whole.__kwdefaults__
-    return found
+    original = functional.multi_head_attention_forward
+    names = {**original.__globals__, "has_torch_function": lambda _: False}
+    function = FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    function.__kwdefaults__ = original.__kwdefaults__
+    return function
 
 
 def _floating(arguments: Any) -> Iterator[Tensor]:
@@ -200,7 +204,7 @@ class Listed(Autocast):
         return cast_outputs(outputs, self.options.output_dtype)
 
 
-# -- the levels ------------------------------------------------------------------------------------------------------------
+# -- the levels --------------------------------------------------------------------------------------------------------
 
 
 class O0(FP32):
@@ -226,7 +230,7 @@ class O1(FP16):
 
 
 class O2(FP32):
-    """An fp16 model with fp32 masters. Parameters and buffers become fp16 in place, except in batch-norm layers with parameters."""
+    """An fp16 model with fp32 masters: parameters and buffers become fp16 in place, but not in batch-norm layers."""
 
     name: ClassVar[str] = "O2"
     param: ClassVar[torch.dtype] = torch.float16
@@ -261,8 +265,8 @@ class FP16True(O2):
 class BF16True(O2):
     """A bf16 model. Gradients are bf16 and are reduced in bf16. No update is rounded to nearest.
 
-    Adam, AdamW, Adagrad, LAMB and NovoGrad of `easymp.optim` step with stochastic rounding and keep bf16 states: 8 bytes per parameter.
-    Other optimizers step fp32 masters: 20 bytes per parameter with Adam.
+    Optimizers step fp32 masters: 20 bytes per parameter with Adam. With the setting ``stochastic_rounding`` those that
+    step element by element, and LAMB and NovoGrad, have none, and keep bf16 states: 8 bytes.
     """
 
     name: ClassVar[str] = "bf16-true"
@@ -301,7 +305,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> nn.Module:
-    """Cast floating-point parameters and buffers of `model` to `dtype` in place, or all but batch-norm layers with parameters."""
+    """Cast floating-point parameters and buffers in place, with `keep_batch_norm` not in affine batch-norm layers."""
     for module in model.modules():
         if not (keep_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine):
             module._apply(lambda t: cast(t, dtype), recurse=False)

@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,8 +21,9 @@ from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 
 from ..base import env
 from ..base.dtensor import local
+from ..base.parts import Part
 from ..base.units import size
-from ..distributed import World
+from ..distributed.mailbox import Mailbox
 from ..errors import RefusedError, SettingError, StepError
 from ..logging import get_logger
 from ..options import ProfileKwargs, activity_word
@@ -32,13 +32,11 @@ from .breakdown import BACKWARD, COMMUNICATION, DATA, FORWARD, NO_GRAD, OPTIMIZE
 
 logger = get_logger(__name__)
 
-# Without ProfileKwargs the first step is recorded, because it may be the only one. If the third is complete, the third to fifth take
-# its place, after one that warms up.
-TRIAL = 0
-WARMUP, FIRST, LAST = 1, 2, 4
+# Without ProfileKwargs the first five steps are recorded. The first two are slower, and count only where none follows.
+WARMUP, LAST = 2, 4
 QUIET = "99"  # kineto's level of messages; by default it writes two lines a recording
 AS_TORCH = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-NAME_ONE = "name a folder with ProfileKwargs(output_trace_dir=...)"
+NAME_FOLDER = "name a folder with ProfileKwargs(output_trace_dir=...)"
 PATIENCE = 10.0  # seconds that the first rank waits for the results of the others
 
 Target = tuple[Any, str, str]  # an object, its method, and the phase of that method
@@ -46,45 +44,46 @@ CALL = "_compiled_call_impl"  # the attribute of a module that its call runs, wh
 
 
 class Profile(torch.profiler.profile):
-    """A torch.profiler.profile that knows the phases of a training step, writes its traces, and shows in words where the time went.
+    """A torch.profiler.profile with the phases of a training step, which writes its traces and a summary.
 
-    Steps are counted automatically: one begins when the outermost prepared loader is asked for its next batch, under accumulation at
-    the beginning of a window. From the first `step` that the script calls itself, only its calls count.
+    A step begins when the outermost prepared loader is asked for its next batch, under accumulation at the beginning of
+    a window. From the first `step` that the script calls itself, only its calls count.
 
     Args:
-        accelerator, run, prepared: the training, and its prepared models, optimizers and loaders.
-        how: what to record, and when; None: memory too, and the third to fifth step; the first one if there are not as many; the whole
-            block if there are no steps.
+        run: the training, with its prepared models, optimizers and loaders.
+        options: what to record, and when; None: memory too, and five steps, of which the third to fifth count; of
+            fewer than three the last; the whole block if there are no steps.
 
     Attributes:
         traces: the files that this rank has written: Chrome's format, for Perfetto and chrome://tracing.
         breakdown: the time of this rank's recorded steps by phase; once the block is over.
-        ranks: the breakdowns of all ranks that took part, on the first of them; on the others, their own.
+        ranks: the breakdowns of all ranks that took part, on the first of them; on the others, their result.
     """
 
-    def __init__(self, accelerator: Any, run: Any, prepared: Any, how: ProfileKwargs | None = None) -> None:
-        self._world, self._window, self._prepared, self._free = run.world, run.window, prepared, how is None
-        how = how or ProfileKwargs(profile_memory=True)
-        self._output, self._project = how.output_trace_dir, accelerator.project_dir
-        schedule: Any = _three_steps if self._free else None
-        if how.schedule_option is not None:
-            schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **how.schedule_option})
-        super().__init__(
-            activities=_activities(how), schedule=schedule, **{name: getattr(how, name) for name in AS_TORCH}
-        )
+    def __init__(self, run: Any, options: ProfileKwargs | None = None) -> None:
+        self._run, self._world, self._prepared = run, run.world, run.prepared
+        self._automatic = options is None
+        options = options or ProfileKwargs(profile_memory=True)
+        self._output, self._project = options.output_trace_dir, run.project.project_dir
+        schedule: Any = _first_steps if self._automatic else None
+        if options.schedule_option is not None:
+            schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **options.schedule_option})
+        as_torch = {name: getattr(options, name) for name in AS_TORCH}
+        super().__init__(activities=_activities(options), schedule=schedule, **as_torch)
         self.record_steps = True  # without a schedule, too
-        self._over_after = LAST if self._free else _last_step(how.schedule_option)
-        self._by_hand = self._going = self._failed = False
-        self._complete: list[str] = []  # steps of this cycle
-        self._trial: tuple[Any, list[str], int] | None = None  # the first step, until a better recording
-        self._written: Path | None = None  # this cycle's trace
-        self._taken: tuple[Any, Path | None] | None = None  # the last cycle that was recorded, and its trace
-        self._base = 0  # bytes on the device when the cycle began, where torch tells
-        self._absolute = False  # whether peaks are of all that was allocated
-        self._whole = False  # whether no step was complete, so that all events count as one
-        self._marks = Marks(lambda: marked(accelerator, prepared, run.world))
-        self._exchange = Exchange(run.world)
-        self._held: dict[str, int] = {}
+        self._last_step = LAST if self._automatic else _last_step(options.schedule_option)
+        self._by_hand = self._running = self._failed = False
+        self._complete_steps: list[str] = []  # of this cycle
+        self._base = 0  # bytes on the device when this cycle began, where torch tells
+        self._trace: Path | None = None  # of this cycle
+        self._last_cycle: tuple[Any, Path | None] | None = None  # the last recorded profiler, and its trace
+        self._peaks_are_absolute = False  # whether they count all that was allocated
+        self._incomplete = False  # whether no step was complete, so that all events count as one
+        self._marks = Marks(lambda: marked_methods(run.accelerator(), run.prepared, run.world))
+        self._loader_waits = LoaderWaits(lambda: None if self._by_hand else self._next_step())
+        self._mailbox: Mailbox | None = None  # the n-th profile of one rank belongs to the n-th of the others
+        self._late_ranks: list[int] = []  # ranks that began and did not end in time
+        self._footprint: dict[str, int] = {}
         self._workers: int | None = None
         self.traces: list[Path] = []
         self.breakdown = Breakdown(run.world.rank, str(run.world.device))
@@ -99,73 +98,75 @@ class Profile(torch.profiler.profile):
             StepError: a profile of this run is open already.
             SettingError: traces cannot be written.
         """
-        window = self._window
-        if window.timing is not None:
+        if self._run.parts.get(LoaderWaits.name) is not None:
             raise StepError("a profile of this run is open already: close it before the next one")
         self._folder = trace_folder(self._output, self._project)
-        self._exchange.begin()
-        self._going = True
+        if self._world.size > 1:
+            self._mailbox = Mailbox.open(self._world.store(), "profile", self._world.rank, self._world.size)
+            self._mailbox.post(f"begun/{self._world.rank}")
+        self._running = True
         try:
             self._marks.open()
-            window.timing = Waits(window, lambda: None if self._by_hand else self._advance())
+            self._run.parts.add(self._loader_waits, self._run)
             super().start()
         except BaseException:
-            self._leave()
+            self._end()
             raise
 
     def step(self) -> None:
         """Begin the next step. From now on only the script's calls count."""
         self._by_hand = True
-        self._advance()
+        self._next_step()
 
     def stop(self) -> None:
         """End, as ``with`` does. The ranks that took part exchange their results."""
-        if not self._going:
+        if not self._running:
             return
         try:
             super().stop()
-            if self._trial is not None and not self.breakdown.steps:
-                self.profiler, self._complete, self._base = self._trial
-                self._take()
-            if self._taken is not None:  # a later cycle may have warmed up only
-                self.profiler, self._written = self._taken
+            if self._last_cycle is not None:  # a later cycle may have warmed up only
+                self.profiler, self._trace = self._last_cycle
         finally:
-            self._leave()
-        self._held = footprint(self._prepared)
+            self._end()
+        self._footprint = footprint(self._prepared)
         self._workers = max((loader.num_workers for loader in self._prepared.loaders), default=None)
-        self.ranks = [self.breakdown] if self._failed else self._exchange.end(self.breakdown)
+        self.ranks = [self.breakdown]
+        if self._mailbox is not None and not self._failed:
+            with suppress(RuntimeError):  # the world was left inside the block, or rank 0 and its store are gone
+                patience = min(PATIENCE, self._world.timeout)
+                self.ranks, self._late_ranks = exchange(self._mailbox, self.breakdown, patience)
         logger.info("%s", self.summary())
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        self.start()
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         self._failed = exc_type is not None
-        super().__exit__(exc_type, exc_val, exc_tb)
+        super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]  # torch's method has no types
 
-    def _leave(self) -> None:
-        self._going = False
-        self._window.timing = None
+    def _end(self) -> None:
+        self._running = False
+        self._remove_marks()
+
+    def _remove_marks(self) -> None:
+        self._run.parts.remove(self._loader_waits)
+        self._loader_waits._run = None
         self._marks.close()
 
-    def _advance(self) -> None:
+    def _next_step(self) -> None:
         if self.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE):
-            self._complete.append(f"{STEP}{self.step_num}")
+            self._complete_steps.append(f"{STEP}{self.step_num}")
         super().step()
-        if self.step_num > self._over_after:  # all is recorded: the rest of the block shall cost nothing
-            self._window.timing = None
-            self._marks.close()
+        if self.step_num > self._last_step:  # all is recorded: the rest of the block shall cost nothing
+            self._remove_marks()
         else:
             self._marks.open()
 
     # -- a cycle, called by torch.profiler.profile --------------------------------------------------------------------
 
     def prepare_trace(self) -> None:
-        self._written = None
-        self._complete = []
-        if self._free:
-            self.profiler = None  # torch would warn that the trial, which is kept here, is lost
+        self._trace, self._complete_steps = None, []
         with env.override(KINETO_LOG_LEVEL=env.read("KINETO_LOG_LEVEL", QUIET)):
             super().prepare_trace()
 
@@ -176,116 +177,110 @@ class Profile(torch.profiler.profile):
         super().start_trace()
 
     def _trace_ready(self) -> None:
-        if self._free and (self.step_num <= WARMUP or (self._trial is not None and not self._complete)):
-            self._trial = self._trial or (self.profiler, self._complete, self._base)
-            return
-        self._take()
+        self._add_cycle()
         super()._trace_ready()
 
-    def _take(self) -> None:
+    def _add_cycle(self) -> None:
         """Write the trace of this cycle, and add it to the breakdown."""
         rank = self._world.rank
         try:
-            self._written = write_trace(self._folder, rank, super().export_chrome_trace)
-            self.traces.append(self._written)
+            self._trace = write_trace(self._folder, rank, super().export_chrome_trace)
+            self.traces.append(self._trace)
         except (OSError, RuntimeError) as error:
             logger.warning("rank %d: no trace in %s: %s", rank, self._folder, error, main_process_only=False)
-        self._taken, self._trial = (self.profiler, self._written), None
-        assert self.profiler is not None
-        recorded: Any = self.profiler.kineto_results
-        recording = breakdown.read(recorded.events(), frozenset(self._complete))
+        self._last_cycle = self.profiler, self._trace
+        results: Any = self.profiler.kineto_results if self.profiler is not None else None
+        complete = self._complete_steps
+        first = min(WARMUP, len(complete) - 1) if self._automatic and complete else 0
+        recording = breakdown.read(results.events(), frozenset(complete[first:]))
         if recording.kernels:
             self.breakdown.device = f"{self.use_device}:{recording.device}"
-            self._absolute = self.use_device == "cuda"
-        if self._complete or not self.breakdown.steps:
-            self._whole = not self._complete
+            self._peaks_are_absolute = self.use_device == "cuda"
+        if self._complete_steps or not self.breakdown.steps:
+            self._incomplete = not self._complete_steps
             self.breakdown.add(recording, self._base if recording.kernels else 0)
 
     def export_chrome_trace(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Export as torch does. A trace that is written already is copied, because torch writes each only once."""
-        if self._written is None or args or kwargs:
+        if self._trace is None or args or kwargs:
             super().export_chrome_trace(path, *args, **kwargs)
             return
-        opened = gzip.open if path.endswith(".gz") else open
-        with open(self._written, "rb") as old, opened(path, "wb") as new:
-            shutil.copyfileobj(old, new)
+        open_file: Any = gzip.open if path.endswith(".gz") else open
+        with open(self._trace, "rb") as source, open_file(path, "wb") as target:
+            shutil.copyfileobj(source, target)
 
-    # -- in words -----------------------------------------------------------------------------------------------------
+    # -- text ---------------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """A table of the time (and memory, where it was recorded) of the recorded steps by phase, and sentences on what stands out.
+        """A table of the time (and memory, where recorded) of the recorded steps by phase, and sentences on it.
 
-        On the first of the ranks that took part, with the others' figures; ``accelerator.print(prof.summary())`` shows it there.
+        The first of the ranks that took part has the others' figures, too.
         """
-        own, world = self.breakdown, self._world
-        if not own.steps:
+        result, world = self.breakdown, self._world
+        if not result.steps:
             return "profile: nothing was recorded; the block was over before its schedule's active steps"
-        whole = ": all that was recorded, for no step in it was complete" if self._whole else ""
-        who = f"rank {own.rank} of {world.size}" if world.size > 1 else own.device
-        lines = [f"profile of {who}, {breakdown.durations(own.steps)}{whole}", breakdown.table(own)]
-        if own.peak:
-            since = "beyond what there was when recording began"
-            place = f"allocated on {own.device}" if self._absolute else since
-            held = ", ".join(f"{name} {size(number)}" for name, number in self._held.items())
-            lines += [f"memory: {place}", *([f"there at the end: {held}"] if held else [])]
+        subject = f"rank {result.rank} of {world.size}" if world.size > 1 else result.device
+        note = ": all that was recorded, for no step in it was complete" if self._incomplete else ""
+        lines = [f"profile of {subject}, {breakdown.durations(result.steps)}{note}", breakdown.table(result)]
+        if result.peak:
+            relative = "beyond what there was when recording began"
+            lines.append(f"memory: {f'allocated on {result.device}' if self._peaks_are_absolute else relative}")
+            if self._footprint:
+                sizes = ", ".join(f"{name} {size(number)}" for name, number in self._footprint.items())
+                lines.append(f"there at the end: {sizes}")
         if len(self.ranks) > 1:
-            lines += ["", breakdown.of_ranks(self.ranks)]
-        said = breakdown.sentences(own, self.ranks, self._workers)
-        if self._exchange.late:
-            said.append(f"No result came in time from rank {', '.join(map(str, self._exchange.late))}.")
-        lines += ["", *(textwrap.fill(sentence, 80) for sentence in said)]
+            lines += ["", breakdown.rank_table(self.ranks)]
+        sentences = breakdown.sentences(result, self.ranks, self._workers)
+        if self._late_ranks:
+            sentences.append(f"No result came in time from rank {', '.join(map(str, self._late_ranks))}.")
+        lines += ["", *(textwrap.fill(sentence, 80) for sentence in sentences)]
         return "\n".join([*lines, *(f"trace: {trace}" for trace in self.traces[-1:])])
 
 
 # -- what to record ----------------------------------------------------------------------------------------------------
 
 
-def _three_steps(step: int) -> ProfilerAction:
-    if step == WARMUP:
-        return ProfilerAction.WARMUP
-    if step in (TRIAL, LAST):
+def _first_steps(step: int) -> ProfilerAction:
+    if step == LAST:
         return ProfilerAction.RECORD_AND_SAVE
-    return ProfilerAction.RECORD if FIRST <= step < LAST else ProfilerAction.NONE
+    return ProfilerAction.RECORD if step < LAST else ProfilerAction.NONE
 
 
-def _last_step(given: Mapping[str, int] | None) -> float:
+def _last_step(schedule: Mapping[str, int] | None) -> float:
     """The last step that is recorded."""
-    if given is None or not given.get("repeat", 0):
+    if schedule is None or not schedule.get("repeat", 0):
         return math.inf
-    cycle = given.get("wait", 0) + given.get("warmup", 0) + given["active"]
-    return given.get("skip_first", 0) + given["repeat"] * cycle - 1
+    cycle = schedule.get("wait", 0) + schedule.get("warmup", 0) + schedule["active"]
+    return schedule.get("skip_first", 0) + schedule["repeat"] * cycle - 1
 
 
-def _activities(how: ProfileKwargs) -> list[ProfilerActivity] | None:
-    """torch's activities. Those that this machine lacks are omitted, with a line in the log; RefusedError if none is left."""
-    if how.activities is None:
+def _activities(options: ProfileKwargs) -> list[ProfilerActivity] | None:
+    """torch's activities without those that this machine lacks. Raises RefusedError if none is left."""
+    if options.activities is None:
         return None
-    here = {activity.name.lower(): activity for activity in torch.profiler.supported_activities()}
-    words = list(dict.fromkeys(activity_word(given) for given in how.activities))
-    missing = [word for word in words if word not in here]
-    if missing == words:
+    supported = {activity.name.lower(): activity for activity in torch.profiler.supported_activities()}
+    names = list(dict.fromkeys(activity_word(activity) for activity in options.activities))
+    missing = [name for name in names if name not in supported]
+    if missing == names:
         raise RefusedError(
-            f"none of the activities {', '.join(words)} can be recorded here: there are {', '.join(sorted(here))}"
+            f"none of the activities {', '.join(names)} can be recorded here: there are {', '.join(sorted(supported))}"
         )
     if missing:
         logger.info("not recorded, for this machine has none: %s", ", ".join(missing))
-    return [here[word] for word in words if word in here]
+    return [supported[name] for name in names if name in supported]
 
 
-# -- traces ------------------------------------------------------------------------------------------------------------
-
-
-def trace_folder(given: str | os.PathLike[str] | None, project: str | None) -> Path:
+def trace_folder(output: str | os.PathLike[str] | None, project: str | None) -> Path:
     """Make the folder for traces."""
-    if given is None and project is not None and "://" in project:
-        raise SettingError(f"traces are local files, and project_dir={project!r} is a URL: {NAME_ONE}")
-    folder = Path(given) if given is not None else Path(project or os.curdir, "profile")
+    if output is None and project is not None and "://" in project:
+        raise SettingError(f"traces are local files, and project_dir={project!r} is a URL: {NAME_FOLDER}")
+    folder = Path(output) if output is not None else Path(project or os.curdir, "profile")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        why = error.strerror or error
-        raise SettingError(f"traces cannot be written to {folder}: {why}; {NAME_ONE}") from error
+        reason = error.strerror or error
+        raise SettingError(f"traces cannot be written to {folder}: {reason}; {NAME_FOLDER}") from error
     return folder
 
 
@@ -294,19 +289,19 @@ def write_trace(folder: Path, rank: int, export: Callable[[str], object]) -> Pat
     number = 1
     while (path := folder / f"rank{rank}-{number:03d}.json").exists():
         number += 1
-    new = folder / f".new-{os.getpid()}-{path.name}"
+    unfinished = folder / f".new-{os.getpid()}-{path.name}"
     try:
-        export(str(new))
-        new.replace(path)
+        export(str(unfinished))
+        unfinished.replace(path)
     finally:
-        new.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     return path
 
 
 # -- marks -------------------------------------------------------------------------------------------------------------
 
 
-def marked(accelerator: Any, prepared: Any, world: Any) -> Iterator[Target]:
+def marked_methods(accelerator: Any, prepared: Any, world: Any) -> Iterator[Target]:
     """The methods that a step of `accelerator` calls, on the objects `prepared` so far."""
     for model in prepared.models:
         yield model.module, CALL, FORWARD
@@ -326,140 +321,120 @@ def marked(accelerator: Any, prepared: Any, world: Any) -> Iterator[Target]:
 class Marks:
     """Marks the phases of a step between `open` and `close`; a further `open` takes in targets that were added since.
 
-    Instances get functions in place of the methods that a step calls, which mark the phase (``easymp: backward``) and call the method;
-    a run without a profile has none of them. A model is marked around all hooks, where torch.compile puts its compiled call.
+    Instances get functions in place of the methods that a step calls, which mark the phase (``easymp: backward``) and
+    call the method. A model is marked around all hooks, where torch.compile puts its compiled call.
     """
 
     def __init__(self, targets: Callable[[], Iterator[Target]]) -> None:
-        self._targets = targets
-        self._shadows: dict[tuple[int, str], Shadow] = {}
+        self._targets, self._is_open = targets, False
+        self._marked: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}
 
     def open(self) -> None:
-        for thing, name, phase in self._targets():
-            if (id(thing), name) not in self._shadows:
-                self._shadows[id(thing), name] = Shadow(thing, name, phase)
+        self._is_open = True
+        for owner, name, phase in self._targets():
+            if (id(owner), name) not in self._marked:
+                attributes = owner.__dict__
+                former = attributes.get(name)
+                method = (former or owner._call_impl) if isinstance(owner, nn.Module) else getattr(owner, name)
+                attributes[name] = mark = self._mark(method, phase)
+                self._marked[id(owner), name] = attributes, former, mark
+
+    def _mark(self, method: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_open:  # the script has wrapped this function in the meantime and keeps it
+                return method(*args, **kwargs)
+            actual_phase = NO_GRAD if phase == FORWARD and not torch.is_grad_enabled() else phase
+            with record_function(PREFIX + actual_phase):
+                return method(*args, **kwargs)
+
+        return call
 
     def close(self) -> None:
-        while self._shadows:
-            self._shadows.popitem()[1].lift()
+        self._is_open = False
+        for (_, name), (attributes, former, mark) in self._marked.items():
+            if attributes.get(name) is mark:
+                del attributes[name]
+                if former is not None:
+                    attributes[name] = former
+        self._marked.clear()
 
 
-class Shadow:
-    """One method of one instance, marked until `lift`."""
+class LoaderWaits(Part):
+    """Marks the time inside a loader's ``next``, and calls `begin_step` at the beginning of a step.
 
-    def __init__(self, thing: Any, name: str, phase: str) -> None:
-        self._attributes, self._name = thing.__dict__, name
-        self._before = self._attributes.get(name)
-        method = (self._before or thing._call_impl) if isinstance(thing, nn.Module) else getattr(thing, name)
-        self._lifted = False
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._lifted:  # the script has wrapped this function in the meantime and keeps it
-                return method(*args, **kwargs)
-            there = NO_GRAD if phase == FORWARD and not torch.is_grad_enabled() else phase
-            with record_function(PREFIX + there):
-                return method(*args, **kwargs)
-
-        self._call = self._attributes[name] = call
-
-    def lift(self) -> None:
-        self._lifted = True
-        if self._attributes.get(self._name) is not self._call:
-            return
-        if self._before is None:
-            del self._attributes[self._name]
-        else:
-            self._attributes[self._name] = self._before
-
-
-class Waits:
-    """Marks the time inside a loader's ``next``, as the window reports it, and calls `begin_step` at the beginning of a step.
-
-    A step begins when the outermost loader is asked for the batch after one that it gave, unless that batch's accumulation window is
-    still open.
+    A step begins when the outermost loader is asked for the batch after one that it gave, unless that batch's
+    accumulation window is still open.
     """
 
-    def __init__(self, window: Any, begin_step: Callable[[], None]) -> None:
-        self._window, self._begin_step = window, begin_step
-        self._open: list[tuple[Any, record_function]] = []
-        self._given = False
+    name = "profile"
 
-    def asks(self, loader: Any) -> None:
-        if self._given and self._window.outermost is loader and self._window.sync:
-            self._given = False
-            self._begin_step()
-            if self._window.timing is not self:
-                return  # that was the last step to be recorded
+    def __init__(self, begin_step: Callable[[], None]) -> None:
+        self._begin_step = begin_step
+        self._open: list[tuple[Any, record_function]] = []
+        self._gave_batch = False
+
+    def pass_begins(self, loader: Any) -> None:
         mark = record_function(PREFIX + DATA)
         mark.__enter__()
         self._open.append((loader, mark))
 
-    def has(self, loader: Any) -> None:
-        self._given |= self._window.outermost is loader
-        self.over(loader)
+    def batch(self, loader: Any) -> None:
+        window = self.run.window
+        if self._gave_batch and window.outermost is loader and window.sync:
+            self._gave_batch = False
+            self._begin_step()
+            if self.run is None:
+                return  # that was the last step to be recorded
+        self.pass_begins(loader)
 
-    def over(self, loader: Any) -> None:
-        while any(asking is loader for asking, _ in self._open):
+    def batch_ready(self, loader: Any, batch: Any) -> None:
+        self._gave_batch |= self.run.window.outermost is loader
+        self.pass_ends(loader)
+
+    def pass_ends(self, loader: Any) -> None:
+        while any(waiting is loader for waiting, _ in self._open):
             self._open.pop()[1].__exit__(None, None, None)
 
 
 # -- other ranks, and memory -------------------------------------------------------------------------------------------
 
 
-class Exchange:
-    """Results of ranks that profile the same steps, through the store: no collective, since any rank may profile alone.
+def exchange(mailbox: Mailbox, result: Breakdown, patience: float) -> tuple[list[Breakdown], list[int]]:
+    """The results of ranks that profile the same steps, and the ranks that began and did not end in time.
 
-    The first rank that started waits a limited time for the others. The n-th profile of one rank belongs to the n-th of the others.
+    The first of these ranks waits for the others; these return their own. No collective: any rank may profile alone.
     """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._store: Any = None
-        self.late: list[int] = []  # ranks that began and did not end in time
-
-    def begin(self) -> None:
-        if self._world.size > 1:
-            self._store = self._world.store()
-            self._key = f"profile/{self._store.add(f'profiles/{self._world.rank}', 1)}"
-            self._store.set(f"{self._key}/begun/{self._world.rank}", "")
-
-    def end(self, own: Breakdown) -> list[Breakdown]:
-        """The results of all ranks in order on the first of them; on the others, their own."""
-        store, self._store = self._store, None
-        if store is None:
-            return [own]
-        done, deadline = f"{self._key}/done", time.monotonic() + min(PATIENCE, self._world.timeout)
-        with suppress(RuntimeError):  # the world was left inside the block, or rank 0 and its store are gone
-            store.set(f"{done}/{own.rank}", json.dumps(asdict(own)))
-            begun = [r for r in range(self._world.size) if store.check([f"{self._key}/begun/{r}"])]
-            if begun[0] == own.rank:
-                while late := [r for r in begun if not store.check([f"{done}/{r}"])]:
-                    if time.monotonic() >= deadline:
-                        break
-                    time.sleep(0.02)
-                self.late = late
-                return [Breakdown(**json.loads(store.get(f"{done}/{r}"))) for r in begun if r not in late]
-        return [own]
+    mailbox.post(f"done/{result.rank}", json.dumps(asdict(result)).encode())
+    started = [rank for rank, key in enumerate(mailbox.of_ranks("begun")) if mailbox.has(key)]
+    if started[0] != result.rank:
+        return [result], []
+    late_ranks: list[int] = []
+    try:
+        mailbox.wait([f"done/{rank}" for rank in started], patience)
+    except TimeoutError as error:
+        late_ranks = [started[i] for i in error.args[0]]
+    in_time = [rank for rank in started if rank not in late_ranks]
+    return [Breakdown(**json.loads(mailbox.read(f"done/{rank}"))) for rank in in_time], late_ranks
 
 
 @torch.no_grad()
 def footprint(prepared: Any) -> dict[str, int]:
-    """Bytes on this rank of weights (with buffers), fp32 masters, gradients and optimizer states; those of 0 are left out."""
+    """Bytes on this rank of weights (with buffers), fp32 masters, gradients and optimizer states, without zeros."""
     models = [route.original for route in prepared.models]
     weights = [t for model in models for t in (*model.parameters(), *model.buffers())]
-    known = {id(t) for t in weights}
+    weight_ids = {id(t) for t in weights}
     stepped = [p for o in prepared.optimizers for group in o.param_groups for p in group["params"]]
     states = [state for o in prepared.optimizers for state in o.state.values() if isinstance(state, dict)]
-    tensors = {
+    tensors_by_name = {
         "weights": weights,
-        "masters": [p for p in stepped if id(p) not in known],  # stepped in place of a model's parameters
+        "masters": [p for p in stepped if id(p) not in weight_ids],  # stepped in place of a model's parameters
         "gradients": [p.grad for model in models for p in model.parameters() if p.grad is not None],
         "optimizer": [value for state in states for value in state.values() if isinstance(value, Tensor)],
     }
-    found = {}
-    for name, held in tensors.items():
-        here = [part for tensor in held if not (part := local(tensor)).is_meta]
-        storages = [part.untyped_storage() for part in here if part.layout is torch.strided]
-        each_once = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        found[name] = sum(each_once.values())
-    return {name: total for name, total in found.items() if total}
+    sizes = {}
+    for name, tensors in tensors_by_name.items():
+        shards = [shard for tensor in tensors if not (shard := local(tensor)).is_meta]
+        storages = [shard.untyped_storage() for shard in shards if shard.layout is torch.strided]
+        if total := sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()):  # each once
+            sizes[name] = total
+    return sizes

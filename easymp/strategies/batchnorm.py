@@ -1,20 +1,18 @@
 """Batch-norm over the samples of all ranks, on any device; torch's nn.SyncBatchNorm refuses CPUs.
 
-One all-gather has the mean of each rank's samples, the sum of squared distances from it, and their number; all ranks combine
-them in the same way (Chan, Golub, LeVeque 1979). Sums of x² would lose digits of the variance under a large mean. Batches may differ in
-size, and be empty. Backward sums two numbers a channel in one all-reduce.
+One all-reduce exchanges each rank's mean, sum of squared distances from it, and number of samples, which are combined
+as in Chan, Golub, LeVeque 1979: sums of x² would lose digits of the variance under a large mean.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from ..errors import PrepareError
@@ -23,24 +21,20 @@ Model = TypeVar("Model", bound=nn.Module)
 HALF = (torch.float16, torch.bfloat16)
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Attributes of a subclass that change nothing.
-HARMLESS = {
-    f"__{word}__" for word in "module doc init annotations qualname firstlineno static_attributes".split()
-}
+HARMLESS = {f"__{name}__" for name in "module doc init annotations qualname firstlineno static_attributes".split()}
 
 
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm1d, 2d or 3d with statistics over the samples of all ranks in training; elsewhere plain batch-norm.
 
-    Output, gradients and running statistics are those of batch-norm on the batches of all ranks in one. Under autocast and in half
-    precision statistics are fp32. In training every rank of `process_group` must call it as often as the others, with a batch
-    of any size. On CUDA the forward is that of torch's nn.SyncBatchNorm. In evaluation, and without a process group of two or more
-    ranks, nothing is sent.
+    Under autocast and in half precision statistics are fp32. In training every rank of `process_group` must call it as
+    often as the others, with a batch of any size, also an empty one. On CUDA the forward is torch's nn.SyncBatchNorm's.
 
     Args:
         num_features: channels, dimension 1 of the input.
-        others: as torch.nn.BatchNorm2d's.
+        args: as torch.nn.BatchNorm2d's.
         process_group: the ranks that share statistics; None for all.
-        named: as torch.nn.BatchNorm2d's.
+        kwargs: as torch.nn.BatchNorm2d's.
 
     Example:
         >>> SyncBatchNorm(3).forward(torch.zeros(4, 3, 5)).shape
@@ -52,9 +46,9 @@ class SyncBatchNorm(_BatchNorm):
     process_group: dist.ProcessGroup | None = None
 
     def __init__(
-        self, num_features: int, *others: Any, process_group: dist.ProcessGroup | None = None, **named: Any
+        self, num_features: int, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(num_features, *others, **named)
+        super().__init__(num_features, *args, **kwargs)
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
@@ -69,58 +63,59 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ValueError: an input of fewer than two dimensions, or one value a channel over all ranks.
         """
-        several = (
-            dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
-        )
-        return self._synchronised(input) if several and self.training else super().forward(input)
+        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
+        return self._synchronized(input) if distributed and self.training else super().forward(input)
 
     # Collectives and reads of their results cannot be traced. torch.compiler.disable would import the compiler at once.
     @torch._disable_dynamo
-    def _synchronised(self, input: Tensor) -> Tensor:
+    def _synchronized(self, input: Tensor) -> Tensor:
         if input.is_cuda:
-            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
+            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]  # it has what that reads
         self._check_input_dim(input)
-        with torch.no_grad():
-            mean, squares, count = _statistics(input, self.process_group)
-            if count == 1:
-                raise ValueError(
-                    f"batch-norm of one value a channel over all ranks (here {tuple(input.shape)}): use larger batches"
-                )
-            if self.track_running_stats and count:
-                self._remember(mean, squares / (count - 1))
-            scale = torch.rsqrt(squares / max(count, 1) + self.eps)
-        return _Normalise.apply(input, self.weight, self.bias, mean, scale, count, self.process_group)
+        values = input.float() if input.dtype in HALF else input
+        mean, squares, count = _statistics(values, self.process_group)
+        if count == 1:
+            raise ValueError(
+                f"batch-norm of {tuple(input.shape)}, one value a channel over all ranks: use larger batches"
+            )
+        if self.track_running_stats and count:
+            self._update_running(mean, squares / (count - 1))
+        scale = torch.rsqrt(squares / max(count, 1) + self.eps)
+        if self.affine:
+            scale = scale * self.weight
+        outputs = (values - _per_channel(mean, values)) * _per_channel(scale, values)
+        if self.affine:
+            outputs = outputs + _per_channel(self.bias, values)
+        return outputs.to(input.dtype)
 
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+    @torch.no_grad()
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for running, statistic in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None
-            running.mul_(1 - part).add_(new.to(running.dtype), alpha=part)
+            running.lerp_(statistic.to(running.dtype), weight)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(
-                f"batch-norm of shape {tuple(input.shape)}: at least (samples, channels) is needed"
-            )
+            raise ValueError(f"batch-norm of shape {tuple(input.shape)}: at least (samples, channels) is needed")
 
     # torch's forward calls it.
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        memo[id(self.process_group)] = self.process_group  # the ranks are the same ones
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        memo[id(self.process_group)] = self.process_group
+        memo[id(self)] = clone = type(self).__new__(type(self))
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # another process does not have it
 
     @classmethod
     def convert_sync_batchnorm(cls, module: Model, process_group: dist.ProcessGroup | None = None) -> Model:
-        """Convert a model as `easymp.convert_sync_batchnorm` does.
+        """As `easymp.convert_sync_batchnorm`.
 
         Args:
             module: changed in place.
@@ -146,7 +141,8 @@ def convert_sync_batchnorm(model: Model, process_group: dist.ProcessGroup | None
         `model`.
 
     Raises:
-        PrepareError: a batch-norm of a class of its own, which would lose what it adds, or a lazy one. Nothing has changed then.
+        PrepareError: a batch-norm of a class of its own, which would lose what it adds, or a lazy one. Nothing has
+            changed then.
 
     Example:
         >>> convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]
@@ -160,93 +156,58 @@ def convert_sync_batchnorm(model: Model, process_group: dist.ProcessGroup | None
 
 def batchnorms(model: nn.Module) -> list[Any]:
     """The batch-norms in `model` that `convert_sync_batchnorm` converts; PrepareError for one that cannot be."""
-    found = []
+    convertible = []
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm):
             continue
-        kind, where = type(module).__name__, f"module {name!r}" if name else "the model"
+        kind, label = type(module).__name__, f"module {name!r}" if name else "the model"
         if isinstance(module, _LazyNormBase):
             raise PrepareError(
-                f"{where} is a {kind} without a shape yet: call the model once on a batch before converting it"
+                f"{label} is a {kind} without a shape yet: call the model once on a batch before converting it"
             )
-        if added := sorted(_added(type(module))):
+        bases = type(module).__mro__
+        depth = next((i for i, base in enumerate(bases) if base in PLAIN), len(bases))
+        if added := sorted({name for base in bases[:depth] for name in vars(base)} - HARMLESS):
             raise PrepareError(
-                f"{where} is a {kind}, a batch-norm that adds {', '.join(added)}, which a SyncBatchNorm would lose: build the model "
-                "with easymp.SyncBatchNorm there, or leave out convert_sync_batchnorm"
+                f"{label} is a {kind}, a batch-norm that adds {', '.join(added)}, which a SyncBatchNorm would lose: "
+                "build the model with easymp.SyncBatchNorm there, or leave out convert_sync_batchnorm"
             )
-        found.append(module)
-    return found
+        convertible.append(module)
+    return convertible
 
 
-def _added(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        if base in PLAIN:
-            return
-        yield from vars(base).keys() - HARMLESS
+class _SumOverRanks(Function):
+    """The sum of a tensor over the ranks of `group`, whose gradient is summed likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _SumOverRanks.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]  # untyped in torch
 
 
-def _statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
+def _statistics(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
     """Mean (channels), sum of squared distances from it (channels), and number of values a channel, of all ranks."""
-    count, channels = x.numel() // max(1, x.shape[1]), x.shape[1]
-    values = _wide(x)
-    if count:
-        variance, mean = torch.var_mean(values, _dims(x), correction=0)
-        here = torch.cat([mean, variance * count, mean.new_full((1,), count)])
-    else:
-        here = values.new_zeros(2 * channels + 1)
-    parts = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, here, group)
-    means, squares, counts = torch.stack(parts).split([channels, channels, 1], 1)
+    channels = values.shape[1]
+    dims = [0, *range(2, values.ndim)]
+    count = values.numel() // channels
+    mean = values.sum(dims) / max(count, 1)
+    squares = (values - _per_channel(mean, values)).square().sum(dims)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    row = torch.cat([mean, squares, mean.new_tensor([count])])
+    rows = nn.functional.pad(row[None], (0, 0, rank, size - rank - 1))  # zeros in the rows of the other ranks
+    rows = _SumOverRanks.apply(rows, group)  # type: ignore[no-untyped-call]  # untyped in torch
+    means, squares, counts = rows.split([channels, channels, 1], 1)
     total = counts.sum()
     mean = (means * counts).sum(0) / total.clamp(min=1)
-    return mean, squares.sum(0) + (counts * (means - mean).square()).sum(0), int(total)
+    return mean, (squares + counts * (means - mean).square()).sum(0), int(total)
 
 
-class _Normalise(Function):
-    """``(x - mean) * scale * weight + bias``, with the gradients of batch-norm on all ranks' samples."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, scale: Tensor, count: int, group: Any
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.count, ctx.group = count, group
-        ctx.bias_type = None if bias is None else bias.dtype
-        y = (_wide(x) - _along(mean, x)).mul_(_along(scale if weight is None else scale * weight, x))
-        if bias is not None:
-            y.add_(_along(bias, x))
-        return y.to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
-        dy = _wide(gradient)
-        normal = (_wide(x) - _along(mean, x)).mul_(_along(scale, x))
-        of_bias, of_weight = dy.sum(_dims(x)), (dy * normal).sum(_dims(x))
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            sums = torch.stack([of_bias, of_weight])
-            dist.all_reduce(sums, group=ctx.group)
-            per_value = sums / max(ctx.count, 1)
-            of_x = normal.mul_(-_along(per_value[1], x)).add_(dy).sub_(_along(per_value[0], x))
-            of_x = of_x.mul_(_along(scale if weight is None else scale * weight, x)).to(x.dtype)
-        return (
-            of_x,
-            of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            of_bias.to(ctx.bias_type) if ctx.needs_input_grad[2] else None,
-            *(None,) * 4,
-        )
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in HALF else x
-
-
-def _dims(x: Tensor) -> list[int]:
-    return [0, *range(2, x.ndim)]
-
-
-def _along(channels: Tensor, x: Tensor) -> Tensor:
-    """A tensor of shape (channels), to be multiplied with `x`."""
-    return channels.view(1, -1, *(1,) * (x.ndim - 2))
+def _per_channel(statistic: Tensor, values: Tensor) -> Tensor:
+    """View a tensor of shape (channels) so that it broadcasts over `values`."""
+    return statistic.view(1, -1, *(1,) * (values.ndim - 2))

@@ -1,20 +1,19 @@
-"""fsdp and hsdp, torch's FSDP2: parameters, gradients and optimizer states are sharded; each block is gathered while it computes (ZeRO-3).
+"""fsdp and hsdp, torch's FSDP2: parameters, gradients and optimizer states are sharded (ZeRO-3).
 
-Every rank holds 1/world of each parameter along dimension 0, as a DTensor. A block's parameters are gathered before its forward and again
-before its backward, and its gradients are reduced to shards as soon as it has them. Large layers outside of the repeated blocks, embeddings
-and heads, are gathered in the same way, and all other parameters with the model.
+Every rank holds 1/world of each parameter along dimension 0, as a DTensor. Repeated blocks, large layers outside of
+them, and the rest of the model are each gathered for their forward and again for their backward, and their gradients
+are reduced to shards.
 
-Shards are fp32. Under bf16 and fp16 they are gathered in that dtype, which layers compute with, and freed after forward. Gradients are
-reduced in fp32. Autocast is around the model, so that functions run in the dtypes that they have under ddp: norms see their weights in
-fp32, embeddings return fp32. The numbers differ from ddp's by the rounding of other weights, and of gradients before they are reduced.
+Shards are fp32. Under bf16 and fp16 they are gathered in that dtype, and gradients are reduced in fp32. Autocast is
+around the model, so functions run in ddp's dtypes: norms see their weights in fp32, embeddings return fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -22,118 +21,119 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..base.dtensor import names_of, rebind
+from ..base.dtensor import ShardMemory, names_of, rebind
 from ..base.rng import TORCH
 from ..distributed import World
-from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
+from ..errors import PrepareError, RefusedError, SettingError, StepError, is_whole, nearest
 from ..optim.sharded import check_sums
-from ..options import check_fields
-from ..precision.policies import (
-    Float8Linear,
-    Float8Shard,
-    as_if_fp32,
-    forget_rounded,
-    round_shards,
-    rounded_weights,
-)
-from ..protocols import Layout, WrapContext, chunk_elements, no_elements
-from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse
+from ..options import Record, option
+from ..precision.policies import Float8Linear, Float8Shard, as_if_fp32, forget_rounded, round_shards, rounded_weights
+from ..protocols import Conflict, Layout, WrapContext, chunk_elements, no_elements
+from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse, refuse_uncallable
 from .meta_init import materialise, on_meta
-from .single import Reducing, Released, Spread, average, hook_gradient, share_buffers, take_rank_0s
+from .single import Reducing, Released, Remedy, Single, average, broadcast_model, copies, device_mesh, hook_gradient
 
 ZEROS = (2, 13)  # the first torch that can reduce zeros for parameters without a gradient
 
 
 @dataclass(frozen=True)
-class FSDPOptions:
+class FSDPOptions(Record):
     """Options of strategy "fsdp".
 
-    Attributes:
-        reshard_after_forward: free a block's gathered parameters after its forward and gather them again for its backward
-            (ZeRO-3); False keeps them until backward is done: more memory, less communication (ZeRO-2).
-        wrap: the parts that are gathered one at a time, besides the rest of the model: "blocks", the repeated ones found in the model;
-            names of module classes; or a number: modules with at least that many parameters.
-        cpu_offload: shards, their gradients and optimizer states are in the host's memory (no effect on a CPU).
-        reduce_every_micro_batch: reduce gradients to shards at each micro-batch of an accumulation window; False keeps them whole, in
-            fp32, until the window ends: more memory, less communication. None: False where memory for them is left at `prepare`. The
-            plan says which, and why.
-        ignore: names of parameters or modules, or patterns of them (``"*.router"``), that stay whole on each rank; their gradients
-            are averaged after backward.
-        symmetric_memory: gather into NCCL's symmetric memory by torch's `set_symm_mem_for_comm`, which can leave more of the GPU to
-            kernels. On CUDA only.
-        context_parallel: neighbouring ranks that read the same samples and share each sequence, see
-            `Accelerator.context_parallel`. On CUDA only. It divides the number of ranks; parameters are sharded over all of them.
-
     Raises:
-        SettingError: a value of another type.
+        SettingError: a value of another type or out of its range, or a former option.
 
     Example:
         >>> settings = Settings(strategy="fsdp", strategy_options=FSDPOptions(wrap=("Block",), cpu_offload=True))
     """
 
-    reshard_after_forward: bool = True
-    wrap: str | tuple[str, ...] | int = "blocks"
-    cpu_offload: bool = False
-    reduce_every_micro_batch: bool | None = None
-    ignore: tuple[str, ...] = ()
-    symmetric_memory: bool = False
-    context_parallel: int = field(default=1, metadata={"least": 1})
+    retired: ClassVar = {"symmetric_memory": "shards are gathered through NCCL's own buffers. Leave it out"}
+
+    reshard_after_forward: bool = option(
+        True,
+        "free a block's gathered parameters after its forward and gather them again for its backward (ZeRO-3). False "
+        "keeps them until backward is done (ZeRO-2): more memory, less communication",
+    )
+    wrap: str | tuple[str, ...] | int = option(
+        "blocks",
+        'the parts that are gathered one at a time, besides the rest of the model: "blocks", the repeated ones found '
+        "in the model; a tuple of class names; or a number: modules with at least that many parameters",
+    )
+    cpu_offload: bool = option(
+        False, "shards, their gradients and optimizer states are in the host's memory; no effect on a CPU"
+    )
+    reduce_every_micro_batch: bool | None = option(
+        None,
+        "reduce gradients to shards at each micro-batch of an accumulation window. False keeps them whole, in fp32, "
+        "until the window ends: more memory, less communication. None: False where memory for them is left at "
+        "`prepare`; the plan says which, and why",
+    )
+    ignore: tuple[str, ...] = option(
+        (),
+        'names of parameters or modules, or patterns of them (``"*.router"``), that stay whole on each rank; their '
+        "gradients are averaged after backward",
+    )
+    context_parallel: int = option(
+        1,
+        "neighbouring ranks that read the same samples and share each sequence, see `Accelerator.context_parallel`. It "
+        "divides the number of ranks; parameters are sharded over all of them",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
         if not isinstance(ignore, (list, tuple)) or not all(isinstance(name, str) for name in ignore):
-            raise SettingError(
-                f"ignore={ignore!r} is not a tuple of (patterns of) names of parameters or modules"
-            )
+            raise SettingError(f"ignore={ignore!r} is not a tuple of (patterns of) names of parameters or modules")
         wrap = tuple(self.wrap) if isinstance(self.wrap, list) else self.wrap
         names = isinstance(wrap, tuple) and wrap and all(isinstance(name, str) for name in wrap)
-        if not (names or wrap == "blocks" or (type(wrap) is int and wrap >= 1)):
+        if not (names or wrap == "blocks" or is_whole(wrap, 1)):
             raise SettingError(
-                f"wrap={wrap!r} is neither 'blocks', nor a tuple of class names such as ('Block',), nor a number of at least 1"
+                f"wrap={wrap!r} is not 'blocks', a tuple of class names such as ('Block',), or a number of at least 1"
             )
         object.__setattr__(self, "ignore", tuple(ignore))
         object.__setattr__(self, "wrap", wrap)
 
 
-class FSDP(Spread):
+def conflicts_of(strategy: str) -> tuple[Conflict, ...]:
+    """The rows of "fsdp" or "hsdp" in the table of what does not go together."""
+    freed = "a block's gathered parameters, which the gradient of a gradient needs, are freed after its backward"
+    late = "gradients of ignored parameters are averaged at the end of backward"
+    return (
+        Conflict(strategy, "join_uneven_inputs()", "every rank's forward needs the other ranks' shards", Remedy.JOIN),
+        Conflict(strategy, "create_graph=True", freed, Remedy.GRAPH),
+        Conflict("ignore", "optimizer_in_backward", late, Remedy.LEAVE_OUT),
+    )
+
+
+class FSDP(Single):
     """torch's `fully_shard`, on each repeated block and on the model.
 
-    In place, by torch: parameters become DTensors, which hold this rank's shard; the class of the model and of each block becomes a
-    subclass of its own (``FSDPBlock`` for ``Block``), which cannot be deep-copied; hooks that gather and shard are registered on
-    them. In place, by us: parameters and buffers take rank 0's values first, and the optimizers of the same `prepare` take the new
-    parameters. A parameter must be used on all ranks or on none. After the run is closed the model can no longer be called.
+    In place, by torch: parameters become DTensors, which hold this rank's shard; the class of the model and of each
+    block becomes a subclass of its own (``FSDPBlock`` for ``Block``), which cannot be deep-copied; hooks that gather
+    and shard are registered on them. In place, by us: parameters and buffers take rank 0's values first, and the
+    optimizers of the same `prepare` take the new parameters.
 
-    Gradients that are not reduced yet (`no_sync`, accumulation) are whole on each rank, in fp32, and torch keeps them: ``.grad`` is None,
-    and the prepared optimizer's `zero_grad` clears them. Reduced at each micro-batch (``reduce_every_micro_batch``), they add up in
-    ``.grad``, as shards. Ignored parameters stay whole, and their gradients are averaged at the end of a backward that reduces.
-
-    A model on the meta device gets its values block by block, each sharded before the next one has any: no rank holds the whole.
-    Buffers are not sharded; before a forward that follows a synchronised one they take rank 0's values, as in ddp.
+    Gradients that are not reduced yet are whole on each rank, in fp32, and torch keeps them beside ``.grad``. With
+    ``reduce_every_micro_batch`` they add up in ``.grad``, as shards.
     """
 
     name: ClassVar[str] = "fsdp"
-    traffic: ClassVar = {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")}
     several: ClassVar[str] = "shards a model over processes"
-    no_join: ClassVar[str] = "every rank's forward needs the other ranks' shards"
     Options: ClassVar[type] = FSDPOptions
     sharded: ClassVar[bool] = True
-    no_double_backward = (
-        "fsdp frees a block's gathered parameters after its backward, which that would need again. Use strategy='ddp', or a loss without "
-        "the gradient of a gradient"
-    )
+    conflicts: ClassVar[Sequence[Conflict]] = conflicts_of("fsdp")
     sums = False  # torch keeps its own, in the dtype in which gradients are reduced
 
     def __init__(self, world: World, options: FSDPOptions) -> None:
         super().__init__(world, options)
-        self.data_rank, self.data_size = world.rank // self.context_size, world.size // self.context_size
-        if options.symmetric_memory:
-            refuse_without_cuda("symmetric_memory", world.device)
         self.reduces_each = options.reduce_every_micro_batch
-        if options.ignore:
-            self.no_step_in_backward = "averages the gradients of ignored parameters at the end of backward"
+        self._copies = partial(copies, ranks=world.size)
         self._shape: tuple[int, ...] = (world.size,)  # of the mesh
-        self._mesh: Any = None
+
+    @staticmethod
+    def option_words(options: Any) -> Collection[str]:
+        return ("ignore",) if options.ignore else ()
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
@@ -143,39 +143,34 @@ class FSDP(Spread):
         names = names_of(model, optimizers)
         ignored = matching(model, self.options.ignore)
         check_shardable(model, ignored)
-        policy = context.policy
-        policy.decide(model)
+        policy, world, options = context.policy, self._world, self.options
         model = policy.convert(model)
-        whole = [p for name, p in model.named_parameters() if name in ignored]
-        groups = {id(part): group for group in find_groups(model, self.options.wrap, whole) for part in group}
-        finished: set[int] = set()
-        parts: list[Any] = []
+        unsharded = [p for name, p in model.named_parameters() if name in ignored]
+        groups = find_groups(model, options.wrap, unsharded)
+        ids = set(map(id, groups))
 
-        def take(part: nn.Module) -> None:
-            finished.add(id(part))
-            group = groups.get(id(part), ())
-            if group and finished.issuperset(map(id, group)):
-                for module in group:
-                    take_rank_0s(module, self._world, context.place)
-                shard(group, self._over(), self.options, self._world.device, whole, policy.gather)
-                parts.extend(group)
+        def shard_complete(module: nn.Module) -> None:
+            if id(module) in ids:
+                broadcast_model(module, world, context.place)
+                shard(module, self._mesh, options, world.device, unsharded, policy.gather)
 
         if on_meta(model):
-            # A block is drawn whole and then sharded: drawn as shards, all ranks would have the same numbers in different places.
-            device = self._world.device if context.place else torch.device("cpu")
-            materialise(model, device, context.initialize, take)
+            # A block is drawn whole and then sharded: drawn as shards, all ranks would have the same numbers in
+            # different places.
+            device = world.device if context.place else torch.device("cpu")
+            materialise(model, device, context.initialize, shard_complete)
         else:
-            for part in bottom_up(model):
-                take(part)
+            for group in groups:
+                shard_complete(group)
         rebind(model, optimizers, names)
-        module = policy.forward(model, self._world.device)
+        module = policy.forward(model, world.device)
         context.compile(module)
-        sharded = Sharded(module, model, parts, self._world, self.options, whole, policy.gather)
-        sharded.early, sharded.replicated = bool(self.reduces_each), len(self._shape) > 1
-        sharded.watch_parts()
+        sharded = Sharded(module, model, groups, world, options, bool(self.reduces_each), unsharded, policy.gather)
+        sharded.replicated = len(self._shape) > 1
+        sharded.explain_calls_from_outside()
         if policy.rounds:
-            sharded.rounded = rounded_shards(model, self.options, self._world)
-            sharded.unrounded = no_fp8_gathers(self.options, self._world.device)
+            sharded.rounded = rounded_shards(model, options, world)
+            sharded.unrounded = no_fp8_gathers(options, world.device)
         return sharded
 
     def spread(self, optimizer: Optimizer) -> Optimizer:
@@ -183,22 +178,14 @@ class FSDP(Spread):
         one_by_one(optimizer, "sharded", "ignored")
         return optimizer
 
-    def _over(self) -> Any:
+    @cached_property
+    def _mesh(self) -> Any:
         """The mesh over which parameters are sharded: of one dimension, or of two, replicated along the first."""
-        if self._mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh  # here: it takes half a second
+        return device_mesh(self._world, self._shape, ("replicate", "shard")[-len(self._shape) :])
 
-            names = ("replicate", "shard")[-len(self._shape) :]
-            self._mesh = init_device_mesh(self._world.device.type, self._shape, mesh_dim_names=names)
-        return self._mesh
-
-    def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
+    def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
         if isinstance(model, Sharded):
-            model.drop(parameters)
-
-    def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
-        if isinstance(model, Sharded):
-            model.forget()
+            model.remove_hooks()
         return Released("this model's parameters are shards")
 
 
@@ -206,49 +193,44 @@ class FSDP(Spread):
 class HSDPOptions(FSDPOptions):
     """Options of strategy "hsdp": those of "fsdp", and one more.
 
-    `reduce_every_micro_batch`: None is True. Each micro-batch's gradients are reduced inside a group, and sums are averaged between groups
-    when the window ends.
-
-    Attributes:
-        shard_size: neighbouring ranks that hold one copy of the model among them; None: as many as a node has. It divides the
-            number of ranks.
+    `reduce_every_micro_batch`: None is True. Each micro-batch's gradients are reduced inside a group, and sums are
+    averaged between groups when the window ends.
 
     Example:
         >>> settings = Settings(strategy="hsdp", strategy_options=HSDPOptions(shard_size=8))
     """
 
-    shard_size: int | None = field(default=None, metadata={"least": 2})
+    shard_size: int | None = option(
+        None,
+        "neighbouring ranks that hold one copy of the model among them; None: as many as a node has. It divides the "
+        "number of ranks",
+        least=2,
+    )
 
 
 class HSDP(FSDP):
-    """FSDP on a mesh of two dimensions: gathered and reduced inside a group of `shard_size` ranks, averaged between groups.
-
-    In an accumulation window torch keeps the sums of micro-batches' gradients as fp32 shards, out of sight until the window ends.
-    """
+    """FSDP inside groups of `shard_size` ranks; gradients are averaged between groups, once an accumulation window."""
 
     name: ClassVar[str] = "hsdp"
+    conflicts: ClassVar[Sequence[Conflict]] = conflicts_of("hsdp")
     Options: ClassVar[type] = HSDPOptions
 
     def __init__(self, world: World, options: HSDPOptions) -> None:
         super().__init__(world, options)
         size = options.shard_size or world.local_size
-        said = f"shard_size={size}" if options.shard_size else f"a node's {size} ranks"
-        why, choose = "", "pass strategy_options=HSDPOptions(shard_size=...)"
-        if size == world.size and options.shard_size is None:
-            why = f"shards inside a node and replicates between nodes, and all {size} ranks are on one: {choose}, or use strategy='fsdp'"
-        elif size >= world.size:
-            why = f"with {said} leaves nothing to replicate among {world.size} ranks: use strategy='fsdp', or a smaller shard_size"
-        elif size < 2:
-            why = f"shards inside a node, and each has one rank: use 'ddp' or 'fsdp', or {choose}"
-        elif world.size % size:
-            why = f"splits {world.size} ranks into groups of equal size, which {said} does not allow: pass one that divides {world.size}"
-        if why:
-            raise RefusedError(f"strategy 'hsdp' {why}")
+        sizes = [n for n in range(2, world.size) if world.size % n == 0]
+        if size not in sizes:
+            label = f"shard_size={size}" if options.shard_size else f"{size}, a node's ranks"
+            choices = f"pass HSDPOptions(shard_size=...) with one of {sizes}, or " if sizes else ""
+            raise RefusedError(
+                "strategy 'hsdp' shards inside groups of 2 ranks or more, of which there are several, and "
+                f"{world.size} ranks make no such groups of {label}: {choices}use strategy='fsdp' or 'ddp'"
+            )
         self._shape = (world.size // size, size)
         if TORCH < ZEROS and self.reduces_each:
             raise SettingError(
-                f"reduce_every_micro_batch=True under hsdp needs torch {'.'.join(map(str, ZEROS))} or newer, and this is "
-                f"{torch.__version__}: before, torch adds up gradients of different parameters. Leave it out"
+                f"reduce_every_micro_batch=True under hsdp needs torch 2.13 or newer, and this is {torch.__version__}: "
+                "before, torch adds up gradients of different parameters. Leave it out"
             )
         if self.reduces_each is None:
             self.reduces_each = TORCH >= ZEROS
@@ -258,92 +240,77 @@ class HSDP(FSDP):
         return shards_of(model, options, options.shard_size or local_size)
 
 
-def refuse_without_cuda(word: str, device: torch.device) -> None:
-    if device.type != "cuda":
-        raise RefusedError(
-            f"{word}=True works between CUDA devices, and this run is on {device.type}: leave it out"
-        )
-
-
 def find_groups(
-    model: nn.Module, wrap: str | tuple[str, ...] | int, whole: Sequence[Tensor] = ()
-) -> list[tuple[nn.Module, ...]]:
-    """Find the modules that are gathered together, inner ones first. The last group is `model`, with all remaining parameters."""
+    model: nn.Module, wrap: str | tuple[str, ...] | int, unsharded: Sequence[Tensor] = ()
+) -> list[nn.Module]:
+    """Find the modules that are gathered on their own, inner ones first. The last is `model`, with all the rest."""
     blocks = find_blocks(model, wrap)
-    layers = find_layers(model, blocks, {id(p) for p in whole}) if wrap == "blocks" else []
-    order = {id(m): i for i, m in enumerate(bottom_up(model))}
-    groups = [*((block,) for block in blocks), *layers]
-    return [*sorted(groups, key=lambda group: max(order[id(m)] for m in group)), (model,)]
+    layers = find_layers(model, blocks, {id(p) for p in unsharded}) if wrap == "blocks" else []
+    ids = {id(m) for m in (*blocks, *layers, model)}
+    return [m for m in bottom_up(model) if id(m) in ids]
 
 
 def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     """The layout of `model` in `ranks` shards, at the peak of backward.
 
-    Gathered are: what torch gathers with the model itself, layers with tied weights, the running block, and the next one. Gradients are
-    whole for the same parts but the next block. A block's are copied to be reduced, and the copy lives until the next block's are
-    complete.
+    Gathered are the parameters outside of blocks, the running block, and the next one, whose gradients are not whole
+    yet. A block's are copied to be reduced, until the next block's are complete.
     """
     ignored = matching(model, options.ignore)
-    taken = {id(p) for name, p in model.named_parameters() if name in ignored}
-    kept = trained_kept = 0  # elements from the begin of backward to its end, and trainable ones of these
-    blocks: list[tuple[int, int, int]] = []
-    early_rounds = not no_fp8_gathers(options, torch.device("cuda"))  # for which estimates are made
-    products, rounded = rounded_weights(model) if early_rounds else set(), set[int]()
-    share, early = no_elements if options.cpu_offload else chunk_elements(ranks), 0
-    for group in find_groups(model, options.wrap, [p for p in model.parameters() if id(p) in taken]):
-        own = {id(p): p for module in group for p in module.parameters() if id(p) not in taken}
-        taken.update(own)
-        everything = sum(p.numel() for p in own.values())
-        trained = sum(p.numel() for p in own.values() if p.requires_grad)
-        if len(group) > 1 or group[0] is model:
-            kept, trained_kept = kept + everything, trained_kept + trained
+    claimed = {id(p) for name, p in model.named_parameters() if name in ignored}
+    elements_outside = trained_outside = 0  # of blocks: from the begin of backward to its end
+    blocks: list[tuple[int, int, int]] = []  # elements, trained elements, and elements that fp8 rounds
+    rounds = not no_fp8_gathers(options, torch.device("cuda"))  # the device for which estimates are made
+    products, rounded = rounded_weights(model) if rounds else set(), set[int]()
+    share, largest_share = no_elements if options.cpu_offload else chunk_elements(ranks), 0
+    for group in find_groups(model, options.wrap, [p for p in model.parameters() if id(p) in claimed]):
+        parameters = {id(p): p for p in group.parameters() if id(p) not in claimed}
+        claimed.update(parameters)
+        trainable = [p for p in parameters.values() if p.requires_grad]
+        elements, trained = sum(p.numel() for p in parameters.values()), sum(p.numel() for p in trainable)
+        if group is model:
+            elements_outside, trained_outside = elements, trained
         else:
-            small = products & own.keys()
-            rounded |= small
-            blocks.append((everything, trained, sum(own[i].numel() for i in small)))
-        early = max(early, sum(share("", p) for p in own.values() if p.requires_grad))
+            products_inside = products & parameters.keys()
+            rounded |= products_inside
+            blocks.append((elements, trained, sum(parameters[i].numel() for i in products_inside)))
+        largest_share = max(largest_share, sum(share("", p) for p in trainable))
     blocks.sort(reverse=True)
     block = max((trained for _, trained, _ in blocks), default=0)
-    unreduced, reducing = max((trained_kept + block, block), (trained_kept, trained_kept), key=sum)
+    unreduced, reducing = max((trained_outside + block, block), (trained_outside, trained_outside), key=sum)
 
-    def held(name: str, parameter: Tensor) -> int:
+    def on_rank(name: str, parameter: Tensor) -> int:
         return parameter.numel() if name in ignored else share(name, parameter)
 
-    together = blocks[:2] if options.reshard_after_forward else blocks
+    gathered = blocks[:2] if options.reshard_after_forward else blocks
     return Layout(
-        *(held, held, held),
+        weights=on_rank,
+        gradients=on_rank,
+        states=on_rank,
         gathers=True,
-        gathered=kept + sum(elements for elements, *_ in together),
+        gathered=elements_outside + sum(elements for elements, *_ in gathered),
         rounded=rounded,
-        gathered_once=sum(elements for *_, elements in together),
+        gathered_once=sum(elements for *_, elements in gathered),
         unreduced=unreduced,
         reducing=reducing,
-        early=early,
+        early=largest_share,
         note="weights, gradients and states are in the host's memory" if options.cpu_offload else "",
     )
 
 
 def shard(
-    modules: Sequence[nn.Module],
-    mesh: Any,
-    options: FSDPOptions,
-    device: torch.device,
-    whole: Sequence[nn.Parameter] = (),
+    module: nn.Module, mesh: Any, options: FSDPOptions, device: torch.device, unsharded: Sequence[nn.Parameter] = (),
     gather: torch.dtype | None = None,
-) -> None:
-    """Shard the parameters of `modules` over `mesh`, to be gathered together in dtype `gather`, except those that stay `whole`.
-
-    Where one of them has another dtype than fp32, bf16 or fp16, all are gathered as they are.
-    """
+) -> None:  # fmt: skip
+    """Shard the parameters of `module` over `mesh`, but for `unsharded` ones, to be gathered together in `gather`."""
     # Imported here: half a second that other strategies need not pay.
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    inner = [part for m in modules for part in m.modules() if isinstance(part, FSDPModule)]
-    within = {id(p) for part in inner for p in part.parameters()}
-    dtypes = {p.dtype for module in modules for p in module.parameters() if id(p) not in within}
-    offload = {"offload_policy": CPUOffloadPolicy()} if options.cpu_offload and device.type != "cpu" else {}
-    fully_shard(
-        modules if len(modules) > 1 else modules[0],
+    nested = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    sharded = {id(p) for m in nested for p in m.parameters()}
+    dtypes = {p.dtype for p in module.parameters() if id(p) not in sharded}
+    fsdp_module = fully_shard(
+        module,
         mesh=mesh,
         reshard_after_forward=options.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(
@@ -351,244 +318,216 @@ def shard(
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # autocast does, where a product asks for it
         ),
-        ignored_params=set(whole),
-        **offload,
+        ignored_params=set(unsharded),
+        offload_policy=CPUOffloadPolicy() if options.cpu_offload and device.type != "cpu" else OffloadPolicy(),
     )
     # torch 2.8 takes gloo's average for a sum; a sum that torch divides is right in all versions.
-    for part in modules if device.type == "cpu" else ():
-        part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    if options.symmetric_memory:
-        if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
-            raise RefusedError(
-                f"symmetric_memory=True needs torch 2.11 or newer, and this is {torch.__version__}: leave it out"
-            )
-        modules[0].set_symm_mem_for_comm()  # type: ignore[operator]
+    if device.type == "cpu":
+        fsdp_module.set_force_sum_reduction_for_comms(True)
 
 
 def no_fp8_gathers(options: FSDPOptions, device: torch.device) -> str:
     """Why no shard is gathered in fp8; "" if they can be."""
     if not find_spec("torchao"):
         return "torchao is not installed"
-    moves = "with cpu_offload torch moves shards to the GPU before it asks what to gather"
-    return moves if options.cpu_offload and device.type != "cpu" else ""
+    if options.cpu_offload and device.type != "cpu":
+        return "with cpu_offload torch moves shards to the GPU before it asks what to gather"
+    return ""
 
 
 def rounded_shards(model: nn.Module, options: FSDPOptions, world: World) -> tuple[Float8Shard, ...]:
-    """Shards that are gathered in fp8: those of `Float8Linear` layers of the repeated blocks, where no layer of another kind reads them."""
+    """Shards that are gathered in fp8: of `Float8Linear` layers of the repeated blocks that no other layer reads."""
     if no_fp8_gathers(options, world.device):
         return ()
-    others = {id(p) for m in model.modules() if type(m) is not Float8Linear for p in m._parameters.values()}
-    inside = (m for block in find_blocks(model, options.wrap) for m in block.modules())
-    own = {id(m.weight): m for m in inside if type(m) is Float8Linear and hasattr(m.weight, "to_local")}
-    shards = (Float8Shard(m, partial(world.reduce, op="max")) for i, m in own.items() if i not in others)
-    return tuple(shard for shard in shards if shard.part() is not None)
+    read = {id(p) for m in model.modules() if type(m) is not Float8Linear for p in m._parameters.values()}
+    modules = (m for block in find_blocks(model, options.wrap) for m in block.modules())
+    layers = {id(m.weight): m for m in modules if type(m) is Float8Linear and hasattr(m.weight, "to_local")}
+    shards = (Float8Shard(m, partial(world.reduce, op="max")) for i, m in layers.items() if i not in read)
+    return tuple(shard for shard in shards if shard.shard() is not None)
 
 
 class Sharded(Reducing):
-    """Calls the model under the precision's autocast, with equal buffers on all ranks.
-
-    Args:
-        parts: all modules that gather their own parameters, `root`, the user's module, included.
-        whole: parameters that are not sharded; their gradients are averaged over all ranks.
-        gather: half precision in which parameters are gathered; None: as they are stored.
-
-    Attributes:
-        early: whether backwards before the end of an accumulation window reduce gradients to shards.
-        unrounded: why there are no `rounded` ones under fp8.
-        rounded: shards that are gathered in fp8. They are rounded once an update, and in front of each forward without gradients.
-        replicated: whether shards are replicated: their gradients are averaged at the end of the window.
-    """
+    """Calls the model, with equal buffers on all ranks. `parts` gather their own parameters, `root` is one of them."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        root: nn.Module,
-        parts: Sequence[Any],
-        world: World,
-        options: FSDPOptions,
-        whole: Sequence[nn.Parameter] = (),
-        gather: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.module, self.world, self.options = module, world, options
-        self.root: Any = root
-        self.parts = tuple(parts)
-        self.early = self.replicated = False
-        self._unreduced = False  # whether torch may keep sums beside `.grad`
-        self._stale = True  # whether buffers may differ between the ranks
-        self._gathered = False  # whether all parts have been gathered once
-        self._whole = tuple(whole)  # a tuple: they are parameters of `root`, and of nothing else
+        self, module: nn.Module, root: nn.Module, parts: Sequence[Any], world: World, options: FSDPOptions,
+        reduces_each: bool, unsharded: Sequence[nn.Parameter] = (), gather: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(module, root, world)
+        self._options, self._parts = options, tuple(parts)
+        self._reduces_each = reduces_each  # backwards before the end of an accumulation window reduce, too
+        self.replicated = False  # shards are replicated: their gradients are averaged at the end of the window
+        self.rounded: tuple[Float8Shard, ...] = ()  # gathered in fp8; rounded once an update, and to evaluate
+        self.unrounded = ""  # why there are no `rounded` ones under fp8
+        self._has_unreduced = False  # whether torch may keep sums beside `.grad`
+        self._all_gathered = False  # whether all parts have been gathered once
+        self._has_called = False
+        self._unsharded = tuple(unsharded)  # a tuple: they are parameters of `root`, and of nothing else
         self._hooks = as_if_fp32(root) if gather else []
-        self._hooks += [hook_gradient(p, self._expect_average) for p in self._whole]
-        self._expecting = False  # whether this backward ends with `_average`
-        self._empty: list[Tensor] | None = None  # without a gradient when an early window of replicas began
-        self._used: set[int] = set()  # ids of those that have had one since
-        self._ending = False  # whether this backward ends with `_end_window`
-        self.rounded: tuple[Float8Shard, ...] = ()
-        self.unrounded = ""
-        self._all = tuple(root.parameters())
-        self._frozen = [not p.requires_grad for p in self._all]
-
-    def _compare_frozen(self, frozen: list[bool]) -> None:
-        """Compare which parameters are frozen, after a change: ranks that reduce different gradients would wait forever."""
-        names = {id(p): name for name, p in self.root.named_parameters()}
-        now = {names.get(id(p), "?"): "frozen" if f else "trained" for p, f in zip(self._all, frozen)}
-        changed = [name for name, f, before in zip(now, frozen, self._frozen) if f != before]
-        self.world.compare(
-            f"a forward after requires_grad was changed, first of {changed[0]!r}",
-            lambda: now,
-            remedy="freeze and unfreeze the same parameters on all ranks, before the same forward",
-        )
-        self._frozen = frozen
+        self._hooks += [hook_gradient(p, self._queue_end) for p in self._unsharded]
+        self._end_queued = False  # whether this backward ends with `_end_backward`
+        self._unused: list[Tensor] | None = None  # without a gradient when an early window of replicas began
+        self._used_ids: set[int] = set()  # ids of those that have had one since
+        self._names, self._tensors = zip(*root.named_parameters())
+        self._frozen = [not p.requires_grad for p in self._tensors]
+        self._shard_memory = ShardMemory(root)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stale:
-            share_buffers(self.root, self.world)
+        self._shard_memory.check()
+        self.begin_forward()
         training = torch.is_grad_enabled()
-        self.world.forwards += 1
-        if training and (frozen := [not p.requires_grad for p in self._all]) != self._frozen:
-            self._compare_frozen(frozen)
-        if training and not self.reduces and self.early and self.replicated and self._empty is None:
-            # torch keeps the sums of micro-batches without names: each must be of all parameters, with zeros for those that it did not use.
+        accumulating = training and not self.reduces
+        if training:
+            self._compare_frozen()
+        if accumulating and self._reduces_each and self.replicated and self._unused is None:
+            # torch keeps the sums of micro-batches without names: each must be of all parameters, with zeros for those
+            # that it did not use.
             sharded = [p for p in self.root.parameters() if p.requires_grad and hasattr(p, "to_local")]
-            self._empty = [p for p in sharded if p.grad is None]
+            self._unused = [p for p in sharded if p.grad is None]
             self.root.set_reduce_scatter_unused_params(True)
-        self._stale = training and self.reduces
         if self.rounded and not (training and all(shard.current() for shard in self.rounded)):
             round_shards(self.rounded)
         with self.world.explained("forward"):
             outputs = self.module(*args, **kwargs)
+        if not self._has_called:
+            self._has_called = True
+            self._shard_memory.note()  # torch may have replaced them in the first call
+        if accumulating and not self._all_gathered:
+            self._gather_once()
         if not training:
             forget_rounded(self.rounded)  # evaluation may see weights that were swapped by `.data`
-        if training and not self.reduces and not self._gathered:
-            self._gather_once()
-        if not training and not self.options.reshard_after_forward:
-            for part in self.parts:  # no backward will follow, which would have done it
-                part.reshard()
+            for part in () if self._options.reshard_after_forward else self._parts:
+                part.reshard()  # no backward will follow, which would have done it
         return outputs
+
+    def _compare_frozen(self) -> None:
+        """Compare which parameters are frozen, after a change: ranks that reduce different gradients wait forever."""
+        frozen = [not p.requires_grad for p in self._tensors]
+        if frozen == self._frozen:
+            return
+        states = {name: "frozen" if flag else "trained" for name, flag in zip(self._names, frozen)}
+        changed = [name for name, *flags in zip(self._names, frozen, self._frozen) if flags[0] != flags[1]]
+        self.world.compare(
+            f"a forward after requires_grad was changed, first of {changed[0]!r}",
+            lambda: states,
+            remedy="freeze and unfreeze the same parameters on all ranks, before the same forward",
+        )
+        self._frozen = frozen
 
     def _gather_once(self) -> None:
         """Gather every part: torch cannot keep unreduced gradients of a block that no forward has gathered yet."""
-        for part in self.parts:
-            places = [
-                (m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None
-            ]
+        for part in self._parts:
+            entries = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
             part.unshard()
-            for module, name, shard in places if self.early and self.replicated else ():
-                whole: Any = module._parameters[name]
-                if whole is not shard:
-                    self._hooks.append(hook_gradient(whole, partial(self._note_use, id(shard))))
+            for module, name, shard in entries if self._reduces_each and self.replicated else ():
+                gathered: Any = module._parameters[name]
+                if gathered is not shard:
+                    self._hooks.append(hook_gradient(gathered, partial(self._record_use, id(shard))))
             part.reshard()
-        for group in self._groups():
-            for one in group.fsdp_params:
-                one.accumulate_unsharded_grad_if_needed = partial(_accumulate, group, one)
-        self._gathered = True
+        for group in self._param_groups():
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed = partial(_accumulate, group, parameter)
+        self._all_gathered = True
 
-    def _expect_average(self, _: Tensor) -> None:
-        if self.reduces and not self._expecting:
-            self._expecting = True
-            # As torch's DDP and FSDP do: called at the end of this backward.
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+    def _record_use(self, shard: int, gradient_of: Tensor) -> None:
+        self._used_ids.add(shard)
+        if self._unused is not None:
+            self._queue_end(gradient_of)
 
-    def _average(self) -> None:
-        self._expecting = False
-        average([p.grad for p in self._whole if p.grad is not None], self.world)
+    def _queue_end(self, _: Tensor) -> None:
+        if self.reduces and not self._end_queued:
+            self._end_queued = True
+            # As in torch's DDP and FSDP: called at the end of this backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def watch_parts(self) -> None:
-        """Explain errors of modules that are called from outside of the model's forward but only gathered by it."""
-        inside = {id(m) for part in self.parts if part is not self.root for m in part.modules()}
-        for module in self.root.modules():
-            own = any(True for _ in module.parameters(recurse=False))
-            if own and module is not self.root and id(module) not in inside:
-                self._hooks.append(module.register_forward_pre_hook(_check_gathered))
-
-    def _note_use(self, shard: int, _: Tensor) -> None:
-        self._used.add(shard)
-        if self.reduces and self._empty is not None and not self._ending:
-            self._ending = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_window)
-
-    def _end_window(self) -> None:
-        """Remove the zero gradients of parameters that no micro-batch used."""
-        empty = self._empty or []
-        used = [id(p) in self._used for p in empty]
-        if not all(used):
-            counts = self.world.reduce(torch.tensor(used, device=self.world.device).float(), "sum").tolist()
-            for parameter, count in zip(empty, counts):
+    def _end_backward(self) -> None:
+        self._end_queued = False
+        average([p.grad for p in self._unsharded if p.grad is not None], self.world)
+        if self._unused is None:
+            return
+        # Remove the zero gradients of parameters that no micro-batch used.
+        flags = [id(p) in self._used_ids for p in self._unused]
+        if not all(flags):
+            counts = self.world.reduce(torch.tensor(flags, device=self.world.device).float(), "sum").tolist()
+            for parameter, count in zip(self._unused, counts):
                 if not count:
                     parameter.grad = None
-        self._empty, self._ending = None, False
-        self._used.clear()
+        self._unused = None
+        self._used_ids.clear()
         self.root.set_reduce_scatter_unused_params(False)
 
+    def explain_calls_from_outside(self) -> None:
+        """Explain errors of modules that are called from outside of the model's forward but only gathered by it."""
+        gathered = {id(m) for part in self._parts if part is not self.root for m in part.modules()}
+        for module in self.root.modules():
+            has_parameters = next(module.parameters(False), None) is not None
+            if has_parameters and module is not self.root and id(module) not in gathered:
+                self._hooks.append(module.register_forward_pre_hook(_check_gathered))
+
     def drop(self, parameters: Callable[[], set[int]]) -> None:
-        """Drop the sums that torch keeps beside ``.grad`` for these ids of parameters, after backwards under `no_sync`."""
-        if not self._unreduced:
+        """Drop the sums that torch keeps beside ``.grad`` after backwards under `no_sync`, for these parameter ids."""
+        if not self._has_unreduced:
             return
-        self._unreduced, cleared = False, parameters()
-        for group in self._groups():
-            chosen = [p for p in group.fsdp_params if id(p.sharded_param) in cleared]
-            for kept in chosen:
+        self._has_unreduced, cleared = False, parameters()
+        for group in self._param_groups():
+            dropped = [p for p in group.fsdp_params if id(p.sharded_param) in cleared]
+            for parameter in dropped:
                 # In another dtype than the parameter's; else in the gathered parameter.
-                kept.unsharded_accumulated_grad = None
-                if hasattr(kept, "_unsharded_param"):
-                    kept._unsharded_param.grad = None
-            if len(chosen) == len(group.fsdp_params):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+            if len(dropped) == len(group.fsdp_params):
                 group._partial_reduce_output = None
 
-    def _groups(self) -> Iterator[Any]:
+    def _param_groups(self) -> Iterator[Any]:
         """torch's groups of parameters that are gathered together."""
-        for part in self.parts:
+        for part in self._parts:
             state = part._get_fsdp_state()
             before_2_11 = getattr(state, "_fsdp_param_group", None)
             yield from filter(None, getattr(state, "_fsdp_param_groups", None) or [before_2_11])
 
-    def forget(self) -> None:
+    def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def reduce(self, wanted: bool) -> None:
-        super().reduce(wanted)
-        self._unreduced |= not wanted
-        if not self.early:
-            self.root.set_requires_gradient_sync(wanted)
+    def reduce(self, enabled: bool) -> None:
+        super().reduce(enabled)
+        self._has_unreduced |= not enabled
+        if not self._reduces_each:
+            self.root.set_requires_gradient_sync(enabled)
         elif self.replicated:
-            self.root.set_requires_all_reduce(wanted)
+            self.root.set_requires_all_reduce(enabled)
 
 
-def _accumulate(group: Any, one: Any) -> None:
-    """Add a gradient to the sum of earlier micro-batches; beside such sums the first one, too, is in their dtype, as torch asks."""
-    type(one).accumulate_unsharded_grad_if_needed(one)
-    if hasattr(one, "_unsharded_param") and any(
-        p.unsharded_accumulated_grad is not None for p in group.fsdp_params
-    ):
-        one.to_accumulated_grad_if_needed()
+def _accumulate(group: Any, parameter: Any) -> None:
+    """Add a gradient to the sum of earlier micro-batches, in one dtype for the whole group, as torch asks."""
+    type(parameter).accumulate_unsharded_grad_if_needed(parameter)
+    sums = (p.unsharded_accumulated_grad for p in group.fsdp_params)
+    if hasattr(parameter, "_unsharded_param") and any(grad is not None for grad in sums):
+        parameter.to_accumulated_grad_if_needed()
 
 
 def _check_gathered(module: nn.Module, args: Any) -> None:
     if any(hasattr(p, "to_local") for p in module.parameters(recurse=False)):
         raise StepError(
-            f"a {type(module).__name__} is called outside of the model's forward, where its parameters are shards. Call the model itself; "
-            "name another method that computes in prepare(model, forward_methods=('name',)), or decorate it with @easymp.forward_method"
+            f"a {type(module).__name__} is called outside of the model's forward, where its parameters are shards. "
+            "Call the model itself; name another method that computes in prepare(model, forward_methods=('name',)), or "
+            "decorate it with @easymp.forward_method"
         )
 
 
 # -- checks before anything is changed ---------------------------------------------------------------------------------
 
 
-def one_by_one(optimizer: Optimizer, parts: str, whole: str) -> None:
-    """Let `optimizer` step one tensor at a time where a param group has both DTensors and plain ones, which torch's lists do not mix.
-
-    `parts` and `whole` name the two kinds. Raises PrepareError where the optimizer is set to take lists.
-    """
+def one_by_one(optimizer: Optimizer, parts: str, unsplit: str) -> None:
+    """Let `optimizer` step one tensor at a time where a param group mixes DTensors (`parts`) and others (`unsplit`)."""
     for g, group in enumerate(optimizer.param_groups):
         if len({hasattr(p, "to_local") for p in group["params"]}) < 2:
             continue
-        word = next((word for word in ("fused", "foreach") if group.get(word)), None)
-        if word:
+        if mode := next((mode for mode in ("fused", "foreach") if group.get(mode)), None):
             raise PrepareError(
-                f"{type(optimizer).__name__} has {word}=True for {parts} and {whole} parameters together (param group {g}), which "
-                f"torch's {word} step does not take: leave {word} out, or give {whole} parameters a param group of their own"
+                f"{type(optimizer).__name__} has {mode}=True for {parts} and {unsplit} parameters together (param "
+                f"group {g}), which torch does not take: leave {mode} out, or give each kind groups of its own"
             )
         if "foreach" in group:
             group["foreach"] = False  # else torch chooses it on accelerators
@@ -598,45 +537,36 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     """Names of the parameters that `patterns` match, by their own name or that of a module that holds them."""
     parameters = {name for name, _ in model.named_parameters()}
     modules = [name for name, _ in model.named_modules() if name]
-    found, known = set[str](), [*parameters, *modules]
+    matched = set[str]()
     for pattern in patterns:
-        held = tuple(f"{name}." for name in modules if fnmatchcase(name, pattern))
-        these = {n for n in parameters if fnmatchcase(n, pattern) or n.startswith(held)}
-        if not these:
-            raise PrepareError(
-                f"no parameter or module of this {type(model).__name__} is named {pattern!r}{nearest(pattern, known)}: correct `ignore`"
-            )
-        found |= these
-    if found and found == parameters:
+        prefixes = tuple(f"{name}." for name in modules if fnmatchcase(name, pattern))
+        names = {n for n in parameters if fnmatchcase(n, pattern) or n.startswith(prefixes)}
+        if not names:
+            subject = f"no parameter or module of this {type(model).__name__}"
+            hint = nearest(pattern, [*parameters, *modules])
+            raise PrepareError(f"{subject} is named {pattern!r}{hint}: correct `ignore`")
+        matched |= names
+    if matched and matched == parameters:
         raise PrepareError(f"ignore={patterns!r} leaves no parameter to shard: use strategy='ddp'")
-    return found
+    return matched
 
 
 def check_shardable(model: nn.Module, ignored: Collection[str] = ()) -> None:
     """Refuse what torch cannot shard, by name; parameters in `ignored` may be anything."""
-    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
-        raise PrepareError(
-            f"a {type(model).__name__} cannot be called, so fsdp cannot shard it: put it into a module with a forward"
-        )
+    refuse_uncallable(model)
     refuse_sparse(model, "fsdp reduces dense ones only")
     refuse_sharded(model)
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if name in ignored:
             continue
-        if parameter.ndim == 0:
-            raise PrepareError(
-                f"parameter {name!r} is 0-dim, and fsdp shards along dimension 0: make it one of shape (1,), or `ignore` it"
-            )
+        fault = "0-dim: make it one of shape (1,)" if parameter.ndim == 0 else ""
         if not parameter.is_contiguous():
-            raise PrepareError(
-                f"parameter {name!r} is not contiguous (shape {tuple(parameter.shape)}, strides {parameter.stride()}), and fsdp shards "
-                "contiguous ones only: make it contiguous (no channels_last), or `ignore` it"
-            )
+            fault = f"not contiguous (strides {parameter.stride()}): make it contiguous (no channels_last)"
+        if fault:
+            raise PrepareError(f"parameter {name!r}, which fsdp shards along dimension 0, is {fault}, or `ignore` it")
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
-        said = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
-        raise PrepareError(
-            f"fsdp gathers parameters of one dtype together, but {said}: convert them to one dtype, or `ignore` some"
-        )
+        dtype_list = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
+        raise PrepareError(f"fsdp gathers parameters of one dtype, but {dtype_list}: convert them, or `ignore` some")

@@ -1,8 +1,8 @@
 """Values for a model that was built on the meta device, part by part, so that no process needs to hold it whole.
 
-Each module gets storage for its own parameters and buffers and draws their values by its `reset_parameters`, as its constructor would have:
-children before the modules that hold them, in the order they were registered. So the same seed gives the values of a model that was built
-normally, if all its modules are made in that order and draw numbers in `reset_parameters` only, as torch's do.
+Each module gets storage for its own tensors and draws their values by its `reset_parameters`, children first, in the
+order they were registered. So the same seed gives the values of a model that was built normally, if its modules are
+made in that order and draw numbers in `reset_parameters` only, as torch's do.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from torch import Tensor, nn
 
 from ..errors import PrepareError
 
-Initialize = Callable[[nn.Module], None] | None
+Initialize = Callable[[nn.Module], object] | None
 
-OTHERS = ("_init_weights", "init_weights")  # methods of models that we cannot call: some take a module
+INIT_METHODS = ("_init_weights", "init_weights")  # of models; we cannot call them, for some take a module
 LEFT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that a run divided among ranks: their meta tensors have values elsewhere, and must not get new ones."""
 
 
 def left_to_others(model: nn.Module) -> bool:
     """Whether `model` is one of `LEFT`, or a part or a view of it, which has its attributes."""
-    mine = id(vars(model))
-    return any(id(vars(module)) == mine for left in LEFT for module in left.modules())
+    return any(vars(module) is vars(model) for divided in LEFT for module in divided.modules())
 
 
 def on_meta(model: nn.Module) -> bool:
@@ -34,122 +33,117 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def materialise(
-    model: nn.Module,
-    device: torch.device,
-    initialize: Initialize = None,
+    model: nn.Module, device: torch.device, initialize: Initialize = None,
     finished: Callable[[nn.Module], None] = lambda module: None,
-) -> None:
+) -> None:  # fmt: skip
     """Give each meta parameter and buffer of `model` storage on `device`, and values. Tensors stay the same objects.
 
     A tied parameter takes the values of the module that comes first. A module without tensors of its own but with a
-    `reset_parameters` has it called after its children, unless a tensor inside it had values before.
-
-    Args:
-        initialize: called with each module that had meta tensors, after its `reset_parameters` if it has one.
-        finished: called with each module, children first, as soon as its values are final.
+    `reset_parameters` (a holder) has it called after its children, unless a tensor inside it had values before.
+    `initialize` is called with each module that had meta tensors, `finished` with each module, children first, as soon
+    as its values are final.
     """
     if model in LEFT:
-        raise PrepareError(
-            f"an earlier run left parts of this {type(model).__name__} to other ranks, and they have no values here: build the model anew"
-        )
-    holders = {id(m) for m in model.modules() if _resetter(m) and _only_holds(m)}
+        raise PrepareError(f"an earlier run left parts of this {type(model).__name__} to other ranks: build it anew")
+    holders = {id(m) for m in model.modules() if _reset_method(m) and not _own_tensors(m) and _all_meta(m)}
     for name, module in model.named_modules():
         _check(name, module, initialize, id(module) in holders)
-    origin: dict[int, Tensor] = {}  # those with values; kept alive, so that an id means one tensor
-    seen: set[int] = set()
+    filled: dict[int, Tensor] = {}  # tensors with values; kept alive, so that an id means one tensor
+    visited: set[int] = set()
 
-    def visit(module: nn.Module, held: bool) -> Iterator[nn.Module]:
-        """Modules in order of completion. A module inside a holder, which may change it, is complete with the holder."""
-        if id(module) in seen:
+    def visit(module: nn.Module, in_holder: bool) -> Iterator[nn.Module]:
+        """Yield modules whose values are final. Those inside a holder, which may change them, come with the holder."""
+        if id(module) in visited:
             return
-        seen.add(id(module))
-        inside: list[nn.Module] = []
-        holds = held or id(module) in holders
+        visited.add(id(module))
+        is_holder = id(module) in holders
+        completed_inside: list[nn.Module] = []
         for child in module.children():
-            for done in visit(child, holds):
-                if holds and not held:
-                    inside.append(done)
-                else:
-                    yield done
-        _fill(module, device, initialize, origin)
-        if id(module) in holders:
+            completed = visit(child, in_holder or is_holder)
+            if is_holder and not in_holder:
+                completed_inside += completed
+            else:
+                yield from completed
+        _fill(module, device, initialize, filled)
+        if is_holder:
             with torch.no_grad(), device:
-                _resetter(module)()  # type: ignore[misc]
-        yield from inside
+                _reset_method(module)()  # type: ignore[misc]  # a holder has one
+        yield from completed_inside
         yield module
 
     for module in visit(model, False):
         finished(module)
 
 
-def _resetter(module: nn.Module) -> Callable[[], None] | None:
+def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     """`reset_parameters`, or torch's name for it in MultiheadAttention and Transformer."""
-    found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
-    return next(filter(callable, found), None)
+    methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, methods), None)
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
 
 
-def _only_holds(module: nn.Module) -> bool:
-    below = [*module.parameters(), *module.buffers()]
-    return not _own(module) and bool(below) and all(t.is_meta for t in below)
+def _all_meta(module: nn.Module) -> bool:
+    tensors = [*module.parameters(), *module.buffers()]
+    return bool(tensors) and all(t.is_meta for t in tensors)
 
 
-def _check(name: str, module: nn.Module, initialize: Initialize, holds: bool) -> None:
-    ways = "pass Accelerator(initialize=function), which is called with each such module and fills its tensors, or build it off meta"
-    where = f"{type(module).__name__} {name!r}" if name else f"this {type(module).__name__}"
-    there = [n for n, t in _own(module).items() if t.is_meta]
-    real = [n for n, t in _own(module).items() if not t.is_meta]
-    if there and _resetter(module) is None and initialize is None:
+def _check(name: str, module: nn.Module, initialize: Initialize, is_holder: bool) -> None:
+    remedy = "pass Settings(initialize=function), which fills each such module, or build it off meta"
+    label = f"{type(module).__name__} {name!r}" if name else f"this {type(module).__name__}"
+    meta = [n for n, t in _own_tensors(module).items() if t.is_meta]
+    real = [n for n, t in _own_tensors(module).items() if not t.is_meta]
+    if meta and _reset_method(module) is None and initialize is None:
         raise PrepareError(
-            f"{where} has {there[0]!r} on the meta device, without values, and no reset_parameters(): {ways}"
+            f"{label} has {meta[0]!r} on the meta device, without values, and no reset_parameters(): {remedy}"
         )
-    if there and real:
+    if meta and real:
         raise PrepareError(
-            f"{where} has {there[0]!r} on the meta device and values in {real[0]!r}: build it on meta as a whole, or not at all"
+            f"{label} has {meta[0]!r} on the meta device and values in {real[0]!r}: build it whole on meta"
         )
-    other = next((n for n in OTHERS if callable(getattr(module, n, None))), None)
-    if other and initialize is None and not holds and any(t.is_meta for t in module.parameters()):
+    method = next((n for n in INIT_METHODS if callable(getattr(module, n, None))), None)
+    if method and initialize is None and not is_holder and any(t.is_meta for t in module.parameters()):
         raise PrepareError(
-            f"{where} has {other}(), which did nothing on the meta device and is not called by us: {ways}. If it takes a module, "
-            f"initialize=model.{other} will do"
+            f"{label} has {method}(), which did nothing on the meta device and is not called by us: {remedy}. If it "
+            f"takes a module, initialize=model.{method} will do"
         )
-    loose = next((n for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta), None)
-    if loose:
+    attribute = next((n for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta), None)
+    if attribute:
         raise PrepareError(
-            f"{where} has a tensor {loose!r} on the meta device that is neither parameter nor buffer: register it, or build off meta"
+            f"{label} has a tensor {attribute!r} on the meta device that is neither parameter nor buffer: register it, "
+            "or build off meta"
         )
 
 
-def _fill(module: nn.Module, device: torch.device, initialize: Initialize, origin: dict[int, Tensor]) -> None:
-    own = _own(module)
-    new = {name: t for name, t in own.items() if t.is_meta}
-    tied = {name: t for name, t in own.items() if id(t) in origin}
-    if not new and not tied:
+def _fill(module: nn.Module, device: torch.device, initialize: Initialize, filled: dict[int, Tensor]) -> None:
+    meta = {name: t for name, t in _own_tensors(module).items() if t.is_meta}
+    tied = {name: t for name, t in _own_tensors(module).items() if id(t) in filled}
+    if not meta and not tied:
         return
-    swap_in(module, lambda t: _like(t, device) if t.is_meta else t)
-    # Tied values are drawn and thrown away, so that the random stream continues as if the model had been built normally.
+    swap_in(module, lambda t: _allocate(t, device) if t.is_meta else t)
+    # Tied values are drawn and thrown away, so that the random stream continues as if the model had been built
+    # normally.
     for name, tensor in tied.items():
-        _table(module, name)[name] = _like(tensor, device)
-    versions = {name: tensor._version for name, tensor in new.items()}
+        _table(module, name)[name] = _allocate(tensor, device)
+    versions = {name: tensor._version for name, tensor in meta.items()}
     with torch.no_grad(), device:
-        reset = _resetter(module)
+        reset = _reset_method(module)
         if reset is not None:
             reset()
         if initialize is not None:
             initialize(module)
     for name, tensor in tied.items():
         _table(module, name)[name] = tensor
-    for name, tensor in new.items():
-        now = _table(module, name)[name]
-        if now.is_meta or (now is tensor and _unwritten(tensor, versions[name])):
+    for name, tensor in meta.items():
+        value = _table(module, name)[name]
+        if value.is_meta or (value is tensor and _unwritten(tensor, versions[name])):
             raise PrepareError(
-                f"nothing gave {name!r} of {type(module).__name__} values after it was built on the meta device: let its "
-                "reset_parameters() do it, pass Accelerator(initialize=function), or build the model off meta"
+                f"nothing gave {name!r} of {type(module).__name__} values after it was built on the meta device: let "
+                "its reset_parameters() do it, pass Settings(initialize=function), or build the model off meta"
             )
-        origin[id(now)] = now
+        filled[id(value)] = value
 
 
 def _table(module: nn.Module, name: str) -> dict[str, Tensor]:
@@ -157,20 +151,19 @@ def _table(module: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def swap_in(module: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
-    """Give `module`'s own parameters and buffers, which stay the same objects, storage and values of ``fresh(tensor)``, or of itself."""
+    """Give `module`'s own parameters and buffers, which stay the same objects, the storage of ``fresh(tensor)``."""
     for buffer in module._buffers.values():
         if buffer is not None and (new := fresh(buffer)) is not buffer:
             torch.utils.swap_tensors(buffer, new)
-    before = torch.__future__.get_swap_module_params_on_conversion()
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        # Lets modules with weak references to parameters (LSTM) release them.
-        module._apply(fresh, recurse=False)
+        module._apply(fresh, recurse=False)  # lets modules with weak references to parameters (LSTM) release them
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-def _like(tensor: Tensor, device: torch.device) -> Tensor:
+def _allocate(tensor: Tensor, device: torch.device) -> Tensor:
     """Storage for `tensor`; floats begin as NaN, by which `_unwritten` knows them."""
     fresh = torch.empty_like(tensor, device=device, requires_grad=False)
     if fresh.is_floating_point() or fresh.is_complex():

@@ -1,85 +1,83 @@
-"""single: one process, one device; the base class of the other strategies, and functions that several of them use."""
+"""single: one process, one device. Also the base class of the other strategies, and functions that they share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _take_tensors
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from ..base.dtensor import local
 from ..distributed import World
-from ..errors import BatchError, RefusedError, SettingError, StepError
+from ..errors import RefusedError, SettingError, StepError, is_whole
 from ..logging import get_logger
 from ..optim.torch_step import multiply, values
-from ..options import DistributedDataParallelKwargs
-from ..protocols import Counting, Facts, Layout, Refusal, WrapContext
+from ..options import DistributedDataParallelKwargs, Record, option
+from ..protocols import Conflict, Counting, Facts, Layout, Refusal, WrapContext
+from .context_parallel import SequenceAttention, check_group_size
 
 logger = get_logger(__name__)
+BUCKET = 2**26  # bytes broadcast at a time
 
 Call = Callable[..., Any]
+SEVERAL_DEVICES = "data_parallel on several devices"
+
+
+class Remedy:
+    """Remedies of several strategies, in their rows of the table of conflicts."""
+
+    FORWARD = "Call the model itself, or use strategy='ddp'"
+    GRAPH = "Use strategy='ddp', or a loss without the gradient of a gradient"
+    IN_BACKWARD = "Leave one of them out, or use strategy='fsdp'"
+    JOIN = "Keep even_batches=True, or use strategy='ddp'"
+    LEAVE_OUT = "Leave one of them out"
+    MASTERS = "Use bf16, or fp16, which keeps the parameters themselves in fp32"
 
 
 class Single:
-    """Calls the model under autocast. The base of all strategies, with a default for each member of `easymp.protocols.Strategy`.
+    """Calls the model under autocast. The base of all strategies, with defaults for members of `protocols.Strategy`.
 
-    It takes ddp's options, for scripts that run on one process and on several; they have no effect here. `several` says what the strategy
-    does over processes, and `no_join` why ranks cannot run out of batches at different times; both are "" where that does not apply.
+    It takes ddp's options, for scripts that run on one process and on several; they have no effect here.
     """
 
     name: ClassVar[str] = "single"
     Options: ClassVar[type] = DistributedDataParallelKwargs
     several: ClassVar[str] = ""
-    no_join: ClassVar[str] = ""
     sharded: ClassVar[bool] = False
     splits_layers: ClassVar[bool] = False
     local_updates: ClassVar[bool] = False
     masters: ClassVar[bool] = True
     replicated: ClassVar[bool] = True
     late_loss: ClassVar[bool] = False
-    traffic: ClassVar[dict[str, tuple[str, ...]] | None] = {}
-    no_offload = ""
-    no_step_in_backward = ""
-    no_double_backward = ""
-    only_forward = ""
+    conflicts: ClassVar[Sequence[Conflict]] = ()
     reduces_each: bool | None = False
     sums = True
-    data_rank = 0
-    data_size = 1
     data_group: Any = None
     context_size = 1
+    # Counts the ranks that hold each element of a parameter's gradient (0: other ranks count it); None where gradients
+    # are whole on every rank. Optimizers keep it, so it must not hold the strategy.
+    _copies: Callable[[Tensor], int] | None = None
 
     def __init__(self, world: World, options: Any) -> None:
         self._world, self.options = world, options
-        self.context_size = check_context(world, getattr(options, "context_parallel", 1))
-        self._context_mesh: Any = None
+        self.words = {self.name, *self.option_words(options)}
+        size = getattr(options, "context_parallel", 1)
+        self.context_size = check_group_size("context_parallel", size, world.size)
+        self.data_rank, self.data_size = world.rank // size, world.size // size
 
-    @contextmanager
-    def context(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> Iterator[None]:
-        """A context in which `buffers` are this rank's part of each sequence, and attention is over the sequences of the group."""
-        if self.context_size == 1:
-            yield
-            return
-        # Imported here: half a second that other runs need not pay.
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.experimental import context_parallel
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+    @cached_property
+    def _attention(self) -> SequenceAttention:
+        return SequenceAttention(self._world, self.context_size)
 
-        check_sequences(buffers, dims, self.context_size)
-        if self._context_mesh is None:
-            shape = (self._world.size // self.context_size, self.context_size)
-            grid = init_device_mesh(self._world.device.type, shape, mesh_dim_names=("data", "context"))
-            self._context_mesh = grid["context"]
-        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-        ringed = context_parallel(self._context_mesh, buffers=list(buffers), buffer_seq_dims=list(dims))
-        with sdpa_kernel(kernels), ringed, Attention():
-            yield
+    def context(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> AbstractContextManager[None]:
+        return self._attention.over(buffers, dims) if self.context_size > 1 else nullcontext()
 
     @classmethod
     def refuse(cls, facts: Facts) -> Refusal | None:
@@ -89,15 +87,17 @@ class Single:
                 "start several (`easymp launch --processes N script.py`), or use 'auto'",
             )
         if not cls.several and facts.world_size > 1:
-            return Refusal(
-                f"strategy {cls.name!r} is for one process, and {facts.world_size} were started: each would train alone",
-                "use strategy='ddp' or 'auto', or start one process",
-            )
+            reason = f"strategy {cls.name!r} is for one process, and {facts.world_size} were started"
+            return Refusal(f"{reason}: each would train alone", "use strategy='ddp' or 'auto', or start one process")
         return None
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         return Layout()
+
+    @staticmethod
+    def option_words(options: Any) -> Collection[str]:
+        return ()
 
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         if context.place:
@@ -123,7 +123,8 @@ class Single:
         return model.reducing(True) if isinstance(model, Reducing) else nullcontext()
 
     def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
-        pass
+        if isinstance(model, Reducing):
+            model.drop(parameters)
 
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         pass
@@ -134,125 +135,64 @@ class Single:
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
         return None
 
+    def in_step(self, optimizer: Optimizer) -> bool:
+        return True
+
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        if self.no_join:
-            raise RefusedError(
-                f"strategy {self.name!r} cannot join uneven inputs: {self.no_join}. Keep even_batches=True, or use strategy='ddp'"
-            )
         return nullcontext()
 
     @property
     def counting(self) -> Counting:
-        return Counting()
+        world = self._world
+
+        def add(totals: Tensor) -> None:
+            totals.copy_(world.reduce(totals.to(world.device)))  # a rank without gradients has them anywhere
+
+        return Counting() if self._copies is None else Counting(self._copies, add, settle)
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return clip_whole(parameters, max_norm, norm_type)
+        if self._copies is None:
+            return clip_whole(parameters, max_norm, norm_type)
+        return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies)
 
-    def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
-        return alone
-
-
-# -- context parallelism: neighbouring ranks share each sequence; torch passes keys and values around in a ring ----------
-
-RINGED = ("cuda",)  # torch 2.13 rings flash, memory-efficient and cuDNN kernels, and none of CPUs
-CALLED = (
-    "call torch.nn.functional.scaled_dot_product_attention in the model, and run forward and backward inside"
-)
-
-
-def check_context(world: World, size: int) -> int:
-    """Return `size`; raises where the ranks cannot form groups of it, or where torch has no ring."""
-    if size == 1:
-        return size
-    asked = f"context_parallel={size}"
-    if world.size % size:
-        fit = [n for n in range(2, world.size + 1) if world.size % n == 0]
-        remedy = f"use one of {fit}" if fit else "leave it out, or start several processes"
-        raise SettingError(f"{asked} does not divide {world.size} processes into groups: {remedy}")
-    if world.device.type not in RINGED:
-        raise RefusedError(
-            f"{asked} cannot run here: torch rings the attention kernels of CUDA devices only, and this run is on {world.device.type}. "
-            "Leave it out"
-        )
-    return size
-
-
-def check_sequences(buffers: Sequence[Tensor], dims: Sequence[int], size: int) -> None:
-    """Refuse tensors that cannot be split in place into equal parts of the same sequences."""
-    if not buffers or len(buffers) != len(dims):
-        raise BatchError(
-            f"context_parallel() got {len(buffers)} buffers and {len(dims)} dims: pass one for each"
-        )
-    lengths = {b.shape[d] for b, d in zip(buffers, dims)}
-    if len(lengths) > 1 or max(lengths) % (2 * size):
-        raise BatchError(
-            f"context_parallel() got sequences of length {sorted(lengths)}: pad all to one length, a multiple of {2 * size} "
-            f"(a causal mask gives each of {size} ranks a part of the beginning and one of the end)"
-        )
-    if any(b.requires_grad or b._base is not None for b in buffers):
-        raise BatchError(
-            "context_parallel() changes buffers in place: pass plain tensors of the batch, no views or results"
-        )
-
-
-class Attention(TorchFunctionMode):
-    """Raises a StepError for attention that torch does not ring, and at its end where there was none: it would see a part only."""
-
-    rings = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._nn.scaled_dot_product_attention:
-            if not any(hasattr(value, "to_local") for value in (*args, *(kwargs or {}).values())):
-                raise StepError(
-                    f"attention is not ringed where scaled_dot_product_attention was imported by its name: {CALLED}"
-                )
-            self.rings += 1
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        super().__exit__(kind, *error)
-        if kind is None and not self.rings:
-            raise StepError(
-                f"no attention was ringed inside context_parallel(), so no token saw those of other ranks: {CALLED}"
-            )
-
-
-class Spread(Single):
-    """Base of strategies under which ranks hold different parts of the gradients."""
-
-    def _copies(self) -> Callable[[Tensor], int]:
-        """Counts the ranks that hold each element of a parameter's gradient; 0: other ranks count it."""
-        size = self._world.size
-        return lambda parameter: copies(parameter, size)
-
-    @property
-    def counting(self) -> Counting:
-        return counting_over(self._world, self._copies())
-
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies())
+    def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
+        return module
 
 
 class Reducing(nn.Module):
-    """Calls a model. Its backward reduces gradients over the ranks, or adds them up locally while `reduces` is False."""
+    """Calls `module`, which runs the user's `root`. Backward reduces gradients over the ranks while it `reduces`."""
 
-    reduces = True
+    def __init__(self, module: nn.Module, root: Any, world: World, broadcasts_buffers: bool = True) -> None:
+        super().__init__()
+        self.module, self.root, self.world = module, root, world
+        self.reduces = True
+        self._broadcasts = self._stale = broadcasts_buffers
 
-    def reduce(self, wanted: bool) -> None:
-        self.reduces = wanted
+    def begin_forward(self) -> None:
+        """Give buffers the values of rank 0 after a forward whose backward reduces gradients, as torch's DDP does."""
+        if self._stale:
+            broadcast(self.root.buffers(), self.world)
+        self._stale = self._broadcasts and torch.is_grad_enabled() and self.reduces
+        self.world.forwards += 1
+
+    def drop(self, parameters: Callable[[], set[int]]) -> None:
+        """Drop gradients that are kept elsewhere than in ``.grad``, of the parameters with these ids."""
+
+    def reduce(self, enabled: bool) -> None:
+        self.reduces = enabled
 
     @contextmanager
-    def reducing(self, wanted: bool) -> Iterator[None]:
-        before = self.reduces
-        self.reduce(wanted)
+    def reducing(self, enabled: bool) -> Iterator[None]:
+        previous = self.reduces
+        self.reduce(enabled)
         try:
             yield
         finally:
-            self.reduce(before)
+            self.reduce(previous)
 
 
 class Framed(nn.Module):
-    """Calls a module whose forward is torch's own (a bare nn.Sequential), since torch.compile skips it when DDP calls it."""
+    """Calls a module whose forward is torch's own (a bare nn.Sequential), which torch.compile would skip."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -263,15 +203,15 @@ class Framed(nn.Module):
 
 
 class Released(nn.Module):
-    """Replaces a released model that one rank holds in part, as `held` says. Calls raise an error."""
+    """Replaces a released model of which this rank has only a part. Calls raise an error that begins with `subject`."""
 
-    def __init__(self, held: str) -> None:
+    def __init__(self, subject: str) -> None:
         super().__init__()
-        self.held = held
+        self.subject = subject
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StepError(
-            f"{self.held} of a run that has let go of it (close, free_memory): call it before, or build it anew"
+            f"{self.subject} of a run that has let go of it (close, free_memory): call it before, or build it anew"
         )
 
 
@@ -279,11 +219,8 @@ class Released(nn.Module):
 
 
 @dataclass(frozen=True)
-class DataParallelOptions:
+class DataParallelOptions(Record):
     """Options of strategy "data_parallel".
-
-    Attributes:
-        devices: indices of the accelerators to use, the one that holds the model first; None takes all that are visible.
 
     Raises:
         SettingError: `devices` is not a list of different indices.
@@ -292,66 +229,65 @@ class DataParallelOptions:
         >>> settings = Settings(strategy="data_parallel", strategy_options=DataParallelOptions(devices=(0, 1)))
     """
 
-    devices: tuple[int, ...] | None = None
+    devices: tuple[int, ...] | None = option(
+        None, "indices of the accelerators to use, the one that holds the model first; None takes all that are visible"
+    )
 
     def __post_init__(self) -> None:
         if self.devices is None:
             return
         devices = tuple(self.devices) if isinstance(self.devices, (list, tuple, range)) else ()
-        if not devices or len({*devices}) < len(devices) or any(type(d) is not int or d < 0 for d in devices):
+        if not devices or len({*devices}) < len(devices) or not all(is_whole(d, 0) for d in devices):
             raise SettingError(f"devices={self.devices!r} is not a list of different indices, such as (0, 1)")
         object.__setattr__(self, "devices", devices)
 
 
 class DataParallel(Single):
-    """torch's nn.DataParallel, around the model under autocast; with fewer than two accelerators the model itself, as in "single".
+    """torch's nn.DataParallel around the model under autocast; with fewer than two accelerators the model itself.
 
-    The loader's batch is split along dimension 0, and outputs are joined. A forward that returns the loss returns one a device: average
-    them. Changes that forward makes to the model stay on the first device only, and batch-norm takes each device's share by itself, also
-    with `convert_sync_batchnorm`. ddp does the same faster, without copies and with a process a device.
+    A forward that returns the loss returns one for each device: average them. Batch-norm takes each device's share.
     """
 
     name: ClassVar[str] = "data_parallel"
-    traffic = None
+    conflicts: ClassVar[Sequence[Conflict]] = (
+        Conflict(SEVERAL_DEVICES, "forward_methods", "it calls copies of the model, by forward alone", Remedy.FORWARD),
+    )
     Options: ClassVar[type] = DataParallelOptions
 
     def __init__(self, world: World, options: DataParallelOptions) -> None:
         super().__init__(world, options)
         self._devices = choose_devices(world.device, options.devices)
         if len(self._devices) > 1:
-            self.only_forward = "calls copies of the model, by forward alone"
-            self.no_offload = "runs copies of the model in threads, whose activations its hooks do not see"
+            self.words.add(SEVERAL_DEVICES)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         module = super().wrap(model, optimizers, context)
         if (count := len(self._devices)) < 2:
             logger.info("data_parallel: one device (%s), so the model runs as it is", self._world.device)
             return module
-        for name, part in module.named_modules():
-            if part._compiled_call_impl is not None:
+        for name, submodule in module.named_modules():
+            if submodule._compiled_call_impl is not None:
                 raise RefusedError(
-                    f"data_parallel calls copies of the model, and the compiled code of {name or 'the model'} would run in each of them "
-                    "with the first one's parameters: leave compiling out, or use strategy='ddp'"
+                    f"data_parallel calls copies of the model, and the compiled code of {name or 'the model'} would "
+                    "run in each of them with the first one's parameters: leave compiling out, or use strategy='ddp'"
                 )
-        words = "data_parallel copies the model to %d devices at each call; ddp is faster: `easymp launch --processes %d`"
-        logger.info(words, count, count)
+        logger.info("data_parallel copies the model to %d devices at each call; ddp is faster", count)
         return nn.DataParallel(module, list(self._devices))
 
 
-def choose_devices(device: torch.device, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Indices of the devices of `device`'s kind that a model on `device` is spread over."""
-    here = torch.get_device_module(device).device_count() if device.type in ("cuda", "xpu") else 0
-    first = device.index or 0
-    if wanted is None:
-        return (first, *(d for d in range(here) if d != first)) if here else ()
-    missing = [d for d in wanted if d >= here]
-    if missing:
+def choose_devices(device: torch.device, indices: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Indices of the accelerators that run a model on `device`: `indices`, or None for all that are visible."""
+    count = torch.get_device_module(device).device_count() if device.type in ("cuda", "xpu") else 0
+    home = device.index or 0
+    if indices is None:
+        return (home, *(d for d in range(count) if d != home)) if count else ()
+    if missing := [d for d in indices if d >= count]:
         raise RefusedError(
-            f"devices={wanted}, but there are {here} accelerators here, counted from 0: leave out {missing}"
+            f"devices={indices}: there are {count} accelerators here, counted from 0: leave out {missing}"
         )
-    if wanted[0] != first:
-        raise RefusedError(f"devices={wanted}, but the model is put on device {first}: name that one first")
-    return wanted
+    if indices[0] != home:
+        raise RefusedError(f"devices={indices}, but the model is put on device {home}: name that one first")
+    return indices
 
 
 # -- tensors of a model, over the ranks --------------------------------------------------------------------------------
@@ -359,119 +295,89 @@ def choose_devices(device: torch.device, wanted: tuple[int, ...] | None) -> tupl
 
 @torch.no_grad()
 def average(tensors: Iterable[Tensor], world: World) -> None:
-    """Replace floating-point and complex tensors by their mean over the ranks, in place; half-precision ones are summed in fp32."""
+    """Replace floating-point and complex tensors by their mean over the ranks, in place. Halves sum in fp32."""
     unique = {id(t): torch.view_as_real(t) if t.is_complex() else t for t in tensors}.values()
     real = [t for t in unique if t.is_floating_point() and t.numel()]
-    summed = [t.float() if t.element_size() < 4 else t for t in real]
-    world.average_(summed)
-    for tensor, mean in zip(real, summed):
+    means = [t.float() if t.element_size() < 4 else t for t in real]
+    world.average_(means)
+    for tensor, mean in zip(real, means):
         if tensor is not mean:
             tensor.copy_(mean)
 
 
-def refuse_words(strategy: Any, activation_offload: bool, optimizer_in_backward: bool) -> None:
-    """Raises RefusedError for words that save memory and that `strategy`, or its class, cannot run."""
-    offload = "activation_offload", activation_offload, strategy.no_offload
-    in_backward = "optimizer_in_backward", optimizer_in_backward, strategy.no_step_in_backward
-    for name, asked, why in (offload, in_backward):
-        if asked and why:
-            raise RefusedError(
-                f"{name}=True cannot run under strategy {strategy.name!r}, which {why}. Leave it out, or use strategy='fsdp'"
-            )
-
-
 def hook_gradient(parameter: nn.Parameter, call: Callable[[Any], None]) -> Any:
-    """Register a post-accumulate-grad hook, also on a frozen parameter, which torch refuses and which may be unfrozen later."""
-    wanted = parameter.requires_grad
+    """Register a post-accumulate-grad hook, also on a frozen parameter, which may train later; torch refuses that."""
+    requires_grad = parameter.requires_grad
     parameter.requires_grad_(True)
     hook = parameter.register_post_accumulate_grad_hook(call)
-    parameter.requires_grad_(wanted)
+    parameter.requires_grad_(requires_grad)
     return hook
 
 
-def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
-    """Broadcast rank 0's values of the unsharded tensors of `model`; with `place`, move them to the rank's device first."""
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if hasattr(tensor, "to_local"):
-                continue
-            if place and tensor.device != world.device:
-                tensor.data = tensor.data.to(world.device)
-            if tensor.numel():
-                tensor.copy_(world.broadcast(tensor))
+def device_mesh(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """All ranks as a grid."""
+    from torch.distributed.device_mesh import init_device_mesh  # here: it takes half a second
+
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+
+
+def broadcast_model(model: nn.Module, world: World, move: bool = False) -> None:
+    """Give the unsharded tensors of `model` the values of rank 0; with `move`, first move them to the rank's device."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not hasattr(t, "to_local")]
+    for tensor in tensors if move else ():
+        if tensor.device != world.device:
+            tensor.data = tensor.data.to(world.device)
+    broadcast(tensors, world)
 
 
 @torch.no_grad()
-def share_buffers(model: nn.Module, world: World) -> None:
-    """Give the buffers of `model` the values of rank 0."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in model.buffers():
-        if buffer.numel():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in by_dtype.values():
-        flat = world.broadcast(torch.cat([b.reshape(-1) for b in buffers]))
-        if world.rank:
-            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
-                buffer.copy_(values.view(buffer.shape))
+def broadcast(tensors: Iterable[Tensor], world: World) -> None:
+    """Give `tensors` the values of rank 0, in place, in a few flat collectives."""
+    for bucket in _take_tensors([t.detach() for t in tensors if t.numel()], BUCKET):
+        flat = world.broadcast(torch.cat([t.reshape(-1) for t in bucket]))
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket])):
+            if world.rank:
+                tensor.copy_(part.view(tensor.shape))
 
 
 # -- norms of gradients in any layout: each element counts once --------------------------------------------------------
 
 
 def clip_whole(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_, of sparse gradients too, whose rows count once."""
+    """torch.nn.utils.clip_grad_norm_ for dense and sparse gradients, whose rows count once."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if not any(grad.is_sparse for grad in grads):
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    total = nn.utils.get_total_norm([values(grad) for grad in grads], norm_type)
+    total: Tensor = nn.utils.get_total_norm([values(grad) for grad in grads], norm_type)
     multiply(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total
 
 
+@torch.no_grad()
 def clip_to_norm(
-    parameters: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float,
-    world: World,
-    count: Callable[[Tensor], int],
+    parameters: Sequence[Tensor], max_norm: float, norm_type: float, world: World, count: Callable[[Tensor], int]
 ) -> Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before (0-dim, equal on all ranks).
+    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, equal on all ranks.
 
-    Gradients are plain tensors and DTensors of any meshes and placements, mixed. `count` gives the number c of ranks that hold each
-    element of a gradient (0: other ranks count it), which is weighted by 1/c: (Σ_ranks Σ_local |x|^p / c)^(1/p). All ranks pass the same
-    parameters.
+    An element that c ranks hold has weight 1/c: (Σ_ranks Σ_local |x|^p / c)^(1/p). `count` is as `Single._copies`.
     """
-    with torch.no_grad():
-        for parameter in parameters:
-            settle(parameter)
-        held = [p for p in parameters if p.grad is not None]
-        by_copies: dict[int, list[Tensor]] = {}
-        for parameter in held:
-            part = values(local(parameter.grad))  # type: ignore[arg-type]
-            number = count(parameter)
-            if part.numel() and number:
-                by_copies.setdefault(number, []).append(part)
-        # One dtype on all ranks, also on those without an element.
-        double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-        zero = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=world.device)
-        here = [
-            nn.utils.get_total_norm(parts, norm_type).to(zero) * number ** (-1.0 / norm_type)
-            for number, parts in by_copies.items()
-        ] or [zero]
-        mine = torch.linalg.vector_norm(torch.stack(here), norm_type)
-        total = torch.linalg.vector_norm(world.gather(mine), norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        multiply([p.grad for p in held], factor)
+    for parameter in parameters:
+        settle(parameter)
+    grads_by_copies: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        number = count(parameter) if parameter.grad is not None else 0
+        if number and (shard := values(local(parameter.grad))).numel():  # type: ignore[arg-type]  # it is not None
+            grads_by_copies.setdefault(number, []).append(shard)
+    # One dtype on all ranks, also on those without an element.
+    double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+    norms = [torch.zeros((), dtype=torch.float64 if double else torch.float32, device=world.device)]
+    for number, grads in grads_by_copies.items():
+        norms.append(nn.utils.get_total_norm(grads, norm_type).to(norms[0]) * number ** (-1.0 / norm_type))
+    on_this_rank = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: Tensor = torch.linalg.vector_norm(world.gather(on_this_rank), norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    multiply([p.grad for p in parameters if p.grad is not None], factor)
     return total
-
-
-def counting_over(world: World, count: Callable[[Tensor], int]) -> Counting:
-    """Sums over all ranks of `world`; `count` is as in `clip_to_norm`. Optimizers keep the result: it must not hold a strategy."""
-
-    def add(totals: Tensor) -> None:
-        totals.copy_(world.reduce(totals.to(world.device)))  # a rank without gradients has them anywhere
-
-    return Counting(count, add, settle)
 
 
 def copies(tensor: Any, ranks: int) -> int:
@@ -480,11 +386,11 @@ def copies(tensor: Any, ranks: int) -> int:
         return ranks
     # torch's _StridedShard is a Shard in some versions only.
     dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return ranks // math.prod(tensor.device_mesh.size(dim) for dim in dims)
+    return ranks // math.prod([int(tensor.device_mesh.size(dim)) for dim in dims])
 
 
 def settle(parameter: Any) -> None:
-    """Give `parameter`'s gradient the layout of `parameter`, where backward left it in another (partial sums, whole); a collective."""
+    """Give a parameter's gradient the parameter's layout, where it has another (partial sums, whole). A collective."""
     grad = parameter.grad
     if hasattr(grad, "to_local") and grad.placements != getattr(parameter, "placements", grad.placements):
         parameter.grad = grad.redistribute(placements=parameter.placements)

@@ -1,14 +1,14 @@
-"""zero1: as ddp, with optimizer states sharded (ZeRO-1), and gradients as well if asked for (ZeRO-2).
+"""zero1: as ddp, with optimizer states sharded (ZeRO-1), and with `shard_gradients` gradients as well (ZeRO-2).
 
-Parameters are whole on every rank. Each rank keeps optimizer states for its rows of each parameter only, updates these rows, and gathers
-the others. Compared with ddp, a step sends the parameters once more, and Adam's state takes 8 / ranks bytes a parameter instead of 8.
+Parameters are whole on every rank. Each rank keeps optimizer states for its rows of each parameter only, updates these
+rows, and gathers the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +20,12 @@ from ..base.dtensor import local
 from ..distributed import World
 from ..errors import SettingError, StepError
 from ..optim.sharded import ShardedOptimizer, cut, packed_at_once
-from ..options import DistributedDataParallelKwargs
+from ..options import DistributedDataParallelKwargs, option
 from ..precision.policies import LOW
-from ..protocols import Counting, Layout, WrapContext, chunk_elements
+from ..protocols import Conflict, Layout, WrapContext, chunk_elements
 from .blocks import refuse_sparse
-from .ddp import DDP, buckets_of
-from .single import Reducing, Single, clip_to_norm, counting_over, hook_gradient, share_buffers, take_rank_0s
+from .ddp import DDP, BucketQueue
+from .single import Reducing, Remedy, Single, broadcast_model, device_mesh, hook_gradient
 
 # The older name warns from torch 2.13 on.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,19 +35,21 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class ZeRO1Options(DistributedDataParallelKwargs):
     """Options of strategy "zero1": those of "ddp", and one more.
 
-    Attributes:
-        shard_gradients: each backward averages gradients, low-precision ones in fp32, and a rank keeps those of its rows (ZeRO-2). Between
-            backward and step ``.grad`` is a DTensor, which ``.grad.full_tensor()`` completes. Parameters without a gradient take part with
-            zeros, several backward passes may come before a step, and any part of the model may be called.
+    With `shard_gradients`, ``.grad`` is a DTensor between backward and step, which ``.grad.full_tensor()`` gathers.
+    Parameters without a gradient take part with zeros, several backward passes may come before a step, and any part of
+    the model may be called.
 
     Raises:
-        SettingError: as for ddp; or `shard_gradients` with an option that changes how DistributedDataParallel sends gradients.
+        SettingError: as for ddp; or `shard_gradients` with `comm_hook` or `gradient_predivide_factor`.
 
     Example:
         >>> settings = Settings(strategy="zero1", strategy_options={"shard_gradients": True})
     """
 
-    shard_gradients: bool = False
+    shard_gradients: bool = option(
+        False,
+        "each backward averages gradients, low-precision ones in fp32, and a rank keeps those of its rows (ZeRO-2)",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,44 +60,47 @@ class ZeRO1Options(DistributedDataParallelKwargs):
 class ZeRO1(DDP):
     """DistributedDataParallel, and optimizers that keep a part of their state.
 
-    `bucket_cap_mb` is also the most that is packed into one gathering of small parameters.
-    In place, beside what ddp does: the state of the user's optimizer moves into shards, and the optimizer takes a hook that
-    refuses to step by itself. `step` and `state_dict` of the prepared optimizer are collectives: all ranks call them. Optimizers
-    that keep parameters beside their param groups (LBFGS) are refused. Optimizers that are not torch's, Muon and Adafactor run on
-    DTensors (easymp's Muon on their parts); one that DTensor has no rules for (Adafactor) is refused at its first step.
+    In place, beside what ddp does: the state of the user's optimizer moves into shards, and the optimizer takes a hook
+    that refuses to step by itself. `step` and `state_dict` of the prepared optimizer are collectives. Optimizers that
+    are not torch's, Muon and Adafactor run on DTensors (easymp's Muon on their parts).
     """
 
     name: ClassVar[str] = "zero1"
-    traffic: ClassVar = {"backward": ("all_reduce",), "step": ("all_gather",)}
     several: ClassVar[str] = "shards optimizer states over processes"
-    no_join: ClassVar[str] = "every rank's step needs the other ranks' shards"
+    conflicts: ClassVar[Sequence[Conflict]] = (
+        *DDP.conflicts,
+        Conflict("zero1", "join_uneven_inputs()", "every rank's step needs the other ranks' shards", Remedy.JOIN),
+        Conflict(
+            "zero1", "optimizer_in_backward", "it steps the shards of all parameters together", Remedy.IN_BACKWARD
+        ),
+        Conflict("shard_gradients=True", "create_graph=True", "gradients are cut without a graph", Remedy.GRAPH),
+    )
     Options: ClassVar[type] = ZeRO1Options
-
-    no_step_in_backward = "steps the shards of all parameters together, and gathers them"
-    join = Single.join
+    join = Single.join  # type: ignore[assignment]  # a context manager that is made in another way
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         super().__init__(world, options)
         self._cap = int(options.bucket_cap_mb * 2**20)
         self._frozen: set[int] = set()  # ids of parameters whose gradients are not averaged
-        self._cuts = getattr(options, "shard_gradients", False)  # "auto" has ddp's options
-        if self._cuts:
+        self._shards_gradients = getattr(options, "shard_gradients", False)  # "auto" has ddp's options
+        if self._shards_gradients:
             self.sums, self.reduces_each = False, True
+            self._copies = lambda parameter: 1 if parameter.ndim else world.size
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         cap = int(options.bucket_cap_mb * 2**20)
         trained = [p for p in model.parameters() if p.requires_grad]
-        found = DDP.layout(model, options, size, local_size)
-        found = found._replace(states=chunk_elements(size), gathered=packed_at_once(trained, cap))
+        replica = DDP.layout(model, options, size, local_size)
+        sharded = replica._replace(states=chunk_elements(size), gathered=packed_at_once(trained, cap))
         if not getattr(options, "shard_gradients", False):
-            return found
-        return found._replace(gradients=chunk_elements(size), unreduced=found.early, reducing=found.early)
+            return sharded
+        return sharded._replace(gradients=chunk_elements(size), unreduced=replica.early, reducing=replica.early)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         refuse_sparse(model, "zero1 cuts dense ones only")
-        if self._cuts:
-            take_rank_0s(model, self._world, context.place)
+        if self._shards_gradients:
+            broadcast_model(model, self._world, context.place)
             module = Single.wrap(self, model, optimizers, context)
             module = GradientShards(module, model, self._world, self._cap, self.options.broadcast_buffers)
         else:
@@ -106,136 +111,105 @@ class ZeRO1(DDP):
     def spread(self, optimizer: Optimizer) -> Optimizer:
         return ShardedOptimizer(optimizer, self._world, self._cap, self._frozen)
 
-    def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
-        if create_graph and self._cuts:
-            raise StepError(
-                "backward(create_graph=True) with shard_gradients=True: use torch.autograd.grad for the inner gradient"
-            )
-        return super().after_backward(models, create_graph)
+    @staticmethod
+    def option_words(options: Any) -> Collection[str]:
+        words = set(DDP.option_words(options))
+        return words | {"shard_gradients=True"} if getattr(options, "shard_gradients", False) else words
 
-    @property
-    def counting(self) -> Counting:
-        return counting_over(self._world, self._copies()) if self._cuts else super().counting
-
-    def _copies(self) -> Callable[[Tensor], int]:
-        size = self._world.size  # the function must not hold the strategy
-        return lambda parameter: 1 if parameter.ndim else size
-
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        if not self._cuts:
-            return super().clip(parameters, max_norm, norm_type)
-        return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies())
-
-    def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
+    def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
         self._frozen.difference_update(id(p) for p in model.parameters())
         for hook in model.hooks if isinstance(model, GradientShards) else ():
             hook.remove()
-        return super().release(model, alone)
+        return super().release(model, module)
 
 
 class GradientShards(Reducing):
-    """Calls the model; while backward runs, averages gradients over the ranks, keeps this rank's rows, and frees the rest.
+    """Calls the model; in backward, averages gradients over the ranks bucket by bucket, and keeps this rank's rows."""
 
-    All ranks reduce the same buckets of `cap` bytes in the same order, whatever the order in which their gradients come. While `reduces`,
-    backward ends an accumulation window, and rows become gradients. If it `shares` them, buffers then take rank 0's values.
-    """
-
-    def __init__(self, module: nn.Module, root: nn.Module, world: World, cap: int, shares: bool) -> None:
-        super().__init__()
-        self.module, self.root, self.world = module, root, world
-        self._shares = self._stale = shares
+    def __init__(self, module: nn.Module, root: nn.Module, world: World, cap: int, broadcasts_buffers: bool) -> None:
+        super().__init__(module, root, world, broadcasts_buffers)
         trained = [p for p in root.parameters() if p.requires_grad]
-        self._buckets = buckets_of(trained, cap)
-        self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket}
+        self._queue = BucketQueue(trained, cap)
         self._rows: dict[Tensor, Tensor] = {}  # sums of this rank's rows, fp32 for low precision
-        self._running = False
-        self._mesh: Any = None
-        self.hooks = [p.register_hook(partial(self._begin, p)) for p in trained]
-        self.hooks += [hook_gradient(p, self._arrived) for p in trained]
+        self._in_backward = False
+        self.hooks = [p.register_hook(partial(self._before_gradient, p)) for p in trained]
+        self.hooks += [hook_gradient(p, self._after_gradient) for p in trained]
+
+    @cached_property
+    def _mesh(self) -> Any:
+        return device_mesh(self.world, (self.world.size,), ("shard",))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stale:
-            share_buffers(self.root, self.world)
-        self._stale = self._shares and torch.is_grad_enabled() and self.reduces
-        self.world.forwards += 1
+        self.begin_forward()
         return self.module(*args, **kwargs)
 
-    def _take_up(self, parameter: Tensor) -> None:
-        """Add to the rows that an earlier backward has handed over, unless they were cleared since."""
+    def _move_rows(self, parameter: Tensor) -> None:
+        """Move the rows that an earlier backward has put into ``.grad`` back to the sums, unless they were cleared."""
         grad: Any = parameter.grad
         if hasattr(grad, "to_local"):
             rows = local(grad)
             self._rows[parameter] = rows.float() if rows.dtype in LOW else rows
             parameter.grad = None
 
-    def _begin(self, parameter: Tensor, gradient: Tensor) -> None:
-        """A gradient is about to be added to ``.grad``, where rows cannot be."""
-        if not self._running:
-            self._running, self._next = True, 0
-            self._missing = [len(bucket) for bucket in self._buckets]
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._take_up(parameter)
+    def _before_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Clear ``.grad``, to which a whole gradient is about to be added, of rows."""
+        if not self._in_backward:
+            self._in_backward = True
+            self._queue.restart()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._move_rows(parameter)
 
-    def _arrived(self, parameter: Tensor) -> None:
-        at = self._bucket_of[id(parameter)]
-        if at < self._next:
+    def _after_gradient(self, parameter: Tensor) -> None:
+        if id(parameter) in self._queue.arrived:
             raise StepError(
                 "shard_gradients=True: a second gradient in one backward; checkpoint with use_reentrant=False"
             )
-        self._missing[at] -= 1
-        while self._next < len(self._buckets) and self._missing[self._next] <= 0:
-            self._reduce_next()
+        for bucket in self._queue.arrive(parameter):
+            self._reduce(bucket)
 
-    def _finish(self) -> None:
-        self._running = False
-        while self._next < len(self._buckets):
-            self._reduce_next()
-        for parameter, rows in self._rows.items() if self.reduces else ():
-            if parameter.requires_grad:  # else it was frozen since
-                parameter.grad = self._as_gradient(parameter, rows)
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        for bucket in self._queue.remaining():
+            self._reduce(bucket)
         if self.reduces:
+            for parameter, rows in self._rows.items():
+                if parameter.requires_grad:  # else it was frozen since
+                    parameter.grad = self._as_gradient(parameter, rows)
             self._rows.clear()
 
-    def _reduce_next(self) -> None:
-        bucket = self._buckets[self._next]
-        self._next += 1
-        with torch.no_grad(), self.world.explained("the averaging of gradients"):
+    @torch.no_grad()
+    def _reduce(self, bucket: Sequence[Tensor]) -> None:
+        with self.world.explained("the averaging of gradients"):
             for parameter in bucket:
-                self._take_up(parameter)
+                self._move_rows(parameter)
             for parameter, rows in zip(bucket, self._average(bucket)):
-                before = self._rows.get(parameter)
-                self._rows[parameter] = rows if before is None else before.add_(rows)
+                total = self._rows.get(parameter)
+                self._rows[parameter] = rows if total is None else total.add_(rows)
                 parameter.grad = None
 
     def _average(self, bucket: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's rows of the averages of the bucket's gradients."""
         rank, size, first = self.world.rank, self.world.size, bucket[0]
         dtype = torch.float32 if first.dtype in LOW else first.dtype
         if not first.ndim:
-            wholes = [
-                torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to(dtype) for p in bucket
-            ]
-            self.world.average_(wholes)
-            return wholes
-        room = [-(-p.shape[0] // size) * (p.numel() // max(1, p.shape[0])) for p in bucket]
-        packed = torch.zeros(size, sum(room), dtype=dtype, device=first.device)
-        for parameter, columns in zip(bucket, packed.split(room, dim=1)):
-            for there in range(size) if parameter.grad is not None else ():
-                part = cut(parameter.grad, there, size)  # type: ignore[arg-type]
-                columns[there, : part.numel()].copy_(part.reshape(-1))
-        mine = torch.empty_like(packed[0])
-        _reduce_scatter(*(torch.view_as_real(t) if t.is_complex() else t for t in (mine, packed.view(-1))))
-        parts = mine.div_(size).split(room)
+            scalars = [torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to(dtype) for p in bucket]
+            self.world.average_(scalars)
+            return scalars
+        widths = [-(-p.shape[0] // size) * (p.numel() // max(1, p.shape[0])) for p in bucket]
+        packed = torch.zeros(size, sum(widths), dtype=dtype, device=first.device)
+        for parameter, columns in zip(bucket, packed.split(widths, dim=1)):
+            if parameter.grad is not None:
+                for target in range(size):
+                    rows = cut(parameter.grad, target, size)
+                    columns[target, : rows.numel()].copy_(rows.reshape(-1))
+        reduced = torch.empty_like(packed[0])
+        _reduce_scatter(*(torch.view_as_real(t) if t.is_complex() else t for t in (reduced, packed.view(-1))))
         shapes = [cut(p, rank, size).shape for p in bucket]
-        return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes)]
+        return [part[: shape.numel()].view(shape) for part, shape in zip(reduced.div_(size).split(widths), shapes)]
 
     def _as_gradient(self, parameter: Tensor, rows: Tensor) -> Tensor:
-        # Half a second, which other options need not pay.
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # here: it takes half a second
 
-        if self._mesh is None:
-            self._mesh = init_device_mesh(self.world.device.type, (self.world.size,))
-        how: Any = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
         placement = Shard(0) if parameter.ndim else Replicate()
-        return DTensor.from_local(rows.to(parameter.dtype), self._mesh, [placement], **how)
+        shape, stride = parameter.shape, parameter.stride()
+        rows = rows.to(parameter.dtype)
+        return DTensor.from_local(rows, self._mesh, [placement], run_check=False, shape=shape, stride=stride)

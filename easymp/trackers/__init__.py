@@ -1,7 +1,8 @@
-"""Trackers of logged values: a file of JSON lines, TensorBoard, Weights & Biases, MLflow, the console, or the script's own.
+"""Trackers of logged values: JSON lines, TensorBoard, Weights & Biases, MLflow, the console, or the script's own.
 
-Adding a tracker: a module here with a class of `start(run, config, position)`, `write(rows)`, `position()` and `finish()`,
-a line in `TRACKERS`, and an extra for the package that it needs. Modules are imported when a run logs to them.
+Adding a tracker: a module here with a class of `start(run, config, position)`, `write(rows)`, `position()` and
+`finish()`, a line in `TRACKERS`, and an extra for the package that it needs. Modules are imported when a run logs to
+them.
 """
 
 from __future__ import annotations
@@ -53,50 +54,51 @@ def words_of(log_with: Any) -> tuple[str | None, dict[str, Any]]:
     """Split `log_with` into the setting's text and the script's own trackers by lower-case name."""
     if log_with is None:
         return None, {}
-    own: dict[str, Any] = {}
-    words: list[str] = []
-    for item in log_with if isinstance(log_with, (list, tuple, set)) else [log_with]:
-        word = item.value if isinstance(item, Enum) else item
-        if not isinstance(word, str):
-            word = imported(".logbook", __name__).check_own(item)
-            if word.lower() in own:
-                raise SettingError(f"log_with has two trackers called {word!r}: give each its own name")
-            own[word.lower()] = item
-        words.append(word)
-    return ",".join(words) or NONE, own
-
-
-def choose(words: str, where: str, own: Mapping[str, Any]) -> list[str]:
-    """The names in `words`, each once, in order; `where` is the source of the setting, for messages."""
+    script_trackers: dict[str, Any] = {}
     names: list[str] = []
-    for name in (word.strip().lower() for word in words.split(",") if word.strip()):
+    for item in log_with if isinstance(log_with, (list, tuple, set)) else [log_with]:
+        name = item.value if isinstance(item, Enum) else item
+        if not isinstance(name, str):
+            name = imported(".logbook", __name__).check_own(item)
+            if name.lower() in script_trackers:
+                raise SettingError(f"log_with has two trackers called {name!r}: give each its own name")
+            script_trackers[name.lower()] = item
+        names.append(name)
+    return ",".join(names) or NONE, script_trackers
+
+
+def choose(setting: str, source: str, script_trackers: Mapping[str, Any]) -> list[str]:
+    """The names in a setting, each once, in order; `source` is where it was set, for messages."""
+    names: list[str] = []
+    for name in (name.strip().lower() for name in setting.split(",") if name.strip()):
         if name == ALL:
-            names += [k for k, entry in TRACKERS.items() if not entry.watches and _missing(k) is None]
+            names += [key for key, entry in TRACKERS.items() if not entry.watches and _missing_package(key) is None]
         elif name != NONE:
             names.append(name)
-    said = where if where.startswith("log_with=") else f"log_with={words!r} ({where})"
+    subject = source if source.startswith("log_with=") else f"log_with={setting!r} ({source})"
     for name in names:
-        if name not in own and name not in TRACKERS:
-            known = [*TRACKERS, *own, ALL, NONE]
+        if name in script_trackers:
+            continue
+        if name not in TRACKERS:
+            names = [*TRACKERS, *script_trackers, ALL, NONE]
             raise SettingError(
-                f"{said}: {name!r} is not a tracker{nearest(name, known) or '.'} Known: {', '.join(known)}; or pass "
+                f"{subject}: {name!r} is not a tracker{nearest(name, names) or '.'} Known: {', '.join(names)}; or pass "
                 "an object with name, start(run, config), log(values, step) and finish()"
             )
-        if name not in own and (package := _missing(name)) is not None:
-            raise SettingError(
-                f"{said}: {name} needs the package {package}, which is not installed: pip install 'easymp[{name}]'"
-            )
+        if (package := _missing_package(name)) is not None:
+            remedy = f"pip install 'easymp[{name}]'"
+            raise SettingError(f"{subject}: {name} needs the package {package}, which is not installed: {remedy}")
     return list(dict.fromkeys(names))
 
 
-def _missing(name: str) -> str | None:
+def _missing_package(name: str) -> str | None:
     """The package that the tracker needs, if it is not installed."""
     package = TRACKERS[name].package
     if package is None:
         return None
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except ValueError:  # a module without a spec, put there by a test or a tool
         return None
     # A plain folder of that name (wandb makes one in the working directory) has no origin and is not a package.
-    return package if found is None or found.origin is None else None
+    return package if spec is None or spec.origin is None else None

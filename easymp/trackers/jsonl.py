@@ -1,13 +1,13 @@
-"""Rows as JSON lines in the project's folder: ``log.jsonl``, an object a row, and beside it ``log.json``, which describes the run.
+"""Rows as JSON lines in the project's folder: ``log.jsonl``, an object a row; ``log.json`` describes the run.
 
-A row has ``_step``, ``_time`` (seconds since 1970) and the values by name. JSON has no NaN and no infinities: they are the words "NaN",
-"Infinity" and "-Infinity", which float(), pandas.read_json and JavaScript's Number read as numbers.
+A row has ``_step``, ``_time`` (seconds since 1970) and the values by name. JSON has no NaN and no infinities: they are
+the words "NaN", "Infinity" and "-Infinity", which float(), pandas.read_json and JavaScript's Number read as numbers.
 
-A row of a table has ``_table``, the table's name, and the values by column. Images are PNG files in the folder ``log-images``, which a row
-with ``_images``, their name, lists as `files`.
+A row of a table has ``_table``, the table's name, and the values by column. Images are PNG files in the folder
+``log-images``, which a row with ``_images``, their name, lists as `files`.
 
-A resumed run continues its file from the row at which the checkpoint was taken: later rows, which will be logged again, move to
-``log.jsonl.cut``. Another run in the same folder begins ``log-2.jsonl``; no file is overwritten.
+A resumed run continues its file from the row at which the checkpoint was taken: later rows, which will be logged again,
+move to ``log.jsonl.cut``. Another run in the same folder begins ``log-2.jsonl``; no file is overwritten.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from typing import Any, BinaryIO, TypeVar
 
 from ..errors import SettingError
 from ..logging import get_logger
-from .rows import Row, as_json
+from .rows import Row, finite
 
 logger = get_logger(__name__)
 T = TypeVar("T")
 
 
 class JsonLines:
-    """The file; `path` is its place from `start` on."""
+    """The file; `path` is its path from `start` on."""
 
     name = "jsonl"
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         if options:
-            words = "it takes no options. Leave them out"
-            raise SettingError(f"init_kwargs={{'jsonl': {dict(options)!r}}}: {words}")
+            raise SettingError(f"init_kwargs={{'jsonl': {dict(options)!r}}}: it takes no options. Leave them out")
         self._folder, self.path = folder, folder
         self._file: BinaryIO | None = None
         self._id, self._size = "", 0
@@ -52,45 +51,46 @@ class JsonLines:
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         starts = self._continue(position) if position is not None else None
         if starts is None:
-            self._leave()
+            self._close_former()
             self.path, self._file = first_free(self._folder / run, _create)
             self._id, self._size, starts = uuid.uuid4().hex, 0, []
         starts.append({"time": time.time(), "config": config})
-        about = _about(self.path)
-        fresh = about.with_name(about.name + ".new")
-        text = as_json({"run": run, "id": self._id, "starts": starts}, indent=2)
-        fresh.write_text(text + "\n", encoding="utf-8")
-        fresh.replace(about)
+        description = _description(self.path)
+        unfinished = description.with_name(description.name + ".new")
+        text = json.dumps({"run": run, "id": self._id, "starts": starts}, indent=2)
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        unfinished.replace(description)
         logger.info("rows are logged to %s", self.path)
 
     def _continue(self, position: Mapping[str, Any]) -> list[Any] | None:
         """Open and cut the file of the resumed run and return its starts; None if it is not here."""
         path = self._folder / position["file"]
         try:
-            about = json.loads(_about(path).read_text(encoding="utf-8"))
-            if about["id"] != position["id"]:
+            description = json.loads(_description(path).read_text(encoding="utf-8"))
+            if description["id"] != position["id"]:
                 raise ValueError("it belongs to another run")
             file = open(path, "r+b", buffering=0)  # noqa: SIM115
         except (OSError, ValueError, KeyError) as error:
             logger.warning("%s cannot be continued, so rows go to a new file (%s)", path, error)
             return None
-        self._leave()
+        self._close_former()
         self._file, self.path, self._id = file, path, position["id"]
         self._cut(position["bytes"])
-        return list(about["starts"])
+        return list(description["starts"])
 
     def _cut(self, size: int) -> None:
         """Move the rows after `size` bytes to a file beside this one."""
         assert self._file is not None
-        there = os.fstat(self._file.fileno()).st_size
-        if there < size:
-            words = "%s has %d bytes and had %d at the checkpoint: rows are missing"
-            logger.warning(words, self.path, there, size)
-        self._size = min(size, there)
+        actual_size = os.fstat(self._file.fileno()).st_size
+        if actual_size < size:
+            logger.warning(
+                "%s has %d bytes and had %d at the checkpoint: rows are missing", self.path, actual_size, size
+            )
+        self._size = min(size, actual_size)
         self._file.seek(self._size)
-        if after := self._file.read():
+        if later_rows := self._file.read():
             with open(self.path.with_name(self.path.name + ".cut"), "ab") as cut:
-                cut.write(after)
+                cut.write(later_rows)
             self._rewind()
 
     def _rewind(self) -> None:
@@ -98,13 +98,13 @@ class JsonLines:
         self._file.truncate(self._size)
         self._file.seek(self._size)
 
-    def _leave(self) -> None:
+    def _close_former(self) -> None:
         """Close the file; delete it if it has no rows, because a tracker was asked for before the run was resumed."""
         was_open = self._file is not None
         self.finish()
         if was_open and not self._size:
             self.path.unlink()
-            _about(self.path).unlink()
+            _description(self.path).unlink()
 
     def position(self) -> dict[str, Any]:
         """The end of the file, after a sync to disk."""
@@ -113,17 +113,16 @@ class JsonLines:
         return {"file": self.path.relative_to(self._folder).as_posix(), "id": self._id, "bytes": self._size}
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write a row now, beside those of `acc.log`."""
-        self.write([Row(0 if step is None else step, time.time(), dict(values))])
+        """Write a row at once, beside those of `acc.log`."""
+        self.write([Row(step or 0, time.time(), dict(values))])
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write arrays of shape NHWC (uint8) as PNG files beside the rows, and a row with ``_images``, the name, and their `files`."""
+        """Write uint8 arrays of shape NHWC as PNG files, and a row with ``_images``, the name, and their `files`."""
         for name, images in values.items():
-            safe = "".join(x if x.isalnum() or x in "-." else "_" for x in name)
+            file_name = "".join(x if x.isalnum() or x in "-." else "_" for x in name)
             folder, files = self.path.parent / f"{self.path.stem}-images", []
             for i, image in enumerate(images):
-                place = folder / f"{safe}-{step or 0:08d}-{i}"
-                path, file = first_free(place, partial(_create, suffix=".png"))
+                path, file = first_free(folder / f"{file_name}-{step or 0:08d}-{i}", partial(_create, suffix=".png"))
                 with file:
                     file.write(png(image))
                 files.append(f"{folder.name}/{path.name}")
@@ -133,17 +132,18 @@ class JsonLines:
         self, table_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
     ) -> None:
         """Write a row for each row of the table: ``_table``, the name, and the values by column."""
-        now = time.time()
-        self.write([Row(step or 0, now, {"_table": table_name, **dict(zip(columns, row))}) for row in data])
+        rows = [{"_table": table_name, **dict(zip(columns, row))} for row in data]
+        self.write([Row(step or 0, time.time(), row) for row in rows])
 
     def write(self, rows: Sequence[Row]) -> None:
         assert self._file is not None
-        lines = [as_json({"_step": r.step, "_time": round(r.time, 3), **r.values}) + "\n" for r in rows]
+        values = ({"_step": row.step, "_time": round(row.time, 3), **row.values} for row in rows)
+        lines = (json.dumps({name: finite(value) for name, value in row.items()}) + "\n" for row in values)
         text = memoryview("".join(lines).encode())
-        done = 0
+        count = 0
         try:
-            while done < len(text):
-                done += self._file.write(text[done:])
+            while count < len(text):
+                count += self._file.write(text[count:])
         except OSError:
             self._rewind()  # half a line would spoil the next one
             raise
@@ -161,15 +161,14 @@ def _create(path: Path, suffix: str = ".jsonl") -> tuple[Path, BinaryIO]:
     return path, open(path, "xb", buffering=0)
 
 
-def first_free(first: Path, create: Callable[[Path], T]) -> T:
-    """`create` at `first`, else at ``first-2``, ``first-3`` …: the first that raises no FileExistsError."""
-    first.parent.mkdir(parents=True, exist_ok=True)
-    place, number = first, 1
+def first_free(path: Path, create: Callable[[Path], T]) -> T:
+    """`create` at `path`, else at ``path-2``, ``path-3`` …: the first that raises no FileExistsError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = 1
     while True:
         with suppress(FileExistsError):
-            return create(place)
+            return create(path if number == 1 else path.with_name(f"{path.name}-{number}"))
         number += 1
-        place = first.with_name(f"{first.name}-{number}")
 
 
 def png(image: Any) -> bytes:
@@ -179,12 +178,12 @@ def png(image: Any) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
     lines = b"".join(b"\0" + line.tobytes() for line in image)  # 0: no filter
-    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
-def _about(path: Path) -> Path:
+def _description(path: Path) -> Path:
     """The file that describes the run with rows at `path`."""
     return path.with_name(path.name.removesuffix("l"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from ..base.lazy import imported
+from ..base.parts import Part
 from ..base.rng import isolated
 from ..errors import EasympError, SettingError, StepError, TrackerError, failing, nearest
 from ..logging import get_logger, is_main
@@ -25,17 +25,7 @@ from ..options import ProjectConfiguration
 from ..settings import Settings
 from ..version import __version__
 from . import TRACKERS, choose
-from .rows import (
-    FACTS,
-    Pending,
-    Row,
-    checked_images,
-    checked_step,
-    checked_table,
-    checked_values,
-    concise,
-    plain,
-)
+from .rows import FACTS, Pending, Row, checked_images, checked_step, checked_table, checked_values, concise, plain
 
 logger = get_logger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,68 +34,61 @@ EVERY = 1.0  # seconds that rows wait, while anything is logged or trained
 MOST = 1000  # rows that wait
 
 
-class Logbook:
+class Logbook(Part):
     """The rows and trackers of one run. On other ranks than the main one, calls are checked and nothing is kept.
 
-    Trackers start with the first rows that they get, or when one is asked for: by then a resumed run has loaded its checkpoint, so
-    they know their positions.
-
-    Args:
-        run: the open run, with its plan.
-        own: the script's trackers by lower-case name.
-        prepared: its optimizers' updates count the steps.
+    Trackers start with the first rows that they get, or when one is asked for: by then a resumed run has loaded its
+    checkpoint, so they know their positions.
 
     Attributes:
         names: the trackers that were asked for.
-        run: the run's name.
-        attached: further trackers by name, started already; they get rows and are left out of checkpoints.
-        waiting: whether `poll` is to be called: rows or the error of a tracker wait, or someone listens.
+        script_trackers: the script's own ones by lower-case name.
+        run_name: names the run's files.
     """
 
+    name = "tracking"
+
     def __init__(
-        self, run: Any, project: ProjectConfiguration, asked: Settings, own: Mapping[str, Any], prepared: Any
+        self, run: Any, project: ProjectConfiguration, settings: Settings, script_trackers: Mapping[str, Any]
     ) -> None:
-        self._plan, self._project, self._optimizers = lambda: run.plan, project, prepared.optimizers
-        self.names, self.own = choose(asked.log_with or "jsonl", asked.source("log_with")[1], own), own
+        self._project, self._optimizers = project, run.prepared.optimizers
+        self.script_trackers = script_trackers
+        self.names = choose(settings.log_with or "jsonl", settings.source("log_with")[1], script_trackers)
         self._main = run.world.rank == 0
-        keep = [name for name in self.names if name in own or not TRACKERS[name].watches]
-        self._in_files = [name for name in keep if name in TRACKERS]
-        self._kept = keep if self._main else []
+        keeping = [name for name in self.names if name in script_trackers or not TRACKERS[name].watches]
+        self._in_files = [name for name in keeping if name in TRACKERS]
+        self._names_with_rows = keeping if self._main else []
         self._folder = Path(project.logging_dir or os.curdir)
-        self.run, self._config, self._options = "log", {}, {}
-        self._begun, self._calls = False, 0
+        self.run_name, self._config = "log", dict[str, Any]()
+        self._options: dict[str, Mapping[str, Any]] = {}
+        self._has_logged, self._has_ended = False, False
+        self._calls = 0
         self._pending, self._since = Pending(), 0.0
         self._trackers: dict[str, Any] | None = None  # from their start on
         self._failure: EasympError | None = None  # a tracker's failed start, until it is raised
-        self.attached: dict[str, Any] = {}
+        # Parts that show the rows, by name: started already, and left out of checkpoints.
+        self._watching = {name: run.parts.get(name) for name in self.names if self._main and name not in keeping}
         self._loaded: dict[str, Any] | None = None
-        self._said: set[str] = set()
-        self._lost: dict[str, int] = {}
-        self._over = False
-        self._hear: Callable[[Tensor, Any], None] | None = None
-        self.waiting = False
-        if self._main and len(keep) < len(self.names):
-            console = imported(".console", __package__)
-            self.attached["console"] = console.Console(run, prepared, self.listen)
+        self._reported: set[str] = set()
+        self._lost_rows: dict[str, int] = {}
 
     # -- calls of the Accelerator --------------------------------------------------------------------------------------
 
     def describe(self, project_name: str, config: Any, init_kwargs: Options) -> None:
         """Set the run's name, its hyperparameters, and further options of trackers."""
-        good = isinstance(project_name, str) and project_name and ".." not in project_name
-        if not good or Path(project_name).is_absolute():
+        is_name = isinstance(project_name, str) and project_name and ".." not in project_name
+        if not is_name or Path(project_name).is_absolute():
             raise SettingError(f"init_trackers({project_name!r}): pass a name, which names files and folders")
         options = self.by_name(init_kwargs, "init_kwargs")
-        self._check_place()
-        if self._begun:
-            words = "init_trackers() after log(): rows have been logged to another name. Call it first"
-            raise StepError(words)
-        if "console" in self.attached:
-            self.attached["console"].configure(options.get("console", {}))
-        self.run, self._config, self._options = project_name, {} if config is None else config, options
+        self._check_folder()
+        if self._has_logged:
+            raise StepError("init_trackers() after log(): rows have been logged to another name. Call it first")
+        for name, part in self._watching.items():
+            part.configure(options.get(name, {}))
+        self.run_name, self._options = project_name, options
+        self._config = {} if config is None else config
 
     def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Options) -> None:
-        """Log numbers and words."""
         row, updates = checked_values(values), self._updates
         step = self._begin(step)
         self._calls += 1
@@ -113,24 +96,22 @@ class Logbook:
         for name in options:
             if name in TRACKERS and not TRACKERS[name].takes_options:
                 raise SettingError(f"log_kwargs: {name} takes nothing beside values and step. Leave it out")
-        if self._main and row and (self.names or self.attached):
+        if self._main and row and (self.names or self.run.parts.rows):
             if not self._pending:
                 self._since = time.monotonic()
             self._pending.add(Row(step, time.time(), row, options, updates))
-            self.waiting = True
             self.poll()
 
     def log_images(self, name: str, images: Any, step: int | None) -> None:
-        """Log images."""
         step = self._begin(step, f"log_images({name!r})", name)
-        array, changed = checked_images(images, convert=self._main)
+        array, changes = checked_images(images, convert=self._main)
         if self._main:
-            if changed:
-                self._say(f"log_images({name!r}): {changed}. Undo a normalisation before, or pass uint8")
+            if changes:
+                message = f"log_images({name!r}): {changes}. Undo a normalisation before, or pass uint8"
+                self._log_once(logging.WARNING, message)
             self._show("log_images", {name: array}, step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Any], step: int | None) -> None:
-        """Log a table."""
         step = self._begin(step, f"log_table({name!r})", name)
         names, data = checked_table(columns, rows)
         if self._main:
@@ -139,30 +120,29 @@ class Logbook:
     def get(self, name: str, unwrap: bool) -> Any:
         """The tracker of this name; with `unwrap` its library's object."""
         self._check_name(name, "get_tracker")
-        self._check_place()
+        self._check_folder()
         if not self._main:
             return SILENT
-        tracker = {**self.attached, **self.trackers}.get(name.lower())
+        tracker = {**self._watching, **self.trackers}.get(name.lower())
         if tracker is None:
-            raise TrackerError(
-                f"get_tracker: {name!r} could not start, as an earlier error said: correct that, or leave it out"
-            )
+            reason = "could not start, as an earlier error said: correct that, or leave it out"
+            raise TrackerError(f"get_tracker: {name!r} {reason}")
         return getattr(tracker, "tracker", tracker) if unwrap else tracker
 
     def all(self) -> list[Any]:
         """The trackers that were asked for."""
-        self._check_place()
-        return [*self.trackers.values(), *(one for name, one in self.attached.items() if name in TRACKERS)]
+        self._check_folder()
+        return [*self.trackers.values(), *self._watching.values()]
 
-    def by_name(self, options: Options, where: str) -> dict[str, Mapping[str, Any]]:
+    def by_name(self, options: Options, argument: str) -> dict[str, Mapping[str, Any]]:
         """`options`, by names of this run's trackers in lower case."""
         for name in options or ():
-            self._check_name(name, where)
-        return {name.lower(): given for name, given in (options or {}).items()}
+            self._check_name(name, argument)
+        return {name.lower(): tracker_options for name, tracker_options in (options or {}).items()}
 
     def check_open(self, call: str) -> None:
         """Refuse `call` after the end of the run."""
-        if self._over:
+        if self._has_ended:
             raise StepError(f"{call}() after end_training(): the trackers have finished. Log before it")
 
     @property
@@ -174,86 +154,81 @@ class Logbook:
         self.check_open(call.partition("(")[0])
         if not isinstance(name, str) or not name:
             raise SettingError(f"{call}: pass a name, such as 'predictions'")
-        if not self._begun:
-            self._check_place()
+        if not self._has_logged:
+            self._check_folder()
         step = checked_step(self._updates if step is None else step)
-        self._begun = True
+        self._has_logged = True
         return step
 
-    def _check_place(self) -> None:
-        place = self._project.logging_dir or ""
-        if "://" in place and self._in_files:
+    def _check_folder(self) -> None:
+        folder = self._project.logging_dir or ""
+        if "://" in folder and self._in_files:
             raise SettingError(
-                f"{self._in_files[0]} writes to a local folder, and the project is at {place}: pass "
+                f"{self._in_files[0]} writes to a local folder, and the project is at {folder}: pass "
                 "ProjectConfiguration(project_dir=..., logging_dir='a/local/folder'), or log_with='none'"
             )
 
-    def _check_name(self, name: str, where: str) -> None:
+    def _check_name(self, name: str, argument: str) -> None:
         if not isinstance(name, str) or name.lower() not in self.names:
-            near = nearest(str(name), self.names) or "."
-            raise SettingError(
-                f"{where}: {name!r} is not a tracker of this run{near} It has: {', '.join(self.names) or 'none'}"
-            )
+            suggestion, names = nearest(str(name), self.names) or ".", ", ".join(self.names) or "none"
+            raise SettingError(f"{argument}: {name!r} is not a tracker of this run{suggestion} It has: {names}")
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def listen(self, hear: Callable[[Tensor, Any], None] | None) -> None:
-        """Call `hear` with each loss before its backward, and its number of items or None, from now on; None: no longer."""
-        self._hear = hear
-        self.waiting = bool(self._pending) or self._failure is not None or hear is not None
+    def stepped(self, optimizer: Any) -> None:
+        if self._pending or self._failure is not None:
+            self.poll()
 
-    def poll(self, loss: Tensor | None = None, items: Any = None) -> None:
-        """Hand over the rows that are due and have arrived; `loss` and `items` are of the backward that begins. Waits for no device."""
-        if self._hear is not None and loss is not None:
-            self._hear(loss, items)
-            if not self._pending and self._failure is None:
-                return
-        now = time.monotonic()
-        if now - self._since >= EVERY or len(self._pending) >= MOST:
-            self._since = now
+    def saving(self, call: str, path: str | None) -> None:
+        if call == "save_state":
+            self.settle_rows()  # before the save begins: trackers may take long to start
+
+    def poll(self) -> None:
+        """Hand over the rows that are due and have arrived. Waits for no device."""
+        time_now = time.monotonic()
+        if time_now - self._since >= EVERY or len(self._pending) >= MOST:
+            self._since = time_now
             self._pending.send()
         self._hand_over(self._pending.arrived())
         self._complain()
 
-    def settle(self) -> None:
-        """Hand over all rows."""
+    def settle_rows(self) -> None:
+        """Hand over all rows, and wait for the device."""
         self._pending.send()
         self._hand_over(self._pending.arrived(wait=True))
 
     def _hand_over(self, rows: list[Row]) -> None:
-        self.listen(self._hear)
         if rows:
-            for name, tracker in (*self._started().items(), *self.attached.items()):
+            for name, tracker in self._started().items():
                 self.attempt(name, partial(tracker.write, rows), len(rows))
+            for notify in self.run.parts.rows:
+                self.attempt(notify.__self__.name, partial(notify, rows), len(rows))
 
-    def _show(self, method: str, *args: Any, **named: Any) -> None:
+    def _show(self, method: str, *args: Any, **keywords: Any) -> None:
         """Hand over all rows, then call `method` of the trackers that have it."""
-        self.settle()
-        for name, tracker in {**self.attached, **self._started()}.items():
+        self.settle_rows()
+        for name, tracker in {**self._watching, **self._started()}.items():
             act = getattr(tracker, method, None)
             if act is not None:
-                self.attempt(name, partial(act, *args, **named))
+                self.attempt(name, partial(act, *args, **keywords))
             elif name in self.names:
-                what = method.removeprefix("log_").removesuffix("s") + "s"
-                self._say(f"tracker {name} has no {method}(): it does not keep the {what} of this run")
+                items = method.removeprefix("log_").removesuffix("s") + "s"
+                message = f"tracker {name} has no {method}(): it does not keep the {items} of this run"
+                self._log_once(logging.WARNING, message)
 
-    def _say(self, words: str) -> None:
-        """Warn once."""
-        if words not in self._said:
-            self._said.add(words)
-            logger.warning("%s", words)
+    def _log_once(self, level: int, message: str, consequence: str = "") -> None:
+        if message not in self._reported:
+            self._reported.add(message)
+            logger.log(level, "%s%s", message, consequence)
 
     def attempt(self, name: str, act: Callable[[], Any], rows: int = 0) -> Any:
         """Return the result of `act`. An error of a tracker is logged and does not end the training."""
         try:
             return act()
         except Exception as error:
-            self._lost[name] = self._lost.get(name, 0) + rows
-            words = f"tracker {name}: {type(error).__name__}: {error}"
-            if words not in self._said:
-                self._said.add(words)
-                lost = f", {rows} rows are not kept there" if rows else ""
-                logger.error("%s; the training goes on%s", words, lost)
+            self._lost_rows[name] = self._lost_rows.get(name, 0) + rows
+            consequence = "; the training goes on" + (f", {rows} rows are not kept there" if rows else "")
+            self._log_once(logging.ERROR, f"tracker {name}: {type(error).__name__}: {error}", consequence)
             return None
 
     # -- the trackers --------------------------------------------------------------------------------------------------
@@ -261,20 +236,20 @@ class Logbook:
     @property
     def trackers(self) -> dict[str, Any]:
         """The started trackers by name; for the script's own ones its objects."""
-        found = {name: t.given if name in self.own else t for name, t in self._started().items()}
+        trackers = {name: t.wrapped if name in self.script_trackers else t for name, t in self._started().items()}
         self._complain()
-        return found
+        return trackers
 
     def _started(self) -> dict[str, Any]:
         if self._trackers is None:
             self._trackers = {}
-            for name in self._kept:
+            for name in self._names_with_rows:
                 try:
                     self._trackers[name] = self._start(name, self._create(name))
                 except EasympError as error:  # raised once the other trackers have their rows
-                    self._failure, self.waiting = error, True
+                    self._failure = error
             # Registered last, so that it runs before what trackers registered, such as wandb's own end.
-            atexit.register(self.finish)
+            atexit.register(self.close)
         return self._trackers
 
     def _complain(self) -> None:
@@ -284,63 +259,60 @@ class Logbook:
 
     def _create(self, name: str) -> Any:
         options = self._options.get(name, {})
-        if name in self.own:
-            return Own(name, self.own[name], options)
+        if name in self.script_trackers:
+            return ScriptTracker(name, self.script_trackers[name], options)
         return getattr(imported(f".{name}", __package__), TRACKERS[name].kind)(self._folder, options)
 
     def _start(self, name: str, tracker: Any) -> Any:
-        plan = self._plan()
+        plan = self.run.plan
         facts = {"plan": plan.as_dict(), "machine": dataclasses.asdict(plan.hardware)}
         config = {**plain(self._config), FACTS: plain({"version": __version__, **facts})}
         try:
             with isolated():  # packages draw random numbers at import, and for names of runs
-                tracker.start(self.run, config, self._positions.get(name))
+                tracker.start(self.run_name, config, self._positions.get(name))
         except EasympError:
             raise
         except Exception as error:
-            raise TrackerError(
-                f"tracker {name} could not start: {type(error).__name__}: {error}. Correct that, or leave it out of log_with"
-            ) from error
+            reason = f"{type(error).__name__}: {error}. Correct that, or leave it out of log_with"
+            raise TrackerError(f"tracker {name} could not start: {reason}") from error
         return tracker
 
     @property
     def _positions(self) -> Mapping[str, Any]:
         """The trackers' positions at the loaded checkpoint, if its run has this name."""
         loaded = self._loaded
-        return loaded["positions"] if loaded is not None and loaded["run"] == self.run else {}
+        return loaded["positions"] if loaded is not None and loaded["run"] == self.run_name else {}
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """The position of each tracker, with all rows handed over; None if nothing was logged, in this run or before."""
-        if not self.waiting and self._trackers is None:
+    def state(self) -> dict[str, Any] | None:
+        """The position of each tracker after all rows; None if nothing was logged, in this run or before."""
+        if not self._pending and self._failure is None and self._trackers is None:
             return self._loaded
-        self.settle()
+        self.settle_rows()
         positions = {name: self.attempt(name, tracker.position) for name, tracker in self._started().items()}
-        known = {name: position for name, position in positions.items() if position is not None}
-        return {"run": self.run, "positions": {**self._positions, **known}}
+        known_positions = {name: position for name, position in positions.items() if position is not None}
+        return {"run": self.run_name, "positions": {**self._positions, **known_positions}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Continue the run of a checkpoint."""
-        self._loaded = state
-        if self._trackers is None:
-            return
-        self.settle()
-        for name, tracker in self._trackers.items():
-            if name in self._positions:
-                self.attempt(name, partial(self._start, name, tracker))
+        self._loaded = dict(state)
+        if self._trackers is not None:
+            self.settle_rows()
+            for name in self._trackers.keys() & self._positions.keys():
+                self.attempt(name, partial(self._start, name, self._trackers[name]))
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """End the run; raise the error of a tracker that could not start, unless the run ends by another error."""
-        if self._over:
+        if self._has_ended:
             return
-        self._over = True
-        atexit.unregister(self.finish)
+        self._has_ended = True
+        atexit.unregister(self.close)
         try:
-            self.settle()
+            self.settle_rows()
         except Exception as error:  # of a device; the trackers still have to finish
             logger.error("the last rows are lost: %s: %s", type(error).__name__, error)
-        for name, tracker in (*(self._trackers or {}).items(), *self.attached.items()):
+        for name, tracker in (self._trackers or {}).items():
             self.attempt(name, tracker.finish)
-        for name, rows in self._lost.items():
+        for name, rows in self._lost_rows.items():
             if rows:
                 logger.error("tracker %s: %d rows were not kept", name, rows)
         if self._failure is not None and failing():
@@ -352,75 +324,71 @@ class Logbook:
 # -- trackers of the script: objects or classes that follow `easymp.protocols.Tracker` or Accelerate's GeneralTracker
 
 
-class Own:
-    """Drives a tracker of the script, or one of its class, made with `options`; one with `resume` continues (see `ResumableTracker`)."""
+class ScriptTracker:
+    """Drives a tracker of the script, or one of its class, made with `options`."""
 
-    def __init__(self, name: str, given: Any, options: Mapping[str, Any]) -> None:
-        if isinstance(given, type):
-            given = given(**options)
+    def __init__(self, name: str, tracker: Any, options: Mapping[str, Any]) -> None:
+        if isinstance(tracker, type):
+            tracker = tracker(**options)
         elif options:
-            raise SettingError(
-                f"init_kwargs={{{name!r}: ...}}: this tracker exists already. Leave the options out, or pass its class in log_with"
-            )
-        self.name, self.given = name, given
-        self._running, self._accelerates = False, _is_accelerates(given)
-        # Accelerator.log of compat calls it, with what the script passed.
-        self._as_given = getattr(given, "as_given", False)
+            remedy = "Leave the options out, or pass its class in log_with"
+            raise SettingError(f"init_kwargs={{{name!r}: ...}}: this tracker exists already. {remedy}")
+        self.name, self.wrapped = name, tracker
+        self._running, self._accelerates = False, _is_accelerates(tracker)
+        self._as_given = getattr(tracker, "as_given", False)  # compat's Accelerator.log calls it, as the script does
 
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         if position is not None:
-            self.given.resume(position)
+            self.wrapped.resume(position)
         if self._running:
             return
-        if not self._accelerates:
-            self.given.start(run, config)
-        else:
-            if hasattr(self.given, "start"):
-                self.given.start()
-            if not self._as_given:
-                self.given.store_init_configuration(concise(config))
-            elif asked := {name: value for name, value in config.items() if name != FACTS}:
-                self.given.store_init_configuration(asked)
         self._running = True
+        if not self._accelerates:
+            self.wrapped.start(run, config)
+            return
+        getattr(self.wrapped, "start", lambda: None)()
+        hyperparameters = {name: value for name, value in config.items() if name != FACTS}
+        if not self._as_given or hyperparameters:
+            self.wrapped.store_init_configuration(hyperparameters if self._as_given else concise(config))
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows if not self._as_given else ():
             options = row.options.get(self.name, {})
             if self._accelerates:
-                self.given.log(row.values, step=row.step, **options)
+                self.wrapped.log(row.values, step=row.step, **options)
             else:
-                self.given.log(row.values, row.step, **options)
+                self.wrapped.log(row.values, row.step, **options)
 
     def __getattr__(self, name: str) -> Any:
         """`log_images` and `log_table`, if the tracker has them."""
         if name in ("log_images", "log_table"):
-            return getattr(self.given, name)
+            return getattr(self.wrapped, name)
         raise AttributeError(name)
 
     def position(self) -> dict[str, Any] | None:
-        return dict(self.given.position()) if callable(getattr(self.given, "resume", None)) else None
+        return dict(self.wrapped.position()) if callable(getattr(self.wrapped, "resume", None)) else None
 
     def finish(self) -> None:
         if self._running:
             self._running = False
-            self.given.finish()
+            self.wrapped.finish()
 
 
-def _is_accelerates(given: Any) -> bool:
-    return callable(getattr(given, "store_init_configuration", None))
+def _is_accelerates(tracker: Any) -> bool:
+    return callable(getattr(tracker, "store_init_configuration", None))
 
 
-def check_own(given: Any) -> str:
+def check_own(tracker: Any) -> str:
     """The name of a tracker of the script; SettingError if it lacks a name or a method."""
-    name = getattr(given, "name", None)
-    methods = ("log", "finish") if _is_accelerates(given) else ("start", "log", "finish")
-    lacks = [method for method in methods if not callable(getattr(given, method, None))]
+    name = getattr(tracker, "name", None)
+    methods = ("log", "finish") if _is_accelerates(tracker) else ("start", "log", "finish")
+    lacks = [method for method in methods if not callable(getattr(tracker, method, None))]
     if not isinstance(name, str) or not name.strip() or "," in name:
         lacks.insert(0, "name")
     if lacks:
         raise SettingError(
-            f"log_with={given!r} is not a tracker: it has no {' and no '.join(lacks)}. Pass a name such as 'jsonl', or an object with "
-            "name, start(run, config), log(values, step) and finish()"
+            f"log_with={tracker!r} is not a tracker: it has no {' and no '.join(lacks)}. Pass a name such as 'jsonl', "
+            "or an object with name, start(run, config), log(values, step) and finish()"
         )
     return str(name)
 
@@ -473,7 +441,7 @@ class GeneralTracker:
 
 
 def on_main_process(function: F) -> F:
-    """Make a method do nothing and return None except on process 0, where trackers in `log_with` are called in any case."""
+    """Make a method do nothing and return None except on process 0, the only one that calls trackers in `log_with`."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -483,17 +451,17 @@ def on_main_process(function: F) -> F:
 
 
 class Silent:
-    """Stands for a tracker on other ranks than the main one: every attribute, item and call returns this object again."""
+    """Stands for a tracker on other ranks than the main one: attributes, items and calls return it again."""
 
     def __getattr__(self, name: str) -> Silent:
         if name.startswith("__"):  # copy and pickle look for their hooks
             raise AttributeError(name)
         return self
 
-    def _itself(self, *_: Any, **__: Any) -> Silent:
+    def __call__(self, *_: Any, **__: Any) -> Silent:
         return self
 
-    def _ignore(self, *_: Any) -> None:
+    def __setitem__(self, *_: Any) -> None:
         """Do nothing."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -502,8 +470,8 @@ class Silent:
     def __bool__(self) -> bool:
         return False
 
-    __call__ = __getitem__ = __enter__ = _itself
-    __exit__ = __setitem__ = __setattr__ = _ignore
+    __getitem__ = __enter__ = __call__
+    __exit__ = __setattr__ = __setitem__
 
 
 SILENT = Silent()

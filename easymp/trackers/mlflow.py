@@ -1,13 +1,15 @@
-"""MLflow: a run in the experiment that the script names, at MLFLOW_TRACKING_URI, or in ``mlflow.db`` (SQLite) in the project's folder.
+"""MLflow: a run at MLFLOW_TRACKING_URI, or in ``mlflow.db`` (SQLite) in the project's folder.
 
-It is the active run of MLflow's own functions, so that `mlflow.log_artifact` adds to it. A resumed run keeps its id, and values of steps
-that a metric has already stay as they are. Rows are sent about once a second, together, and the training waits for that request.
+It belongs to the experiment that the script names, and is the active run of MLflow's own functions, so that
+`mlflow.log_artifact` adds to it. A resumed run keeps its id, and values of steps that a metric has already stay as they
+are. Rows are sent about once a second, together, and the training waits for that request.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,16 +28,16 @@ LONGEST = 500  # characters of a parameter that all versions of MLflow take
 
 
 class MLflow:
-    """One run of MLflow. `options` are those of `mlflow.start_run`, and `experiment_name`, by default the run's name."""
+    """One run. `options` are those of `mlflow.start_run`, and `experiment_name`, by default the run's name."""
 
     name = "mlflow"
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         self._folder, self._options = folder, dict(options)
-        self._before: dict[str, str | None] | None = None  # the environment, if this class has changed it
+        self._former_variables: dict[str, str | None] | None = None  # if this class has changed the environment
         self.run: Any = None
         self._client: Any = None
-        self._known: dict[str, int] = {}  # by metric, its last step before this start
+        self._logged_steps: dict[str, int] = {}  # by metric, its last step before this start
 
     @property
     def tracker(self) -> Any:
@@ -46,52 +48,47 @@ class MLflow:
 
         self.finish()
         options = dict(self._options)
-        experiment = options.pop("experiment_name", env.read("MLFLOW_EXPERIMENT_NAME") or run)
+        name = options.pop("experiment_name", env.read("MLFLOW_EXPERIMENT_NAME") or run)
         if "nested_run" in options:  # as Accelerate calls it
             options["nested"] = options.pop("nested_run")
-        place = None
+        artifacts = None
         if not env.read(URI):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._before = env.put({URI: f"sqlite:///{(self._folder / 'mlflow.db').absolute().as_posix()}"})
-            place = (self._folder / "mlartifacts").absolute().as_uri()
+            database = (self._folder / "mlflow.db").absolute().as_posix()
+            self._former_variables = env.put({URI: f"sqlite:///{database}"})
+            artifacts = (self._folder / "mlartifacts").absolute().as_uri()
         self._client = client = mlflow.MlflowClient(env.read(URI))
-        found = client.get_experiment_by_name(experiment)
-        number = client.create_experiment(experiment, place) if found is None else found.experiment_id
-        how = {"experiment_id": number, **options} if position is None else {"run_id": position["id"]}
-        self.run = mlflow.start_run(**how)
-        data, run_id = client.get_run(self.run.info.run_id).data, self.run.info.run_id
-        self._known = {
+        experiment = client.get_experiment_by_name(name)
+        number = client.create_experiment(name, artifacts) if experiment is None else experiment.experiment_id
+        options = {"experiment_id": number, **options} if position is None else {"run_id": position["id"]}
+        self.run = mlflow.start_run(**options)
+        run_id = self.run.info.run_id
+        data = client.get_run(run_id).data
+        self._logged_steps = {
             name: max(metric.step for metric in client.get_metric_history(run_id, name))
             for name in (data.metrics if position is not None else ())
         }
-        self._describe(config, data.params)
+        self._log_parameters(config, data.params)
 
-    def _describe(self, config: Mapping[str, Any], there: Mapping[str, str]) -> None:
+    def _log_parameters(self, config: Mapping[str, Any], logged: Mapping[str, str]) -> None:
         """Log parameters; MLflow never changes one, so a resumed run adds new ones only."""
         from mlflow.entities import Param
 
-        whole = {allowed(key): str(value) for key, value in concise(config).items()}
-        said = {key: value[:LONGEST] for key, value in whole.items()}
-        if cut := [key for key in said if said[key] != whole[key]]:
-            words = "MLflow takes %d characters of a parameter, and these are cut: %s"
-            logger.warning(words, LONGEST, ", ".join(cut))
-        if changed := [key for key, value in said.items() if there.get(key, value) != value]:
+        values = {allowed(key): str(value) for key, value in concise(config).items()}
+        if cut := [key for key, value in values.items() if len(value) > LONGEST]:
+            logger.warning("MLflow takes %d characters of a parameter, and these are cut: %s", LONGEST, ", ".join(cut))
+        values = {key: value[:LONGEST] for key, value in values.items()}
+        if changed := [key for key, value in values.items() if logged.get(key, value) != value]:
             logger.warning("MLflow keeps the first values of these parameters: %s", ", ".join(changed))
-        self._send("params", [Param(key, value) for key, value in said.items() if key not in there])
+        self._send("params", [Param(key, value) for key, value in values.items() if key not in logged])
 
     def _send(self, kind: str, items: Sequence[Any]) -> None:
         for begin in range(0, len(items), AT_ONCE[kind]):
             self._client.log_batch(self.run.info.run_id, **{kind: items[begin : begin + AT_ONCE[kind]]})
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers as metrics, now, and words as tags."""
-        import mlflow
-
-        words = {key: value for key, value in values.items() if isinstance(value, str)}
-        numbers = {allowed(key): value for key, value in values.items() if key not in words}
-        mlflow.log_metrics(numbers, step=step)
-        for key, value in words.items():
-            self._client.set_tag(self.run.info.run_id, allowed(key), value)
+        """Log numbers as metrics, at once, and words as tags."""
+        self.write([Row(step or 0, time.time(), dict(values))])
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log arrays of images by name, each image as `MlflowClient.log_image` does."""
@@ -103,7 +100,7 @@ class MLflow:
     def log_table(
         self, table_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
     ) -> None:
-        """Log a file of the form that `mlflow.log_table` has, ``tables/NAME-STEP.json``, which MLflow's page shows as a table."""
+        """Log ``tables/NAME-STEP.json`` as `mlflow.log_table` does, which MLflow's page shows as a table."""
         path, run_id = f"tables/{PATH.sub('_', table_name)}-{step or 0}.json", self.run.info.run_id
         self._client.log_dict(run_id, {"columns": list(columns), "data": data}, path)
         logged = json.loads(self._client.get_run(run_id).data.tags.get(TABLES, "[]"))
@@ -115,10 +112,11 @@ class MLflow:
 
         metrics, tags = [], {}
         for row in rows:
-            for key, value in ((allowed(key), value) for key, value in row.values.items()):
+            for name, value in row.values.items():
+                key = allowed(name)
                 if isinstance(value, str):
                     tags[key] = RunTag(key, value)
-                elif row.step > self._known.get(key, row.step - 1):
+                elif row.step > self._logged_steps.get(key, row.step - 1):
                     metrics.append(Metric(key, float(value), int(row.time * 1000), row.step))
         self._send("metrics", metrics)
         self._send("tags", list(tags.values()))
@@ -134,9 +132,9 @@ class MLflow:
                 mlflow.end_run("FAILED" if failing() else "FINISHED")
                 self.run = None
         finally:
-            if self._before is not None:
-                env.put(self._before)
-                self._before = None
+            if self._former_variables is not None:
+                env.put(self._former_variables)
+                self._former_variables = None
 
 
 def allowed(key: str) -> str:

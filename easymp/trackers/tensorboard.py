@@ -1,11 +1,12 @@
 """TensorBoard's event files, in a folder of the project with the run's name.
 
-A resumed run writes to the same folder, and `purge_step` makes TensorBoard hide the values of steps after the checkpoint; the files
-keep them. Another run of that name gets its own folder, ``log-2``.
+A resumed run writes to the same folder, and `purge_step` makes TensorBoard hide the values of steps after the
+checkpoint; the files keep them. Another run of that name gets its own folder, ``log-2``.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from .jsonl import first_free
-from .rows import CHANNELS, Row, as_json, concise
+from .rows import CHANNELS, Row, concise
 
 
 class TensorBoard:
-    """The event files of one run; `logging_dir` is their folder from `start` on. `options` are those of torch's SummaryWriter."""
+    """The event files of one run, in `logging_dir` from `start` on. `options` are those of torch's SummaryWriter."""
 
     name = "tensorboard"
 
@@ -47,16 +48,14 @@ class TensorBoard:
             _await_next_second(self.logging_dir)
         else:
             self.logging_dir, self._last = first_free(self._folder / run, _create), None
-        self.writer = SummaryWriter(
-            **{"log_dir": str(self.logging_dir), "purge_step": purge, **self._options}
-        )
+        self.writer = SummaryWriter(**{"log_dir": str(self.logging_dir), "purge_step": purge, **self._options})
         self._describe(config, purge or 0)
 
     def _describe(self, config: Mapping[str, Any], step: int) -> None:
         """Write the whole config as a text, and its single values to the table of hyperparameters."""
         from torch.utils.tensorboard.summary import hparams
 
-        self.writer.add_text("config", f"```json\n{as_json(config, indent=2)}\n```", step)
+        self.writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", step)
         values = {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in concise(config).items()}
         for summary in hparams(values, {}):
             self.writer.file_writer.add_summary(summary, step)
@@ -69,10 +68,10 @@ class TensorBoard:
             add(name, value, global_step=step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write batches of images by name, as `SummaryWriter.add_images` takes them; NHWC without ``dataformats=...``, too."""
+        """Write batches of images by name, as `SummaryWriter.add_images` does; NHWC without ``dataformats``, too."""
         for name, images in values.items():
-            form = {"dataformats": "NHWC" if np.shape(images)[-1] in CHANNELS else "NCHW"}
-            self.writer.add_images(name, images, global_step=step, **{**form, **options})
+            dataformats = "NHWC" if np.shape(images)[-1] in CHANNELS else "NCHW"
+            self.writer.add_images(name, images, global_step=step, **{"dataformats": dataformats, **options})
 
     def log_table(
         self, table_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
@@ -104,7 +103,7 @@ def _create(folder: Path) -> Path:
 
 
 def _await_next_second(folder: Path) -> None:
-    """Wait until a new file sorts last: file names, which give the order of reading, begin with the second and the process id."""
+    """Wait until a new file sorts last: the files' names, and with them the order of reading, begin with the second."""
     newest = max((path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")), default="")
     while newest == f"{int(time.time()):010d}":
         time.sleep(0.02)

@@ -1,7 +1,7 @@
 """Weights & Biases: a run in the project that the script names; online, offline or off as WANDB_MODE says.
 
-A resumed run keeps its id. The service takes no step twice: steps that it had before the crash stay as they are. Offline each process
-has its own folder of that id, and `wandb sync` joins them.
+A resumed run keeps its id. The service takes no step twice: steps that it had before the crash stay as they are.
+Offline each process has its own folder of that id, and `wandb sync` joins them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WandB:
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         self._folder, self._options = folder, options
         self.run: Any = None
-        self._known = 0  # steps that the service had before this start
+        self._logged_steps = 0  # that the service had before this start
 
     @property
     def tracker(self) -> Any:
@@ -39,15 +39,15 @@ class WandB:
                 return  # an earlier checkpoint of this run
             self.finish()
         self._folder.mkdir(parents=True, exist_ok=True)
-        given: dict[str, Any] = {"project": run, "dir": str(self._folder), "config": dict(config)}
+        options: dict[str, Any] = {"project": run, "dir": str(self._folder), "config": dict(config)}
         if position is not None:
-            given |= {"id": position["id"], "resume": "allow"}
-        self.run = wandb.init(**{**given, **self._options})
-        self._known = self.run.step if position is not None and self.run.resumed else 0
-        if self._known:
+            options |= {"id": position["id"], "resume": "allow"}
+        self.run = wandb.init(**{**options, **self._options})
+        self._logged_steps = self.run.step if position is not None and self.run.resumed else 0
+        if self._logged_steps:
             self.run.config.update(dict(config), allow_val_change=True)
-            words = "wandb has run %s up to step %d: rows of steps before it are not logged again"
-            logger.info(words, self.run.id, self._known - 1)
+            text = "wandb has run %s up to step %d: rows of steps before it are not logged again"
+            logger.info(text, self.run.id, self._logged_steps - 1)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log as `wandb.Run.log` does, pictures and tables too."""
@@ -57,8 +57,7 @@ class WandB:
         """Log lists of pictures by name."""
         import wandb
 
-        pictures = {name: [wandb.Image(image) for image in images] for name, images in values.items()}
-        self.log(pictures, step, **options)
+        self.log({name: [wandb.Image(image) for image in images] for name, images in values.items()}, step, **options)
 
     def log_table(
         self,
@@ -76,7 +75,7 @@ class WandB:
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            if row.step >= self._known:
+            if row.step >= self._logged_steps:
                 self.log(row.values, row.step, **row.options.get(self.name, {}))
 
     def position(self) -> dict[str, Any]:

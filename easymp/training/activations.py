@@ -1,7 +1,7 @@
-"""Activations of a forward, counted on fake tensors, which have shapes and no memory; and how many blocks are to be recomputed.
+"""Activations of a forward, counted on fake tensors, which have shapes and no memory; and how many blocks to recompute.
 
-A block that is recomputed keeps its inputs (with "attention" also its products), and is whole again for a while in backward. Blocks are
-recomputed from the first on: when backward comes to them, those that were kept have been freed.
+A block that is recomputed keeps its inputs (with "attention" also its products), and is whole again for a while in
+backward. Blocks are recomputed from the first on: when backward comes to them, those that were kept have been freed.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import copy
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.pytree import leaves, map_leaves
 from ..base.units import size
 from ..errors import BatchError, SettingError
 from ..logging import get_logger
 from ..protocols import Precision
+from ..strategies.batchnorm import SyncBatchNorm
 from ..strategies.transforms import Recompute, find_recomputed, recompute
-from .state import Run
 
 logger = get_logger(__name__)
 
@@ -36,17 +36,17 @@ class Activations(NamedTuple):
     plain: int  # bytes, if nothing were recomputed
     blocks: int  # parts that are recomputed
     of: int  # parts that may be
-    flops: tuple[int, int]  # of products and attention, in forward and in backward with recomputation
 
     def __str__(self) -> str:
-        return f"{self.blocks} of {self.of} blocks are recomputed: {size(self.bytes)} of activations instead of {size(self.plain)}"
+        less = f"{size(self.bytes)} of activations instead of {size(self.plain)}"
+        return f"{self.blocks} of {self.of} blocks are recomputed: {less}"
 
 
 def count_activations(
     model: nn.Module,
     policy: Precision,
     sample: Any,
-    which: Recompute | None,
+    recomputed: Recompute | None,
     available: int = 0,
     offload: bool = False,
 ) -> Activations:
@@ -59,25 +59,24 @@ def count_activations(
     """
     autocast = policy.param == torch.float32
     compute = policy.compute if autocast and policy.compute != torch.float32 else None
-    how = (*_arguments(sample), compute, None if autocast else policy.param)
-    parts = len(find_recomputed([model], which)) if which else 0
+    follow_arguments = (*_arguments(sample), compute, None if autocast else policy.param)
+    parts = len(find_recomputed([model], recomputed)) if recomputed else 0
 
     @cache
     def follow(blocks: int) -> Alive:
         def change(twin: nn.Module) -> None:
             if blocks:
-                recompute(find_recomputed([twin], which)[:blocks], which.selective)  # type: ignore[arg-type, union-attr]
+                found = find_recomputed([twin], recomputed)  # type: ignore[arg-type]
+                recompute(found[:blocks], recomputed.selective)  # type: ignore[union-attr]
 
-        found = _follow(model, *how, change, backward=True)
-        return found._replace(peak=found.peak - found.kept) if offload else found
+        alive = _follow(model, *follow_arguments, change, backward=True)
+        return alive._replace(peak=alive.peak - alive.kept) if offload else alive
 
     blocks = parts
-    if which and which.below is not None:
-        blocks = min(
-            parts, bisect_left(range(parts), True, key=lambda number: follow(number).peak <= available)
-        )
-    found = follow(blocks)
-    return Activations(found.peak, found.copies, follow(0).peak, blocks, parts, found.flops)
+    if recomputed and recomputed.below is not None:
+        blocks = min(parts, bisect_left(range(parts), True, key=lambda number: follow(number).peak <= available))
+    alive = follow(blocks)
+    return Activations(alive.peak, alive.copies, follow(0).peak, blocks, parts)
 
 
 def _arguments(sample: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -86,10 +85,10 @@ def _arguments(sample: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     if isinstance(sample, Tensor):
         return (sample,), {}
     if not isinstance(sample, (tuple, list)):
-        words = "pass the model's arguments as a tuple, a dict, or one tensor"
-        raise SettingError(f"sample is a {type(sample).__name__}: {words}")
-    both = len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict)
-    return (sample[0], sample[1]) if both else (tuple(sample), {})
+        remedy = "pass the model's arguments as a tuple, a dict, or one tensor"
+        raise SettingError(f"sample is a {type(sample).__name__}: {remedy}")
+    has_keywords = len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict)
+    return (sample[0], sample[1]) if has_keywords else (tuple(sample), {})
 
 
 def bytes_saved(
@@ -101,8 +100,8 @@ def bytes_saved(
 ) -> int:
     """Count what is alive for backward after ``model(*args, **kwargs)``, without running it.
 
-    What a CPU's kernels save counts; a GPU's may save something else (fused attention, recurrent layers). `model` and the random streams
-    are left alone.
+    What a CPU's kernels save counts; a GPU's may save something else (fused attention, recurrent layers). `model` and
+    the random streams are left alone.
 
     Args:
         model: any module.
@@ -124,13 +123,18 @@ def bytes_saved(
     return _follow(model, args, kwargs, compute, stored).kept
 
 
+class BatchNormOfOneRank(_BatchNorm):
+    """Stands for a `SyncBatchNorm`, which reads numbers of other ranks, where activations are counted."""
+
+    def _check_input_dim(self, input: Tensor) -> None: ...
+
+
 class Alive(NamedTuple):
-    """Bytes that a training step holds beside parameters, their gradients and buffers, without autocast's copies of weights."""
+    """Bytes that a step holds beside parameters, gradients and buffers, without autocast's copies of weights."""
 
     kept: int  # after forward
     peak: int  # in forward or backward
     copies: int  # how much higher the peak is with these copies
-    flops: tuple[int, int]  # in forward and in backward
 
 
 def _follow(
@@ -149,16 +153,9 @@ def _follow(
     # Imported here: few runs need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
 
-    counts = dict(flop_registry)
-    for direction in ("", "_backward"):
-        gpu = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{direction}")
-        cpu = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}")
-        counts.setdefault(cpu, flop_registry[gpu])
-    flops = 0
-    now = {True: 0, False: 0}  # bytes of copies of weights, and of all else
-    alive, both = [0], [0]  # bytes of all else, and with copies, after each new storage
+    current_bytes = {True: 0, False: 0}  # bytes of copies of weights, and of all else
+    alive, with_copies = [0], [0]  # bytes of all else, and with copies, after each new storage
     born = weakref.WeakKeyDictionary[Any, int]()  # storage → its place in these
     weights = weakref.WeakSet[Any]()
 
@@ -172,7 +169,7 @@ def _follow(
         return fake.requires_grad_().clone() if leaf.requires_grad else fake  # a leaf would stay in the graph
 
     def freed(copied: bool, number: int) -> None:
-        now[copied] -= number
+        current_bytes[copied] -= number
 
     def note(leaf: Any, copied: bool = False) -> None:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
@@ -180,26 +177,28 @@ def _follow(
             if storage not in born and storage not in weights:
                 born[storage] = len(alive)
                 weakref.finalize(storage, freed, copied, storage.nbytes())
-                now[copied] += storage.nbytes()
-                alive.append(now[False])
-                both.append(sum(now.values()))
+                current_bytes[copied] += storage.nbytes()
+                alive.append(current_bytes[False])
+                with_copies.append(sum(current_bytes.values()))
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal flops
-            out = func(*args, **(kwargs or {}))
-            if count := counts.get(func._overloadpacket):
-                flops += count(*args, **(kwargs or {}), out_val=out)
+            result = func(*args, **(kwargs or {}))
             copied = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in weights
-            for leaf in leaves(out):
+            for leaf in leaves(result):
                 note(leaf, copied)
-            return out
+            return result
+
+    seen: Any = Seen  # its constructor has no types in torch
 
     def leave_out(parameter: Tensor) -> None:
-        storage = parameter.grad.untyped_storage()  # type: ignore[union-attr]
+        if parameter.grad is None or parameter.grad.layout is not torch.strided:
+            parameter.grad = None
+            return
+        storage = parameter.grad.untyped_storage()
         for i in range(born.get(storage, len(alive)), len(alive)):
             alive[i] -= storage.nbytes()
-            both[i] -= storage.nbytes()
+            with_copies[i] -= storage.nbytes()
         parameter.grad = None
 
     try:
@@ -210,6 +209,9 @@ def _follow(
                 if tensor.requires_grad and tensor.is_leaf:
                     tensor.register_post_accumulate_grad_hook(leave_out)
             shapes = copy.deepcopy(model, dict(memo))
+            for module in shapes.modules():
+                if isinstance(module, SyncBatchNorm):
+                    module.__class__ = BatchNormOfOneRank  # type: ignore[assignment]  # it has the same attributes
             if change:
                 change(shapes)
             args, kwargs = map_leaves(twin, tuple(args)), map_leaves(twin, dict(kwargs))
@@ -217,67 +219,22 @@ def _follow(
                 note(leaf)
             leaf = None
             with torch.enable_grad():
-                with Seen(), torch.autocast("cpu", compute or torch.bfloat16, compute is not None):
+                with seen(), torch.autocast("cpu", compute or torch.bfloat16, compute is not None):
                     outputs = shapes(*args, **kwargs)
                 ends = [t.sum().real for t in leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
                 del args, kwargs, outputs, shapes  # from here on only the graph holds activations
-                kept, forward = now[False], flops
+                kept_bytes = current_bytes[False]
                 if backward and ends:
                     end = sum(ends[1:], ends[0])
                     one = torch.ones_like(end)
                     weights.add(one.untyped_storage())  # which is not counted
-                    with Seen():
+                    with seen():
                         end.backward(one)
     except Exception as error:
-        why = (str(error).splitlines() or [""])[0]
+        reason = (str(error).splitlines() or [""])[0]
         raise BatchError(
-            f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: {why}): check the "
+            f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: "
+            f"{reason}): check the "
             "sample, or leave the sample out"
         ) from error
-    return Alive(kept, max(alive), max(both) - max(alive), (forward, flops - forward))
-
-
-class Budget:
-    """Decides in a model's first training forward how many of its blocks are recomputed, so that a rank stays below `below` bytes."""
-
-    def __init__(self, run: Run, which: Recompute) -> None:
-        self._run, self._which = run, which
-        self.taken = 0  # by models that are prepared, and their activations as far as these are known
-
-    def watch(
-        self, model: nn.Module, policy: Precision, need: int, undo: list[Callable[[], None]]
-    ) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
-        """Called before `model` is wrapped; the result takes the arguments of its first forward.
-
-        Everything but activations needs `need` bytes; `undo` gets the function that ends recomputation.
-        """
-        which, parts = self._which, find_recomputed([model], self._which)
-        tensors = [*model.parameters(), *model.buffers()]
-        shapes = copy.deepcopy(model, {id(t): _on_meta(t) for t in tensors})
-        self.taken += need
-
-        def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            below: int = which.below  # type: ignore[assignment]
-            try:
-                found = count_activations(shapes, policy, (args, kwargs), which, below - self.taken)
-            except BatchError as error:
-                why = str(error).split(": check the sample")[0]
-                raise BatchError(
-                    f"{why}, so activation_checkpointing cannot count blocks for {size(below)}: use activation_checkpointing='blocks'"
-                ) from error
-            self.taken += found.bytes
-            undo.append(recompute(parts[: found.blocks]))
-            reason = f"{found}, {size(self.taken)} a rank of {size(below)}"
-            if self.taken > below:
-                reason += ": too much, so use a smaller batch, or a strategy that shards the model"
-            (logger.warning if self.taken > below else logger.info)("activations: %s", reason)
-            plan = self._run.plan
-            assert plan.activations is not None
-            self._run.plan = replace(plan, activations=replace(plan.activations, reason=reason))
-
-        return decide
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    there = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+    return Alive(kept_bytes, max(alive), max(with_copies) - max(alive))

@@ -1,4 +1,7 @@
-"""Collectives over nested batches: functions of a tree on the open run's ranks, and methods of the Accelerator on its own."""
+"""Collectives over nested batches.
+
+Functions of a tree on the open run's ranks, and methods of the Accelerator on its own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ T = TypeVar("T")
 Reduction = Literal["sum", "mean", "max", "none"]
 
 LENGTHS = (
-    f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current batch "
+    f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current "
+    "batch "
     "without the samples that complete it"
 )
 
@@ -46,7 +50,6 @@ class Collectives(Processes):
             The joined tensors, on all ranks.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> acc.gather(torch.ones(2, 3)).shape  # one rank
             torch.Size([2, 3])
         """
@@ -61,8 +64,9 @@ class Collectives(Processes):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Join the results of the current batch over the ranks, without the samples that only complete the last round.
 
-        Call it inside the loop over a prepared loader. Where the current batch is shorter than the others, a tensor of the loader's
-        `batch_size` rows (``loss.repeat(batch_size)``: a loss that weighs as much as its samples) is cut to it.
+        Call it inside the loop over a prepared loader. Where the current batch is shorter than the others, a tensor of
+        the loader's `batch_size` rows (``loss.repeat(batch_size)``: a loss that weighs as much as its samples) is cut
+        to it.
 
         Args:
             input_data: tensors with one row a sample, nested in any way; or any objects, one item a sample.
@@ -77,16 +81,16 @@ class Collectives(Processes):
             WorldError: the ranks' calls, structures or dtypes differ; on all ranks.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> loader = acc.prepare(torch.utils.data.DataLoader(range(5), batch_size=2))
             >>> [acc.gather_for_metrics(batch).tolist() for batch in loader]
             [[0, 1], [2, 3], [4]]
         """
         world, loader = self._world, self._window.reading
-        every = world.size // self._prepared.strategy.data_size  # so many neighbours read the same
+        neighbours = world.size // self._prepared.strategy.data_size  # so many neighbours read the same
         if self._prepared.strategy.context_size > 1:
             raise StepError(
-                "gather_for_metrics() under context_parallel, where each process has a part of each sequence: add up sums and counts of "
+                "gather_for_metrics() under context_parallel, where each process has a part of each sequence: add up "
+                "sums and counts of "
                 "tokens with reduce()"
             )
         objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
@@ -94,29 +98,31 @@ class Collectives(Processes):
         try:
             if loader is None:
                 raise BatchError(
-                    "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
-                    f"each batch inside the loop, or use {'gather_object' if use_gather_object else 'gather'}() for anything else"
+                    "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are "
+                    "repeated: call it for "
+                    f"each batch inside the loop, or use {'gather_object' if use_gather_object else 'gather'}() for "
+                    "anything else"
                 )
-            short, usual = loader.local_size, loader.batch_size
-            if not objects and short is not None and usual is not None and short < usual:
-                cut = lambda t: t[:short] if t.ndim and t.shape[0] == usual else t  # noqa: E731
+            samples, batch_size = loader.local_size, loader.batch_size
+            if not objects and samples is not None and batch_size is not None and samples < batch_size:
+                cut = lambda t: t[:samples] if t.ndim and t.shape[0] == batch_size else t  # noqa: E731
                 input_data = recursively_apply(cut, input_data)
             for leaf in [input_data] if objects else leaves(input_data):
-                _check_batch(leaf, short, objects)
-        except BatchError as trouble:
-            error = str(trouble)
+                _check_batch(leaf, samples, objects)
+        except BatchError as batch_error:
+            error = str(batch_error)
         if error or objects:
             world.compare("gather_for_metrics", lambda: {"": "objects"}, error)
         if error:
             raise BatchError(error)
         extra = loader.surplus
         if objects:
-            whole: Any = [item for part in world.gather_objects(list(input_data))[::every] for item in part]
-            return whole[:-extra] if extra else whole
+            gathered: Any = [item for part in world.gather_objects(list(input_data))[::neighbours] for item in part]
+            return gathered[:-extra] if extra else gathered
         collect = world.gather_uneven if loader.uneven else world.gather
         free = 0 if loader.uneven else None
-        whole = _together(world, "gather_for_metrics", input_data, lambda t: collect(t, every), free)
-        return recursively_apply(lambda t: t[: t.shape[0] - extra], whole) if extra else whole
+        gathered = _together(world, "gather_for_metrics", input_data, lambda t: collect(t, neighbours), free)
+        return recursively_apply(lambda t: t[: t.shape[0] - extra], gathered) if extra else gathered
 
     def mean(self, value: Tensor | float, weight: Tensor | float = 1.0) -> Tensor:
         """Weighted mean of one number a rank: sum(value × weight) / sum(weight).
@@ -134,7 +140,6 @@ class Collectives(Processes):
             BatchError: a tensor with dimensions.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> acc.mean(0.25, weight=32)
             tensor(0.2500)
         """
@@ -144,14 +149,15 @@ class Collectives(Processes):
         world.compare("mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)})
         if values.ndim or weights.ndim:
             raise BatchError(
-                f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
+                f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and "
+                f"{tuple(weights.shape)}: "
                 "reduce them first, e.g. values.mean() with weight values.numel()"
             )
         total, count = world.reduce(torch.stack([values * weights, weights])).unbind()
         return total / count
 
     def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
-        """Sum or average tensors over the ranks: `easymp.reduce` on this run's ranks, with the same errors and another default.
+        """Sum or average tensors over the ranks: `easymp.reduce` on this run's ranks, with another default.
 
         Args:
             tensor: as there.
@@ -162,14 +168,13 @@ class Collectives(Processes):
             The results, on all ranks.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> acc.reduce({"correct": torch.tensor(7)})  # one rank
             {'correct': tensor(7)}
         """
         return reduce(tensor, reduction, scale, world=self._world)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Pad tensors to the length of the longest rank's: `easymp.pad_across_processes` on this run's ranks, with the same errors.
+        """Pad tensors to the length of the longest rank's: `easymp.pad_across_processes` on this run's ranks.
 
         Args:
             tensor: as there.
@@ -181,7 +186,6 @@ class Collectives(Processes):
             Tensors of one shape on all ranks.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> acc.pad_across_processes(torch.ones(2, 5), dim=1).shape  # one rank
             torch.Size([2, 5])
         """
@@ -191,7 +195,6 @@ class Collectives(Processes):
         """Raise a flag on this rank that `check_trigger` sees on every rank.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> acc.set_trigger()
             >>> acc.check_trigger(), acc.check_trigger()
             (True, False)
@@ -208,7 +211,6 @@ class Collectives(Processes):
             WorldError: another rank calls something else.
 
         Example:
-            >>> acc = Accelerator(cpu=True)
             >>> acc.check_trigger()  # for example: stop early if any rank found a reason
             False
         """
@@ -232,12 +234,11 @@ def gather(tensor: T, *, world: World | None = None) -> T:
         BatchError: a leaf is not a tensor (a TypeError, too).
 
     Example:
-        >>> acc = Accelerator(cpu=True)
         >>> gather({"loss": torch.tensor(0.5)})  # one rank
         {'loss': tensor([0.5000])}
     """
-    there = world or state.current_world()
-    return _together(there, "gather", tensor, there.gather, remedy=LENGTHS)
+    run_world = world or state.current_world()
+    return _together(run_world, "gather", tensor, run_world.gather, remedy=LENGTHS)
 
 
 def gather_object(object: list[T], *, world: World | None = None, every: int = 1) -> list[T]:
@@ -256,7 +257,6 @@ def gather_object(object: list[T], *, world: World | None = None, every: int = 1
         BatchError: `object` is not a list or tuple.
 
     Example:
-        >>> acc = Accelerator(cpu=True)
         >>> gather_object([f"rank {acc.process_index}"])
         ['rank 0']
     """
@@ -278,22 +278,20 @@ def broadcast(tensor: T, from_process: int = 0, *, world: World | None = None) -
         The same structure with that rank's values.
 
     Raises:
-        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks. Or `from_process` does not exist.
+        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks. Or `from_process` does not
+            exist.
         BatchError: a leaf is not a tensor (a TypeError, too).
 
     Example:
-        >>> acc = Accelerator(cpu=True)
         >>> broadcast(torch.arange(3) + acc.process_index)  # rank 0's
         tensor([0, 1, 2])
     """
-    there = world or state.current_world()
-    call = f"broadcast(from_process={_process(there, from_process)})"
-    return _together(there, call, tensor, lambda leaf: there.broadcast(leaf, from_process))
+    run_world = world or state.current_world()
+    call = f"broadcast(from_process={_process(run_world, from_process)})"
+    return _together(run_world, call, tensor, lambda leaf: run_world.broadcast(leaf, from_process))
 
 
-def broadcast_object_list(
-    object_list: list[T], from_process: int = 0, *, world: World | None = None
-) -> list[T]:
+def broadcast_object_list(object_list: list[T], from_process: int = 0, *, world: World | None = None) -> list[T]:
     """Copy a list of Python objects from one rank to all ranks.
 
     Args:
@@ -309,15 +307,14 @@ def broadcast_object_list(
         BatchError: `object_list` is not a list.
 
     Example:
-        >>> acc = Accelerator(cpu=True)
         >>> broadcast_object_list(["runs/a" if acc.is_main_process else None])
         ['runs/a']
     """
-    there = world or state.current_world()
-    call = f"broadcast_object_list(from_process={_process(there, from_process)})"
+    run_world = world or state.current_world()
+    call = f"broadcast_object_list(from_process={_process(run_world, from_process)})"
     facts = {"": f"a list of {len(object_list)}"} if isinstance(object_list, list) else None
-    _compare_lists(there, call, object_list, facts)
-    return there.broadcast_objects(object_list, from_process)
+    _compare_lists(run_world, call, object_list, facts)
+    return run_world.broadcast_objects(object_list, from_process)
 
 
 def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, world: World | None = None) -> T:
@@ -338,20 +335,19 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, worl
         BatchError: a leaf is not a tensor (a TypeError, too).
 
     Example:
-        >>> acc = Accelerator(cpu=True)
         >>> reduce(torch.ones(2), "sum", scale=0.5)  # one rank
         tensor([0.5000, 0.5000])
     """
     if reduction not in get_args(Reduction):
         raise SettingError(f"reduction={reduction!r} is not one of sum, mean, max, none")
-    there = world or state.current_world()
+    run_world = world or state.current_world()
 
     def one(leaf: Tensor) -> Tensor:
-        out = leaf.clone() if reduction == "none" else there.reduce(leaf, reduction)
-        return out if scale == 1.0 else out * scale
+        reduced = leaf.clone() if reduction == "none" else run_world.reduce(leaf, reduction)
+        return reduced if scale == 1.0 else reduced * scale
 
     call = f"reduce(reduction={reduction!r}, scale={scale})"
-    return _together(there if reduction != "none" else None, call, tensor, one)
+    return _together(run_world if reduction != "none" else None, call, tensor, one)
 
 
 def pad_across_processes(
@@ -374,17 +370,16 @@ def pad_across_processes(
         BatchError: a leaf is not a tensor (a TypeError, too).
 
     Example:
-        >>> acc = Accelerator(cpu=True)
         >>> tokens = torch.ones(2, 3 + acc.process_index)
         >>> gather(pad_across_processes(tokens, dim=1)).shape  # one rank
         torch.Size([2, 3])
     """
-    there = world or state.current_world()
+    run_world = world or state.current_world()
 
     def one(leaf: Tensor) -> Tensor:
         if not -leaf.ndim <= dim < leaf.ndim:
             return leaf
-        longest = int(there.reduce(torch.tensor(leaf.shape[dim], device=there.device), "max").item())
+        longest = int(run_world.reduce(torch.tensor(leaf.shape[dim], device=run_world.device), "max").item())
         missing = longest - leaf.shape[dim]
         if not missing:
             return leaf
@@ -394,44 +389,49 @@ def pad_across_processes(
         return torch.cat([filler, leaf] if pad_first else [leaf, filler], dim=dim)
 
     call = f"pad_across_processes(dim={dim}, pad_index={pad_index}, pad_first={pad_first})"
-    return _together(there, call, tensor, one, free=dim, remedy=f"{ALIKE}; only dimension {dim} may differ")
+    return _together(run_world, call, tensor, one, free=dim, remedy=f"{ALIKE}; only dimension {dim} may differ")
 
 
 def _together(
     world: World | None,
     call: str,
-    tree: Any,
+    tree: T,
     one: Callable[[Tensor], Tensor],
     free: int | None = None,
     remedy: str = ALIKE,
-) -> Any:
+) -> T:
     """Apply `one` to every leaf of `tree`, after the ranks of `world` (None: only this one) have compared their trees.
 
-    Leaves are visited in the order of their paths, so that ranks' dicts may differ in the order of keys. Dimension `free` may differ.
+    Leaves are visited in the order of their paths, so that ranks' dicts may differ in the order of keys. Dimension
+    `free` may differ.
     """
-    found = list(leaf_paths(tree))
+    tensors = list(leaf_paths(tree))
     if world is not None:
-        world.compare(call, lambda: {place: _form(leaf, free) for place, leaf in found}, remedy=remedy)
-    for place, leaf in found:
+        world.compare(call, lambda: {path: _form(leaf, free) for path, leaf in tensors}, remedy=remedy)
+    for path, leaf in tensors:
         if not isinstance(leaf, Tensor):
             raise LeafError(
-                f"{call} takes nested lists, tuples and dicts of tensors, but the leaf{place and f' at {place}'} is a "
+                f"{call} takes nested lists, tuples and dicts of tensors, but the leaf{path and f' at {path}'} is a "
                 f"{type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
             )
-    made = {place: one(leaf) for place, leaf in sorted(found, key=lambda pair: pair[0])}
-    places = iter(found)
-    return map_leaves(lambda leaf: made[next(places)[0]], tree)
+    results = {path: one(leaf) for path, leaf in sorted(tensors, key=lambda pair: pair[0])}
+    paths = iter([path for path, _ in tensors])
+    mapped: T = map_leaves(lambda leaf: results[next(paths)], tree)
+    return mapped
 
 
 def _form(leaf: Any, free: int | None) -> str:
-    """The part of a leaf that must be equal on all ranks: ``"float32[2, 3]"``, and the kind of device where it is not the CPU."""
+    """The part of a leaf that must be equal on all ranks.
+
+    ``"float32[2, 3]"``, and the kind of device where it is not the CPU.
+    """
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
     shape = [str(length) for length in leaf.shape]
     if free is not None and -leaf.ndim <= free < leaf.ndim:
         shape[free] = "*"
-    where = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
-    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]{where}"
+    path = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]{path}"
 
 
 def _compare_lists(world: World, call: str, given: Any, facts: dict[str, str] | None = None) -> None:
@@ -445,8 +445,8 @@ def _compare_lists(world: World, call: str, given: Any, facts: dict[str, str] | 
 
 def _process(world: World, number: int) -> int:
     if not 0 <= number < world.size:
-        words = f"is not one of the {world.size} processes, 0 … {world.size - 1}"
-        raise WorldError(f"from_process={number!r} {words}")
+        message = f"is not one of the {world.size} processes, 0 … {world.size - 1}"
+        raise WorldError(f"from_process={number!r} {message}")
     return number
 
 
@@ -455,7 +455,8 @@ def _check_batch(leaf: Any, size: int | None, objects: bool) -> None:
     tensor = isinstance(leaf, Tensor)
     if not leaf.ndim if tensor else not hasattr(leaf, "__len__"):
         raise BatchError(
-            "gather_for_metrics() got a scalar: repeated samples cannot be taken out of it. Gather one value a sample, or use "
+            "gather_for_metrics() got a scalar: repeated samples cannot be taken out of it. Gather one value a sample, "
+            "or use "
             "mean(value, weight)"
         )
     if size is not None and len(leaf) != size:

@@ -1,7 +1,7 @@
 """Out of memory: all ranks release their memory together, and try again with a smaller batch.
 
-A rank that runs out of memory leaves the others waiting in a collective. So it writes a note into the store and closes its connections.
-The others get an error, find the note, and join the retry over new connections.
+A rank that runs out of memory leaves the others waiting in a collective. So it writes a note into the store and closes
+its connections. The others get an error, find the note, and join the retry over new connections.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 
 from ..distributed import World
+from ..distributed.mailbox import Mailbox
 from ..errors import ArgumentError, SettingError
 from ..logging import get_logger
 from .state import accelerators, current_world
@@ -25,39 +24,8 @@ logger = get_logger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-EVERY = 500  # updates from one garbage collection to the next
-
 # The last is of cuBLAS and cuDNN.
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
-AS_LONG_AS_IT_TAKES = timedelta(days=7)  # the others may have a whole training to finish
-
-
-class Collection:
-    """Python's garbage collection in a run: at the first update, which freezes what is there, and at every 500th.
-
-    In between it would stop a rank at any time, and the others with it; and it would look through all modules again.
-    """
-
-    _updates, _frozen, _enabled = 0, False, False
-
-    def stepped(self, optimizer: Any) -> None:
-        self._updates += 1
-        if self._updates == 1:
-            gc.collect()
-            self._frozen, self._enabled = not gc.get_freeze_count(), gc.isenabled()
-            if self._frozen:
-                gc.freeze()
-            gc.disable()
-        elif self._updates % EVERY == 0:
-            gc.collect()
-
-    def end(self) -> None:
-        """As before the first update; the next one is the first again."""
-        if self._frozen:
-            gc.unfreeze()
-        if self._enabled:
-            gc.enable()
-        self._updates, self._frozen, self._enabled = 0, False, False
 
 
 def release_memory(*objects: Any, device: torch.device | None = None) -> list[Any]:
@@ -79,10 +47,14 @@ def release_memory(*objects: Any, device: torch.device | None = None) -> list[An
     nothing: list[None] = [None] * len(objects)
     del objects
     gc.collect()
-    kind = device.type if device is not None else "cuda" if torch.cuda.is_initialized() else "cpu"
-    if kind != "cpu":
-        torch.get_device_module(kind).empty_cache()
+    empty_cache(device.type if device is not None else "cuda" if torch.cuda.is_initialized() else "cpu")
     return nothing
+
+
+def empty_cache(device_type: str) -> None:
+    """Give cached device memory back; a CPU has none."""
+    if device_type != "cpu":
+        torch.get_device_module(device_type).empty_cache()
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -133,16 +105,16 @@ def find_executable_batch_size(
 ) -> Any:
     """Run ``function(batch_size, …)``, and again with less each time that any rank runs out of memory.
 
-    ``@find_executable_batch_size(starting_batch_size=256)`` above a training function with the batch size as its first parameter.
-    Everything that holds memory must be made inside it. All ranks try the same size. A size that worked is where the next call
-    begins.
+    ``@find_executable_batch_size(starting_batch_size=256)`` above a training function with the batch size as its first
+    parameter. Everything that holds memory must be made inside it. All ranks try the same size. A size that worked is
+    where the next call begins.
 
     Args:
         function: the training function.
         starting_batch_size: first size to try.
         reduce_batch_size_fn: called without arguments, gives the next size; by default the half.
-        keep_global_batch: split the batch instead: the second parameter is then the number of micro-batches to accumulate,
-            doubled whenever the size is halved.
+        keep_global_batch: split the batch instead: the second parameter is then the number of micro-batches to
+            accumulate, doubled whenever the size is halved.
 
     Returns:
         The function without these parameters, which returns what `function` does; without `function` the decorator.
@@ -161,30 +133,30 @@ def find_executable_batch_size(
         16
     """
     if function is None:
-        options = (starting_batch_size, reduce_batch_size_fn, keep_global_batch)
+        options: Any = (starting_batch_size, reduce_batch_size_fn, keep_global_batch)
         return lambda function: find_executable_batch_size(function, *options)
     if keep_global_batch and reduce_batch_size_fn is not None:
         raise SettingError("keep_global_batch=True halves the batch: leave reduce_batch_size_fn out")
-    ours, name = 2 if keep_global_batch else 1, function.__name__
+    passed_count, name = 2 if keep_global_batch else 1, function.__name__
     names = list(inspect.signature(function).parameters)
-    if len(names) < ours:
-        wanted = "the batch size and the number of micro-batches" if keep_global_batch else "the batch size"
-        raise SettingError(f"{name}() takes {len(names)} parameters: its first must be {wanted}")
+    if len(names) < passed_count:
+        expected = "the batch size and the number of micro-batches" if keep_global_batch else "the batch size"
+        raise SettingError(f"{name}() takes {len(names)} parameters: its first must be {expected}")
     size, micro = starting_batch_size, 1
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal size, micro
-        if len(args) > len(names) - ours or any(n in kwargs for n in names[:ours]):
-            gets = f"gets {', '.join(names[:ours])} from find_executable_batch_size"
-            raise ArgumentError(f"{name}() {gets}: leave it out of the call")
+        if len(args) > len(names) - passed_count or any(n in kwargs for n in names[:passed_count]):
+            explanation = f"gets {', '.join(names[:passed_count])} from find_executable_batch_size"
+            raise ArgumentError(f"{name}() {explanation}: leave it out of the call")
         world = current_world()
         while True:
             if size < 1:
-                words = "runs out of memory at every batch size, down to 1: the model itself does not fit"
-                raise RuntimeError(f"{name}() {words}")
+                message = "runs out of memory at every batch size, down to 1: the model itself does not fit"
+                raise RuntimeError(f"{name}() {message}")
             release_memory(device=world.device)
-            result, fits = _attempt(world, function, (size, micro)[:ours] + args, kwargs)
+            result, fits = _attempt(world, function, (size, micro)[:passed_count] + args, kwargs)
             if fits:
                 return result
             before = size
@@ -200,57 +172,39 @@ def _attempt(
 ) -> tuple[Any, bool]:
     """The function's result, and whether it fitted into memory on every rank."""
     result = None
-    notes = Notes(world) if world.size > 1 else None
+    box = Mailbox.open(world.store(), "easymp/attempts", world.rank, world.size) if world.size > 1 else None
     before = [model for accelerator in accelerators() for model in accelerator._prepared.models]
     try:
         result, outcome = function(*args, **kwargs), "done"
     except Exception as error:  # of any kind: the other ranks wait to hear of it
         if out_of_memory(error):
             outcome = "out of memory"
-        elif notes is not None and notes.someone_ran_out():
+        elif box is not None and box.has("ran out"):
             outcome = "followed"  # the error is the consequence of another rank's
         else:
-            if notes is not None:
-                notes.write("failed")
+            if box is not None:
+                box.post(f"ended/{world.rank}")
             raise
         # Objects on the frames of the error, models above all, must be free before the next attempt.
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        # So must objects that outer Accelerators prepared in it: they hold memory, and connections of the process group.
+        # So must objects that outer Accelerators prepared in it: they hold memory, and connections of the process
+        # group.
         for accelerator in accelerators():
             if not any(model is old for model in accelerator._prepared.models for old in before):
                 accelerator.free_memory()
-    if notes is None:
+    if box is None:
         return result, outcome == "done"
-    notes.write(outcome)
+    if outcome == "out of memory":
+        box.post("ran out")
+    box.post(f"ended/{world.rank}")
+    box.read(f"ended/{world.rank}")  # a post returns before it has arrived; another connection may overtake it
     if outcome != "done":
         gc.collect()
         world.break_off()
-    fits = not notes.someone_ran_out(wait=True)
+    box.wait(box.of_ranks("ended"), longest=0.5)  # as long as it takes
+    fits = not box.has("ran out")
     if not fits:
         result = None
         gc.collect()
         world.restart()
     return result, fits
-
-
-class Notes:
-    """The ranks' outcomes of one attempt, in the store of the process group."""
-
-    def __init__(self, world: World) -> None:
-        store = world.store()
-        number = store.add(f"easymp/attempts/{world.rank}", 1)
-        self._store = dist.PrefixStore(f"easymp/training/memory/{number}", store)
-        self._rank, self._keys = world.rank, [str(r) for r in range(world.size)]
-
-    def write(self, outcome: str) -> None:
-        if outcome == "out of memory":
-            self._store.set("ran out", str(self._rank))
-        self._store.set(str(self._rank), outcome)
-        # `set` returns before it has arrived; another connection may overtake it.
-        self._store.get(str(self._rank))
-
-    def someone_ran_out(self, wait: bool = False) -> bool:
-        """Whether any rank ran out of memory; `wait` until all have reported."""
-        if wait:
-            self._store.wait(self._keys, AS_LONG_AS_IT_TAKES)
-        return self._store.check(["ran out"])

@@ -1,54 +1,46 @@
 """Prepare the objects that a script brings: check them, compare them over the ranks, wrap them, and keep them.
 
-Models come first, since optimizers are checked against them; then optimizers, loaders, and schedulers, which follow optimizers.
+Models come first, since optimizers are checked against them; then optimizers, loaders, and schedulers, which follow
+optimizers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from .. import cuda, optim
+from .. import conflicts, cuda, optim
+from ..base.accumulation import MicroStep, Phase
 from ..base.dtensor import follow, local
+from ..base.parts import Part
 from ..base.pytree import send_to_device
 from ..base.rng import diverge
-from ..base.units import size
-from ..data import PreparedLoader, SkippedLoader, UnpreparedCheck, prepare_loader
+from ..data import PreparedLoader, SkippedLoader, prepare_loader
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, StepError
 from ..logging import get_logger
 from ..options import DataLoaderConfiguration
 from ..plan import AUTO
 from ..precision import Scaler
-from ..precision.policies import LOW, Float8Linear, forget_rounded, raise_weights, round_once
+from ..precision.policies import LOW, raise_weights
 from ..protocols import Precision, Strategy, WrapContext
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
-from ..strategies.single import hook_gradient, refuse_words
-from ..strategies.transforms import (
-    CompileOptions,
-    Compiling,
-    Offload,
-    Recompute,
-    can_compile,
-    find_recomputed,
-    recompute,
-)
-from .activations import Budget
-from .memory import SPARE, AutoStrategy, first_batch
-from .replicas import ADDED, Replicas, compare_prepared
+from ..strategies.transforms import CompileOptions, Compiling, can_compile
+from .compare import compare_prepared
+from .memory import SPARE, AutoStrategy, Memory, first_batch
 from .state import Run
 from .wrapper import Route, forward_methods, make_view
 
@@ -59,22 +51,42 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-SUMMED = ", their low-precision gradients summed in fp32"
+IN_FP32 = ", their low-precision gradients summed in fp32"
+ADD_BEFORE_PREPARE = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
 
 
 class PrepareOptions(NamedTuple):
-    """The constructor's arguments about preparing; `schedule` makes a prepared scheduler, `records` must be the same on all ranks."""
+    """How objects are prepared: what the settings say, and what the migration layers change."""
 
-    place: bool
-    loading: DataLoaderConfiguration
-    schedule: Callable[[Any, Sequence[PreparedOptimizer]], PreparedScheduler]
-    strategy_options: bool = False  # whether some were given
-    initialize: Callable[[nn.Module], None] | None = None
-    recompute: Recompute | None = None
+    device_placement: bool
+    dataloader_config: DataLoaderConfiguration
+    has_strategy_options: bool = False
+    initialize: Callable[[nn.Module], object] | None = None
     compile: CompileOptions | None = None
-    records: Sequence[Any] = ()
-    keep: Callable[[], Any] | None = None  # see `Route`
-    views: bool = False  # whether a model is never handed back itself
+    records: Sequence[Any] = ()  # records of options, which must be the same on all ranks
+    always_views: bool = False  # whether a model is never handed back itself
+    make_loader: Callable[..., PreparedLoader] = prepare_loader
+    make_scheduler: Callable[..., PreparedScheduler] = optim.PreparedScheduler
+    diverge: bool = True  # whether each rank gets random streams of its own, if all ranks share one
+
+
+class Identity(NamedTuple):
+    """What tells a model from others of the same shape, in every run that makes it in the same way."""
+
+    modules: str  # class, and a digest of the names and classes of its modules
+    first_weights: str  # a digest of some values of its parameters before it was prepared
+
+
+def identity(model: nn.Module) -> Identity:
+    """The identity of a model that is not prepared yet."""
+    modules = repr([(name, type(module).__name__) for name, module in model.named_modules()])
+    weights = hashlib.sha1(usedforsecurity=False)
+    for parameter in islice(model.parameters(), 64):
+        values = parameter.data
+        if type(values) is Tensor and not values.is_meta and values.layout is torch.strided:
+            weights.update(repr(values.flatten()[:8].tolist()).encode())
+    digest = hashlib.sha1(modules.encode(), usedforsecurity=False).hexdigest()[:8]
+    return Identity(f"{type(model).__name__} {digest}", weights.hexdigest()[:8])
 
 
 class Preparation:
@@ -84,13 +96,12 @@ class Preparation:
         strategy: spreads models; "auto" may take another one when the first models come.
         models, optimizers, schedulers, loaders: in the order they came; a model as the `Route` of its calls.
         owner: id of a prepared parameter → its name.
+        identities: id of a model → its identity.
         stepped_by: id of a parameter → its optimizer.
         masters: id of a low-precision parameter → its fp32 master, where the precision has some.
         sums: fp32 sums of low-precision gradients over a window.
-        batch: the arithmetic of the global batch, in words.
+        batch: the arithmetic of the global batch, as text.
         converted: batch-norms that became synchronised ones, and the classes they had.
-        replicas: compares parameters over the ranks; None on one rank, or where that is off.
-        unprepared: looks at where the data comes from, until a backward pass has shown it.
         seed: of the data order and of ranks' random streams; the same on all ranks once something is prepared.
     """
 
@@ -105,38 +116,35 @@ class Preparation:
     ) -> None:
         self._run, self._precision, self._scaler, self._options = run, precision, scaler, options
         self._no_sync, self.strategy = no_sync, strategy
-        self._auto = AutoStrategy(run, precision, free=not options.strategy_options)
+        self._auto = AutoStrategy(run, precision, free=not options.has_strategy_options)
         self.models: list[Route] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
-        self._done: dict[int, Any] = {}  # id of a user's object, and of the prepared one → the prepared one
+        self._prepared_by_id: dict[int, Any] = {}  # id of a user's object, and of the prepared one → the prepared one
         self.owner: dict[int, str] = {}
+        self.identities: dict[int, Identity] = {}
         self.stepped_by: dict[int, PreparedOptimizer] = {}
         self.masters: dict[int, Tensor] = {}
         self.sums = optim.Sums(self.masters)
         self.batch = ""
-        self.unprepared: UnpreparedCheck | None = None
         self.converted: list[tuple[nn.Module, type]] = []
         self._raised: dict[int, torch.dtype] = {}  # id of a parameter → the dtype that it came in
-        self._not_fused: dict[PreparedOptimizer, str | None] = {}  # why torch has no fused step for it
+        self._why_not_fused: dict[PreparedOptimizer, str | None] = {}  # why torch has no fused step for it
         self._compiling = Compiling(options.compile) if options.compile else None
-        self._undo: list[Callable[[], None]] = []  # of changes to models in place, other than the strategy's
-        self._told: list[str] = []  # about the weights, in the plan
-        settings, which = run.plan.settings, options.recompute
-        self._budget = Budget(run, which) if which and which.below is not None else None
-        if settings.strategy != AUTO:
-            self._check_words()
+        self._removals: list[Callable[[], None]] = []  # of hooks, and of the check of unprepared optimizers
+        self._refuses_unprepared = False
+        self._weights_notes: list[str] = []  # in the plan
+        settings = run.plan.settings
+        run.find_refused(strategy)
+        reference = weakref.ref(run)
+        run.window.refuse = lambda *words: reference().refuse(*words)  # type: ignore[union-attr]
         if strategy.context_size > 1:
-            words = f"{run.plan.strategy.reason}; {strategy.context_size} neighbouring processes share each sequence"
-            self._refine("strategy", words)
-        self._seeded = self._alike = settings.seed is not None  # alike: all ranks draw from one random stream
+            shared = f"{strategy.context_size} neighbouring processes share each sequence"
+            run.refine("strategy", f"{run.plan.strategy.reason}; {shared}")
+        # Whether the seed is the same on all ranks; whether all ranks draw from one random stream.
+        self._has_seed = self._same_streams = settings.seed is not None
         self.seed = torch.initial_seed() if settings.seed is None else settings.seed
-        self.replicas: Replicas | None = None
-        if settings.replica_check and run.world.size > 1:
-            held = (self.models, self.optimizers, self.owner)
-            self.replicas = Replicas(run.world, settings.replica_check, *held)
-            run.window.stepped.append(self.replicas.stepped)
 
     def prepare(
         self,
@@ -144,53 +152,63 @@ class Preparation:
         device_placement: Sequence[bool | None] | None,
         methods: str | Sequence[str] = (),
     ) -> list[Any]:
-        """Prepare `objects`, and return them in the same order. Calls of `methods` of the models are treated as forward."""
+        """Prepare `objects`, and return them in the same order.
+
+        Calls of `methods` of the models are treated as forward.
+        """
         if device_placement is not None and len(device_placement) != len(objects):
             raise PrepareError(
                 f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
             )
-        asked, done = device_placement or [None] * len(objects), self._done
-        models = {id(o): o for o in objects if isinstance(o, nn.Module) and id(o) not in done}
-        new = list(models.values())
-        named = dict(zip(models, forward_methods(new, methods)))
-        self._check_models(new)
-        seeds = [torch.initial_seed()]
-        if self._run.world.size > 1:
-            lines = [f"forward methods {names}" for names in named.values()]
-            seeds = compare_prepared(self._run, objects, self._options.records, lines)
-        if not self._seeded:
-            self._seeded, self.seed, self._alike = True, seeds[0], len(set(seeds)) == 1
-        given = [o for o in objects if isinstance(o, Optimizer)]
-        plain = [o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in given]
-        if new:
-            self._spread(new, plain, named, objects)
-        ready = (PreparedLoader, SkippedLoader, optim.PreparedOptimizer, optim.PreparedScheduler, type(None))
-        for kind, make in (
-            (nn.Module, partial(self._prepare_model, optimizers=plain, named=named)),
+        prepared_by_id = self._prepared_by_id
+        models = [
+            o for o in dict.fromkeys(o for o in objects if isinstance(o, nn.Module)) if id(o) not in prepared_by_id
+        ]
+        self.identities.update((id(model), identity(model)) for model in models)
+        methods_of = dict(zip(map(id, models), forward_methods(models, methods)))
+        self._check_models(models)
+        self._agree_on_seed(objects, methods_of)
+        optimizers = [
+            o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in objects if isinstance(o, Optimizer)
+        ]
+        if models:
+            self._decide_strategy(models, optimizers, objects)
+            self._change_models(models, optimizers, any(methods_of.values()))
+        placements = device_placement or [None] * len(objects)
+        prepare_model = partial(self._prepare_model, optimizers=optimizers, methods_of=methods_of)
+        fresh: list[Any] = []
+        steps: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (
+            (nn.Module, prepare_model),
             (Optimizer, self._prepare_optimizer),
             (DataLoader, self._prepare_loader),
             (object, self._prepare_scheduler),
-        ):
-            for item, place in zip(objects, asked):
-                if isinstance(item, kind) and id(item) not in done:
-                    where = self._options.place if place is None else place
-                    done[id(item)] = item if isinstance(item, ready) else make(item, where)
-        if new and self._alike:
-            if self.strategy.data_rank:
-                diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
-            self._alike = False
-        strategy, window = self.strategy, self._run.window
-        if strategy.data_size > 1 and not window.backwards:
-            self.unprepared = UnpreparedCheck(self._run.world, strategy.data_rank, strategy.data_size)
-        return [done[id(item)] for item in objects]
-
-    def _refine(self, name: str, reason: str, value: Any = None) -> None:
-        """Put another reason into the plan, and another value unless it is None."""
-        plan = self._run.plan
-        was = getattr(plan, name)
-        self._run.plan = replace(
-            plan, **{name: replace(was, value=was.value if value is None else value, reason=reason)}
         )
+        for kind, prepare_item in steps:
+            for item, placement in zip(objects, placements):
+                if isinstance(item, kind) and id(item) not in prepared_by_id:
+                    prepared_by_id[id(item)] = (
+                        item if is_prepared(item) else prepare_item(item, self._placement_of(placement))
+                    )
+                    fresh.append(prepared_by_id[id(item)])
+        if models and self._same_streams:
+            if self.strategy.data_rank and self._options.diverge:
+                diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
+            self._same_streams = False
+        for notify in self._run.parts.prepared:
+            notify(fresh)
+        return [prepared_by_id[id(item)] for item in objects]
+
+    def _placement_of(self, placement: bool | None) -> bool:
+        return self._options.device_placement if placement is None else placement
+
+    def _agree_on_seed(self, objects: Sequence[Any], methods_of: Mapping[int, Sequence[str]]) -> None:
+        """Compare what the ranks prepare; ranks without a common seed take rank 0's."""
+        seeds = [torch.initial_seed()]
+        if self._run.world.size > 1:
+            lines = [f"forward methods {names}" for names in methods_of.values()]
+            seeds = compare_prepared(self._run, objects, self._options.records, lines)
+        if not self._has_seed:
+            self._has_seed, self.seed, self._same_streams = True, seeds[0], len(set(seeds)) == 1
 
     # -- models
 
@@ -203,357 +221,343 @@ class Preparation:
                     f"the model is already in a {kind}: pass its .module, the strategy does the wrapping"
                 )
             for name, parameter in model.named_parameters():
-                why = ""
+                fault = ""
                 if isinstance(parameter, nn.UninitializedParameter):
-                    why = "has no shape yet: call the model once on a batch before prepare(), so that its lazy layers are made"
+                    fault = "has no shape yet: call the model once on a batch before prepare(), "
+                    fault += "so that its lazy layers are made"
                 elif id(parameter) in owner:
-                    why = f"was prepared before, as {owner[id(parameter)]!r}: prepare one module that holds both parts, once"
-                if why:
-                    raise PrepareError(f"parameter {name!r} of this {kind} {why}")
+                    fault = f"was prepared before, as {owner[id(parameter)]!r}: "
+                    fault += "prepare one module that holds both parts, once"
+                if fault:
+                    raise PrepareError(f"parameter {name!r} of this {kind} {fault}")
                 owner[id(parameter)] = name
 
-    def _spread(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        named: Mapping[int, Sequence[str]],
-        objects: Sequence[Any],
+    def _decide_strategy(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], objects: Sequence[Any]
     ) -> None:
-        """Decide the strategy for `models`, and apply changes that every strategy shares, before it wraps them."""
+        """Let "auto" take the strategy by the memory that `models` need."""
         run, options = self._run, self._options
-        if run.plan.settings.strategy == AUTO and run.world.size > 1:
-            share = run.world.size if options.loading.split_batches else 1
-            sample = first_batch(models, [o for o in objects if type(o) is DataLoader], share)
-            self.strategy = self._auto.choose(models, optimizers, self.strategy, sample)
-        elif run.plan.settings.strategy == AUTO:
-            every = [*(route.original for route in self.models), *models]
-            # An upper bound for any precision and usual optimizer; an estimate takes longer.
-            most = sum(p.numel() * (8 * p.element_size() + 12) for model in every for p in model.parameters())
-            if most > run.plan.memory * (1 - SPARE):
-                steps = [*(o.given for o in self.optimizers), *optimizers]
-                self._auto.look_alone(every, steps, self.strategy.name)
-        strategy = self.strategy
-        self._check_words()
-        if strategy.only_forward and any(named.values()):
-            raise RefusedError(
-                f"forward_methods: strategy {strategy.name!r} {strategy.only_forward}. Call the model itself, or use 'ddp'"
-            )
+        if run.plan.settings.strategy != AUTO:
+            return
         if run.world.size > 1:
-            if self.replicas is not None:
-                self.replicas.follow(strategy)
+            divisor = run.world.size if options.dataloader_config.split_batches else 1
+            sample = first_batch(models, [o for o in objects if type(o) is DataLoader], divisor)
+            self.strategy = self._auto.choose(models, optimizers, self.strategy, sample)
+            run.find_refused(self.strategy)
+            return
+        all_models = [*(route.original for route in self.models), *models]
+        # An upper bound for any precision and usual optimizer; an estimate takes longer.
+        bound = sum(p.numel() * (8 * p.element_size() + 12) for model in all_models for p in model.parameters())
+        if bound > run.plan.memory * (1 - SPARE):
+            all_optimizers = [*(o.given for o in self.optimizers), *optimizers]
+            self._auto.warn_if_short(all_models, all_optimizers, self.strategy.name)
+
+    def _change_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], has_methods: bool) -> None:
+        """Apply changes that every strategy shares, before it wraps the models."""
+        run, strategy = self._run, self.strategy
+        if has_methods:
+            run.refuse("forward_methods")
+        if run.world.size > 1:
             self._auto.reduce_early(models, optimizers, strategy, run.window.accumulation > 1)
             if run.plan.settings.convert_sync_batchnorm and strategy.data_size * strategy.context_size > 1:
                 for model in models:
                     self.converted += [(module, type(module)) for module in batchnorms(model)]
                     convert_sync_batchnorm(model, strategy.data_group)
-        which = options.recompute
-        if which and which.below is None:
-            parts = find_recomputed(models, which)
-            self._undo.append(recompute(parts, which.selective))
-            keeps = "inputs, matrix products and attention" if which.selective else "inputs only"
-            words = f"{len(parts)} parts keep their {keeps} (`easymp estimate --input` counts bytes)"
-            self._refine("activations", words)
-        if self._compiling:  # recomputed parts are compiled, too
-            for model in models:
-                self._precision.decide(model)  # timing would compile the model in both
+        for notify in run.parts.preparing:
+            notify(models, optimizers)
+        if self._compiling:
             if run.plan.compile is not None:  # not asked for, so left out where it cannot be
                 models = [model for model in models if can_compile(model)]
-                none = "no repeated blocks, or compiled already: compile=True compiles a whole model"
                 if not models:
-                    self._refine("compile", none, "no")
+                    reason = "no repeated blocks, or compiled already: compile=True compiles a whole model"
+                    run.refine("compile", reason, "no")
             self._compiling.blocks(models, strategy.sharded)
-
-    def _check_words(self) -> None:
-        """Raises RefusedError for a word that the strategy cannot run."""
-        strategy, settings = self.strategy, self._run.plan.settings
-        refuse_words(strategy, settings.activation_offload, settings.optimizer_in_backward)
-        if self._budget is not None and strategy.no_offload and strategy.only_forward:
-            raise RefusedError(
-                f"activation_checkpointing by size cannot run under strategy {strategy.name!r}, where the activations of a rank are not "
-                "those of the whole model: use activation_checkpointing='blocks'"
-            )
 
     def _prepare_model(
         self,
         model: nn.Module,
-        place: bool,
+        placement: bool,
         optimizers: Sequence[Optimizer],
-        named: Mapping[int, Sequence[str]],
+        methods_of: Mapping[int, Sequence[str]],
     ) -> nn.Module:
-        world, strategy, precision, options = self._run.world, self.strategy, self._precision, self._options
-        settings, methods = self._run.plan.settings, named[id(model)]
-        if precision.raises:
+        world, strategy, options, parts = self._run.world, self.strategy, self._options, self._run.parts
+        if self._precision.raises:
             self._raise_weights(model)
         if not strategy.sharded and any(t.is_meta for t in chain(model.parameters(), model.buffers())):
-            materialise(model, world.device if place else torch.device("cpu"), options.initialize)
-        first = offload = None
-        early = settings.optimizer_in_backward
-        if methods or self._budget:
-            precision.decide(model)  # a timing would be one of forward, and before activations are counted
-        if self._budget:
-            how: Any = {"options": strategy.options, "optimizer_in_backward": early}
-            need = self._auto.need(strategy.name, [model], optimizers, **how)
-            first = self._budget.watch(model, precision, need.total, self._undo)
-        if settings.activation_offload:
-            offload = Offload(world.device)
-            keeps = f"{self._run.plan.activations.reason}; " if options.recompute else ""  # type: ignore[union-attr]
-            self._refine("activations", f"{keeps}what forward keeps is in pinned host memory until backward")
-        compiling = (self._compiling.whole, True) if self._compiling else (lambda module: None, False)
-        context = WrapContext(precision, place, options.initialize, *compiling, early)
+            materialise(model, world.device if placement else torch.device("cpu"), options.initialize)
+        compile_whole = self._compiling.compile_model if self._compiling else lambda module: None
+        in_backward = any(part.steps_in_backward for part in parts.all)
+        context = WrapContext(self._precision, placement, options.initialize, compile_whole, in_backward)
         wrapped = strategy.wrap(model, optimizers, context)
-        if precision.swaps and strategy.sharded:
-            in_fp8 = len(wrapped.rounded)
-            rest = f"gathered in bf16, and rounded for {precision.name} after each gather"
-            words = f"shards of {in_fp8} weights in blocks rounded once an update and gathered in fp8; others {rest}"
-            why = wrapped.unrounded and f": {wrapped.unrounded}"
-            self._say_weights(words if in_fp8 else f"{rest}{why}")
+        self._note_gathers(wrapped)
         if world.size > 1:
-            world.hurry_groups()
-        if precision.masters or (strategy.sums and self._run.window.accumulation != 1):
-            why = "gradients of low-precision parameters are summed in fp32, dense ones only"
-            refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
-        calls = (world.blame, partial(self._no_sync, model), methods)
-        asks = options.views or (options.keep is not None and settings.nonfinite is not None)
-        watched = (first, offload, options.keep, asks)
-        route = make_view(*(model, wrapped, *calls), strategy.no_double_backward, strategy.sharded, *watched)
-        for parameter in model.parameters() if early else ():
-            if parameter.is_floating_point() or parameter.is_complex():
-                self._undo.append(hook_gradient(parameter, self._gradient_done).remove)
+            world.set_group_timeouts()
+        if self._precision.masters or (strategy.sums and self._run.window.accumulation != 1):
+            reason = "gradients of low-precision parameters are summed in fp32, dense ones only"
+            refuse_sparse(model, reason, "keep its weights in fp32", narrow=True)
+        refusal = self._run.refused.get("create_graph=True", "")
+        route = Route(model, wrapped, partial(self._no_sync, model), world.blame, parts, refusal, model)
+        watched = bool(parts.forward) and any(
+            part.needs_views for part in parts.all if type(part).forward is not Part.forward
+        )
+        make_view(route, methods_of[id(model)], strategy.sharded, options.always_views or watched)
         self.models.append(route)
-        if precision.rounds:
-            own = [m for m in model.modules() if isinstance(m, Float8Linear) and "weight" in m._parameters]
-            if not strategy.sharded:
-                route.before = partial(round_once, own)
-            layers = wrapped.rounded if strategy.sharded else own
-            forget = partial(forget_rounded, layers)
-            self._run.window.stepped.append(forget)
-            self._undo += [partial(self._run.window.stepped.remove, forget), partial(forget_rounded, layers)]
-            # Of optimizers that are not prepared.
-            self._undo.append(register_optimizer_step_post_hook(forget).remove)
-        if route.keep is not None and route.view is not model:
-            self._run.window.stepped.append(route.forget)
-            self._undo.append(partial(self._run.window.stepped.remove, route.forget))
-        self._done[id(route.view)] = route.view
+        self._prepared_by_id[id(route.view)] = route.view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
-        low = self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
-        if strategy.sums and low:
-            every = (p for one in self.models for p in one.original.parameters())
-            self.sums.watch([p for p in every if p.requires_grad])
-            choice = self._run.plan.accumulation
-            if choice.value > 1 and not choice.reason.endswith(SUMMED):
-                self._refine("accumulation", choice.reason + SUMMED)
+        self._sum_in_fp32(model)
         return route.view
 
-    def _gradient_done(self, parameter: Tensor) -> None:
-        """In backward: step the parameters whose gradients are averaged by now."""
-        ready: dict[PreparedOptimizer, list[Tensor]] = {}
-        for one in self.strategy.reduced(parameter):
-            if id(one) in self.stepped_by and one.grad is not None:
-                ready.setdefault(self.stepped_by[id(one)], []).append(one)
-        for optimizer, parameters in ready.items():
-            optimizer.step_now(parameters)
+    def _note_gathers(self, wrapped: Any) -> None:
+        """Say in the plan in which precision shards are gathered, where layers take another one."""
+        if not (self._precision.swaps and self.strategy.sharded):
+            return
+        after = f"gathered in bf16, and rounded for {self._precision.name} after each gather"
+        number = len(wrapped.rounded)
+        if number:
+            self._note_weights(
+                f"shards of {number} weights in blocks rounded once an update and gathered in fp8; others {after}"
+            )
+        else:
+            self._note_weights(f"{after}: {wrapped.unrounded}" if wrapped.unrounded else after)
+
+    def _sum_in_fp32(self, model: nn.Module) -> None:
+        """Sum gradients in fp32 over a window, where `model` has low-precision parameters."""
+        low = self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
+        if not (self.strategy.sums and low):
+            return
+        parameters = (p for route in self.models for p in route.original.parameters())
+        self.sums.watch([p for p in parameters if p.requires_grad])
+        choice = self._run.plan.accumulation
+        if choice.value > 1 and not choice.reason.endswith(IN_FP32):
+            self._run.refine("accumulation", choice.reason + IN_FP32)
 
     def _raise_weights(self, model: nn.Module) -> None:
         raised = raise_weights(model)
         if raised:
             self._raised.update((id(p), dtype) for p, dtype in raised)
-            kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in raised}))
+            dtypes = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in raised}))
             number = f"{sum(p.numel() for p, _ in raised):,} trainable parameters"
-            self._say_weights(f"{number} of {type(model).__name__} raised from {kinds}")
+            self._note_weights(f"{number} of {type(model).__name__} raised from {dtypes}")
 
-    def _say_weights(self, words: str) -> None:
-        self._told.append(words)
-        self._refine("weights", "; ".join(dict.fromkeys(self._told)))
-        logger.info("weights: %s", words)
+    def _note_weights(self, note: str) -> None:
+        self._weights_notes.append(note)
+        self._run.refine("weights", "; ".join(dict.fromkeys(self._weights_notes)))
+        logger.info("weights: %s", note)
+
+    def need(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = (), **options: Any) -> Memory:
+        """Memory that a rank needs for `models` under the strategy, without activations; `options` of `estimate`."""
+        options.setdefault("optimizer_in_backward", any(part.steps_in_backward for part in self._run.parts.all))
+        return self._auto.need(self.strategy.name, models, optimizers, self.strategy.options, **options)
 
     # -- optimizers
 
-    def _prepare_optimizer(self, optimizer: Optimizer, place: bool) -> PreparedOptimizer:
+    def _prepare_optimizer(self, optimizer: Optimizer, placement: bool) -> PreparedOptimizer:
         settings, strategy, kind = self._run.plan.settings, self.strategy, type(optimizer).__name__
-        originals = [route.original for route in self.models]
         remedy = "prepare the model in the same call or before, and build the optimizer from that model's parameters"
-        for g, group in enumerate(optimizer.param_groups):
-            self._check_free(f"{kind} holds", f" (param group {g})", group["params"], remedy)
-        own = isinstance(optimizer, optim.FusedOptimizer)  # chooses its step itself
-        if own and optimizer.options.ema_decay is not None and settings.ema_decay is not None:
-            raise PrepareError(
-                f"ema_decay was given to {kind} and to the Accelerator, which would keep one average twice: give it to one"
-            )
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, group in enumerate(optimizer.param_groups):
+            self._check_unclaimed(f"{kind} holds", f" (param group {number})", group["params"], remedy)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if optimizer.state:
             follow(optimizer, self._raised)
-        masters, why_not = None, None
-        if self._precision.masters or any(p.dtype in LOW for p in held):
-            masters = self._masters_for(optimizer, held)
-            self._keep_frozen(optimizer, held)
-        if own and not settings.fused:
-            optimizer.use_plain_torch()
-        elif settings.fused and not own:  # before it is spread: the strategy's optimizer has another class
-            why_not = optim.fuse(optimizer, originals)
-        stepped, counting = strategy.spread(optimizer), strategy.counting
-        if isinstance(stepped, optim.FusedOptimizer) and counting.add is not None:
-            stepped.counting = counting
-        early, world, scaler = settings.optimizer_in_backward, self._run.world, self._scaler
-        how: Any = (settings.fused and not early, settings.ema_decay, masters, self._gave_way, scaler.enabled)
-        engine = optim.Engine(stepped, counting, *how)
-        if world.size > 1 and world.device.type == "cuda":
-            same_kernels(world, stepped, engine)
-        shared = (self._run.window, scaler, optimizer, masters, self.sums, engine)
-        prepared = optim.PreparedOptimizer(stepped, *shared)
-        if early:
-            prepared.step_in_backward(world.size)
-        self.stepped_by.update((id(p), prepared) for p in held)
+        masters = None
+        if self._precision.masters or any(p.dtype in LOW for p in parameters):
+            masters = self._masters_for(optimizer, parameters)
+            self._keep_frozen(optimizer, parameters)
+        why_not_fused = self._choose_step(optimizer)
+        stepping = strategy.spread(optimizer)
+        engine = self._make_engine(stepping, masters)
+        prepared = optim.PreparedOptimizer(
+            stepping,
+            self._run.window,
+            self._scaler,
+            optimizer,
+            masters,
+            self.sums,
+            engine,
+            self._drop_gradients if self._run.world.size > 1 else lambda parameters: None,
+        )
+        self.stepped_by.update((id(p), prepared) for p in parameters)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
-        if world.size > 1:
-            prepared.cleared = self._drop
         self.optimizers.append(prepared)
-        scaler.sharers = len(self.optimizers)
+        self._scaler.sharers = len(self.optimizers)
         if settings.fused:
-            self._not_fused[prepared] = why_not
-            self._say_steps()
-        if early:
-            how = {"optimizers": [], "options": strategy.options}
-            whole, few = (
-                self._auto.need(strategy.name, originals, **how, optimizer_in_backward=word).gradients
-                for word in (False, True)
-            )
-            words = f"each parameter is stepped in backward: {size(few)} of gradients at once instead of {size(whole)}"
-            self._refine("optimizer", f"{self._run.plan.optimizer.reason}; {words}")
+            self._why_not_fused[prepared] = why_not_fused
+            self._note_steps()
         return prepared
 
-    def _drop(self, parameters: Callable[[], set[int]]) -> None:
+    def _choose_step(self, optimizer: Optimizer) -> str | None:
+        """Let `optimizer` run torch's fused step; returns why it cannot. The strategy's optimizer has another class."""
+        fused = self._run.plan.settings.fused
+        if not isinstance(optimizer, optim.OwnOptimizer):
+            return optim.fuse(optimizer, [route.original for route in self.models]) if fused else None
+        for group in optimizer.param_groups if not fused else ():  # those of Apex's layer have an engine of their own
+            group["fused"] = group.get("fused") or False
+        return None
+
+    def _make_engine(self, stepping: Optimizer, masters: Masters | None) -> Engine:
+        settings, world, counting = self._run.plan.settings, self._run.world, self.strategy.counting
+        if isinstance(stepping, optim.OwnOptimizer) and counting.add is not None:
+            stepping.counting = counting
+        in_backward = any(part.steps_in_backward for part in self._run.parts.all)
+        rounding = (torch.bfloat16, (settings.seed or 0) % 2**63) if settings.stochastic_rounding else ()
+        engine = optim.Engine(
+            stepping,
+            optim.EngineOptions(settings.ema_decay, *rounding),
+            counting,
+            free=settings.fused and not in_backward,
+            masters=masters,
+            failed=self._use_torch,
+            scaled=self._scaler.enabled,
+        )
+        if world.size > 1 and world.device.type == "cuda":
+            same_kernels(world, stepping, engine)
+        return engine
+
+    def _drop_gradients(self, parameters: Callable[[], set[int]]) -> None:
         """Drop what the strategy keeps of these parameters' gradients beside ``.grad``."""
         for route in self.models:
             self.strategy.drop(route.module, parameters)
 
-    def _masters_for(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Masters | None:
-        """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically, or the precision uses neither.
+    def _masters_for(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Masters | None:
+        """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically or neither is used.
 
         Raises:
             PrepareError: masters are needed, and the strategy does not support them.
         """
         policy, kind = self._precision, type(optimizer).__name__
-        low = [p for p in held if p.requires_grad and p.dtype in LOW]
+        low = [p for p in parameters if p.requires_grad and p.dtype in LOW]
         if not policy.masters and not (low and policy.keeps_updates):
             return None
         number = f"{sum(p.numel() for p in low):,} low-precision parameters"
         if not policy.masters:
-            seed = (self._run.plan.settings.seed or 0) % 2**63
-            own = isinstance(optimizer, optim.FusedOptimizer) and all(p.dtype == torch.bfloat16 for p in low)
-            if own and optimizer.round_from(seed):
-                self._say_weights(f"{kind} steps {number} with stochastic rounding")
+            if self._run.plan.settings.stochastic_rounding and all(p.dtype == torch.bfloat16 for p in low):
+                self._note_weights(f"{kind} steps {number} with stochastic rounding")
                 return None
             if not self.strategy.masters:
                 raise PrepareError(
-                    f"{kind} would lose small updates of {self.owner[id(low[0])]!r}, which is {low[0].dtype}: it has no stochastic "
-                    f"rounding, and strategy {self.strategy.name!r} has no place for fp32 masters. Use easymp.optim.AdamW, which "
-                    "rounds stochastically, or mixed_precision='bf16', which keeps weights in fp32"
+                    f"{kind} would lose small updates of {self.owner[id(low[0])]!r}, which is {low[0].dtype}: strategy "
+                    f"{self.strategy.name!r} has no place for fp32 masters. Use Settings(stochastic_rounding=True), or "
+                    "mixed_precision='bf16', which keeps weights in fp32"
                 )
-        self._say_weights(f"{kind} steps fp32 masters of {number}")
+        self._note_weights(f"{kind} steps fp32 masters of {number}")
         return optim.Masters(optimizer, self.masters, frozen=policy.masters)
 
+    def round_updates(self) -> None:
+        """Round updates of low-precision weights to nearest: no masters, no stochastic rounding, no layer in fp32."""
+        vars(self._precision).update(masters=False, keeps_updates=False, keeps_batch_norm=False)
+        self._run.refine(
+            "precision", "weights, gradients and states in one low precision, and updates are rounded to nearest"
+        )
+
     def _keep_frozen(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-        """Refuse steps that find one of the low-precision `parameters` unfrozen, which are frozen now and keep their dtype."""
+        """Refuse steps that find any of the low-precision `parameters` unfrozen; all are frozen now, in their dtype."""
         frozen = [p for p in parameters if not p.requires_grad and p.dtype in LOW]
         if frozen and not self._precision.masters and self._precision.keeps_updates:
 
             def check(*_: Any) -> None:
                 self._check_wide(frozen)
 
-            optim.indifferent.add(check)
-            self._undo.append(optimizer.register_step_pre_hook(check).remove)
+            self._removals.append(optimizer.register_step_pre_hook(check).remove)
 
     def _check_wide(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse low-precision parameters that were unfrozen after `prepare`, and so have neither fp32 values nor masters."""
+        """Refuse low-precision parameters unfrozen after `prepare`, which have neither fp32 values nor masters."""
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype in LOW:
                 raise StepError(
-                    f"{self.owner.get(id(parameter), 'a parameter')!r} trains now, but was frozen or in no optimizer when it was prepared, "
-                    f"and stayed {parameter.dtype}, where small updates are lost: call requires_grad_(True) and give it to the optimizer "
-                    "before prepare() (free_memory() lets you prepare again)"
+                    f"{self.owner.get(id(parameter), 'a parameter')!r} trains now, but was frozen or in no optimizer "
+                    "when it was "
+                    f"prepared, and stayed {parameter.dtype}, where small updates are lost: call requires_grad_(True) "
+                    "and give it to the "
+                    "optimizer before prepare() (free_memory() lets you prepare again)"
                 )
 
-    def _check_free(self, holds: str, where: str, parameters: Iterable[Tensor], remedy: str) -> None:
+    def _check_unclaimed(self, holder: str, group: str, parameters: Iterable[Tensor], remedy: str) -> None:
         """Check that `parameters` belong to prepared models, and that no prepared optimizer steps them."""
         for parameter in parameters:
             if id(parameter) not in self.owner:
                 shape = tuple(parameter.shape)
                 raise PrepareError(
-                    f"{holds} a parameter of shape {shape}{where} that belongs to no prepared model: {remedy}"
+                    f"{holder} a parameter of shape {shape}{group} that belongs to no prepared model: {remedy}"
                 )
             if id(parameter) in self.stepped_by:
                 raise PrepareError(
-                    f"{holds} parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps already: give each parameter "
-                    "to one optimizer (free_memory() lets go of the old ones)"
+                    f"{holder} parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps "
+                    "already: give each "
+                    "parameter to one optimizer (free_memory() lets go of the old ones)"
                 )
 
-    def _add_param_group(
-        self, optimizer: Optimizer, prepared: PreparedOptimizer, group: dict[str, Any]
-    ) -> None:
+    def _add_param_group(self, optimizer: Optimizer, prepared: PreparedOptimizer, group: dict[str, Any]) -> None:
         """Replaces `add_param_group` of the user's optimizer, and calls it."""
         items = group["params"]
         if not isinstance(items, (Tensor, set)):  # torch refuses a set, which has no order
             items = group["params"] = list(items)
-        several = [items] if isinstance(items, Tensor) else items
-        added = [p[1] if isinstance(p, tuple) else p for p in several]
+        named_parameters = [items] if isinstance(items, Tensor) else items
+        added = [item[1] if isinstance(item, tuple) else item for item in named_parameters]
         if self._run.world.size == 1:  # nothing is averaged, so parameters that models got since then will do
             for route in self.models:
                 self.owner.update((id(p), name) for name, p in route.original.named_parameters())
-        self._check_free(f"{type(optimizer).__name__}.add_param_group got", "", added, ADDED)
-        own = isinstance(optimizer, optim.FusedOptimizer)
-        rounds = own and optimizer.options.stochastic_rounding is not False
+        self._check_unclaimed(f"{type(optimizer).__name__}.add_param_group got", "", added, ADD_BEFORE_PREPARE)
+        rounds = prepared.engine.options.rounding is not None
         if self._precision.keeps_updates and not prepared.has_masters and not rounds:
             self._check_wide(added)
         type(optimizer).add_param_group(optimizer, group)
         self._keep_frozen(optimizer, added)
         prepared.take_group()
         self.stepped_by.update((id(p), prepared) for p in added)
-        if self.replicas is not None:
-            self.replicas.begin_again(prepared)
 
-    def _say_steps(self) -> None:
+    def _note_steps(self) -> None:
         """Put into the plan which step runs of each optimizer, and why."""
-        said: dict[str, list[str]] = {"CuPy": [], "fused": [], "as given": []}
-        for optimizer, why_not in self._not_fused.items():
-            engine, given, kind = optimizer.engine, optimizer.given, type(optimizer.given).__name__
-            way, reason = "as given" if why_not else "fused", why_not or f"torch's fused {kind}"
+        reasons_of: dict[str, list[str]] = {"CuPy": [], "fused": [], "as given": []}
+        for optimizer, why_not_fused in self._why_not_fused.items():
+            engine, original, kind = optimizer.engine, optimizer.given, type(optimizer.given).__name__
+            step, reason = "as given" if why_not_fused else "fused", why_not_fused or f"torch's fused {kind}"
             if engine.kernels is not None:
-                way, reason = "CuPy", engine.reason
-            elif isinstance(given, optim.FusedOptimizer):
-                way = "CuPy" if given.engine.kernels else "fused"
-                reason = f"easymp's {kind} by {given.engine.name}: {given.engine.reason}"
+                step, reason = "CuPy", engine.reason
+            elif isinstance(original, optim.OwnOptimizer):
+                inner = getattr(original, "engine", engine)
+                step = "CuPy" if inner.kernels else "fused"
+                reason = f"easymp's {kind} by {inner.name}: {inner.reason}"
             elif engine.reason and self._run.world.device.type == "cuda":
                 reason = f"{reason}: {engine.reason}"
-            said[way].append(reason)
-        reasons = dict.fromkeys(chain.from_iterable(said.values()))
-        self._refine("optimizer", "; ".join(reasons), ", ".join(filter(said.get, said)))
+            reasons_of[step].append(reason)
+        reasons = dict.fromkeys(chain.from_iterable(reasons_of.values()))
+        self._run.refine("optimizer", "; ".join(reasons), ", ".join(filter(reasons_of.get, reasons_of)))
 
-    def _gave_way(self, reason: str) -> None:
+    def _use_torch(self, reason: str) -> None:
         """Called when kernels fail, and torch steps from now on."""
         cuda.warn_once(reason)
-        self._say_steps()
+        self._note_steps()
 
     # -- schedulers and loaders
 
-    def _prepare_scheduler(self, scheduler: Any, place: bool) -> PreparedScheduler:
-        kind, drives = type(scheduler).__name__, getattr(scheduler, "optimizer", None)
+    def _prepare_scheduler(self, scheduler: Any, placement: bool) -> PreparedScheduler:
+        kind, optimizer = type(scheduler).__name__, getattr(scheduler, "optimizer", None)
         if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "state_dict"):
             raise PrepareError(
-                f"prepare() got a {kind}, which is not a Module, Optimizer, scheduler or DataLoader: leave it out (a data set goes into a "
+                f"prepare() got a {kind}, which is not a Module, Optimizer, scheduler or DataLoader: leave it out (a "
+                "data set goes into a "
                 "DataLoader first)"
             )
-        mine = [o for o in self.optimizers if drives is None or drives is o or drives is o.given]
-        if not mine:
+        optimizers = [o for o in self.optimizers if optimizer is None or optimizer is o or optimizer is o.given]
+        if not optimizers:
             raise PrepareError(
                 f"{kind} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
             )
-        self.schedulers.append(self._options.schedule(scheduler, mine))
+        self.schedulers.append(self._options.make_scheduler(scheduler, optimizers))
         return self.schedulers[-1]
 
-    def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
-        run, share = self._run, (self.strategy.data_rank, self.strategy.data_size)
-        how = (self._options.loading, self.seed, place)
-        prepared = prepare_loader(loader, run.window, run.world, *share, *how)
+    def _prepare_loader(self, loader: DataLoader[Any], placement: bool) -> PreparedLoader:
+        run, strategy = self._run, self.strategy
+        prepared = self._options.make_loader(
+            loader,
+            run.window,
+            run.world,
+            strategy.data_rank,
+            strategy.data_size,
+            self._options.dataloader_config,
+            self.seed,
+            placement,
+        )
         self.loaders.append(prepared)
         if len(self.loaders) == 1 and prepared.batch_size is not None:
             self.batch = prepared.batch_line(run.window.accumulation)
@@ -573,169 +577,298 @@ class Preparation:
                 raise StepError(f"this {type(model).__name__} is not prepared: pass what prepare() returned")
         return [routes[id(model)] for model in models]
 
+    def routes_of(self, objects: Sequence[Any]) -> list[Route]:
+        """The routes of the prepared models among `objects`."""
+        ids = set(map(id, objects))
+        return [route for route in self.models if id(route.view) in ids]
+
+    def micro_step(self, models: Sequence[nn.Module], sync_each_batch: bool) -> MicroStep:
+        """The context of one micro-step of `accumulate`."""
+        window = self._run.window
+        if not self._refuses_unprepared and window.accumulation != 1:
+            self._refuses_unprepared = True
+            self._removals.append(window.refuse_unprepared(self.owner, self.stepped_by, self.optimizers))
+        reduces = self._run.world.size > 1 and not sync_each_batch
+        modules = [route.module for route in self.routes(models)] if reduces else ()
+        return MicroStep(window, self.strategy.no_sync, modules, self.sums.on and window.accumulation != 1)
+
+    def begin_backward(self) -> None:
+        """Follow what the script did to gradients, and make ready for those that backward adds."""
+        window = self._run.window
+        notes_backward = self._watches_gradients or window.accumulation != 1
+        for optimizer in self.optimizers:
+            if notes_backward:
+                optimizer.backward_begins()
+            if optimizer.turn.phase is not Phase.ACCUMULATING:
+                optimizer.follow_backward()
+        window.backwards += 1
+        self._scaler.settle()
+        if self._sums_window:
+            self.sums.begin()
+
+    def check_reduction(self, create_graph: bool) -> Callable[[], None] | None:
+        """The check to run after a backward that reduces gradients, if any; it raises where some are not reduced."""
+        window, world = self._run.window, self._run.world
+        if world.size == 1:
+            return None
+        world.note_training_thread()
+        if not window.sync or window.ranks_differ or self._sums_window:
+            return None
+        return self.strategy.after_backward([route.module for route in self.models], create_graph)
+
+    def end_backward(self, sync_each_batch: bool) -> None:
+        """Add gradients up, average them, and divide them by the items of the window, as the micro-step asks for."""
+        window, world = self._run.window, self._run.world
+        sums_window = self._sums_window
+        if sums_window:
+            self.sums.add()
+            if window.sync and world.size > 1 and not sync_each_batch and not window.ranks_differ:
+                modules = [route.module for route in self.models]
+                self.sums.average(partial(self.strategy.average, modules))
+        if window.counts_items and window.sync:
+            window.finish_items(self.gradients(), world)
+        if sums_window and window.sync:
+            self.sums.hand_over()
+            self.show_gradients(self.optimizers)
+        if self._watches_gradients or not window.sync:
+            self.note_gradients()
+
+    @property
+    def _sums_window(self) -> bool:
+        """Whether low-precision gradients of this window are summed in fp32."""
+        return self.sums.on and self._run.window.accumulation != 1
+
     def gradients(self) -> Iterator[Tensor]:
         """All gradients of prepared models' parameters, fp32 sums among them."""
         for route in self.models:
             yield from (p.grad for p in route.original.parameters() if p.grad is not None)
         yield from self.sums.gradients()
 
-    def look_at_data(self, check: UnpreparedCheck) -> None:
-        """Say, in the plan or once as a warning, that the data of several ranks comes from a loader that is not prepared."""
-        run = self._run
-        if run.plan.data is not None:
-            self.unprepared = check if check.look_again() else None
-        elif run.window.reading is not None:
-            self.unprepared = None
-        else:
-            run.plan = replace(run.plan, data=check.begin())
+    def final_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that optimizers step, each with its gradient, at the end of a window."""
+        pairs = []
+        for optimizer in self.optimizers:
+            for stepped, parameter in optimizer.parameters():
+                gradient = parameter.grad if stepped.grad is None else stepped.grad
+                if gradient is not None:
+                    pairs.append((parameter, gradient))
+        return pairs
+
+    def clip(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Clip gradients, in memory or as steps read them; returns the norm before and the optimizers' parameters."""
+        clipped = self.stepped(parameters)
+        optimizers = self.steppers(clipped) if norm_type == 2 else None
+        if optimizers and optim.may_leave(optimizers):
+            return optim.leave_to_step(optimizers, max_norm, self._scaler), clipped
+        norm = self.strategy.clip(self._unscaled(clipped), max_norm, norm_type)
+        self.show_gradients(self.optimizers)
+        return norm, clipped
 
     def stepped(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """`parameters`, or their fp32 masters with the gradients, as optimizers hold them."""
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._watches_gradients:
+            for optimizer in self.optimizers:
+                optimizer.check_gradients()
         if not self.masters:
-            return chosen
-        held = [self.masters.get(id(p), p) for p in chosen]
-        for optimizer in self.optimizers_of(held):
+            return listed
+        holders = [self.masters.get(id(p), p) for p in listed]
+        for optimizer in self.optimizers_of(holders):
             optimizer.gather()
-        return held
+        return holders
 
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients of `optimizers`, prepared or not, by the loss scale in memory, and clip them as asked so far."""
+    def note_gradients(self) -> None:
+        """After a backward: note the gradients, to refuse changes that would train wrongly."""
+        refusal = self._scaler.refuse_changes if self._scaler.scales else self._refusal_of_changes
+        for optimizer in self.optimizers:
+            optimizer.backward_ended(refusal)
+
+    @property
+    def _refusal_of_changes(self) -> Callable[[], str] | None:
+        """Says why a script may not change `.grad` by itself, where the strategy does not allow that."""
+        refusal = self._run.refused.get("change of gradients")
+        return None if refusal is None else lambda: refusal
+
+    def forget_gradients(self) -> None:
+        """Let gradients be changed since `note_gradients`, by a caller that knows how they are scaled."""
+        for optimizer in self.optimizers:
+            optimizer.forget_gradients()
+
+    def show_gradients(self, optimizers: Iterable[Optimizer]) -> None:
+        """After we changed gradients of `optimizers` in memory: scripts may read and mostly change them so."""
+        refusal = self._refusal_of_changes
+        if not self.masters and refusal is None:
+            return
         for optimizer in optimizers:
             if isinstance(optimizer, optim.PreparedOptimizer):
+                optimizer.show_gradients()
+                if refusal is not None:
+                    optimizer.backward_ended(refusal)
+
+    @property
+    def _watches_gradients(self) -> bool:
+        """Whether `note_gradients` is called after each backward."""
+        return self._scaler.scales or bool(self.masters) or "change of gradients" in self._run.refused
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients of `optimizers`, prepared or not, by the loss scale in memory, and clip as asked."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, optim.PreparedOptimizer):
+                optimizer.check_gradients()
                 optimizer.apply_clip()
                 optimizer.gather(in_memory=True)
                 optimizer = optimizer.optimizer
             self._scaler.ensure_unscaled(optimizer)
 
-    def unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
+    def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
         """`parameters`, after their gradients were unscaled and clipped in memory as asked so far."""
-        left = any(optimizer.turn.clip is not None for optimizer in self.optimizers)
-        if self._scaler.enabled or self.masters or left:
-            self.unscale(self.optimizers_of(parameters))
+        pending = any(optimizer.turn.clip is not None for optimizer in self.optimizers)
+        if self._scaler.enabled or self.masters or pending:
+            optimizers = self.optimizers_of(parameters)
+            if self._scaler.scales:
+                self._refuse_unstepped(parameters, optimizers)
+            self.unscale(optimizers)
         return parameters
 
-    def clamp(self, parameters: list[Tensor], most: float) -> None:
-        """Clamp every element of the gradients to [-most, most]."""
-        grads = []
-        for parameter in self.unscaled(parameters):
+    def _refuse_unstepped(self, parameters: Sequence[Tensor], optimizers: Sequence[PreparedOptimizer]) -> None:
+        """Refuse a clip of gradients that no optimizer steps: nobody divides them by the loss scale, or clears them."""
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        unstepped = [p for p in parameters if p.grad is not None and id(p) not in stepped]
+        if unstepped:
+            name = self.owner.get(id(unstepped[0]), "one of them")
+            raise StepError(
+                f"a clip of {len(parameters)} parameters under a loss scale: {len(unstepped)} of them ({name!r} …) "
+                "have gradients "
+                "and are in no prepared optimizer, so that nothing divides these gradients by the loss scale. Pass the "
+                "parameters that optimizers step, or call requires_grad_(False) on the others"
+            )
+
+    def clamp(self, parameters: Iterable[Tensor] | Tensor, limit: float) -> None:
+        """Clamp every element of the gradients to [-limit, limit]."""
+        gradients = []
+        for parameter in self._unscaled(self.stepped(parameters)):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()  # so that a row of several parts is clamped whole
-                grads.append(parameter.grad._values())
+                gradients.append(parameter.grad._values())
             elif parameter.grad is not None:
-                grads.append(local(parameter.grad))
-        if grads:
-            torch._foreach_clamp_min_(grads, -most)
-            torch._foreach_clamp_max_(grads, most)
+                gradients.append(local(parameter.grad))
+        if gradients:
+            torch._foreach_clamp_min_(gradients, -limit)
+            torch._foreach_clamp_max_(gradients, limit)
+        self.show_gradients(self.optimizers)
 
     def optimizers_of(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer]:
         """The prepared optimizers that hold any of `parameters`, groups that were added later included."""
-        wanted = {id(p) for p in parameters}
-        return [
-            o for o in self.optimizers if any(id(p) in wanted for g in o.param_groups for p in g["params"])
-        ]
+        ids = {id(p) for p in parameters}
+        return [o for o in self.optimizers if any(id(p) in ids for g in o.param_groups for p in g["params"])]
 
     def steppers(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer] | None:
-        """The optimizers that together step exactly `parameters`; None if there are none, or if a clip inside the step gains nothing."""
+        """The optimizers that together step exactly `parameters`.
+
+        None if there are none, or if a clip inside the step gains nothing.
+        """
         if not any(optimizer.engine.worth() for optimizer in self.optimizers):
             return None
-        wanted = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
-        found = []
+        remaining = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
+        optimizers = []
         for optimizer in self.optimizers:
-            held = (p for g in optimizer.param_groups for p in g["params"])
-            mine = {id(p) for p in held if p.requires_grad or p.grad is not None}
-            if mine & wanted:
-                if not mine <= wanted:
+            parameters_of = (p for g in optimizer.param_groups for p in g["params"])
+            ids = {id(p) for p in parameters_of if p.requires_grad or p.grad is not None}
+            if ids & remaining:
+                if not ids <= remaining:
                     return None
-                wanted -= mine
-                found.append(optimizer)
-        return None if wanted else found
-
-    def not_compared(self) -> AbstractContextManager[None]:
-        """A context in which the ranks may differ in parameters and in the number of updates."""
-        return nullcontext() if self.replicas is None else self.replicas.pause()
+                remaining -= ids
+                optimizers.append(optimizer)
+        return None if remaining else optimizers
 
     @contextmanager
     def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        """A context in which ranks may run out of batches at different times; at its end they follow the one with the most updates."""
+        """A context in which ranks may run out of batches at different times.
+
+        At its end they follow the one with the most updates.
+        """
+        window, loaders = self._run.window, self.loaders if even_batches is not None else []
         if self.converted:
-            raise RefusedError(
-                "join_uneven_inputs with convert_sync_batchnorm: every forward needs the statistics of all ranks, those that are done "
-                "included. Leave convert_sync_batchnorm out, or keep even_batches=True and do not join"
-            )
-        if self._run.window.accumulation != 1 and self._run.world.size > 1:
-            raise RefusedError(
-                "join_uneven_inputs with gradient accumulation: a rank's last batch ends its window, in the middle of the windows of ranks "
-                "that have more batches. Keep even_batches=True, or set gradient_accumulation_steps=1"
-            )
-        before = [(loader, loader.even_batches) for loader in self.loaders if even_batches is not None]
-        for loader, _ in before:
-            loader.even_batches = even_batches
+            raise RefusedError(str(conflicts.BATCHNORM_AND_JOIN))
+        if window.accumulation != 1 and self._run.world.size > 1:
+            raise RefusedError(str(conflicts.ACCUMULATION_AND_JOIN))
+        former = [loader.even_batches for loader in loaders]
+        for loader in loaders:
+            loader.even_batches = bool(even_batches)
         # Ranks that are done do not take part; gradients are the same on those that are not.
-        self._scaler.agree = False
+        window.joining = True
         try:
-            with self.not_compared(), self.strategy.join([r.module for r in self.routes(models)]):
+            with self.strategy.join([route.module for route in self.routes(models)]):
                 yield
             self._follow_longest()
         finally:
-            self._scaler.agree = True
-            for loader, even in before:
+            window.joining = False
+            for loader, even in zip(loaders, former):
                 loader.even_batches = even
 
     def _follow_longest(self) -> None:
-        """Copy states of optimizers, schedulers and the loss scale from the rank with the most updates to ranks that made fewer."""
+        """Copy states of optimizers, schedulers and loss scale from the rank with most updates to those with fewer."""
         world = self._run.world
         updates = world.gather_objects([optimizer.updates for optimizer in self.optimizers])
-        if all(made == updates[0] for made in updates):
+        if all(counts == updates[0] for counts in updates):
             return
         source = max(range(world.size), key=lambda rank: sum(updates[rank]))
-        parts = [*self.optimizers, *self.schedulers, self._scaler]
-        states: list[Any] = [None] * len(parts)
+        holders: list[Any] = [*self.optimizers, *self.schedulers, self._scaler]
+        states: list[Any] = [None] * len(holders)
         if world.rank == source:
-            states = [send_to_device(part.state_dict(), "cpu") for part in parts]
+            states = [send_to_device(holder.state_dict(), "cpu") for holder in holders]
         world.broadcast_objects(states, source)
-        for optimizer, made in zip(self.optimizers, updates[source]):
-            optimizer.updates = made
+        for optimizer, count in zip(self.optimizers, updates[source]):
+            optimizer.updates = count
             for _, master in optimizer.masters:
                 master.detach().copy_(world.broadcast(master, source))
         if world.rank != source:
-            for part, state in zip(parts, states):
-                part.load_state_dict(state)
+            for holder, state in zip(holders, states):
+                holder.load_state_dict(state)
 
     def release(self) -> None:
         """Release everything. Views stay callable on each rank alone; optimizers hold their parameters again."""
         for optimizer in self.optimizers:
             optimizer.release()
             vars(optimizer.given).pop("add_param_group", None)
-        if self.replicas is not None:
-            self.replicas.forget()
         self.sums.clear()
         for route in self.models:
-            alone = self._precision.forward(route.original, self._run.world.device)
-            route.module = self.strategy.release(route.module, alone)
+            single_module = self._precision.forward(route.original, self._run.world.device)
+            route.module = self.strategy.release(route.module, single_module)
         if self._compiling:
             self._compiling.undo()
-        while self._undo:
-            self._undo.pop()()
-        for module, kind in self.converted:
-            module.__class__ = kind  # a synchronised one waits for ranks that are gone
-            module.process_group = None
-        held = (self.converted, self.models, self.optimizers, self.schedulers, self.loaders)
-        known = (self.owner, self.stepped_by, self._done, self._not_fused, self._raised)
-        for content in (*held, *known):
-            content.clear()  # type: ignore[attr-defined]
-        self._auto.needs = None
-        if self._budget:
-            self._budget.taken = 0
+        while self._removals:
+            self._removals.pop()()
+        self._refuses_unprepared = False
+        for norm, kind in self.converted:
+            norm.__class__ = kind  # a synchronised one waits for ranks that are gone
+            vars(norm)["process_group"] = None
+        for objects in (self.converted, self.models, self.optimizers, self.schedulers, self.loaders):
+            objects.clear()
+        for table in (
+            self.owner,
+            self.identities,
+            self.stepped_by,
+            self._prepared_by_id,
+            self._why_not_fused,
+            self._raised,
+        ):
+            table.clear()
+        self._auto.total_need = None
 
 
-def same_kernels(world: World, stepped: Optimizer, engine: Engine) -> None:
+def is_prepared(item: Any) -> bool:
+    """Whether `item` was prepared, by this run or another one, or is None, which `prepare` passes through."""
+    return item is None or isinstance(
+        item, (PreparedLoader, SkippedLoader, optim.PreparedOptimizer, optim.PreparedScheduler)
+    )
+
+
+def same_kernels(world: World, stepping: Optimizer, engine: Engine) -> None:
     """Run easymp's kernels on all ranks or on none, so that all ranks make the same collectives for gradient norms."""
-    own = stepped if isinstance(stepped, optim.FusedOptimizer) else None
-    here = (engine if own is None else own.engine).kernels is not None
-    if world.any(not here) and here:
-        reason = "our kernels do not run on all ranks"
-        if own is not None:
-            own.do_without(reason)
-        else:
-            engine.give_way(reason)
+    inner: Engine = getattr(stepping, "engine", engine)  # of an optimizer that runs kernels in its own step
+    has_kernels = inner.kernels is not None
+    if world.any(not has_kernels) and has_kernels:
+        inner.fall_back_to_torch("our kernels do not run on all ranks")

@@ -1,9 +1,9 @@
 """A prepared model: the user's module with another `__call__`, and the micro-step around its calls.
 
-A view shares the module's ``__dict__``, so parameters, buffers, hooks, methods, attributes, ``state_dict`` names and ``isinstance`` are
-the module's own. Only its class differs: a subclass made for it, with a ``__call__`` that goes through autocast and the strategy's wrapper.
-Nothing is set on the user's module. Copies of a view are of the module. As DistributedDataParallel's wrapper, a view has ``module`` and
-``no_sync()``, unless the module has its own.
+A view shares the module's ``__dict__``, so parameters, buffers, hooks, methods, attributes, ``state_dict`` names and
+``isinstance`` are the module's own. Only its class differs: a subclass made for it, with a ``__call__`` that goes
+through autocast and the strategy's wrapper. Nothing is set on the user's module. Copies of a view are of the module. As
+DistributedDataParallel's wrapper, a view has ``module`` and ``no_sync()``, unless the module has its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType, MemberDescriptorType
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..base.parts import Parts
 from ..base.pytree import leaves
 from ..errors import PrepareError, StepError, nearest
 
@@ -29,7 +30,9 @@ _MARK = "_easymp_forward"  # in the __dict__ of a decorated method
 
 
 def forward_method(method: Method) -> Method:
-    """Mark a method that computes as forward does. The prepared model calls it under autocast and the strategy, as the model itself.
+    """Mark a method that computes as forward does.
+
+    The prepared model calls it under autocast and the strategy, as the model itself.
 
     The same as naming it in ``prepare(model, forward_methods=...)``.
 
@@ -62,15 +65,15 @@ def forward_methods(models: Sequence[nn.Module], names: str | Sequence[str]) -> 
                 f"`def embed(self, x): return self.{name}(x)`"
             )
         if not any(_is_method(model, name) for model in models):
-            said = " and ".join(f"this {type(model).__name__}" for model in models) or "no new model"
-            near = nearest(name, [n for model in models for n in _methods(model)])
-            raise PrepareError(f"forward_methods={names!r}: {said} has no method {name!r}{near}")
-    found = []
+            models_text = " and ".join(f"this {type(model).__name__}" for model in models) or "no new model"
+            hint = nearest(name, [n for model in models for n in _methods(model)])
+            raise PrepareError(f"forward_methods={names!r}: {models_text} has no method {name!r}{hint}")
+    methods_by_model = []
     for model in models:
         members = [member for kind in type(model).__mro__ for member in vars(kind).items()]
         marked = [name for name, value in members if _MARK in getattr(value, "__dict__", ())]
-        found.append(tuple(dict.fromkeys([*marked, *(name for name in names if _is_method(model, name))])))
-    return found
+        methods_by_model.append(tuple(dict.fromkeys([*marked, *(name for name in names if _is_method(model, name))])))
+    return methods_by_model
 
 
 def _methods(model: nn.Module) -> list[str]:
@@ -78,8 +81,8 @@ def _methods(model: nn.Module) -> list[str]:
 
 
 def _is_method(model: nn.Module, name: str) -> bool:
-    own = inspect.getattr_static(type(model), name, None)
-    return isinstance(own, FunctionType) and own is not inspect.getattr_static(nn.Module, name, None)
+    attribute = inspect.getattr_static(type(model), name, None)
+    return isinstance(attribute, FunctionType) and attribute is not inspect.getattr_static(nn.Module, name, None)
 
 
 @dataclass(slots=True)
@@ -91,61 +94,46 @@ class Route:
         module: the result of the strategy's `wrap`.
         no_sync: makes a context that keeps gradients to this rank.
         explain: called with an error of a call.
+        parts: the run's parts, which hear of calls that train.
         no_double_backward: why a gradient of a gradient is refused; "" where it works.
-        first: called once, with the arguments of the first call that trains, before it.
-        offload: around calls that train: takes what autograd saves.
         view: the module that the user calls in place of `original`.
-        keep: returns the random state, to keep it in `last`; None keeps no calls.
         method: the method that is called in place of forward.
-        last: method, arguments, keyword arguments and random state of the last call that trains, until the step.
-        before: called before each call that trains.
     """
 
     original: nn.Module
     module: nn.Module
     no_sync: Callable[[], AbstractContextManager[Any]]
     explain: Callable[[RuntimeError, str], None]
+    parts: Parts
     no_double_backward: str
-    first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None
-    offload: AbstractContextManager[Any] | None
     view: nn.Module
-    keep: Callable[[], Any] | None = None
     method: str = ""
-    last: tuple[str, tuple[Any, ...], dict[str, Any], Any] | None = None
-    before: Callable[[], None] | None = None
-
-    def forget(self, optimizer: Any) -> None:
-        """Let go of the arguments of the last call, when an optimizer has stepped."""
-        self.last = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if self.first is not None and torch.is_grad_enabled():
-            first, self.first = self.first, None
-            first(args, kwargs)
-        if self.before is not None and torch.is_grad_enabled():
-            self.before()
-        if self.keep is not None and torch.is_grad_enabled():
-            self.last = self.method, args, kwargs, self.keep()
+        trains = torch.is_grad_enabled()
         try:
-            if self.offload is None or not torch.is_grad_enabled():
-                outputs = self.module(*args, **kwargs)
-            else:
-                with self.offload:
-                    outputs = self.module(*args, **kwargs)
+            call = self._call_in_parts if self.parts.forward and trains else self.module
+            outputs = call(*args, **kwargs)
         except RuntimeError as error:
             self.explain(error, "forward")
             raise
-        if self.no_double_backward and torch.is_grad_enabled():
+        if self.no_double_backward and trains:
             for leaf in leaves(outputs):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._refuse_graph)
         return outputs
 
+    def _call_in_parts(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for begin in self.parts.forward:
+                context = begin(self, args, kwargs)
+                if context is not None:
+                    stack.enter_context(context)
+            return self.module(*args, **kwargs)
+
     def _refuse_graph(self, gradient: Tensor) -> None:
         if torch.is_grad_enabled():  # which autograd sees to for create_graph
-            raise StepError(
-                f"a gradient that can be differentiated again was asked for (create_graph=True), and {self.no_double_backward}"
-            )
+            raise StepError(f"a gradient that can be differentiated again was asked for: {self.no_double_backward}")
 
     @contextmanager
     def instead(self, name: str) -> Iterator[None]:
@@ -153,15 +141,15 @@ class Route:
 
         torch.compile of a whole model has compiled forward: its method runs as it is, with compiled blocks.
         """
-        original, own = self.original, vars(self.original)
-        before = {"forward": own["forward"]} if "forward" in own else {}
+        original, attributes = self.original, vars(self.original)
+        before = {"forward": attributes["forward"]} if "forward" in attributes else {}
         compiled = []
 
         def restore() -> None:
-            own.pop("forward", None)
-            own.update(before)
+            attributes.pop("forward", None)
+            attributes.update(before)
 
-        def once(*args: Any, **kwargs: Any) -> Any:
+        def call_method(*args: Any, **kwargs: Any) -> Any:
             restore()  # the method calls the model's own forward
             return getattr(original, name)(*args, **kwargs)
 
@@ -172,7 +160,7 @@ class Route:
             if module is original:
                 break
             module = module.module
-        own["forward"] = once
+        attributes["forward"] = call_method
         self.method = name
         try:
             yield
@@ -194,29 +182,18 @@ def routed(route: Route, name: str) -> Any:
     return method
 
 
-def make_view(
-    original: nn.Module,
-    module: nn.Module,
-    explain: Callable[[RuntimeError, str], None],
-    no_sync: Callable[[], AbstractContextManager[Any]],
-    methods: Sequence[str],
-    no_double_backward: str,
-    sharded: bool,
-    first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None,
-    offload: AbstractContextManager[Any] | None,
-    keep: Callable[[], Any] | None = None,
-    always: bool = False,
-) -> Route:
-    """The route with a view of `original`, which is `original` itself where `module` is the same and calls are not watched.
+def make_view(route: Route, methods: Sequence[str], sharded: bool, always: bool) -> None:
+    """Give `route` a view of its module; the module itself where the strategy calls that and no part needs one.
 
     Args:
-        always: calls are watched.
         methods: those that are called as forward is.
-        sharded: parameters are shards outside of forward; an error of another method that computes with them is explained.
+        sharded: parameters are shards outside of forward; an error of another method that computes with them is
+            explained.
+        always: calls are watched.
     """
-    route = Route(original, module, no_sync, explain, no_double_backward, first, offload, original, keep)
-    if module is original and first is None and offload is None and not always:
-        return route
+    original = route.original
+    if route.module is original and not always:
+        return
     # The class of the module, also where `original` is a view.
     kind = next(c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c))
 
@@ -224,17 +201,18 @@ def make_view(
         return route.call(*args, **kwargs)
 
     def guarded(name: str) -> Any:
-        own = getattr(kind, name)
+        original_method = getattr(kind, name)
 
-        @wraps(own)
+        @wraps(original_method)
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             try:
-                return own(self, *args, **kwargs)
+                return original_method(self, *args, **kwargs)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
                 raise StepError(
-                    f"{name}() of this {kind.__name__} computes with parameters that are shards outside of forward: pass "
+                    f"{name}() of this {kind.__name__} computes with parameters that are shards outside of forward: "
+                    "pass "
                     f"prepare(model, forward_methods=({name!r},)), or decorate the method with @easymp.forward_method"
                 ) from error
 
@@ -244,16 +222,15 @@ def make_view(
     if sharded:
         body.update((name, guarded(name)) for name in _methods(original))
     if _is_method(original, "forward"):  # a scripted module has none
-        body["forward"] = wraps(kind.forward)(call)
+        body["forward"] = wraps(kind.forward)(call)  # type: ignore[attr-defined]  # it has one
     body.update((name, routed(route, name)) for name in methods if name != "forward")
     slots = [n for base in kind.__mro__ for n, m in vars(base).items() if type(m) is MemberDescriptorType]
     body.update((slot, _forwarded(original, slot)) for slot in slots)
     # Bypass metaclass hooks and __init_subclass__, so that the class is not registered and needs no arguments.
     meta = type(kind)
-    make: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
-    route.view = object.__new__(make(meta, f"Prepared{kind.__name__}", (_View, kind), body))
+    new_class: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
+    route.view = object.__new__(new_class(meta, f"Prepared{kind.__name__}", (_View, kind), body))
     object.__setattr__(route.view, "__dict__", original.__dict__)
-    return route
 
 
 class _View:
@@ -274,6 +251,11 @@ class _View:
             if name == "no_sync":
                 return self._easymp_route.no_sync
             raise
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _View:
+        """As `to`, `float` and others call it. torch's FSDP has a state for the module itself only."""
+        self._easymp_route.original._apply(fn, recurse)
+        return self
 
     def __copy__(self) -> nn.Module:
         return copy.copy(self._easymp_route.original)
@@ -300,7 +282,10 @@ def _forwarded(original: nn.Module, name: str) -> property:
 
 
 def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> Any:
-    """The user's module inside a view, DataParallel or DistributedDataParallel; on request also inside torch.compile."""
+    """The user's module inside a view, DataParallel or DistributedDataParallel.
+
+    On request also inside torch.compile.
+    """
     while True:
         route = getattr(type(model), "_easymp_route", None)
         if route is not None:
@@ -308,34 +293,43 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> Any:
         elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
         elif not keep_torch_compile and "_orig_mod" in model._modules:
-            model = model._modules["_orig_mod"]
+            model = model.get_submodule("_orig_mod")
         else:
             return model
 
 
-def loss_trouble(loss: Any) -> str:
-    """Why backward cannot start from `loss`."""
+def check_loss(loss: Any, gradient: Tensor | None) -> None:
+    """Raise a StepError where backward cannot start from `loss`."""
     if not isinstance(loss, Tensor):
-        return f"backward() needs the loss as a tensor, not {type(loss).__name__}: pass it before .item() or float()"
-    if loss.requires_grad:
-        return f"backward() got a loss of shape {tuple(loss.shape)}: reduce it to one number first, e.g. loss.mean()"
-    return (
-        "backward() got a loss without a graph (requires_grad is False): it was computed under no_grad(), detached, or from frozen "
-        "parameters only"
-    )
+        raise StepError(
+            f"backward() needs the loss as a tensor, not {type(loss).__name__}: pass it before .item() or float()"
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "backward() got a loss without a graph (requires_grad is False): it was computed under no_grad(), "
+            "detached, or from "
+            "frozen parameters only"
+        )
+    if loss.ndim and loss.numel() != 1 and gradient is None:
+        raise StepError(
+            f"backward() got a loss of shape {tuple(loss.shape)}: reduce it to one number first, e.g. loss.mean()"
+        )
 
 
 def explain_backward(error: RuntimeError) -> None:
-    """Raise a StepError if `error` is torch's about a gradient of a gradient, or about values that selective checkpointing keeps."""
-    said = str(error).splitlines()[0] if str(error) else ""
-    if any(words in said for words in ("double backward", "differentiate twice", "backward an extra time")):
+    """Raise a StepError if `error` is torch's on a gradient of a gradient or values kept by selective checkpointing."""
+    torch_message = str(error).splitlines()[0] if str(error) else ""
+    if any(phrase in torch_message for phrase in ("double backward", "differentiate twice", "backward an extra time")):
         raise StepError(
-            "the loss holds the gradient of a gradient, which a part of the model does not have: torch.compile's default backend, "
+            "the loss holds the gradient of a gradient, which a part of the model does not have: torch.compile's "
+            "default backend, "
             f"Linears in fp8, synchronised batch-norm and activation_checkpointing='attention' have none. Leave these "
-            f"out. torch said: {said}"
+            f"out. torch said: {torch_message}"
         ) from error
-    if "Tensor cached during selective activation checkpoint has been mutated" in said:
+    if "Tensor cached during selective activation checkpoint has been mutated" in torch_message:
         raise StepError(
-            "activation_checkpointing='attention' keeps the results of matrix products, convolutions and attention, and a block has "
-            "changed one in place: write it without (nn.ReLU(inplace=False), x = x + y), or use activation_checkpointing='blocks'"
+            "activation_checkpointing='attention' keeps the results of matrix products, convolutions and attention, "
+            "and a block has "
+            "changed one in place: write it without (nn.ReLU(inplace=False), x = x + y), or use "
+            "activation_checkpointing='blocks'"
         ) from error

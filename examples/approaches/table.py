@@ -1,4 +1,4 @@
-"""Runs the programs of this folder on two processes, and writes README.md: what each takes to write, to start and to train.
+"""Runs this folder's programs on two processes, and writes README.md: what each takes to write, start and train.
 
 python examples/approaches/table.py              the table, and README.md
 python examples/approaches/table.py --rounds 1 --only horovod easymp --print
@@ -88,11 +88,7 @@ def lines_of_code(source: str) -> int:
         for line in range(token.start[0], token.end[0] + 1)
     }
     for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
@@ -101,9 +97,7 @@ def size(approach: Approach) -> str:
     """Lines of the program, and of its configuration."""
     code = str(lines_of_code(approach.program.read_text(encoding="utf-8")))
     return (
-        f"{code} + {len((FOLDER / approach.file).read_text(encoding='utf-8').splitlines())}"
-        if approach.file
-        else code
+        f"{code} + {len((FOLDER / approach.file).read_text(encoding='utf-8').splitlines())}" if approach.file else code
     )
 
 
@@ -121,9 +115,7 @@ def run(approach: Approach, *arguments: str) -> Run:
     }
     command = [*approach.command, str(approach.program), *approach.arguments, *arguments]
     started = [
-        subprocess.Popen(
-            command, env=clean | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        subprocess.Popen(command, env=clean | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for variables in (srun() if approach.name == "slurm" else [{}])
     ]
     said = [process.communicate()[0] for process in started]
@@ -178,20 +170,23 @@ def machine() -> str:
 
 TEXT = """# One model, eight approaches
 
-The network and the digits of [`examples/digits.py`](../digits.py), trained for 15 epochs by updates of 64 samples with AdamW, as users
-of each approach write it. Shared ([task.py](task.py)) are the data, the model, the sums of an evaluation in which each test sample counts
-once, and a prefetcher that copies the next batch to the device on a side stream. The programs for Apex, Horovod and DeepSpeed are those
-of their users but for the import line, which a comment has as it was; [docs/](../../docs) has a guide for each.
+The network and the digits of [`examples/digits.py`](../digits.py), trained for 15 epochs by updates of 64 samples with
+AdamW, as users of each approach write it. Shared ([task.py](task.py)) are the data, the model, the sums of an
+evaluation in which each test sample counts once, and a prefetcher that copies the next batch to the device on a side
+stream. The programs for Apex, Horovod and DeepSpeed are those of their users but for the import line, which a comment
+has as it was; [docs/](../../docs) has a guide for each.
 
 {table}
 
-{machine}; {date}; {load:.0f} processes were waiting or running in the last minute. Made by `python examples/approaches/table.py`.
+{machine}; {date}; {load:.0f} processes were waiting or running in the last minute.
+Made by `python examples/approaches/table.py`.
 
 - Lines are the program's own, without blank ones, comments and docstrings; behind the `+` those of its configuration.
-- Two processes, of which each has one thread; DataParallel is one process (that drives all GPUs, where there are some). Training is
-  the time of all epochs with an evaluation after each. On a model this small that is mostly the cost of starting operations and
-  messages, and fp16 is slow on most CPUs: what is quick here says little about large models on GPUs. What other processes do
-  meanwhile counts, too: a program of the same code (torch.distributed, spawn, Slurm) differs from run to run by as much as these rows.
+- Two processes, of which each has one thread; DataParallel is one process (that drives all GPUs, where there are some).
+  Training is the time of all epochs with an evaluation after each. On a model this small that is mostly the cost of
+  starting operations and messages, and fp16 is slow on most CPUs: what is quick here says little about large models on
+  GPUs. What other processes do meanwhile counts, too: a program of the same code (torch.distributed, spawn, Slurm)
+  differs from run to run by as much as these rows.
 - Peak memory is that of the first process with its libraries on a CPU, and of the device on a GPU.
 - For Slurm the table starts two processes with the variables that srun sets.
 """
@@ -201,18 +196,12 @@ def kept() -> dict[str, tuple[str, ...]]:
     """The rows that README.md has, by their first cell."""
     place = FOLDER / "README.md"
     lines = place.read_text(encoding="utf-8").splitlines() if place.exists() else []
-    cells = [
-        tuple(cell.strip() for cell in line.strip("| ").split(" | "))
-        for line in lines
-        if line.startswith("| [")
-    ]
+    cells = [tuple(cell.strip() for cell in line.strip("| ").split(" | ")) for line in lines if line.startswith("| [")]
     return {row[0]: row for row in cells}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--rounds", type=int, default=2, help="runs of each, of which the quickest counts (%(default)s)"
     )
@@ -228,9 +217,7 @@ def main() -> None:
     order = [f"[{a.title}]({a.program.name})" for a in APPROACHES]
     told = table([rows[first] for first in order if first in rows])
     print(told)
-    text = TEXT.format(
-        table=told, machine=machine(), date=datetime.date.today().isoformat(), load=os.getloadavg()[0]
-    )
+    text = TEXT.format(table=told, machine=machine(), date=datetime.date.today().isoformat(), load=os.getloadavg()[0])
     (FOLDER / "README.md").write_text(text, encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
-"""What the programs of this folder share, so that they differ in their approach only: data, model, evaluation, and the way to the device.
+"""What this folder's programs share, to differ in their approach only: data, model, evaluation, and way to the device.
 
-The digits and the network are those of ``examples/digits.py``. Every program makes updates of 64 samples, with the same optimizer and the
-same schedule of learning rates, and counts each test sample once.
+The digits and the network are those of ``examples/digits.py``. Every program makes updates of 64 samples, with the same
+optimizer and the same schedule of learning rates, and counts each test sample once.
 """
 
 from __future__ import annotations
@@ -61,20 +61,27 @@ def place(local_rank: int) -> tuple[torch.device, str]:
 
 
 def leave() -> None:
-    """End the process group, once nothing holds a model that was wrapped for it: else torch may wait for ever, or abort at exit."""
+    """End the process group, once nothing holds a model that was wrapped for it.
+
+    Else torch may wait for ever, or abort at exit.
+    """
     gc.collect()
     dist.destroy_process_group()
 
 
 def share(data: TensorDataset, rank: int, size: int) -> Subset:
-    """Every `size`-th test sample: torch's DistributedSampler repeats some until all ranks have as many, which would count them twice."""
+    """Every `size`-th test sample.
+
+    Torch's DistributedSampler repeats some until all ranks have as many, which would count them twice.
+    """
     return Subset(data, range(rank, len(data), size))
 
 
 class Prefetcher:
-    """The batches of `loader`, on `device`; with CUDA the next one is copied on a side stream while this one is computed with.
+    """The batches of `loader`, on `device`; with CUDA the next one is copied on a side stream meanwhile.
 
-    The loader should pin its memory: a copy from other memory waits. On a CPU these are the loader's batches as they are.
+    The loader should pin its memory: a copy from other memory waits. On a CPU these are the loader's batches as they
+    are.
     """
 
     def __init__(self, loader: DataLoader, device: torch.device) -> None:
@@ -114,16 +121,15 @@ class Prefetcher:
 def sums(model: nn.Module, batches: Prefetcher) -> Tensor:
     """Of this process's test samples: the sum of their losses, how many are classified right, and how many there are.
 
-    Added up over the ranks, and divided by the last one, they are the mean loss and the accuracy, whoever has more samples.
+    Added up over the ranks, and divided by the last one, they are the mean loss and the accuracy, whoever has more
+    samples.
     """
     model.eval()
     found = torch.zeros(3, device=batches.device)
     for images, labels in batches:
         outputs = model(images).float()
         loss = F.cross_entropy(outputs, labels, reduction="sum")
-        found += torch.stack(
-            [loss, (outputs.argmax(1) == labels).sum().float(), loss.new_tensor(len(labels))]
-        )
+        found += torch.stack([loss, (outputs.argmax(1) == labels).sum().float(), loss.new_tensor(len(labels))])
     model.train()
     return found
 
@@ -141,6 +147,4 @@ def peak() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     status = Path(f"/proc/{os.getpid()}/status")  # getrusage would count what the process's parent had
-    return next(
-        int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM")
-    )
+    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))

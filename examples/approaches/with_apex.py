@@ -31,9 +31,7 @@ def train(args, device):
     training, test = load()
     pinned = device.type == "cuda"
     sampler = DistributedSampler(training)
-    loader = DataLoader(
-        training, batch_size=BATCH // size, sampler=sampler, drop_last=True, pin_memory=pinned
-    )
+    loader = DataLoader(training, batch_size=BATCH // size, sampler=sampler, drop_last=True, pin_memory=pinned)
     test_loader = DataLoader(share(test, rank, size), batch_size=128, pin_memory=pinned)
 
     begin = time.perf_counter()
@@ -58,9 +56,7 @@ def train(args, device):
 
 def main():
     parser = arguments(__doc__)
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0))
-    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
     parser.add_argument("--opt-level", default="O2")
     parser.add_argument("--loss-scale", default=None)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""DeepSpeed: an engine takes the model, and a file says how it is trained: in bf16, with the optimizer's states in shares.
+"""DeepSpeed: an engine takes the model, and a file says how it trains: in bf16, with the optimizer's states in shares.
 
 easymp launch --processes 2 examples/approaches/with_deepspeed.py     in place of deepspeed --num_gpus 2 …
 """

@@ -27,9 +27,7 @@ def train(args, device):
     training, test = load()
     pinned = device.type == "cuda"
     sampler = DistributedSampler(training)
-    loader = DataLoader(
-        training, batch_size=BATCH // size, sampler=sampler, drop_last=True, pin_memory=pinned
-    )
+    loader = DataLoader(training, batch_size=BATCH // size, sampler=sampler, drop_last=True, pin_memory=pinned)
     test_loader = DataLoader(share(test, rank, size), batch_size=128, pin_memory=pinned)
 
     begin = time.perf_counter()
@@ -54,9 +52,7 @@ def train(args, device):
 def main():
     parser = arguments(__doc__)
     # torch.distributed.launch passes the flag, newer launchers set the variable.
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0))
-    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
     args = parser.parse_args()
     torch.manual_seed(0)
     device, backend = place(args.local_rank)

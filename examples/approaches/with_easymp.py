@@ -15,9 +15,7 @@ from easymp import Accelerator, DataLoaderConfiguration
 
 def main():
     args = arguments(__doc__).parse_args()
-    acc = Accelerator(
-        mixed_precision="fp32", seed=0, dataloader_config=DataLoaderConfiguration(split_batches=True)
-    )
+    acc = Accelerator(mixed_precision="fp32", seed=0, dataloader_config=DataLoaderConfiguration(split_batches=True))
 
     training, test = load()
     loader = DataLoader(training, batch_size=BATCH, shuffle=True, drop_last=True)
@@ -25,9 +23,7 @@ def main():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, updates(args.epochs))
-    model, optimizer, scheduler, loader, test_loader = acc.prepare(
-        model, optimizer, scheduler, loader, test_loader
-    )
+    model, optimizer, scheduler, loader, test_loader = acc.prepare(model, optimizer, scheduler, loader, test_loader)
 
     begin = time.perf_counter()
     for epoch in acc.epochs(args.epochs):

@@ -23,9 +23,7 @@ def main():
     training, test = load()
     pinned = device.type == "cuda"
     sampler = DistributedSampler(training, num_replicas=hvd.size(), rank=hvd.rank())
-    loader = DataLoader(
-        training, batch_size=BATCH // hvd.size(), sampler=sampler, drop_last=True, pin_memory=pinned
-    )
+    loader = DataLoader(training, batch_size=BATCH // hvd.size(), sampler=sampler, drop_last=True, pin_memory=pinned)
     test_loader = DataLoader(share(test, hvd.rank(), hvd.size()), batch_size=128, pin_memory=pinned)
 
     model = Net().to(device)

@@ -21,9 +21,7 @@ def join():
     rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     local_rank = int(os.environ["SLURM_LOCALID"])
     if "MASTER_ADDR" not in os.environ:
-        names = subprocess.check_output(
-            ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], text=True
-        )
+        names = subprocess.check_output(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], text=True)
         os.environ["MASTER_ADDR"] = names.split()[0]
     os.environ.setdefault("MASTER_PORT", str(15000 + int(os.environ["SLURM_JOB_ID"][-4:])))
     device, backend = place(local_rank)
@@ -40,9 +38,7 @@ def train(args, rank, size, local_rank, device):
     training, test = load()
     pinned = device.type == "cuda"
     sampler = DistributedSampler(training)
-    loader = DataLoader(
-        training, batch_size=BATCH // size, sampler=sampler, drop_last=True, pin_memory=pinned
-    )
+    loader = DataLoader(training, batch_size=BATCH // size, sampler=sampler, drop_last=True, pin_memory=pinned)
     test_loader = DataLoader(share(test, rank, size), batch_size=128, pin_memory=pinned)
 
     begin = time.perf_counter()

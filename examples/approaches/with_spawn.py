@@ -24,9 +24,7 @@ def train(rank, size, args, device):
     training, test = load()
     pinned = device.type == "cuda"
     sampler = DistributedSampler(training)
-    loader = DataLoader(
-        training, batch_size=BATCH // size, sampler=sampler, drop_last=True, pin_memory=pinned
-    )
+    loader = DataLoader(training, batch_size=BATCH // size, sampler=sampler, drop_last=True, pin_memory=pinned)
     test_loader = DataLoader(share(test, rank, size), batch_size=128, pin_memory=pinned)
 
     begin = time.perf_counter()

@@ -18,7 +18,11 @@ from easymp import (
     EasympError,
     GradScalerKwargs,
     PrepareError,
+    Settings,
+    StepError,
 )
+
+from ..words import make_accelerator
 
 PRECISE = 1e-6
 
@@ -159,7 +163,7 @@ def trained(
 ) -> list[torch.Tensor] | None:
     """Rank 0's parameters after four windows of a small training by `way`."""
     torch.manual_seed(0)
-    with Accelerator(**{"mixed_precision": "no", "cpu": True, **how}, strategy=strategy) as acc:
+    with make_accelerator(**{"mixed_precision": "no", "cpu": True, **how}, strategy=strategy) as acc:
         model = kind(**options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         model, optimizer = acc.prepare(model, optimizer, forward_methods=names)
@@ -181,16 +185,16 @@ def trained(
                 optimizer.step()
                 optimizer.zero_grad()
         acc.wait_for_everyone()
-        state = acc.get_state_dict(model)
+        state = dict(acc.weights(model))
         return [value.float() for value in state.values()] if acc.is_main_process else None
 
 
-# -- sparse gradients ---------------------------------------------------------------------------------------------------
+# -- sparse gradients --------------------------------------------------------------------------------------------------
 
 
 def looked_up(strategies: Any, precision: str, clip: str, steps: int, sparse: bool = True) -> list[Any]:
     how = {"mixed_precision": precision, "gradient_accumulation_steps": steps}
-    how["kwargs_handlers"] = [GradScalerKwargs(init_scale=1024.0)]  # that no gradient here overflows
+    how["settings"] = Settings(scaler_options=GradScalerKwargs(init_scale=1024.0))  # no gradient here overflows
     return [trained(strategy, Bag, "call", how, clip=clip, sparse=sparse) for strategy in strategies]
 
 
@@ -210,7 +214,7 @@ def test_sparse_gradients_train_as_dense_ones(ranks, strategies, precision, clip
         assert far(got, want) < (PRECISE if precision == "no" else 1e-3)
 
 
-# -- the gradient of a gradient -----------------------------------------------------------------------------------------
+# -- the gradient of a gradient ----------------------------------------------------------------------------------------
 
 HOWS: list[dict[str, Any]] = [
     {},
@@ -228,16 +232,14 @@ def test_a_gradient_penalty_trains(ranks, how: dict[str, Any]) -> None:
     assert far(ranks(trained, "ddp", Critic, "penalty", how)[0], one) < PRECISE
 
 
-# -- methods that compute as forward does -------------------------------------------------------------------------------
+# -- methods that compute as forward does ------------------------------------------------------------------------------
 
 NAMES = ("embed", "around")
 
 
 def by_all_ways(strategy: str | None) -> list[Any]:
     ways = {"forward": 1, "methods": 1, "twice": 2}
-    return [
-        trained(strategy, Tower, way, {"gradient_accumulation_steps": n}, NAMES) for way, n in ways.items()
-    ]
+    return [trained(strategy, Tower, way, {"gradient_accumulation_steps": n}, NAMES) for way, n in ways.items()]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor_parallel"])
@@ -254,14 +256,14 @@ def test_forward_methods_are_methods_of_a_model() -> None:
             "head": "'head' is a submodule: name a method of the model that calls it",
         }.items():
             with pytest.raises(PrepareError, match=words):
-                acc.prepare_model(Tower(), forward_methods=names)
+                acc.prepare(Tower(), forward_methods=names)
         with pytest.raises(PrepareError, match="no new model has no method 'embed'"):
             acc.prepare(forward_methods="embed")
         first, _ = acc.prepare(Tower(), Critic(), forward_methods="embed")
         assert first.embed(torch.ones(1, 8)).shape == (1, 8)
 
 
-# -- what cannot train --------------------------------------------------------------------------------------------------
+# -- what cannot train -------------------------------------------------------------------------------------------------
 
 SPARSE = "PrepareError: .*'words' has sparse gradients, and"
 NOT_AVERAGED = r"StepError: .*forward_methods=\('"
@@ -269,18 +271,18 @@ REFUSED: list[tuple[tuple[Any, ...], str]] = [
     (("zero1", Bag, "call", {}), SPARSE),
     (("fsdp", Bag, "call", {}), SPARSE),
     (("ddp", Bag, "call", {"mixed_precision": "O2"}), SPARSE),
-    (("fsdp", Critic, "penalty", {}), "StepError: .*fsdp frees a block's gathered parameters"),
+    (("fsdp", Critic, "penalty", {}), "StepError: .*a block's gathered parameters, .* are freed after its backward"),
     (("tensor_parallel", Critic, "penalty", {}), "StepError: .*DTensor keeps no graph"),
     (
         ("ddp", Critic, "penalty", {"strategy_options": {"static_graph": True}}),
-        "StepError: .*Leave static_graph out",
+        "StepError: .*create_graph=True and static_graph=True do not go together",
     ),
     (("pipeline", Critic, "penalty", {}), "StepError: .*an input of a pipelined model requires a gradient"),
     *((("ddp", Tower, way, {}, NAMES[: 2 * (way == "child")]), NOT_AVERAGED) for way in ("embed", "child")),
     *((("zero1", Tower, way, {}, NAMES[: 2 * (way == "child")]), NOT_AVERAGED) for way in ("embed", "child")),
     *((("fsdp", Tower, way, {}, NAMES[: 2 * (way == "child")]), NOT_AVERAGED) for way in ("embed", "child")),
     (("ddp", Frozen, "thawed", {}), "'head.weight' had requires_grad=False when the model was prepared"),
-    (("pipeline", Tower, "forward", {}), "RefusedError: .*strategy 'pipeline' divides forward into stages"),
+    (("pipeline", Tower, "forward", {}), "RefusedError: .*it divides forward into stages"),
 ]
 
 
@@ -299,12 +301,14 @@ def test_what_would_have_wrong_gradients_is_refused(ranks) -> None:
             assert re.search(words, said), (case, said)
 
 
-# -- what sharded ranks must do together --------------------------------------------------------------------------------
+# -- what sharded ranks must do together -------------------------------------------------------------------------------
 
 
 def out_of_batches(calls: bool, leave: int) -> int:
     config = DataLoaderConfiguration(even_batches=False)
-    with Accelerator(mixed_precision="no", strategy="fsdp", dataloader_config=config, timeout=30) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="fsdp", dataloader_config=config, settings=Settings(timeout=30)
+    ) as acc:
         data = TensorDataset(torch.randn(12, 8))
         model, loader = acc.prepare(Critic(), DataLoader(data, batch_size=4))
         seen = 0
@@ -326,7 +330,7 @@ def test_sharded_ranks_say_that_one_is_out_of_batches(ranks) -> None:
 
 
 def frozen_late(both: bool) -> float:
-    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=2) as acc:
+    with Accelerator(mixed_precision="no", strategy="fsdp", settings=Settings(timeout=2)) as acc:
         model = acc.prepare(Critic())
         for step in range(2):
             if step and (both or acc.process_index):
@@ -341,3 +345,26 @@ def test_a_parameter_that_one_rank_freezes_late(ranks) -> None:
     waiting, frozen = ranks.fails(frozen_late, False)
     assert (waiting.type, frozen.type) == ("WorldError", "WorldError")
     assert "after requires_grad was changed, first of 'head.weight'" in frozen.message
+
+
+def test_what_a_loss_scale_would_make_wrong_in_silence_is_refused() -> None:
+    """Gradients that no optimizer steps in a clip; gradients that nobody clears."""
+    with Accelerator(
+        cpu=True, mixed_precision="fp16", settings=Settings(scaler_options=GradScalerKwargs(init_scale=256.0))
+    ) as acc:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+        acc.backward(model(torch.ones(2, 3)).mean())
+        with pytest.raises(
+            StepError, match=r"2 of them \('0.weight' …\) have gradients and are in no prepared optimizer"
+        ):
+            acc.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        acc.backward(model(torch.ones(2, 3)).mean())
+        with pytest.raises(StepError, match=r"not cleared.*call optimizer.zero_grad\(\) after each step\(\)"):
+            optimizer.step()
+        model.zero_grad()
+        acc.backward(model(torch.ones(2, 3)).mean())
+        acc.clip_grad_norm_(model[1].parameters(), 0.1)
+        optimizer.step()
+        assert optimizer.updates == 2

@@ -1,4 +1,7 @@
-"""Losses and gradients that are not finite: said once, skipped or raised, by all ranks alike; and an fp16 step past `backward`."""
+"""Losses and gradients that are not finite.
+
+Said once, skipped or raised, by all ranks alike; and an fp16 step past `backward`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from .models import heard, make
 
 NAN, INF = float("nan"), float("inf")
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
-LOG = "easymp.training.nonfinite"
+LOG = "easymp.parts.nonfinite"
 
 
 def prepared(acc: Accelerator) -> tuple[Any, Any]:
@@ -41,9 +44,34 @@ def test_it_is_said_once(precision: str) -> None:
             optimizer.step()
             assert not acc.optimizer_step_was_skipped
             optimizer.zero_grad()
-    ((_, line),) = said
+    (_, line), (_, last) = said
     assert line.startswith(f"rank 0, step 3: the loss is nan (precision {precision}, no loss scale)")
     assert "nonfinite='skip'" in line
+    assert last.startswith(
+        "rank 0, step 4: the run ends with a loss that is not finite, and no loss has been finite since update 3."
+    )
+
+
+def losses(*factors: float) -> list[str]:
+    """What is said of a run whose losses are multiplied by these; of rank 1 only, where there is one."""
+    with heard(LOG) as said, Accelerator(mixed_precision="fp32", cpu=True) as acc:
+        model, optimizer = prepared(acc)
+        for factor in factors:
+            acc.backward(
+                model(X).square().mean() + (factor if acc.process_index == acc.num_processes - 1 else 1)
+            )  # gradients are finite
+            optimizer.step()
+            optimizer.zero_grad()
+    return [line for _, line in said if "the run ends" in line]
+
+
+def test_a_run_that_ends_with_such_a_loss_says_so(ranks: Any) -> None:
+    assert losses(1, NAN, 1) == []
+    (line,) = losses(NAN, 1, INF, NAN)
+    words = "the run ends with a loss that is not finite, and no loss has been finite since update 3. Load a checkpoint"
+    assert line.startswith(f"rank 0, step 4: {words}")
+    first, (line,) = ranks(losses, 1, 1, NAN)
+    assert first == [] and line.startswith("rank 1, step 3: ") and "since update 3" in line
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true", "fp16"])
@@ -61,7 +89,7 @@ def test_raised(precision: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         acc.backward(model(X).sum() + INF)  # whose gradients are finite
-        with pytest.raises(NonfiniteError, match="step 3: the loss is not finite on rank 0"):
+        with pytest.raises(NonfiniteError, match="step 2: the loss is not finite on rank 0"):
             optimizer.step()
 
 
@@ -138,7 +166,7 @@ def test_a_plain_backward_is_named(precision: str, mode: str | None, clip: bool)
             optimizer.step()
 
 
-# -- the first module ------------------------------------------------------------------------------------------------------
+# -- the first module --------------------------------------------------------------------------------------------------
 
 
 class Fault(torch.autograd.Function):
@@ -161,9 +189,7 @@ class Layer(nn.Module):
         return x + Fault.apply(self.drop(self.linear(x).tanh()), self.fault)
 
 
-def planted(
-    where: str, strategy: str | None = None, precision: str = "no", clip: bool = True, **more: Any
-) -> str:
+def planted(where: str, strategy: str | None = None, precision: str = "no", clip: bool = True, **more: Any) -> str:
     """The report of a fault in layer 7 of 12, in the second micro-batch of update 3 and later, on the last rank."""
     torch.manual_seed(0)
     with heard(LOG) as said, under(strategy, None, 2, precision, cpu=True, **more) as acc:
@@ -192,7 +218,8 @@ def planted(
 INPUTS = ", whose inputs range from -"
 FORWARD = f"First not finite: the output of '7' (Layer){INPUTS}"
 HOOKED = f"first not finite: the gradient that arrives at the output of '7.drop' (Dropout){INPUTS}"
-PARAMETER = "16 of 24 parameters have such gradients; the last of them in the model, where backward came first, is '7.linear.bias'"
+PARAMETER = "16 of 24 parameters have such gradients; "
+PARAMETER += "the last of them in the model, where backward came first, is '7.linear.bias'"
 EAGER = CompileOptions("blocks", backend="eager")
 PLANTED = [
     ({"where": "forward", "nonfinite": "warn"}, FORWARD),

@@ -20,9 +20,7 @@ class Training:
 
     def __init__(self, acc: Accelerator) -> None:
         self.acc = acc
-        net = nn.Sequential(
-            nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)
-        )
+        net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
         optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
         x = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
         loader = DataLoader(TensorDataset(x, x[:, :16].sin()), batch_size=16, shuffle=True)
@@ -45,10 +43,7 @@ class Training:
 
     def state(self) -> list[Tensor]:
         moments = [
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
+            value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
         ]
         return [t.detach().cpu().clone() for t in (*self.model.state_dict().values(), *moments)]
 
@@ -78,7 +73,10 @@ def test_it_learns_and_a_resume_is_exact(tmp_path: Path, precision: str) -> None
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_waits_for_nothing(tmp_path: Path, precision: str) -> None:
-    """Loader, forward, backward by items, clipping, loss scale, step, schedule and log. The first pass may, which takes memory."""
+    """Loader, forward, backward by items, clipping, loss scale, step, schedule and log.
+
+    The first pass may, which takes memory.
+    """
     with begun(tmp_path, precision) as acc:
         training = Training(acc)
         training.epoch()

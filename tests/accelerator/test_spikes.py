@@ -1,4 +1,7 @@
-"""`Accelerator.guard`: spikes are skipped or undone by all ranks alike, and a run goes on as if it had not seen them."""
+"""`SpikeGuard`.
+
+Spikes are skipped or undone by all ranks alike, and a run goes on as if it had not seen them.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, GradScalerKwargs, RefusedError, SettingError, StepError
+from easymp import Accelerator, GradScalerKwargs, RefusedError, SettingError, Settings, SpikeGuard, StepError
+from easymp.parts.spikes import History
 
 from ..strategies.models import refuses, under, whole
 from .models import heard
 
-LOG = "easymp.training.spikes"
+LOG = "easymp.parts.spikes"
 UPDATES, SAVED, SPIKE, WINDOW = 22, 10, 14, 16
 BATCH = 2
 
@@ -45,11 +49,20 @@ def train(
     stop: int = 0,
     drop: float = 0.3,
 ) -> dict[str, Any]:
-    """`UPDATES` updates, of which `SPIKE` is one, by the data of the last rank. The script leaves those in `gone` out."""
+    """`UPDATES` updates, of which `SPIKE` is one, by the data of the last rank.
+
+    The script leaves those in `gone` out.
+    """
     options = {"every": 1} if strategy == "local_sgd" else None
     scale = GradScalerKwargs(init_scale=16.0)  # so low that a spike does not overflow
-    handlers = [scale] if precision == "fp16" else []
-    more = {"seed": 0, "cpu": True, "project_dir": folder, "kwargs_handlers": handlers}
+    guards = [SpikeGuard(policy, window=WINDOW, factor=100)] if guarded else []  # type: ignore[arg-type]
+    more = {
+        "seed": 0,
+        "cpu": True,
+        "project_dir": folder,
+        "scaler_options": scale if precision == "fp16" else None,
+        "parts": guards,
+    }
     found: dict[str, Any] = {"skipped": [], "scales": []}
     with heard(LOG) as said, under(strategy, options, steps, precision, **more) as acc:
         model = Net(drop)
@@ -72,8 +85,6 @@ def train(
                 loss = nn.functional.cross_entropy(model(batch), y) * weight
                 acc.backward(loss)
                 acc.clip_grad_norm_(model.parameters(), 1.0)
-                if guarded:
-                    acc.guard(loss, policy=policy, window=WINDOW, factor=100)  # type: ignore[arg-type]
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
@@ -108,9 +119,7 @@ CASES = [
 def guard_twice(folder: str, strategy: str | None, precision: str, steps: int) -> list[dict[str, Any]]:
     """With a rollback, and a run that was never given the batches since the checkpoint."""
     gone = tuple(range(SAVED + 1, SPIKE + 1))
-    return [
-        train(f"{folder}/{len(left)}", strategy, precision, steps, "rollback", left) for left in ((), gone)
-    ]
+    return [train(f"{folder}/{len(left)}", strategy, precision, steps, "rollback", left) for left in ((), gone)]
 
 
 @pytest.mark.parametrize(("strategy", "precision", "steps"), CASES)
@@ -130,7 +139,7 @@ def test_after_a_rollback_the_batches_were_never_seen(
 
 
 def skip_all(folder: str, ways: list[tuple[Any, ...]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """With `guard`, and a run whose script leaves the update out."""
+    """With a guard, and a run whose script leaves the update out."""
     found = []
     for i, way in enumerate(ways):
         plain = train(f"{folder}/{i}-plain", *way, gone=(SPIKE,), guarded=False, drop=0.0)
@@ -157,11 +166,9 @@ def one_weight(acc: Accelerator) -> tuple[Any, Any]:
     return acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
 
 
-def update(
-    acc: Accelerator, model: Any, optimizer: Any, norm: float, loss: float = 0.0, **guard: Any
-) -> None:
-    acc.backward(model(torch.full((1, 1), norm)).sum())
-    acc.guard(torch.tensor(loss), **guard)
+def update(acc: Accelerator, model: Any, optimizer: Any, norm: float, loss: float = 0.0) -> None:
+    output = model(torch.full((1, 1), norm)).sum()
+    acc.backward(output - output.detach().nan_to_num() + loss)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -184,10 +191,10 @@ RULE = [
 @pytest.mark.parametrize(("norms", "more", "expected"), [case[1:] for case in RULE], ids=[c[0] for c in RULE])
 def test_the_rule(norms: list[float], more: dict[str, Any], expected: list[int]) -> None:
     losses, skipped = more.get("losses", [0.0] * len(norms)), []
-    with Accelerator(cpu=True, log_with="none", nonfinite=more.get("nonfinite")) as acc:
+    with Accelerator(cpu=True, log_with="none", nonfinite=more.get("nonfinite"), parts=[SpikeGuard(window=8)]) as acc:
         objects = one_weight(acc)
         for i, (norm, loss) in enumerate(zip(norms, losses)):
-            update(acc, *objects, norm, loss, window=8)
+            update(acc, *objects, norm, loss)
             skipped += [i] * acc.optimizer_step_was_skipped
     assert skipped == expected
 
@@ -202,7 +209,8 @@ def test_a_resumed_run_decides_alike(tmp_path: Path) -> None:
 
 
 def test_a_spike_is_logged_with_its_samples(tmp_path: Path) -> None:
-    with heard(LOG) as said, Accelerator(cpu=True, project_dir=str(tmp_path), seed=0) as acc:
+    guard = SpikeGuard(window=8)
+    with heard(LOG) as said, Accelerator(cpu=True, project_dir=str(tmp_path), seed=0, parts=[guard]) as acc:
         model = nn.Linear(1, 1)
         x = torch.tensor(NOISE * 4)[:, None]
         loader: Any = DataLoader(TensorDataset(x, torch.arange(40)), batch_size=2, shuffle=True)
@@ -210,7 +218,6 @@ def test_a_spike_is_logged_with_its_samples(tmp_path: Path) -> None:
         for number, (batch, indices) in enumerate(loader):
             loss = model(batch * (1e4 if number == 12 else 1)).square().sum()
             acc.backward(loss)
-            acc.guard(loss, window=8)
             optimizer.step()
             optimizer.zero_grad()
             if number == 12:
@@ -224,12 +231,17 @@ def test_a_spike_is_logged_with_its_samples(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clipped", ["", "encoder", "head", "encoder head"])
 @pytest.mark.parametrize(("precision", "bad"), [("fp32", 1), ("bf16-true", 0)])
-def test_each_optimizer_is_judged_by_its_own_values(
-    tmp_path: Path, clipped: str, precision: Any, bad: int
-) -> None:
+def test_each_optimizer_is_judged_by_its_own_values(tmp_path: Path, clipped: str, precision: Any, bad: int) -> None:
     """After one backward, and whatever a clip left out: a NaN in gradients of one model is of its optimizer alone."""
-    x, more = torch.ones(2, 4), {"gradient_accumulation_steps": 2, "mixed_precision": precision}
-    with Accelerator(cpu=True, project_dir=str(tmp_path), seed=0, **more) as acc:
+    x, guard = torch.ones(2, 4), SpikeGuard(window=8, each_optimizer=True)
+    with Accelerator(
+        cpu=True,
+        project_dir=str(tmp_path),
+        seed=0,
+        gradient_accumulation_steps=2,
+        mixed_precision=precision,
+        parts=[guard],
+    ) as acc:
         models = {"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 1)}
         given = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models.values()]
         encoder, head, *optimizers = acc.prepare(*models.values(), *given)
@@ -242,21 +254,20 @@ def test_each_optimizer_is_judged_by_its_own_values(
                     bias.grad = torch.full_like(bias, torch.nan)
                 for name in clipped.split():
                     acc.clip_grad_norm_({"encoder": encoder, "head": head}[name].parameters(), 1e9)
-                for scale, optimizer in zip((1, 100), optimizers):
-                    acc.guard(scale + 0 * loss, optimizer=optimizer, window=8)
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
         assert [optimizer.step_was_skipped for optimizer in optimizers] == [bad == 0, bad == 1]
         assert bias.isfinite().all()
     (row,) = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert (row["update"], row["loss"]) == (12, (1, 100)[bad])
+    assert row["update"] == 12
 
 
 def test_returns_to_one_checkpoint_end(tmp_path: Path) -> None:
-    with Accelerator(cpu=True, project_dir=str(tmp_path), log_with="none") as acc:
+    guard = SpikeGuard("rollback", window=4)
+    with Accelerator(cpu=True, project_dir=str(tmp_path), log_with="none", parts=[guard]) as acc:
         model, optimizer = one_weight(acc)
-        call = partial(update, acc, model, optimizer, float("nan"), policy="rollback", window=4)
+        call = partial(update, acc, model, optimizer, float("nan"))
         call()  # without a checkpoint it is skipped
         assert acc.optimizer_step_was_skipped and optimizer.updates == 1
         acc.save_state()
@@ -267,23 +278,25 @@ def test_returns_to_one_checkpoint_end(tmp_path: Path) -> None:
             call()
 
 
-def test_wrong_calls_are_refused() -> None:
-    loss = torch.zeros(())
-    with Accelerator(cpu=True) as acc:
-        refuses(StepError, "guard() judges the update of a prepared optimizer", acc.guard, loss)
+def test_wrong_arguments_and_calls_are_refused() -> None:
+    refuses(SettingError, "policy='skp' is none of", SpikeGuard, "skp")
+    for window in (3, 8.0):
+        refuses(SettingError, "is not a whole number of at least 4", SpikeGuard, window=window)
+    refuses(SettingError, "factor=0", SpikeGuard, factor=0)
+    with Accelerator(cpu=True, parts=[SpikeGuard()]) as acc:
         model, optimizer = one_weight(acc)
-        acc.backward(model(torch.ones(1, 1)).sum())
-        refuses(SettingError, "policy='skp' is none of", acc.guard, loss, policy="skp")
-        for wrong in ({"window": 3}, {"window": 8.0}, {"factor": 0}):
-            refuses(SettingError, "window is a whole number", acc.guard, loss, **wrong)
-        refuses(StepError, "takes the loss", acc.guard, 0.5)
-        acc.guard(loss)
-        refuses(StepError, "once", acc.guard, loss)
-        refuses(StepError, "step(closure) after guard()", optimizer.step, lambda: loss)
+        model(torch.ones(1, 1)).sum().backward()
+        refuses(StepError, "backward() got none since the last step", optimizer.step)
         optimizer.zero_grad()
         acc.backward(model(torch.ones(1, 1)).sum())
-        refuses(SettingError, "pass the same at each call", acc.guard, loss, window=64)
+        refuses(RefusedError, "step(closure) and guard do not go together", optimizer.step, lambda: 0.0)
         optimizer.step()
-        refuses(StepError, "before step()", acc.guard, loss)
-    with Accelerator(cpu=True, optimizer_in_backward=True) as acc:
-        refuses(RefusedError, "guard()", acc.guard, loss)
+    with pytest.raises(RefusedError, match="optimizer_in_backward and guard do not go together"):
+        Accelerator(cpu=True, parts=[SpikeGuard()], settings=Settings(optimizer_in_backward=True))
+
+
+def test_a_small_window_takes_no_usual_update_for_a_spike() -> None:
+    history = History(16, torch.device("cpu"))
+    steady = [1.0, 1.001, 1.002, 1.0, 1.001, 1.0, 1.002, 1.001]  # eight values that happen to lie close together
+    judged = [history.judge(torch.tensor([value, 1.0]), 10.0, False)[0].item() for value in [*steady, 1.5, 1.0, 2.5]]
+    assert judged == [0.0] * 10 + [1.0]

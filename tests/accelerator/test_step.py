@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from easymp import Accelerator, GradientState, StepError
+from easymp import Accelerator, StepError
+from easymp.compat.accelerate import GradientState
 
 from .models import data, make
 

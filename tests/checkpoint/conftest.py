@@ -27,7 +27,10 @@ sys.stdin.read()
 
 @pytest.fixture(scope="session")
 def _s3_server() -> Iterator[str]:
-    """The address of an S3 server on this machine, with a bucket named "bucket". A process of its own: it keeps files open."""
+    """The address of an S3 server on this machine, with a bucket named "bucket".
+
+    A process of its own: it keeps files open.
+    """
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     with subprocess.Popen(

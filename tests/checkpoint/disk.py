@@ -1,10 +1,10 @@
 """A model of what a power failure leaves on a disk.
 
-Operations are recorded on their way through `storage_local.do`. A write, or a change of names in a folder, is on the disk for certain
-once that file, or that folder, was fsynced afterwards; until then it may be there or not, each by itself and in any order. So after each
-operation there are many disks that a machine may find when it starts again. Changes of names are atomic (a swap happened or did not), which
-every file system with a journal keeps. What was written of a file that was not fsynced may be there in part: what is missing is zeros,
-or the end of the file.
+Operations are recorded on their way through `storage.do`. A write, or a change of names in a folder, is on the
+disk for certain once that file, or that folder, was fsynced afterwards; until then it may be there or not, each by
+itself and in any order. So after each operation there are many disks that a machine may find when it starts again.
+Changes of names are atomic, which every file system with a journal keeps. What was written
+of a file that was not fsynced may be there in part: what is missing is zeros, or the end of the file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 CHANGES = frozenset(
     ("mkdir", "create", "allocate", "write", "fsync", "fsync directory")
-    + ("rename", "exchange", "replace", "copy", "unlink", "rmdir")
+    + ("rename", "replace", "copy", "unlink", "rmdir")
 )
-"""Operations of `storage_local.do` that change a disk; the others are open, close, read, list and stat."""
+"""Operations of `storage.do` that change a disk; the others are open, close, read, list and stat."""
 MANY = 5  # unsynced changes up to which every subset is tried
 SAMPLES = 24  # subsets that are tried of more
 
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class Recorder:
-    """In the place of `storage_local.do`: keeps what changes anything, with its data."""
+    """In the place of `storage.do`: keeps what changes anything, with its data."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -45,8 +45,6 @@ class Recorder:
         value = None if operation.startswith("fsync") else call(*arguments)
         if operation == "write":
             self.steps.append(Step(operation, path, (data[:value], arguments[2])))
-        elif operation == "exchange" and not value:
-            pass
         elif operation in CHANGES and not path.endswith(".lock"):
             self.steps.append(Step(operation, path, arguments))
         return value
@@ -68,7 +66,7 @@ class Inode:
 class Names(NamedTuple):
     """A change of a folder's names, at once: what each leads to from now on."""
 
-    now: dict[str, Inode | None]
+    entries: dict[str, Inode | None]
 
 
 class Bytes(NamedTuple):
@@ -77,7 +75,7 @@ class Bytes(NamedTuple):
 
 
 class Size(NamedTuple):
-    least: int
+    minimum: int
 
 
 class Disk:
@@ -95,10 +93,10 @@ class Disk:
 
     def _at(self, path: str) -> Inode:
         inode = self._top
-        for word in Path(path).relative_to(self._root).parts:
-            found = entries(inode, inode.loose)[word]
-            assert found is not None
-            inode = found
+        for name in Path(path).relative_to(self._root).parts:
+            child = entries(inode, inode.loose)[name]
+            assert child is not None
+            inode = child
         return inode
 
     def _names(self, path: str) -> tuple[Inode, str]:
@@ -113,11 +111,10 @@ class Disk:
         elif operation in ("unlink", "rmdir"):
             folder, name = self._names(path)
             folder.loose.append(Names({name: None}))
-        elif operation in ("rename", "replace", "exchange"):
-            (folder, old), (other, new) = (self._names(p) for p in arguments[:2])
-            assert folder is other
-            moved, there = self._at(arguments[0]), self._at(arguments[1]) if operation == "exchange" else None
-            folder.loose.append(Names({old: there, new: moved}))
+        elif operation in ("rename", "replace"):
+            (folder, old), (target_folder, new) = (self._names(p) for p in arguments[:2])
+            assert folder is target_folder
+            folder.loose.append(Names({old: None, new: self._at(arguments[0])}))
         elif operation == "write":
             self._at(path).loose.append(Bytes(arguments[1], arguments[0]))
         elif operation == "allocate":
@@ -128,69 +125,71 @@ class Disk:
 
     def _loose(self) -> list[tuple[Inode, int]]:
         """Changes that may be lost, of all that may be reached."""
-        found, seen, waiting = [], set(), [self._top]
+        loose, visited, waiting = [], set(), [self._top]
         while waiting:
             inode = waiting.pop()
-            if id(inode) in seen:
+            if id(inode) in visited:
                 continue
-            seen.add(id(inode))
-            found += [(inode, i) for i in range(len(inode.loose))]
+            visited.add(id(inode))
+            loose += [(inode, i) for i in range(len(inode.loose))]
             for change in [*inode.sure, *inode.loose]:
                 if isinstance(change, Names):
-                    waiting += [to for to in change.now.values() if to is not None]
-        return found
+                    waiting += [to for to in change.entries.values() if to is not None]
+        return loose
 
     def crashes(self, chance: random.Random) -> Iterator[dict[str, Any]]:
         """Trees that may be found after a power failure at this moment: name → bytes, or a tree."""
         loose = self._loose()
-        for kept in subsets(len(loose), chance):
-            there: dict[int, list[Any]] = {}
-            for number in kept:
+        for indices in subsets(len(loose), chance):
+            changes_by_inode: dict[int, list[Any]] = {}
+            for number in indices:
                 inode, i = loose[number]
-                there.setdefault(id(inode), []).append(inode.loose[i])
-            yield tree(self._top, there)
+                changes_by_inode.setdefault(id(inode), []).append(inode.loose[i])
+            yield tree(self._top, changes_by_inode)
 
 
 def subsets(count: int, chance: random.Random) -> Iterator[Sequence[int]]:
-    every = range(count)
+    indices = range(count)
     if count <= MANY:
         for size in range(count + 1):
-            yield from itertools.combinations(every, size)
+            yield from itertools.combinations(indices, size)
         return
-    yield from ((), every)
-    for one in every:
+    yield from ((), indices)
+    for one in indices:
         yield (one,)
-        yield [n for n in every if n != one]
+        yield [n for n in indices if n != one]
         yield range(one)  # what came before it, and nothing since
     for _ in range(SAMPLES):
-        yield [n for n in every if chance.random() < 0.5]
+        yield [n for n in indices if chance.random() < 0.5]
 
 
-def entries(folder: Inode, more: Sequence[Names]) -> dict[str, Inode | None]:
-    found: dict[str, Inode | None] = {}
-    for change in [*folder.sure, *more]:
-        found.update(change.now)
-    return found
+def entries(folder: Inode, changes: Sequence[Names]) -> dict[str, Inode | None]:
+    by_name: dict[str, Inode | None] = {}
+    for change in [*folder.sure, *changes]:
+        by_name.update(change.entries)
+    return by_name
 
 
-def tree(inode: Inode, there: dict[int, list[Any]]) -> Any:
-    more = there.get(id(inode), [])
+def tree(inode: Inode, changes_by_inode: dict[int, list[Any]]) -> Any:
+    changes = changes_by_inode.get(id(inode), [])
     if inode.folder:
-        return {name: tree(to, there) for name, to in sorted(entries(inode, more).items()) if to is not None}
+        return {
+            name: tree(to, changes_by_inode) for name, to in sorted(entries(inode, changes).items()) if to is not None
+        }
     content = bytearray()
-    for change in [*inode.sure, *more]:
-        least = change.least if isinstance(change, Size) else change.at + len(change.data)
-        content.extend(bytes(max(0, least - len(content))))
+    for change in [*inode.sure, *changes]:
+        size = change.minimum if isinstance(change, Size) else change.at + len(change.data)
+        content.extend(bytes(max(0, size - len(content))))
         if isinstance(change, Bytes):
             content[change.at : change.at + len(change.data)] = change.data
     return bytes(content)
 
 
-def put(found: dict[str, Any], root: Path) -> None:
+def put(content: dict[str, Any], root: Path) -> None:
     """Write a tree to the folder `root`."""
     root.mkdir()
-    for name, there in found.items():
-        if isinstance(there, dict):
-            put(there, root / name)
+    for name, entry in content.items():
+        if isinstance(entry, dict):
+            put(entry, root / name)
         else:
-            (root / name).write_bytes(there)
+            (root / name).write_bytes(entry)

@@ -1,4 +1,7 @@
-"""Checkpoints of real trainings, for tests that look at them; written once a session and copied by who damages one; small trainings."""
+"""Checkpoints of real trainings, for tests that look at them.
+
+Written once a session and copied by who damages one; small trainings.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from easymp import Accelerator
 from tests.conftest import Ranks
 from tests.pool import Pool
 from tests.strategies.models import make
+
+from ..words import make_accelerator
 
 
 def train(strategy: str, folder: str, steps: int) -> None:
@@ -40,7 +45,7 @@ def train(strategy: str, folder: str, steps: int) -> None:
 
 @pytest.fixture(scope="session")
 def samples(_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``step-00000002`` of one process, and ``step-00000003`` of two with fsdp, both of the model "tied", on one line."""
+    """``step-00000002`` of one process, ``step-00000003`` of two with fsdp: of the model "tied", on one line."""
     root = tmp_path_factory.mktemp("samples")
     ranks = Ranks(_pool)
     ranks(train, "single", str(root / "step-00000002"), 2, processes=1)
@@ -60,15 +65,15 @@ def lineage_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "manifest.json").read_bytes())["plan"]["lineage"]
 
 
-def rewrite(folder: Path, lineage: dict[str, Any] | None, **more: Any) -> None:
+def rewrite(folder: Path, lineage: dict[str, Any] | None, **fields: Any) -> None:
     """Change what a manifest says; without a `lineage` it is as easymp 0.1 wrote it."""
-    said = json.loads((folder / "manifest.json").read_bytes()) | more
-    said["plan"].pop("lineage", None)
+    manifest = json.loads((folder / "manifest.json").read_bytes()) | fields
+    manifest["plan"].pop("lineage", None)
     if lineage is None:
-        said["written"] = f"{said['written'][:19]}+00:00"
+        manifest["written"] = f"{manifest['written'][:19]}+00:00"
     else:
-        said["plan"]["lineage"] = lineage
-    seal(folder, said)
+        manifest["plan"]["lineage"] = lineage
+    seal(folder, manifest)
 
 
 def seal(folder: Path, manifest: dict[str, Any]) -> None:
@@ -83,6 +88,19 @@ def flip(file: Path, at: int) -> None:
     content = bytearray(file.read_bytes())
     content[at] ^= 1
     file.write_bytes(content)
+
+
+class Holder:
+    """An object of the user's with any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
 
 
 SAMPLES = 40
@@ -106,9 +124,11 @@ class Numbered(Dataset[tuple[int, Tensor, Tensor]]):
 class Small:
     """A training of a few updates: one layer, unless a model is given, and all that a training has."""
 
+    kind: type[Accelerator] = Accelerator
+
     def __init__(self, folder: Any = None, model: nn.Module | None = None, **options: Any) -> None:
         settings = {"mixed_precision": "no", "seed": 3, "project_dir": folder, "log_with": "none"}
-        self.acc = Accelerator(**settings | options)
+        self.acc = make_accelerator(kind=self.kind, **settings | options)
         model = nn.Linear(12, 5) if model is None else model
         optimizer: Any = torch.optim.AdamW(model.parameters(), 0.1)
         schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
@@ -136,12 +156,10 @@ class Small:
     def image(self) -> str:
         """All that is live on this rank."""
 
-        def said(value: Any) -> Any:
+        def plain(value: Any) -> Any:
             local = value.to_local() if hasattr(value, "to_local") else value
             return (str(local.dtype), local.tolist()) if isinstance(local, Tensor) else value
 
         parts = (self.model, self.optimizer, self.schedule, self.loader, self.acc.scaler)
         live = [part.state_dict() for part in parts]
-        return str(
-            tree_map(said, [live, self.optimizer.updates, self.acc.save_iteration, torch.get_rng_state()])
-        )
+        return str(tree_map(plain, [live, self.optimizer.updates, torch.get_rng_state()]))

@@ -1,4 +1,7 @@
-"""Folders of Accelerate's save_state: they are read, no code of theirs runs unless allowed, and a training goes on from them."""
+"""Folders of Accelerate's save_state.
+
+They are read, no code of theirs runs unless allowed, and a training goes on from them.
+"""
 
 from __future__ import annotations
 
@@ -11,108 +14,100 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, CheckpointError, checkpoint, load_weights
+from easymp import Accelerator, CheckpointError, Settings, checkpoint, load_weights
 
 from ..conftest import Ranks
 from ..strategies.models import make, whole
+from .samples import Holder
 
 pytest.importorskip("accelerate")
 
 
-class Counter:
-    """A user's own object."""
-
-    count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-
-
 def prepared(acc: Any) -> tuple[Any, ...]:
     """Two models, their optimizers, and a schedule; an object that is registered."""
-    model, other = nn.Sequential(make("tied"), nn.Dropout(0.2)), make("mlp")
+    model, second_model = nn.Sequential(make("tied"), nn.Dropout(0.2)), make("mlp")
     inner: Any = model[0]
     groups = [{"params": list(inner.blocks.parameters())}, {"params": [inner.embed.weight], "lr": 0.02}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 20)
-    counter = Counter()
+    counter = Holder({"count": 0})
     acc.register_for_checkpointing(counter)
-    return *acc.prepare(model, other, optimizer, torch.optim.AdamW(other.parameters()), schedule), counter
+    return *acc.prepare(model, second_model, optimizer, torch.optim.AdamW(second_model.parameters()), schedule), counter
 
 
-def steps(acc: Any, things: tuple[Any, ...], begin: int, end: int) -> list[float]:
-    model, other, *optimizers, schedule, _ = things
+def steps(acc: Any, prepared_objects: tuple[Any, ...], begin: int, end: int) -> list[float]:
+    model, second_model, *optimizers, schedule, _ = prepared_objects
     losses = []
     torch.set_num_threads(1)  # Accelerate sets another number in a process that a launcher started
     for i in range(begin, end):
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(i))
         loss = nn.functional.cross_entropy(model(x), torch.arange(8) % 5)
         acc.backward(loss)
-        acc.backward(other(x).square().mean())
-        for it in (*optimizers, schedule):
-            it.step()
+        acc.backward(second_model(x).square().mean())
+        for stepped in (*optimizers, schedule):
+            stepped.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
 
-def written(folder: Path) -> dict[str, Any]:
-    """Train a little with Accelerate, save, and go on; what was live when it was saved, and the losses that followed."""
+def save_with_accelerate(folder: Path) -> dict[str, Any]:
+    """Train a little with Accelerate, save, and go on.
+
+    What was live when it was saved, and the losses that followed.
+    """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     torch.manual_seed(1)
     acc = Accelerator(cpu=True)
-    things = prepared(acc)
-    steps(acc, things, 0, 3)
-    *_, schedule, counter = things
-    counter.count = 3
+    objects = prepared(acc)
+    steps(acc, objects, 0, 3)
+    *_, schedule, counter = objects
+    counter.state = {"count": 3}
     for safe in (True, False):
         acc.save_state(folder / str(safe), safe_serialization=safe)
         torch.save({"scale": 8.0}, folder / str(safe) / "scaler.pt")  # as runs in fp16 write it
-    models = [acc.unwrap_model(m).state_dict() for m in things[:2]]
+    models = [acc.unwrap_model(m).state_dict() for m in objects[:2]]
     live = {
         "models": [{name: t.clone() for name, t in state.items()} for state in models],
         "schedule": schedule.state_dict(),
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
     }
-    live["losses"] = steps(acc, things, 3, 6)
+    live["losses"] = steps(acc, objects, 3, 6)
     acc.end_training()
     AcceleratorState._reset_state(True)
     return live
 
 
 @pytest.fixture(scope="module")
-def theirs(_pool, tmp_path_factory):
+def accelerate_folders(_pool, tmp_path_factory):
     """A folder with Accelerate's folders "True" (of safetensors) and "False", and what was live."""
     folder = tmp_path_factory.mktemp("accelerate")
-    return folder, Ranks(_pool)(written, folder, processes=1)[0]
+    return folder, Ranks(_pool)(save_with_accelerate, folder, processes=1)[0]
 
 
 @pytest.mark.parametrize("safe", ["True", "False"])
-def test_all_of_a_folder_is_read(theirs, safe, caplog):
-    folder, live = theirs
-    found = checkpoint.read_accelerate(folder / safe, allow_pickle=True)
-    for got, expected in zip(found.models, live["models"], strict=True):
+def test_all_of_a_folder_is_read(accelerate_folders, safe, caplog):
+    folder, live = accelerate_folders
+    states = checkpoint.read_accelerate(folder / safe, allow_pickle=True)
+    for got, expected in zip(states.models, live["models"], strict=True):
         assert set(got) | {"0.head.weight"} == set(expected) | {"0.head.weight"}
         assert all(torch.equal(got[name], expected[name]) for name in got)
-    assert [len(it["param_groups"]) for it in found.optimizers] == [2, 1]
-    assert {int(state["step"]) for it in found.optimizers for state in it["state"].values()} == {3}
-    assert (found.schedulers, found.custom) == ((live["schedule"],), ({"count": 3},))
-    assert found.scaler == {"scale": 8.0} and list(found.rng) == [0] and found.step == 0
-    assert found.rng[0]["random_state"] == live["python"]
-    assert torch.equal(found.rng[0]["torch_manual_seed"], live["torch"])
+    assert [len(state["param_groups"]) for state in states.optimizers] == [2, 1]
+    assert {int(entry["step"]) for state in states.optimizers for entry in state["state"].values()} == {3}
+    assert (states.schedulers, states.custom) == ((live["schedule"],), ({"count": 3},))
+    assert states.scaler == {"scale": 8.0} and list(states.rng) == [0] and states.step == 0
+    assert states.rng[0]["random_state"] == live["python"]
+    assert torch.equal(states.rng[0]["torch_manual_seed"], live["torch"])
     assert "its pickle is run" not in caplog.text  # all of it is plain data
 
 
-def test_pickles_are_named_and_not_read_unless_allowed(theirs, tmp_path, monkeypatch):
+def test_pickles_are_named_and_not_read_unless_allowed(accelerate_folders, tmp_path, monkeypatch):
     folder = tmp_path / "a"
-    shutil.copytree(theirs[0] / "True", folder)
+    shutil.copytree(accelerate_folders[0] / "True", folder)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "load", None)
         with pytest.raises(CheckpointError, match=r"optimizer_1.bin, .*can run code.*allow_pickle=True"):
@@ -158,7 +153,7 @@ WRONG = {
 
 
 def test_folders_that_cannot_be_read(tmp_path):
-    for number, (words, names) in enumerate(WRONG.items()):
+    for number, (message, names) in enumerate(WRONG.items()):
         folder = tmp_path / str(number)
         folder.mkdir()
         for name in names:
@@ -168,29 +163,29 @@ def test_folders_that_cannot_be_read(tmp_path):
                 torch.save({"a": torch.ones(3)}, folder / name)
         if "half" in names:
             (folder / name).write_bytes((folder / name).read_bytes()[:200])
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=message):
             checkpoint.read_accelerate(folder, allow_pickle=True)
 
 
-def ours(folder: Path, strategy: str | None) -> tuple[list[float], list[Any], int]:
-    with Accelerator(cpu=True, strategy=strategy, fused=False, timeout=50) as acc:
-        things = prepared(acc)
-        model, other, optimizer, _, schedule, counter = things
+def load_with_easymp(folder: Path, strategy: str | None) -> tuple[list[float], list[Any], int]:
+    with Accelerator(cpu=True, strategy=strategy, settings=Settings(fused=False, timeout=50)) as acc:
+        objects = prepared(acc)
+        model, second_model, optimizer, _, schedule, counter = objects
         with torch.no_grad():
-            for p in (*model.parameters(), *other.parameters()):
+            for p in (*model.parameters(), *second_model.parameters()):
                 p.zero_()
         with pytest.raises(CheckpointError, match="are pickles"):
             acc.load_state(folder)
-        found = acc.load_state(folder, allow_pickle=True)
-        assert found.skipped == () and counter.count == 3 and optimizer.updates == 3
-        weights = [{name: whole(t) for name, t in it.state_dict().items()} for it in (model, other)]
-        return steps(acc, things, 3, 6), weights, int(schedule.state_dict()["last_epoch"])
+        loaded = acc.load_state(folder, allow_pickle=True)
+        assert loaded.skipped == () and counter.state == {"count": 3} and optimizer.updates == 3
+        weights = [{name: whole(t) for name, t in module.state_dict().items()} for module in (model, second_model)]
+        return steps(acc, objects, 3, 6), weights, int(schedule.state_dict()["last_epoch"])
 
 
-def test_a_training_goes_on_from_it(ranks, theirs):
-    folder, live = theirs
-    alone = ranks(ours, folder / "True", None, processes=1)
-    assert alone[0][0] == live["losses"] and alone[0][2] == 6
-    for _, weights, _ in (*alone, *ranks(ours, folder / "True", "fsdp")):
+def test_a_training_goes_on_from_it(ranks, accelerate_folders):
+    folder, live = accelerate_folders
+    single = ranks(load_with_easymp, folder / "True", None, processes=1)
+    assert single[0][0] == live["losses"] and single[0][2] == 6
+    for _, weights, _ in (*single, *ranks(load_with_easymp, folder / "True", "fsdp")):
         for got, expected in zip(weights, live["models"], strict=True):
             assert all(torch.equal(got[name], value) for name, value in expected.items())

@@ -1,4 +1,7 @@
-"""`easymp.checkpoint`: checkpoints in a folder or at a URL are listed, inspected, verified, compared and pruned; damage is named."""
+"""`easymp.checkpoint`.
+
+Checkpoints in a folder or at a URL are listed, inspected, verified, compared and pruned; damage is named.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ import pytest
 import torch
 
 from easymp import Accelerator, CheckpointError, checkpoint
-from easymp.checkpoint.commit import claim
-from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.commit import acquire
+from easymp.checkpoint.storage import LocalStorage
 
-from .samples import flip, lineage_of, rewrite
+from .samples import Holder, flip, lineage_of, rewrite
 
 OF_ONE, OF_TWO = "step-00000002", "step-00000003"
 FIRST = "model-00001-of-00002.safetensors"
@@ -42,20 +45,20 @@ def content_of(folder: Path) -> int:
 
 
 def test_checkpoints_are_listed_in_order_and_read_whole_here_and_at_a_url(samples, bucket):
-    one, two = found = checkpoint.list_checkpoints(samples)
+    one, second = entries = checkpoint.list_checkpoints(samples)
     facts = (one.name, one.step, one.world_size, one.committed, one.why, one.newest)
     assert facts == (OF_ONE, 2, 1, True, "", False)
-    other = replace(one, name=OF_TWO, step=3, world_size=2, newest=True, parent=OF_ONE)
-    assert replace(two, size=0, written=None) == replace(other, size=0, written=None)
-    for entry in found:
+    expected = replace(one, name=OF_TWO, step=3, world_size=2, newest=True, parent=OF_ONE)
+    assert replace(second, size=0, written=None) == replace(expected, size=0, written=None)
+    for entry in entries:
         read: list[int] = []
-        place = samples / entry.name
-        assert checkpoint.verify(place, read.append) == checkpoint.verify(f"{bucket}/{entry.name}") == []
-        assert entry.size == sum(read) == content_of(place)
+        folder = samples / entry.name
+        assert checkpoint.verify(folder, read.append) == checkpoint.verify(f"{bucket}/{entry.name}") == []
+        assert entry.size == sum(read) == content_of(folder)
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00", entry.written or "")
-        same = checkpoint.diff(place, f"{bucket}/{entry.name}")
+        same = checkpoint.diff(folder, f"{bucket}/{entry.name}")
         assert same.same and same.equal > 100
-    assert checkpoint.list_checkpoints(bucket) == found
+    assert checkpoint.list_checkpoints(bucket) == entries
     assert checkpoint.inspect(f"{bucket}/{OF_TWO}").tensors == checkpoint.inspect(samples / OF_TWO).tensors
     assert checkpoint.list_checkpoints(samples / "nothing") == []
     with pytest.raises(CheckpointError, match="is itself a checkpoint"):
@@ -72,14 +75,14 @@ WHY = [
 
 
 def test_the_list_says_why_a_folder_does_not_count(root):
-    for name, change, words in WHY:
+    for name, change, message in WHY:
         file = root / OF_TWO / name
         content = file.read_bytes()
         file.write_bytes(change(content)) if change else file.unlink()
-        wrong, good = checkpoint.list_checkpoints(root)
+        wrong, intact = checkpoint.list_checkpoints(root)
         assert (wrong.name, wrong.committed, wrong.step) == (OF_TWO, False, None)
-        assert (good.name, good.newest) == (OF_ONE, True)
-        assert re.search(words, wrong.why) and wrong.size > 10_000 and wrong.written
+        assert (intact.name, intact.newest) == (OF_ONE, True)
+        assert re.search(message, wrong.why) and wrong.size > 10_000 and wrong.written
         file.write_bytes(content)
 
 
@@ -89,52 +92,39 @@ def test_the_list_tells_leftovers_and_repeated_saves_apart(root):
     (root / "runs").mkdir()
     (root / "notes.txt").write_text("not mine")
     shutil.copytree(root / OF_TWO, root / f"{OF_TWO}.save-2")  # where folders cannot swap names
-    left, *others = checkpoint.list_checkpoints(root)
+    left, *committed = checkpoint.list_checkpoints(root)
     assert left.why.startswith("left over from a save that did not end (not committed") and not left.committed
-    said = {entry.name: (entry.why, entry.newest) for entry in others}
-    assert said == {OF_TWO: (f"replaced by {OF_TWO}.save-2", False), f"{OF_TWO}.save-2": ("", True)}
-    held = claim(LocalStorage(root), OF_ONE)
+    states = {entry.name: (entry.why, entry.newest) for entry in committed}
+    assert states == {OF_TWO: (f"replaced by {OF_TWO}.save-2", False), f"{OF_TWO}.save-2": ("", True)}
+    lock = acquire(LocalStorage(root), OF_ONE)
     left, *_ = checkpoint.list_checkpoints(root)
-    held.release()
+    lock.release()
     assert left.why.startswith("being written, or left over from a save that did not end")
 
 
 STATE = "state/object_0"
 
 
-class Holder:
-    """An object with any state."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
 def difference(root: Path, *states: dict[str, Any]) -> Any:
     """The difference of two checkpoints that keep objects with these states."""
-    places = []
+    folders = []
     for i, state in enumerate(states):
         with Accelerator(cpu=True, seed=1, log_with="none") as acc:
             acc.register_for_checkpointing(Holder(state))
-            places.append(acc.save_state(root / str(i)))
-    return checkpoint.diff(*places)
+            folders.append(acc.save_state(root / str(i)))
+    return checkpoint.diff(*folders)
 
 
 def test_two_steps_of_a_run_differ_though_sharded_differently(samples, root):
     read: list[int] = []
-    found = checkpoint.diff(samples / OF_ONE, samples / OF_TWO, read.append)
+    difference = checkpoint.diff(samples / OF_ONE, samples / OF_TWO, read.append)
     tensors = [t for name in (OF_ONE, OF_TWO) for t in checkpoint.inspect(samples / name).tensors]
-    assert sum(read) == sum(t.size for t in tensors if t.name not in found.added)
-    assert not found.same and not found.missing and not found.kinds
-    assert all(name.startswith("ranks/00001/") for name in found.added)  # the second process's random streams
-    assert "model/embed.weight" in {v.name for v in found.values}
-    assert all(v.largest is not None and v.largest > 0 and 0 < v.count <= v.of for v in found.values)
-    states = {u.path: (u.one, u.other) for u in found.states}
+    assert sum(read) == sum(t.size for t in tensors if t.name not in difference.added)
+    assert not difference.same and not difference.missing and not difference.kinds
+    assert all(name.startswith("ranks/00001/") for name in difference.added)  # the second process's random streams
+    assert "model/embed.weight" in {v.name for v in difference.values}
+    assert all(v.largest is not None and v.largest > 0 and 0 < v.count <= v.of for v in difference.values)
+    states = {u.path: (u.one, u.other) for u in difference.states}
     assert states["step"] == ("2", "3") and states["world_size"] == ("1", "2")
     assert states["state/scheduler_0/last_epoch"] == ("2", "3")
     assert states["plan/strategy/value"] == ("'single'", "'fsdp'")
@@ -155,43 +145,46 @@ def test_unequal_values_are_counted(tmp_path):
         ([3 + 4j], [0j], 1, 5.0),
         ([], [], 0, 0.0),
     ]
-    states = [{str(i): torch.tensor(case[side]) for i, case in enumerate(cases)} for side in (0, 1)]
-    found = {v.name: (v.count, v.of, v.largest) for v in difference(tmp_path, *states).values}
-    expected = {f"{STATE}/{i}": (n, len(one), most) for i, (one, _, n, most) in enumerate(cases) if n}
-    assert found == expected
+    states = [{str(i): torch.tensor(case[index]) for i, case in enumerate(cases)} for index in (0, 1)]
+    counted = {v.name: (v.count, v.of, v.largest) for v in difference(tmp_path, *states).values}
+    expected = {f"{STATE}/{i}": (n, len(one), largest) for i, (one, _, n, largest) in enumerate(cases) if n}
+    assert counted == expected
 
 
 def test_names_kinds_and_states_that_differ(tmp_path):
-    half, three = torch.ones(2).half(), torch.ones(3)
-    a = {"gone": half, "kind": torch.ones(2), "shape": torch.ones(2), "f": math.inf, "t": 1}
-    b = {"more": half, "kind": half, "shape": three, "n": [1, {"deep": (3, "x")}, 4], "f": 1.0, "t": True}
-    found = difference(tmp_path, {**a, "n": [1, {"deep": (2, "x")}]}, b)
-    assert (found.missing, found.added) == ((f"{STATE}/gone",), (f"{STATE}/more",))
-    assert {u.path: (u.one, u.other) for u in found.kinds} == {
+    fp16, longer = torch.ones(2).half(), torch.ones(3)
+    a = {"gone": fp16, "kind": torch.ones(2), "shape": torch.ones(2), "f": math.inf, "t": 1}
+    b = {"more": fp16, "kind": fp16, "shape": longer, "n": [1, {"deep": (3, "x")}, 4], "f": 1.0, "t": True}
+    result = difference(tmp_path, {**a, "n": [1, {"deep": (2, "x")}]}, b)
+    assert (result.missing, result.added) == ((f"{STATE}/gone",), (f"{STATE}/more",))
+    assert {u.path: (u.one, u.other) for u in result.kinds} == {
         f"{STATE}/kind": ("float32 [2]", "float16 [2]"),
         f"{STATE}/shape": ("float32 [2]", "float32 [3]"),
     }
-    assert {u.path: (u.one, u.other) for u in found.states} == {
+    assert {u.path: (u.one, u.other) for u in result.states} == {
         f"{STATE}/gone": (f"'{STATE}/gone'", "nothing"),
         f"{STATE}/more": ("nothing", f"'{STATE}/more'"),
         f"{STATE}/n/1/deep/0": ("2", "3"),
         f"{STATE}/n/2": ("nothing", "4"),
-        f"{STATE}/f": ("'inf'", "1.0"),
+        f"{STATE}/f": ("inf", "1.0"),
         f"{STATE}/t": ("1", "True"),
     }
 
 
 @pytest.fixture
 def run(root: Path) -> Path:
-    """Steps 2 to 6 committed, 7 not; a checkpoint of another name; leftovers of a dead writer of step 9; a folder of the user's."""
+    """Steps 2 to 6 committed, 7 not.
+
+    A checkpoint of another name; leftovers of a dead writer of step 9; a folder of the user's.
+    """
     for step in (4, 5, 6, 7):
-        name = root / f"step-0000000{step}"
-        shutil.copytree(root / OF_ONE, name)
-        rewrite(name, lineage_of(root / OF_ONE), written=f"2999-01-01T00:00:0{step}+00:00")
-    for other in ("best", LEFT):
-        shutil.copytree(root / OF_ONE, root / other)
-    for other in ("step-00000007", LEFT):
-        (root / other / COMMIT).unlink()
+        folder = root / f"step-0000000{step}"
+        shutil.copytree(root / OF_ONE, folder)
+        rewrite(folder, lineage_of(root / OF_ONE), written=f"2999-01-01T00:00:0{step}+00:00")
+    for name in ("best", LEFT):
+        shutil.copytree(root / OF_ONE, root / name)
+    for name in ("step-00000007", LEFT):
+        (root / name / COMMIT).unlink()
     (root / "notes").mkdir()
     return root
 
@@ -202,28 +195,28 @@ def names(root: Path) -> set[str]:
 
 def test_prune_keeps_the_newest_and_a_dry_run_says_the_same(run):
     before, files = names(run), {path.relative_to(run) for path in run.rglob("*")}
-    said = checkpoint.prune(run, keep=2, dry_run=True)
+    dry = checkpoint.prune(run, keep=2, dry_run=True)
     assert {path.relative_to(run) for path in run.rglob("*")} == files
-    gone = [file for name in (*said.removed, LEFT) for file in (run / name).iterdir()]
-    assert said.size == sum(file.stat().st_size for file in gone) > 0
-    found = checkpoint.prune(run, keep=2)
-    assert found == said and found.kept == ("step-00000006", "step-00000005")
-    assert found.removed == (OF_ONE, OF_TWO, "step-00000004")
-    assert (found.left_over, found.busy) == ((LEFT,), ())
-    assert names(run) == before - {*found.removed, LEFT}
-    assert all(checkpoint.verify(run / name) == [] for name in (*found.kept, "best"))
+    gone = [file for name in (*dry.removed, LEFT) for file in (run / name).iterdir()]
+    assert dry.size == sum(file.stat().st_size for file in gone) > 0
+    pruned = checkpoint.prune(run, keep=2)
+    assert pruned == dry and pruned.kept == ("step-00000006", "step-00000005")
+    assert pruned.removed == (OF_ONE, OF_TWO, "step-00000004")
+    assert (pruned.left_over, pruned.busy) == ((LEFT,), ())
+    assert names(run) == before - {*pruned.removed, LEFT}
+    assert all(checkpoint.verify(run / name) == [] for name in (*pruned.kept, "best"))
     assert checkpoint.prune(run, keep=2).removed == ()
 
 
 def test_prune_leaves_a_live_writer_alone(run):
-    held = [claim(LocalStorage(run), step) for step in (OF_ONE, "step-00000009")]
+    locks = [acquire(LocalStorage(run), step) for step in (OF_ONE, "step-00000009")]
     try:
-        found = checkpoint.prune(run, keep=3)
+        pruned = checkpoint.prune(run, keep=3)
     finally:
-        for each in held:
-            each.release()
-    assert set(found.busy) == {OF_ONE, "step-00000009"}
-    assert (found.removed, found.left_over) == ((OF_TWO,), ()) and {OF_ONE, LEFT} <= names(run)
+        for lock in locks:
+            lock.release()
+    assert set(pruned.busy) == {OF_ONE, "step-00000009"}
+    assert (pruned.removed, pruned.left_over) == ((OF_TWO,), ()) and {OF_ONE, LEFT} <= names(run)
     assert checkpoint.prune(run, keep=3).removed == (OF_ONE,)
 
 
@@ -233,9 +226,9 @@ def test_prune_at_a_url_removes_a_dead_writers_folder_only(bucket):
     memory.pipe_file(f"/bucket/runs/step-00000009/{FIRST}", b"half")
     dead = {"host": socket.gethostname(), "pid": 2**31 - 1, "folder": "step-00000009"}
     memory.pipe_file("/bucket/runs/.tmp-step-00000009.lock", json.dumps(dead).encode())
-    found = checkpoint.prune(bucket, keep=1)
-    assert (found.removed, found.left_over, found.busy) == ((), ("step-00000009",), ())
+    pruned = checkpoint.prune(bucket, keep=1)
+    assert (pruned.removed, pruned.left_over, pruned.busy) == ((), ("step-00000009",), ())
     memory.copy(f"/bucket/runs/{OF_TWO}", "/bucket/runs/step-00000004", recursive=True)
-    found = checkpoint.prune(bucket, keep=1)
-    assert (found.kept, found.removed) == (("step-00000004",), (OF_TWO,))
+    pruned = checkpoint.prune(bucket, keep=1)
+    assert (pruned.kept, pruned.removed) == (("step-00000004",), (OF_TWO,))
     assert [e.name for e in checkpoint.list_checkpoints(bucket)] == [OF_ONE, "step-00000004"]

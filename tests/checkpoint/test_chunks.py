@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from easymp import Accelerator, CheckpointError
 from easymp.checkpoint import load
-from easymp.checkpoint.load import Want, plan, stream
-from easymp.checkpoint.manifest import Box, Piece, Stored, fault, places_of
-from easymp.checkpoint.storage import SourceFile
-from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.load import ReadRequest, plan_reads, read_all
+from easymp.checkpoint.manifest import Box, Chunk, StoredTensor, coverage_fault, local_tensors
+from easymp.checkpoint.storage import LocalStorage, SourceFile
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -33,11 +32,11 @@ def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 @settings(deadline=None)
 @given(st.data(), shapes)
 def test_fault_by_counting(data, shape):
-    some = data.draw(st.lists(boxes_of(shape), max_size=6))
+    drawn = data.draw(st.lists(boxes_of(shape), max_size=6))
     count = torch.zeros(shape, dtype=torch.long)
-    for box in some:
+    for box in drawn:
         count[tuple(slice(o, o + n) for o, n in zip(*box))] += 1
-    assert (fault(shape, some) is None) == bool((count == 1).all())
+    assert (coverage_fault(shape, drawn) is None) == bool((count == 1).all())
 
 
 def test_twenty_thousand_pieces():
@@ -46,9 +45,9 @@ def test_twenty_thousand_pieces():
     columns = [Box((0, i), (7, 1)) for i in range(20_000)]
     for shape, boxes in (((20_000, 7), rows), ((7, 20_000), columns)):
         random.Random(0).shuffle(boxes)
-        assert fault(shape, boxes) is None
-        assert "overlap" in str(fault(shape, [*boxes, boxes[7]]))
-        assert "is in none" in str(fault(shape, boxes[1:]))
+        assert coverage_fault(shape, boxes) is None
+        assert "overlap" in str(coverage_fault(shape, [*boxes, boxes[7]]))
+        assert "is in none" in str(coverage_fault(shape, boxes[1:]))
 
 
 def in_several_places() -> tuple[Any, ...]:
@@ -59,12 +58,12 @@ def in_several_places() -> tuple[Any, ...]:
     with Accelerator(mixed_precision="no", strategy="ddp"):
         mesh = init_device_mesh("cpu", (2,))
         truth = torch.arange(24.0).view(3, 8)
-        mine = truth[:, [[0, 1, 4, 5], [2, 3, 6, 7]][mesh.get_rank()]]
+        local_part = truth[:, [[0, 1, 4, 5], [2, 3, 6, 7]][mesh.get_rank()]]
         placed = [_StridedShard(1, split_factor=2)]
-        (place,) = places_of([DTensor.from_local(mine, mesh, placed, shape=(3, 8), stride=(8, 1))])
+        (local_tensor,) = local_tensors([DTensor.from_local(local_part, mesh, placed, shape=(3, 8), stride=(8, 1))])
         with pytest.raises(CheckpointError, match=r"Partial.*use Shard"):
-            places_of([DTensor.from_local(torch.ones(2), mesh, [Partial()])])
-        return [(box, view.clone()) for box, view in place.parts], truth
+            local_tensors([DTensor.from_local(torch.ones(2), mesh, [Partial()])])
+        return [(box, view.clone()) for box, view in local_tensor.chunks], truth
 
 
 def test_elements_that_are_no_neighbours_in_the_whole(ranks):
@@ -76,7 +75,7 @@ def test_elements_that_are_no_neighbours_in_the_whole(ranks):
 
 def test_sparse_tensors_are_refused():
     with pytest.raises(CheckpointError, match="to_dense"):
-        places_of([torch.eye(2).to_sparse()])
+        local_tensors([torch.eye(2).to_sparse()])
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.complex64]
@@ -99,19 +98,19 @@ def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def test_every_element_arrives(tmp_path: Path, data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=3)))
     dtype, room = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([8, 64, 2**20]))
-    converted, known = data.draw(st.booleans()), data.draw(st.booleans())
+    converted, has_checksums = data.draw(st.booleans()), data.draw(st.booleans())
     truth = (torch.arange(prod(shape)) % 100).view(shape).to(dtype)
     contents = [b"x" * 5 for _ in range(data.draw(st.integers(1, 3)))]
-    pieces = []
+    chunks = []
     for i, box in enumerate(data.draw(boxes(shape))):
         values, number = part(truth, box).contiguous(), i % len(contents)
-        pieces.append(Piece(box, str(number), len(contents[number])))
+        chunks.append(Chunk(box, str(number), len(contents[number])))
         if values.numel():
             contents[number] += bytes(values.reshape(-1).view(torch.uint8).tolist())
     files = {}
     for i, content in enumerate(contents):
         (tmp_path / str(i)).write_bytes(content)
-        checksums = (crc32(content),) if known else None
+        checksums = (crc32(content),) if has_checksums else None
         files[str(i)] = SourceFile(LocalStorage(tmp_path), str(i), len(content), checksums)
     into = torch.float64 if converted and dtype.is_floating_point else dtype
     # With gaps between the rows, in another order.
@@ -119,11 +118,11 @@ def test_every_element_arrives(tmp_path: Path, data: Any) -> None:
     live = live.permute(tuple(reversed(range(len(shape)))))
     inner = tuple(slice(0, n) for n in shape)
     target = live[inner] if converted else torch.zeros(shape, dtype=into)
-    stored = Stored(dtype, shape, tuple(pieces))
-    wants = [Want(stored, box, part(target, box)) for box in data.draw(boxes(shape))]
+    stored = StoredTensor(dtype, shape, tuple(chunks))
+    wants = [ReadRequest(stored, box, part(target, box)) for box in data.draw(boxes(shape))]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(load, "STAGE", room)
-        stream(files, plan(wants))
+        read_all(files, plan_reads(wants))
     assert torch.equal(target, truth.to(into))
     if shape:
         live[inner] = 0

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from easymp import CheckpointError
-from easymp.checkpoint.codec import LEVELS, dumps, loads, names, pack, unpack
+from easymp.checkpoint.codec import LEVELS, dumps, loads, pack, tensor_names, unpack
 
 NO_JSON = [
     (b"", "not JSON"),
@@ -37,8 +37,8 @@ NO_JSON = [
 
 
 def test_other_json_is_refused():
-    for content, words in NO_JSON:
-        with pytest.raises(CheckpointError, match=f"^some/file: .*({words})") as caught:
+    for content, message in NO_JSON:
+        with pytest.raises(CheckpointError, match=f"^some/file: .*({message})") as caught:
             loads(content, "some/file")
         assert len(str(caught.value)) < 250
 
@@ -47,7 +47,7 @@ def through(value: Any) -> Any:
     """As it comes back from a file."""
     tensors: dict[str, Tensor] = {}
     packed = loads(dumps(pack(value, "state", tensors)), "x")
-    assert sorted(names(packed)) == sorted(tensors)
+    assert sorted(tensor_names(packed)) == sorted(tensors)
     return unpack(packed, lambda name: tensors[name].detach().clone())
 
 
@@ -59,7 +59,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, numpy.ndarray):
         return a.dtype.newbyteorder("=") == b.dtype and a.shape == b.shape and a.tolist() == b.tolist()
     if isinstance(a, dict):
-        made_by = [getattr(it, "default_factory", None) for it in (a, b)]
+        made_by = [getattr(mapping, "default_factory", None) for mapping in (a, b)]
         return made_by[0] is made_by[1] and same(list(a.items()), list(b.items()))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
@@ -71,25 +71,20 @@ def same(a: Any, b: Any) -> bool:
 KEPT = [
     None,
     [True, False],
-    ["", "é", "\x00", "a/b", "$", "\udcff of os.fsdecode"],
+    ["", "é", "\x00", "a/b", "$"],
     [0, -1, 2**63 - 1, -(2**63), 2**64 - 1, 2**64, -(2**63) - 1, 10**1000, -(10**5000)],
     [0.0, -0.0, 1e-320, math.pi, math.inf, -math.inf, math.nan],
-    [1j, complex(-0.0, math.inf), complex(math.nan, 1)],
-    [b"", b"\x00\xff", bytearray(b"ab")],
+    [b"", b"\x00\xff"],
     ((), (1, (2, [3, (4,)]))),
-    [set(), {1, "a", (2, b"b")}, frozenset({frozenset({1}), None})],
-    [range(3, 10, 2), range(0), slice(1, None, -1)],
     {"a": {"b/c": 1, "": 2}},
     {"$": "tuple", "items": [1]},
     {0: "a", 1.5: "b", None: "c", (1, 2): "d", True: 3, b"e": 4, 2**70: 5, "0": 6},
-    {"\ud800": 1},
     OrderedDict(b=1, a=2),
     Counter({0.5: 2, "a": -1}),
-    [defaultdict(int, a=1), defaultdict(list, {1: [2]}), defaultdict(None), defaultdict(dict, x={})],
-    [torch.Size([2, 0]), torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda:1"), torch.device("cpu")],
+    [torch.Size([2, 0]), torch.float8_e4m3fn, torch.bfloat16],
     [torch.arange(6).reshape(2, 3), torch.tensor(1.5, dtype=torch.bfloat16), torch.empty(0, 3), torch.tensor(1 + 2j)],
     {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, 0: torch.ones(2), "0": torch.zeros(2)},
-    {"a'": torch.ones(1), "a/b": torch.ones(3), "a": {"b": torch.zeros(3), "b'": torch.ones(4)}, "\ud800": torch.ones(5)},
+    {"a'": torch.ones(1), "a/b": torch.ones(3), "a": {"b": torch.zeros(3), "b'": torch.ones(4)}},
     [
         numpy.arange(6, dtype=numpy.uint32).reshape(2, 3),
         numpy.array(2.5),
@@ -101,8 +96,8 @@ KEPT = [
         numpy.asfortranarray(numpy.arange(6).reshape(2, 3)),
     ],
     [
-        numpy.float64(0.1), numpy.float32(0.1), numpy.float16("nan"), numpy.int8(-3), numpy.uint64(2**64 - 1), numpy.bool_(True),
-        numpy.complex64(1 + 2j), numpy.float32("-inf"),
+        numpy.float64(0.1), numpy.float32(0.1), numpy.float16("nan"), numpy.float32("-inf"),
+        numpy.int8(-3), numpy.uint64(2**64 - 1), numpy.bool_(True),
     ],
     random.getstate(),
     numpy.random.get_state(),
@@ -116,49 +111,23 @@ def test_what_comes_back_is_what_was_stored():
         assert same(value, through(value)), value
 
 
-text = st.text(st.characters(exclude_categories=()), max_size=5)
-plain = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | text
-    | st.binary(max_size=5)
-    | st.complex_numbers()
-)
-hashable = st.recursive(
-    plain,
-    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
-    max_leaves=4,
-)
+text = st.text(max_size=5)
+plain = st.none() | st.booleans() | st.integers() | st.floats() | text | st.binary(max_size=5)
+hashable = st.recursive(plain, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
 
 
 def containers(inner: Any) -> Any:
     lists, by_any = st.lists(inner, max_size=3), st.dictionaries(hashable, inner, max_size=3)
     by_text = st.dictionaries(text, inner, max_size=3)
-    return (
-        lists | lists.map(tuple) | st.sets(hashable, max_size=3) | by_text | by_any | by_any.map(OrderedDict)
-    )
+    return lists | lists.map(tuple) | by_text | by_any | by_any.map(OrderedDict)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.recursive(hashable, containers, max_leaves=12))
 def test_any_tree_comes_back(value):
     packed = pack(value, "state", {})
-    back = unpack(loads(dumps(packed), "x"), lambda name: name)
-    assert type(back) is type(value) and ordered(pack(back, "state", {})) == ordered(packed)
-
-
-def ordered(packed: Any) -> Any:
-    """Two equal sets may go through their items in two orders, in which they are packed."""
-    if isinstance(packed, list):
-        return [ordered(item) for item in packed]
-    if not isinstance(packed, dict):
-        return packed
-    packed = {name: ordered(item) for name, item in packed.items()}
-    if packed.get("$") in ("set", "frozenset"):
-        packed["items"].sort(key=json.dumps)
-    return packed
+    unpacked = unpack(loads(dumps(packed), "x"), lambda name: name)
+    assert type(unpacked) is type(value) and pack(unpacked, "state", {}) == packed
 
 
 Point = namedtuple("Point", "x y")
@@ -193,21 +162,48 @@ REFUSED = [
     ),
     (torch.eye(2).to_sparse(), r"store \.to_dense\(\)"),
     (torch.ones(1).as_subclass(type("Special", (Tensor,), {})), r"as_subclass\(torch\.Tensor\)"),
-    ({torch.ones(1)}, "in a set, or as a key"),
-    (defaultdict(lambda: 1), "a defaultdict of .*<lambda> can't be stored: use dict"),
+    ({torch.ones(1): 1}, "a tensor as a key of a dict can't be stored: use another key"),
+    (defaultdict(list), r"defaultdict can't be stored: store dict\(…\)"),
+    ({1, 2}, r"a set can't be stored: store sorted\(…\)"),
+    (frozenset(), r"a frozenset can't be stored: store sorted\(…\)"),
+    (range(3), r"a range can't be stored: store list\(…\)"),
+    (slice(3), "a slice can't be stored: store its start, stop and step"),
+    (bytearray(b"a"), r"a bytearray can't be stored: store bytes\(…\)"),
+    (1j, r"a complex can't be stored: store its \.real and \.imag"),
+    (numpy.complex64(1j), r"numpy.complex64 can't be stored: store its \.real and \.imag"),
+    (torch.device("cpu"), r"torch.device can't be stored: store str\(…\)"),
+    ("\udcff", r"half of a surrogate pair can't be stored: store os\.fsencode\(…\)"),
     (cycle, "contains itself"),
     (deep, f"more than {LEVELS} containers"),
 ]
 
 
 def test_what_cannot_be_stored_says_where_and_what_can():
-    for value, words in REFUSED:
-        with pytest.raises(CheckpointError, match=rf"^optimizer/param_groups/0/foo.*: .*{words}"):
+    for value, message in REFUSED:
+        with pytest.raises(CheckpointError, match=rf"^optimizer/param_groups/0/foo.*: .*{message}"):
             pack({"param_groups": [{"foo": value}]}, "optimizer", {})
 
 
+def test_kinds_that_earlier_versions_wrote_are_read():
+    items = [1, 3, 2]
+    by_kind = {
+        "set": (items, {1, 2, 3}),
+        "frozenset": (items, frozenset(items)),
+        "range": (items, range(1, 3, 2)),
+        "slice": (items, slice(1, 3, 2)),
+        "complex": ([0.5, 2.0], 0.5 + 2j),
+    }
+    for kind, (packed, value) in by_kind.items():
+        assert same(unpack({"$": kind, "items": packed}, Tensor), value)
+    texts = {"str": ("7bOf", "\udcdf"), "bytearray": ("YQ==", bytearray(b"a")), "device": ("cpu", torch.device("cpu"))}
+    for kind, (text, value) in texts.items():
+        assert same(unpack({"$": kind, "value": text}, Tensor), value)
+    packed = {"$": "defaultdict", "of": "list", "items": [[1, [2]]]}
+    assert same(unpack(packed, Tensor), defaultdict(list, {1: [2]}))
+
+
 def test_the_deepest_that_is_stored_can_be_read():
-    value: Any = complex(math.nan, 1)
+    value: Any = math.nan
     for level in range(LEVELS):
         value = {level: value}
     assert repr(through(value)) == repr(value)
@@ -241,7 +237,7 @@ def test_what_was_never_stored_is_refused():
             unpack(value, lambda name: torch.ones(1))
         assert len(str(caught.value)) < 400
         with pytest.raises(CheckpointError):
-            names(value)
+            tensor_names(value)
 
 
 def test_numpy_is_not_imported(monkeypatch):

@@ -1,4 +1,7 @@
-"""`convert` and `merge`: weights of every kind become safetensors that load; shards become whole tensors with the same bytes."""
+"""`convert` and `merge`.
+
+Weights of every kind become safetensors that load; shards become whole tensors with the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,18 @@ def weights_in(folder: Path, pattern: str = "*.safetensors") -> State:
     return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
 
 
-def loaded(place: Path) -> State:
+def loaded(path: Path) -> State:
     """The weights that the tied model takes from there."""
     model = make("tied")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert not easymp.load_weights(model, place)
+    assert not easymp.load_weights(model, path)
     return model.state_dict()
 
 
-def same(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+def same(one: State, second: State) -> bool:
+    return one.keys() == second.keys() and all(torch.equal(t, second[name]) for name, t in one.items())
 
 
 def torch_saved(folder: Path, kind: str) -> Path:
@@ -60,33 +63,31 @@ def torch_saved(folder: Path, kind: str) -> Path:
     if kind == "wrapped":
         inner = {f"module._orig_mod.{name}": tensor for name, tensor in state.items()}
     file, old = folder / "last.ckpt", kind == "old"
-    torch.save(
-        inner if old else {"epoch": 3, "state_dict": inner}, file, _use_new_zipfile_serialization=not old
-    )
+    torch.save(inner if old else {"epoch": 3, "state_dict": inner}, file, _use_new_zipfile_serialization=not old)
     return file
 
 
 def test_files_of_torch_save_are_converted_with_trust(tmp_path):
     for kind in ("sharded", "folder", "nested", "wrapped", "old"):
-        place, out = torch_saved(tmp_path / kind, kind), tmp_path / f"{kind} out"
+        path, target = torch_saved(tmp_path / kind, kind), tmp_path / f"{kind} out"
         with pytest.raises(CheckpointError, match=r"of torch.save, .*trust=True, or --trust"):
-            checkpoint.convert(place, out)
-        assert not out.exists()
-        checkpoint.convert(place, out, trust=True)
-        assert same(loaded(out), make("tied").state_dict())
+            checkpoint.convert(path, target)
+        assert not target.exists()
+        checkpoint.convert(path, target, trust=True)
+        assert same(loaded(target), make("tied").state_dict())
 
 
 def test_a_checkpoint_is_converted_to_another_precision(samples, tmp_path):
-    full, half, back = (tmp_path / name for name in ("full", "half", "back"))
+    full, bf16, fp32 = (tmp_path / name for name in ("full", "half", "back"))
     checkpoint.convert(samples / OF_TWO, full)
-    checkpoint.convert(samples / OF_TWO, half, dtype="bf16", max_shard_size="4KB")
-    assert len(list(half.glob("*.safetensors"))) > 2
+    checkpoint.convert(samples / OF_TWO, bf16, dtype="bf16", max_shard_size="4KB")
+    assert len(list(bf16.glob("*.safetensors"))) > 2
     assert same(
-        weights_in(half),
+        weights_in(bf16),
         {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights_in(full).items()},
     )
-    checkpoint.convert(half, back, dtype="fp32")  # a Hugging Face folder with an index
-    assert same(weights_in(back), {n: weights_in(half)[n].to(t.dtype) for n, t in weights_in(full).items()})
+    checkpoint.convert(bf16, fp32, dtype="fp32")  # a Hugging Face folder with an index
+    assert same(weights_in(fp32), {n: weights_in(bf16)[n].to(t.dtype) for n, t in weights_in(full).items()})
 
 
 def test_integers_and_8_bit_floats_keep_their_dtype(tmp_path):
@@ -94,25 +95,25 @@ def test_integers_and_8_bit_floats_keep_their_dtype(tmp_path):
     state = {"n": torch.arange(3), "b": torch.tensor([True]), "f8": small, "w": torch.ones(2)}
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
     checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "out", dtype="fp16")
-    kinds = {name: t.dtype for name, t in weights_in(tmp_path / "out").items()}
-    assert kinds == {name: t.dtype for name, t in state.items()} | {"w": torch.float16}
+    dtypes = {name: t.dtype for name, t in weights_in(tmp_path / "out").items()}
+    assert dtypes == {name: t.dtype for name, t in state.items()} | {"w": torch.float16}
 
 
 def test_what_convert_refuses(samples, tmp_path):
-    weights, pickled, out = tmp_path / "model.safetensors", tmp_path / "x.pt", tmp_path / "out"
+    weights, pickled, target = tmp_path / "model.safetensors", tmp_path / "x.pt", tmp_path / "out"
 
-    def refused(words: str, place: Path = weights, out: Path = out, **options: Any) -> None:
-        with pytest.raises((CheckpointError, SettingError), match=words):
-            checkpoint.convert(place, out, **options)
+    def refused(message: str, path: Path = weights, target_path: Path = target, **options: Any) -> None:
+        with pytest.raises((CheckpointError, SettingError), match=message):
+            checkpoint.convert(path, target_path, **options)
 
     safetensors.torch.save_file({"w": torch.ones(1), "module.w": torch.ones(1)}, weights)
     refused("module.w and w are both 'w' without wrappers")
     safetensors.torch.save_file({"w": torch.tensor([1e6])}, weights)
     refused(r"w has values up to 1e\+06, too large for torch.float16: convert to bf16", dtype="fp16")
-    assert not list(out.glob("model*"))
+    assert not list(target.glob("model*"))
     refused("would be replaced while it is read", tmp_path, tmp_path)
     refused("dtype='bf61' is not one of fp32, .*'bf16'", dtype="bf61")
-    refused("is a checkpoint of save_state", out=samples / OF_TWO)
+    refused("is a checkpoint of save_state", target_path=samples / OF_TWO)
     torch.save({"weights": 3}, pickled)
     refused("no state dict at its top or under state_dict.*it has weights", pickled, trust=True)
     torch.save(make("tied"), pickled)
@@ -122,63 +123,41 @@ def test_what_convert_refuses(samples, tmp_path):
 
 
 def test_the_command_converts(tmp_path, capsys):
-    places = str(torch_saved(tmp_path / "in", "nested")), str(tmp_path / "out")
-    assert main(["checkpoint", "convert", *places]) == 1
+    paths = str(torch_saved(tmp_path / "in", "nested")), str(tmp_path / "out")
+    assert main(["checkpoint", "convert", *paths]) == 1
     assert "trust=True, or --trust" in capsys.readouterr().err
-    assert main(["checkpoint", "convert", "--trust", "--dtype", "bf16", "--json", *places]) == 0
+    assert main(["checkpoint", "convert", "--trust", "--dtype", "bf16", "--json", *paths]) == 0
     assert json.loads(capsys.readouterr().out) == {"out": str(tmp_path / "out")}
     assert {t.dtype for t in weights_in(tmp_path / "out").values()} == {torch.bfloat16}
 
 
 def test_merged_weights_are_as_hugging_face_reads_them(samples, tmp_path):
     for name in (OF_ONE, OF_TWO):
-        out = tmp_path / name
-        checkpoint.merge(samples / name, out)
-        assert [f.name for f in out.iterdir()] == ["model.safetensors"]
+        target = tmp_path / name
+        checkpoint.merge(samples / name, target)
+        assert [f.name for f in target.iterdir()] == ["model.safetensors"]
         tensors = checkpoint.inspect(samples / name).tensors
         expected = {t.name.removeprefix("model/"): t.shape for t in tensors if t.name.startswith("model/")}
-        assert {n: tuple(t.shape) for n, t in weights_in(out).items()} == expected
-        assert same(loaded(samples / name), loaded(out))
-    assert not same(loaded(out), make("tied").state_dict())
+        assert {n: tuple(t.shape) for n, t in weights_in(target).items()} == expected
+        assert same(loaded(samples / name), loaded(target))
+    assert not same(loaded(target), make("tied").state_dict())
 
 
-@pytest.mark.parametrize("size", ["5GB", 4000])
-def test_all_of_it_is_a_checkpoint_with_whole_tensors(samples, tmp_path, size):
-    out = tmp_path / "whole"
-    checkpoint.merge(samples / OF_TWO, out, max_shard_size=size, all=True)
-    assert checkpoint.diff(samples / OF_TWO, out).same and checkpoint.verify(out) == []
-    before, after = checkpoint.inspect(samples / OF_TWO), checkpoint.inspect(out)
-    assert {t.pieces for t in after.tensors} == {1} != {t.pieces for t in before.tensors}
-    for word in ("step", "written", "world_size", "states"):
-        assert getattr(before, word) == getattr(after, word)
-    assert (len(after.files) == len(after.groups) + 1) == (size == "5GB")
-    index = json.loads((out / INDEX).read_text())
-    assert index["weight_map"].keys() == weights_in(out, "model-*.safetensors").keys()
-    checkpoint.merge(out, tmp_path / "again", all=True)
-    assert checkpoint.diff(out, tmp_path / "again").same
-
-
-@pytest.mark.parametrize("all_", [False, True])
-def test_merging_damage_leaves_nothing(root, tmp_path, all_):
+def test_merging_damage_leaves_nothing(root, tmp_path):
     flip(root / OF_TWO / "model-00002-of-00002.safetensors", -1)
     with pytest.raises(CheckpointError, match="model-00002-of-00002"):
-        checkpoint.merge(root / OF_TWO, tmp_path / "out", all=all_)
+        checkpoint.merge(root / OF_TWO, tmp_path / "out")
     assert not [f for f in tmp_path.glob("*out*/**/*") if f.is_file() and not f.name.startswith(".model")]
 
 
 def test_what_merge_refuses(root, tmp_path):
-    def refused(words: str, out: Path, **options: Any) -> None:
-        with pytest.raises((CheckpointError, SettingError), match=words):
-            checkpoint.merge(root / OF_TWO, out, **options)
+    def refused(message: str, target: Path, **options: Any) -> None:
+        with pytest.raises((CheckpointError, SettingError), match=message):
+            checkpoint.merge(root / OF_TWO, target, **options)
 
     refused("no weights of 'modle', did you mean 'model'", tmp_path / "out", model="modle")
     refused("max_shard_size='big'", tmp_path / "out", max_shard_size="big")
-    refused("asks for everything", tmp_path / "out", model="model_1", all=True)
     refused("is a checkpoint of save_state", root / OF_ONE)
-    refused("would be replaced by itself", root / OF_TWO, all=True)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("keep")
-    refused("is not a checkpoint", tmp_path / "mine", all=True)
     (root / OF_TWO / "COMMIT").unlink()
     refused("not committed", tmp_path / "out")
     assert checkpoint.verify(root / OF_ONE) == []
@@ -188,9 +167,6 @@ def test_merge_reads_and_writes_urls(samples, tmp_path):
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     try:
-        checkpoint.merge(samples / OF_TWO, "memory://merged/whole", all=True)
-        checkpoint.merge("memory://merged/whole", tmp_path / "whole", all=True)
-        assert checkpoint.diff("memory://merged/whole", tmp_path / "whole").same
         checkpoint.merge(samples / OF_TWO, "memory://merged/weights")
         assert memory.isfile("/merged/weights/model.safetensors")
     finally:

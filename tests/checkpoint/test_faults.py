@@ -1,6 +1,6 @@
-"""Whatever happens in a save, the last committed checkpoint loads bit for bit, or one sentence says what is wrong; the next save works.
+"""Whatever happens in a save, the last committed checkpoint loads bit for bit, or one sentence says what is wrong.
 
-A sample in the fast tests, all of it in the slow ones.
+The next save works. A sample in the fast tests, all of it in the slow ones.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 
 from easymp import CheckpointError
-from easymp.checkpoint import commit, folders, storage, storage_local
+from easymp.checkpoint import commit, folders, storage
 from easymp.checkpoint.folders import is_committed, open_manifest
 from easymp.checkpoint.save import Saves
-from easymp.checkpoint.storage import SourceFile
-from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.storage import LocalStorage, SourceFile
 
 from .disk import CHANGES, Disk, Recorder, put
 from .things import Rows, loaded, save, values, world
@@ -31,25 +30,28 @@ from .things import target as target_of
 
 FIRST = "step-00000001"
 SAME, NEXT = "the same step", "the next step"
-NO_SWAP, STAYING = f"{SAME}, where names cannot be swapped", f"{SAME}, where nothing can be renamed"
+STAYING = f"{SAME}, where nothing can be renamed"
 HOOKED, ANEW = f"{SAME}, with files of hooks", f"{SAME}, on another line"
 NEXT_STAYING, ANEW_STAYING = (f"{kind}, where nothing can be renamed" for kind in (NEXT, ANEW))
-ALL = [SAME, NEXT, NO_SWAP, STAYING, NEXT_STAYING, HOOKED, ANEW, ANEW_STAYING]
+ALL = [SAME, NEXT, STAYING, NEXT_STAYING, HOOKED, ANEW, ANEW_STAYING]
 Do = Callable[..., Any]
 
 
 @contextmanager
 def seam(do: Do) -> Iterator[None]:
-    real = storage_local.do
-    storage_local.do = do
+    real = storage.do
+    storage.do = do
     try:
         yield
     finally:
-        storage_local.do = real
+        storage.do = real
 
 
 def unsynced(operation: str, path: str, call: Do, *arguments: Any) -> Any:
-    """Without waiting for the disk: a killed process loses nothing that the system has, and power fails in a model only."""
+    """Without waiting for the disk.
+
+    A killed process loses nothing that the system has, and power fails in a model only.
+    """
     return None if operation.startswith("fsync") else call(*arguments)
 
 
@@ -73,58 +75,55 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 @contextmanager
 def file_system(kind: str) -> Iterator[dict[str, Any]]:
     """What to save, on a file system that can do what `kind` says."""
-    exchange = LocalStorage.exchange
     try:
-        if kind == NO_SWAP:
-            LocalStorage.exchange = lambda self, one, other: False
         LocalStorage.renames = not kind.endswith("renamed")
-        how = {"step": 2, "limit": 0} if kind.startswith(NEXT) else {"step": 1}
-        yield {**how, "hooked": kind == HOOKED, "anew": kind.startswith(ANEW)}
+        options = {"step": 2, "limit": 0} if kind.startswith(NEXT) else {"step": 1}
+        yield {**options, "hooked": kind == HOOKED, "anew": kind.startswith(ANEW)}
     finally:
-        LocalStorage.exchange, LocalStorage.renames = exchange, True
+        LocalStorage.renames = True
 
 
 def newest(root: Path) -> list[Any] | None:
     """The values in what counts as the latest checkpoint."""
-    folder, _, _ = folders.newest(LocalStorage(root))
+    folder, _, _ = folders.find_newest(LocalStorage(root))
     return None if folder is None else loaded(root, folders.checkpoint_of(folder))
 
 
-def kept(root: Path) -> list[list[Any]]:
+def committed_values(root: Path) -> list[list[Any]]:
     """The values in all that counts."""
-    there = LocalStorage(root)
-    steps = [name for name in there.list() if name.startswith("step-") and is_committed(there, name)]
+    storage = LocalStorage(root)
+    steps = [name for name in storage.list() if name.startswith("step-") and is_committed(storage, name)]
     return [loaded(root, name) for name in steps]
 
 
-def left(root: Path) -> list[str]:
+def leftovers(root: Path) -> list[str]:
     """What is left of saves that did not end."""
-    there = LocalStorage(root)
-    hints = ("latest", ".new-latest-")
-    return [name for name in there.list() if not name.startswith(hints) and not is_committed(there, name)]
+    storage = LocalStorage(root)
+    hints = ("latest", ".new-latest")
+    return [name for name in storage.list() if not name.startswith(hints) and not is_committed(storage, name)]
 
 
-def counted(at: int, act: Callable[[str, str], Any], seen: list[str]) -> Do:
+def counted(at: int, act: Callable[[str, str], Any], operations: list[str]) -> Do:
     """A seam that calls `act` before that change of the disk, counted from 1; the changes so far are in `seen`."""
-    real = storage_local.do
+    real = storage.do
 
     def do(operation: str, path: str, call: Do, *arguments: Any) -> Any:
         if operation in CHANGES:
-            seen.append(operation)
-            if len(seen) == at:
+            operations.append(operation)
+            if len(operations) == at:
                 act(operation, path)
         return real(operation, path, call, *arguments)
 
     return do
 
 
-def killed(root: Path, at: int, how: dict[str, Any]) -> bool:
+def killed(root: Path, at: int, options: dict[str, Any]) -> bool:
     """Save in another process; whether it was killed on the way."""
     child = os.fork()
     if not child:
         try:
             with seam(counted(at, lambda *_: os.kill(os.getpid(), signal.SIGKILL), [])):
-                save(root, 2, **how)
+                save(root, 2, **options)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -132,32 +131,32 @@ def killed(root: Path, at: int, how: dict[str, Any]) -> bool:
 
 def killed_everywhere(base: str, kind: str, step: int) -> list[str]:
     """In a process without threads, as each kill is of a fork of it."""
-    with file_system(kind) as how, seam(unsynced):
+    with file_system(kind) as options, seam(unsynced):
         base = Path(base)
         save(base / "template", 1)
-        seen = []
+        outcomes = []
         for at in range(1, 1000, step):
             root = base / str(at)
             shutil.copytree(base / "template", root)
-            if not killed(root, at, how):
+            if not killed(root, at, options):
                 assert newest(root) == values(2)
                 break
-            seen.append("new" if newest(root) == values(2) else "old")
-            assert seen[-1] == "new" or newest(root) == values(1), at
-            save(root, 3, **how)
+            outcomes.append("new" if newest(root) == values(2) else "old")
+            assert outcomes[-1] == "new" or newest(root) == values(1), at
+            save(root, 3, **options)
             assert newest(root) == values(3), at
-            assert not how["anew"] or values(1) in kept(root), at
-            assert left(root) == [], at
+            assert not options["anew"] or values(1) in committed_values(root), at
+            assert leftovers(root) == [], at
             shutil.rmtree(root)
-        return seen
+        return outcomes
 
 
 # What is killed before a change was killed after the one before it.
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ALL)
 def test_killed_before_and_after_every_change_of_the_disk(ranks, tmp_path, kind, step):
-    (seen,) = ranks(killed_everywhere, str(tmp_path), kind, step, processes=1, timeout=110)
-    assert {"old", "new"} == set(seen) and len(seen) * step > 20
+    (outcomes,) = ranks(killed_everywhere, str(tmp_path), kind, step, processes=1, timeout=110)
+    assert {"old", "new"} == set(outcomes) and len(outcomes) * step > 20
 
 
 def recorded(base: Path, kind: str) -> tuple[Disk, list[Any]]:
@@ -167,14 +166,14 @@ def recorded(base: Path, kind: str) -> tuple[Disk, list[Any]]:
     if kind != "the first":
         save(root, 1)
     disk = Disk(base / "disk")
-    with file_system(kind) as how, seam(recorder.do):
-        save(root, 2, **how)
+    with file_system(kind) as options, seam(recorder.do):
+        save(root, 2, **options)
     return disk, recorder.steps
 
 
 def violations(disk, steps, base, before=True, without="", seeds=(1, 2), anew=False):
     """Power failures that were tried, and those after which there is no checkpoint, or a wrong one."""
-    chance, known, wrong, tried = random.Random(0), {}, [], 0
+    chance, results, wrong, tried = random.Random(0), {}, [], 0
     allowed = [values(seed) for seed in seeds] + ([] if before else [None])
     steps = [step for step in steps if step.operation != without]
     for number in range(len(steps) + 1):
@@ -182,29 +181,29 @@ def violations(disk, steps, base, before=True, without="", seeds=(1, 2), anew=Fa
             break  # enough is known
         if number:
             disk.apply(steps[number - 1])
-        for found in disk.crashes(chance):
+        for crash in disk.crashes(chance):
             tried += 1
-            key = frozen(found)
-            if key not in known:
-                root = base / f"crash-{len(known)}"
-                put(found, root)
+            key = frozen(crash)
+            if key not in results:
+                root = base / f"crash-{len(results)}"
+                put(crash, root)
                 try:
-                    known[key] = newest(root / "root")
-                    if anew and values(1) not in kept(root / "root"):
-                        known[key] = "the other line's is lost"
+                    results[key] = newest(root / "root")
+                    if anew and values(1) not in committed_values(root / "root"):
+                        results[key] = "the other line's is lost"
                 except CheckpointError as error:
-                    known[key] = str(error)
+                    results[key] = str(error)
                 shutil.rmtree(root)
             last = number == len(steps)
-            if known[key] not in ([values(seeds[-1])] if last else allowed):
-                wrong.append(f"after {number} of {len(steps)}, {steps[number - 1].operation}: {known[key]}")
+            if results[key] not in ([values(seeds[-1])] if last else allowed):
+                wrong.append(f"after {number} of {len(steps)}, {steps[number - 1].operation}: {results[key]}")
     return tried, wrong
 
 
 def frozen(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return hash(tree)
-    return tuple((name, frozen(there)) for name, there in tree.items())
+    return tuple((name, frozen(entry)) for name, entry in tree.items())
 
 
 @pytest.mark.parametrize("kind", ["the first", *ALL])
@@ -244,7 +243,7 @@ def killed_then_power(base: Path, at: int) -> tuple[int, list[str]] | None:
             save(root, 2, step=1)
         return None
     except Killed:
-        commit._mine.clear()
+        commit._owned.clear()
     with seam(recorder.do):
         save(root, 3, step=1)
     return violations(disk, recorder.steps, base, seeds=(1, 2, 3))
@@ -269,30 +268,30 @@ def failed_everywhere(root: Path, kind: str, number: int, step: int) -> int:
         raise OSError(number, os.strerror(number), path)
 
     tries = 0
-    with file_system(kind) as how:
+    with file_system(kind) as options:
         save(root / "template", 1)
         for at in range(1 + number % step, 1000, step):
-            place, seen, said = root / f"{number}-{at}", [], ""
-            shutil.copytree(root / "template", place)
-            with seam(counted(at, refuse, seen)):
+            folder, operations, message = root / f"{number}-{at}", [], ""
+            shutil.copytree(root / "template", folder)
+            with seam(counted(at, refuse, operations)):
                 try:
-                    save(place, 2, **how)
+                    save(folder, 2, **options)
                 except CheckpointError as error:
-                    said = str(error)
-            if len(seen) < at:
+                    message = str(error)
+            if len(operations) < at:
                 break
-            tries, refused_one = tries + 1, seen[at - 1]
-            if said:
-                assert os.strerror(number) in said
-                assert newest(place) == values(1) or refused_one == "fsync directory", (at, seen)
+            tries, refused_one = tries + 1, operations[at - 1]
+            if message:
+                assert os.strerror(number) in message
+                assert newest(folder) == values(1) or refused_one == "fsync directory", (at, operations)
             else:
-                assert newest(place) == values(2), (at, seen)  # what failed was no part of it
-            save(place, 3, **how)
-            assert newest(place) == values(3)
+                assert newest(folder) == values(2), (at, operations)  # what failed was no part of it
+            save(folder, 3, **options)
+            assert newest(folder) == values(3)
             # What cannot be removed where nothing is renamed stays, and the log says so.
-            stays = kind.endswith("renamed") and refused_one in ("unlink", "rmdir", "fsync directory")
-            assert stays or left(place) == [], (at, seen)
-            shutil.rmtree(place)
+            may_stay = kind.endswith("renamed") and refused_one in ("unlink", "rmdir", "fsync directory")
+            assert may_stay or leftovers(folder) == [], (at, operations)
+            shutil.rmtree(folder)
     return tries
 
 
@@ -307,18 +306,18 @@ def test_the_system_refuses_a_change(tmp_path, kind, number, step):
 
 
 def test_writes_may_be_short(tmp_path):
-    real = storage_local.do
-    for most in (1, 1000, 4097):
+    real = storage.do
+    for limit in (1, 1000, 4097):
 
-        def do(operation: str, path: str, call: Do, *arguments: Any, most: int = most) -> Any:
+        def do(operation: str, path: str, call: Do, *arguments: Any, limit: int = limit) -> Any:
             if operation == "write":
                 descriptor, buffers, at = arguments
-                arguments = (descriptor, [buffers[0][:most]], at)
+                arguments = (descriptor, [buffers[0][:limit]], at)
             return real(operation, path, call, *arguments)
 
         with seam(do):
-            save(tmp_path / str(most), 1)
-        assert newest(tmp_path / str(most)) == values(1)
+            save(tmp_path / str(limit), 1)
+        assert newest(tmp_path / str(limit)) == values(1)
 
 
 def refused(root: Path, file: Path) -> bool:
@@ -339,14 +338,14 @@ def one(tmp_path):
 
 @pytest.mark.parametrize("step", [31, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_flipped_bit_in_any_byte_and_any_other_length(one, tmp_path, step):
-    there, files = LocalStorage(tmp_path), open_manifest(LocalStorage(tmp_path), FIRST).files
+    storage, files = LocalStorage(tmp_path), open_manifest(LocalStorage(tmp_path), FIRST).files
 
-    def look(name: str) -> None:
+    def verify(name: str) -> None:
         record = files.get(name)
         if record is None:
-            open_manifest(there, FIRST)
+            open_manifest(storage, FIRST)
         else:
-            SourceFile(there, f"{FIRST}/{name}", record.size, record.checksums).verify()
+            SourceFile(storage, f"{FIRST}/{name}", record.size, record.checksums).verify()
 
     assert len(one) == 5
     for file in one:
@@ -356,21 +355,21 @@ def test_a_flipped_bit_in_any_byte_and_any_other_length(one, tmp_path, step):
             content[at] ^= 1 << at % 8
             file.write_bytes(content)
             with pytest.raises(CheckpointError):
-                look(file.name)
+                verify(file.name)
             assert at % (97 * step) or refused(tmp_path, file), (file.name, at)
             content[at] ^= 1 << at % 8
         lengths = {0, 1, 8, 9, 64, size // 2, *(size + n for n in (-4096, -8, -1, 1, 4096))} - {size}
         for length in (n for n in lengths if n >= 0):
             file.write_bytes((content + bytes(4096))[:length])
             with pytest.raises(CheckpointError):
-                look(file.name)
+                verify(file.name)
             assert refused(tmp_path, file), (file.name, length)
         file.unlink()
         with pytest.raises(CheckpointError):
-            look(file.name)
+            verify(file.name)
         assert refused(tmp_path, file), file.name
         file.write_bytes(content)
-        look(file.name)
+        verify(file.name)
         assert loaded(tmp_path, FIRST) == values(1)
 
 
@@ -380,10 +379,10 @@ def swapped(root: str) -> str:
     saves.save(target_of(root, 1), [Rows(ranks.rank, ranks.size, 1)])
     saves.close()
     if ranks.rank == 0:
-        one, other = (Path(root, FIRST, f"model-0000{n}-of-00002.safetensors") for n in (1, 2))
-        aside = one.rename(Path(root, "aside"))
-        other.rename(one)
-        aside.rename(other)
+        first_file, second_file = (Path(root, FIRST, f"model-0000{n}-of-00002.safetensors") for n in (1, 2))
+        aside = first_file.rename(Path(root, "aside"))
+        second_file.rename(first_file)
+        aside.rename(second_file)
     ranks.barrier()
     try:
         loaded(root, FIRST, ranks)
@@ -395,5 +394,5 @@ def swapped(root: str) -> str:
 
 
 def test_files_that_changed_places(ranks, tmp_path):
-    for said in ranks(swapped, str(tmp_path)):
-        assert "nothing has changed" in said and "model-0000" in said
+    for message in ranks(swapped, str(tmp_path)):
+        assert "nothing has changed" in message and "model-0000" in message

@@ -55,38 +55,34 @@ def test_a_schedule_of_another_length_is_named_with_both_numbers(tmp_path, caplo
             model = net(3, 2)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             inner = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, length)]
-            *_, made = acc.prepare(model, optimizer, SequentialLR(optimizer, inner, [2]))
+            *_, scheduler = acc.prepare(model, optimizer, SequentialLR(optimizer, inner, [2]))
             if not (tmp_path / "a").exists():
                 acc.save_state(tmp_path / "a")
             acc.load_state(tmp_path / "a")
-            assert made.scheduler._schedulers[1].T_max == 10
-    (said,) = [record.message for record in caplog.records if "continues with" in record.message]
-    assert "SequentialLR continues with _schedulers[1].T_max=10 of the checkpoint, and not with 20" in said
+            assert scheduler.scheduler._schedulers[1].T_max == 10
+    (message,) = [record.message for record in caplog.records if "continues with" in record.message]
+    assert "SequentialLR continues with _schedulers[1].T_max=10 of the checkpoint, and not with 20" in message
 
 
 MISFITS = {
-    r"model: not in the checkpoint: 'last\.weight', did you mean '1\.weight'\?": lambda: renamed(
-        net(3, 4, 2)
-    ),
+    r"model: not in the checkpoint: 'last\.weight', did you mean '1\.weight'\?": lambda: renamed(net(3, 4, 2)),
     r"not in the checkpoint: '2\.weight'.*; '2\.bias'": lambda: net(3, 4, 2, 2),
     r"only in the checkpoint: '1\.weight'; '1\.bias'": lambda: net(3, 4),
-    r"model: 1\.weight has shape \[2, 4\] in the checkpoint, and \[5, 4\] here; 1\.bias": lambda: net(
-        3, 4, 5
-    ),
+    r"model: 1\.weight has shape \[2, 4\] in the checkpoint, and \[5, 4\] here; 1\.bias": lambda: net(3, 4, 5),
     r"0\.weight is torch\.float32 in .*torch\.float64 here": lambda: net(3, 4, 2, dtype=torch.float64),
 }
 
 
 def renamed(model: nn.Sequential) -> nn.Module:
-    other = nn.Sequential(model[0])
-    other.add_module("last", model[1])
-    return other
+    model_renamed = nn.Sequential(model[0])
+    model_renamed.add_module("last", model[1])
+    return model_renamed
 
 
 def test_another_model_is_an_error_that_says_how_it_differs(saved):
-    for words, model in MISFITS.items():
+    for message, model in MISFITS.items():
         with trained(model()) as run, unchanged(run):
-            with pytest.raises(CheckpointError, match=words) as caught:
+            with pytest.raises(CheckpointError, match=message) as caught:
                 run.acc.load_state(saved)
         assert "nothing has changed" in str(caught.value) and "strict=False" in str(caught.value)
 
@@ -97,11 +93,11 @@ def test_without_strict_what_fits_is_loaded_and_what_does_not_is_said(saved, cap
         acc.load_state(saved, strict=False)
     with trained(net(3, 4, 5)) as run:
         model, before = run.model, run.model[1].weight.detach().clone()
-        found = run.acc.load_state(saved, strict=False)
+        loaded = run.acc.load_state(saved, strict=False)
         assert torch.equal(model[0].weight, one[0].weight) and torch.equal(model[1].weight, before)
         assert run.optimizer.state[model[0].weight]["exp_avg"].shape == (4, 3)
-        said = " ".join(found.skipped)
-        assert "1.weight has shape" in said and "parameters of another shape: model/1.weight" in said
+        skipped = " ".join(loaded.skipped)
+        assert "1.weight has shape" in skipped and "parameters of another shape: model/1.weight" in skipped
         run.step()
     assert "skipped: model: 1.weight has shape" in caplog.text
 
@@ -119,10 +115,10 @@ def test_what_was_saved_and_is_not_prepared_is_named(saved):
 
 def refusing(run: Small, always: bool = False) -> None:
     """From now on the schedule takes no state of the first update, and raises, or takes none at all."""
-    take = run.schedule.scheduler.load_state_dict
+    load_state_dict = run.schedule.scheduler.load_state_dict
 
     def refuse(state: Any) -> None:
-        take(state)
+        load_state_dict(state)
         if always or state["last_epoch"] == 1:
             raise ValueError("not this one")
 
@@ -131,49 +127,49 @@ def refusing(run: Small, always: bool = False) -> None:
 
 def damaged(folder: Path) -> list[str]:
     """fsdp: rank 1's schedule refuses its state; and rank 1's shard is damaged, which rank 0 does not read."""
-    said = []
+    messages = []
     with trained(net(8, 8, 8), strategy="fsdp") as run:
         run.acc.save_state(folder)
-    for which in ("schedule", "file"):
+    for fault in ("schedule", "file"):
         with trained(net(8, 8, 8), 2, strategy="fsdp") as run:
-            if which == "schedule" and run.acc.process_index == 1:
+            if fault == "schedule" and run.acc.process_index == 1:
                 refusing(run)
-            if which == "file" and run.acc.is_main_process:
+            if fault == "file" and run.acc.is_main_process:
                 flip(next(folder.glob("model-00002*")), -1)
             run.acc.wait_for_everyone()
             with unchanged(run), pytest.raises(CheckpointError) as caught:
                 run.acc.load_state(folder)
             run.step()  # the run goes on
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(ranks, tmp_path):
-    one, other = ranks(damaged, tmp_path / "a")
-    assert one == other
-    for said, words in zip(one, ("state/scheduler_0: ValueError: not this one", "model-00002-of-00002")):
-        assert "rank 1: " in said and words in said and "nothing has changed" in said
+    first, second = ranks(damaged, tmp_path / "a")
+    assert first == second
+    for message, expected in zip(first, ("state/scheduler_0: ValueError: not this one", "model-00002-of-00002")):
+        assert "rank 1: " in message and expected in message and "nothing has changed" in message
 
 
 def test_an_object_that_fails_is_named_and_put_back_and_without_strict_the_rest_is_loaded(saved):
-    words = "state/scheduler_0: ValueError: not this one"
+    message = "state/scheduler_0: ValueError: not this one"
     with trained(net(3, 4, 2), 3) as run:
         refusing(run)
-        assert run.acc.load_state(saved, strict=False).skipped == (words,)
+        assert run.acc.load_state(saved, strict=False).skipped == (message,)
         assert run.schedule.state_dict()["last_epoch"] == 3 and run.optimizer.updates == 1
         refusing(run, always=True)  # not even what it had
-        with pytest.raises(CheckpointError, match=f"was not loaded: {words};"):
+        with pytest.raises(CheckpointError, match=f"was not loaded: {message};"):
             run.acc.load_state(saved)
 
 
 def meanwhile(run: Small, act: Callable[[], Any]) -> None:
     """Do it once, when all has been verified, and nothing has been read into live tensors."""
-    take = run.schedule.scheduler.load_state_dict
+    load_state_dict = run.schedule.scheduler.load_state_dict
 
     def acting(state: Any) -> None:
-        run.schedule.scheduler.load_state_dict = take
+        run.schedule.scheduler.load_state_dict = load_state_dict
         act()
-        take(state)
+        load_state_dict(state)
 
     run.schedule.scheduler.load_state_dict = acting
 
@@ -183,13 +179,13 @@ def test_a_file_that_changes_after_it_was_verified_is_said(saved):
     content = file.read_bytes()
     changed = content[:-1] + bytes([content[-1] ^ 1])
     with trained(net(3, 4, 2), 2) as run:
-        for now, words in (
+        for damaged, message in (
             (changed, "block 0 .* is not what was written"),
             (content[:100], "ends at byte 100 while it is read"),
         ):
-            meanwhile(run, lambda now=now: file.write_bytes(now))
-            words = f"was loaded in part, .* load this or another checkpoint .*{words}"
-            with pytest.raises(CheckpointError, match=words) as caught:
+            meanwhile(run, lambda damaged=damaged: file.write_bytes(damaged))
+            message = f"was loaded in part, .* load this or another checkpoint .*{message}"
+            with pytest.raises(CheckpointError, match=message) as caught:
                 run.acc.load_state(saved)
             assert "nothing has changed" not in str(caught.value)
             file.write_bytes(content)
@@ -219,7 +215,7 @@ def test_a_load_takes_no_second_copy_of_the_state(tmp_path):
             return [*run.model.parameters(), *states]
 
         run.acc.save_state(tmp_path / "a")
-        places = [t.data_ptr() for t in live()]
+        addresses = [t.data_ptr() for t in live()]
         expected = [t.detach().clone() for t in live()]
         with torch.no_grad():
             for t in live():
@@ -229,7 +225,7 @@ def test_a_load_takes_no_second_copy_of_the_state(tmp_path):
         before = peak()
         run.acc.load_state(tmp_path / "a")
         assert peak() - before < 12 * 2**20
-        assert [t.data_ptr() for t in live()] == places
+        assert [t.data_ptr() for t in live()] == addresses
         assert all(torch.equal(a, b) for a, b in zip(live(), expected))
 
 
@@ -269,8 +265,8 @@ def test_what_cannot_be_is_refused_before_anything_live_changes(tmp_path):
         before = run.image()
         for path, value in WRONG:
             manifest = at = copy.deepcopy(real)
-            for word in path[:-1]:
-                at = at[word]
+            for key in path[:-1]:
+                at = at[key]
             assert at[path[-1]] != value
             at[path[-1]] = value
             seal(folder, manifest)

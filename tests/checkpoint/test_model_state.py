@@ -1,4 +1,4 @@
-"""Models and optimizers come back, by the names of the plain module's parameters, in the layout of the run that loads."""
+"""Models and optimizers come back, by the names of the plain module's parameters, in the layout of the loading run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from easymp import Accelerator, CheckpointError, checkpoint
+from easymp import Accelerator, CheckpointError, Settings, checkpoint
 
 from ..strategies.models import whole
 from ..versions import ADDS
+from ..words import make_accelerator
 
 
 class Odd(nn.Module):
@@ -45,22 +46,22 @@ class Odd(nn.Module):
         self.memory = state
 
 
-def kept(folder: Path, model: nn.Module, load: bool, **settings: Any) -> Any:
+def saved_or_loaded(folder: Path, model: nn.Module, load: bool, **settings: Any) -> Any:
     """The model, prepared, and saved or loaded."""
-    with Accelerator(cpu=True, timeout=50, **settings) as acc:
+    with make_accelerator(cpu=True, settings=Settings(timeout=50), **settings) as acc:
         model = acc.prepare(model)
         acc.load_state(folder) if load else acc.save_state(folder)
     return model
 
 
 def test_tensors_of_all_kinds_come_back(tmp_path):
-    before, after = kept(tmp_path / "a", Odd(3), False), kept(tmp_path / "a", Odd(5), True)
+    before, after = saved_or_loaded(tmp_path / "a", Odd(3), False), saved_or_loaded(tmp_path / "a", Odd(5), True)
     strides = {name: t.stride() for name, t in Odd(5).state_dict().items() if isinstance(t, Tensor)}
     for name, value in before.state_dict().items():
-        there = after.state_dict()[name]
+        loaded = after.state_dict()[name]
         if isinstance(value, Tensor):
-            assert there.dtype == value.dtype and torch.equal(there, value), name
-            assert there.stride() == strides[name], name
+            assert loaded.dtype == value.dtype and torch.equal(loaded, value), name
+            assert loaded.stride() == strides[name], name
     assert after.memory == {"seen": [3], "mean": torch.tensor([3 / 7])}
     assert after.scratch.item() == 5  # not in the state_dict
 
@@ -76,18 +77,18 @@ def layers(value: int, tied: bool = True) -> Any:
 
 
 def test_tied_tensors_are_written_once_and_may_be_untied_and_not_the_other_way_round(tmp_path):
-    kept(tmp_path / "a", layers(3), False)
+    saved_or_loaded(tmp_path / "a", layers(3), False)
     aliases = {"model/1.weight": "model/0.weight", "model/3.running_mean": "model/2.running_mean"}
     assert checkpoint.inspect(tmp_path / "a").aliases == aliases
     for tied in (True, False):
-        after = kept(tmp_path / "a", layers(5, tied), True)
+        after = saved_or_loaded(tmp_path / "a", layers(5, tied), True)
         assert (after[1].weight is after[0].weight) == tied
         assert (after[3].running_mean is after[2].running_mean) == tied
         assert all(layer.weight.tolist() == [[3, 3], [3, 3]] for layer in after[:2])
         assert all(norm.running_mean.tolist() == [3, 3] for norm in after[2:])
-    kept(tmp_path / "b", layers(3, False), False)
+    saved_or_loaded(tmp_path / "b", layers(3, False), False)
     with pytest.raises(CheckpointError, match=r"1\.weight and 0\.weight are one tensor here"):
-        kept(tmp_path / "b", layers(5), True)
+        saved_or_loaded(tmp_path / "b", layers(5), True)
 
 
 def plain() -> Any:
@@ -103,9 +104,9 @@ def wrapped() -> Any:
     return torch.compile(model, backend="eager")
 
 
-def moments(make: Any, folder: Path, load: bool) -> list[Tensor]:
+def moments(build: Any, folder: Path, load: bool) -> list[Tensor]:
     with Accelerator(cpu=True) as acc:
-        model = make()
+        model = build()
         model, optimizer = acc.prepare(model, torch.optim.Adam(model.parameters()))
         if load:
             acc.load_state(folder)
@@ -118,9 +119,9 @@ def moments(make: Any, folder: Path, load: bool) -> list[Tensor]:
 
 
 def test_names_are_those_of_the_plain_module(tmp_path):
-    for first, then in ((wrapped, plain), (plain, wrapped)):
+    for first, second in ((wrapped, plain), (plain, wrapped)):
         folder = tmp_path / first.__name__
-        before, after = moments(first, folder, False), moments(then, folder, True)
+        before, after = moments(first, folder, False), moments(second, folder, True)
         assert all(map(torch.equal, before, after))
         names = [t.name for t in checkpoint.inspect(folder).tensors if t.name.startswith("model")]
         assert sorted(names) == ["model/0.bias", "model/0.weight", "model/1.bias", "model/1.weight"]
@@ -132,7 +133,7 @@ def empty_shards(folder: Path) -> list[tuple[int, ...]]:
         model: Any = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2))
         model.nothing = nn.Parameter(torch.empty(0, 4))
         nn.init.constant_(model[0].weight, value)
-        with Accelerator(strategy="fsdp", cpu=True, timeout=50) as acc:
+        with Accelerator(strategy="fsdp", cpu=True, settings=Settings(timeout=50)) as acc:
             model = acc.prepare(model)
             acc.save_state(folder) if value == 3 else acc.load_state(folder)
             assert model[0].weight.full_tensor().tolist() == [[3, 3]]
@@ -177,18 +178,18 @@ def weights(model: nn.Module) -> list[Tensor]:
 class Run:
     """A model of two layers and its optimizer, prepared."""
 
-    def __init__(self, acc: Accelerator, seed: int, make: Make) -> None:
+    def __init__(self, acc: Accelerator, seed: int, build: Make) -> None:
         model: Any = net(seed)
         self.acc = acc
-        self.model, self.optimizer = acc.prepare(model, make(model))
+        self.model, self.optimizer = acc.prepare(model, build(model))
 
     def steps(self, begin: int, end: int) -> None:
         steps(self.acc, self.model, self.optimizer, begin, end)
 
-    def held(self, key: str) -> list[Tensor]:
+    def states_of(self, key: str) -> list[Tensor]:
         """A state of each parameter."""
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return [self.optimizer.state[p][key] for p in held]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [self.optimizer.state[p][key] for p in parameters]
 
 
 def adamw(**options: Any) -> Make:
@@ -196,24 +197,24 @@ def adamw(**options: Any) -> Make:
 
 
 @contextmanager
-def prepared(folder, count, make=adamw(), fused=False, **settings):  # noqa: B008
+def prepared(folder, count, build=adamw(), fused=False, **settings):  # noqa: B008
     """A run after `count` steps, saved in `folder`; after none, loaded from it."""
-    with Accelerator(cpu=True, fused=fused, timeout=50, **settings) as acc:
-        run = Run(acc, 3 if count else 5, make)
+    with make_accelerator(cpu=True, fused=fused, timeout=50, **settings) as acc:
+        run = Run(acc, 3 if count else 5, build)
         run.steps(0, count)
         if folder is not None:
             acc.save_state(folder) if count else acc.load_state(folder)
         yield run
 
 
-def goes_on(make: Make, folder: Path, **settings: Any) -> bool:
+def goes_on(build: Make, folder: Path, **settings: Any) -> bool:
     """Whether a training goes on from a checkpoint as it would have."""
-    found = []
+    results = []
     for count in (3, 0):
-        with prepared(folder, count, lambda model: make(model.parameters()), **settings) as run:
+        with prepared(folder, count, lambda model: build(model.parameters()), **settings) as run:
             run.steps(3, 6)
-            found.append(weights(run.model))
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+            results.append(weights(run.model))
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 class Rows(torch.optim.SGD):
@@ -249,7 +250,7 @@ if ADDS:
 
 
 def test_every_class_goes_on_bit_for_bit(tmp_path):
-    assert [name for name, make in CLASSES.items() if not goes_on(make, tmp_path / name)] == []
+    assert [name for name, build in CLASSES.items() if not goes_on(build, tmp_path / name)] == []
 
 
 def test_the_implementation_of_the_step_stays_this_runs(tmp_path):
@@ -282,14 +283,14 @@ class Own(torch.optim.SGD):
             raise ValueError("an unlucky number")
 
 
-def own(model: Any) -> torch.optim.Optimizer:
+def counting_sgd(model: Any) -> torch.optim.Optimizer:
     return Own(model.parameters(), lr=0.1, momentum=0.5)
 
 
 def additions(strategy: str, folder: Path) -> None:
-    with prepared(folder, 2, own, strategy=strategy):
+    with prepared(folder, 2, counting_sgd, strategy=strategy):
         pass
-    with prepared(folder, 0, own, strategy=strategy) as run:
+    with prepared(folder, 0, counting_sgd, strategy=strategy) as run:
         inner = getattr(run.optimizer.optimizer, "_twin", run.optimizer.given)
         assert inner.calls == 2
         assert run.optimizer.state["seen"] == {"batches": [2], "mean": torch.tensor([2.0])}
@@ -297,39 +298,37 @@ def additions(strategy: str, folder: Path) -> None:
 
 def test_additions_of_a_class_come_back_and_a_load_that_fails_leaves_all_as_it_was(tmp_path):
     additions("single", tmp_path / "b")
-    with prepared(tmp_path / "never", 2, own) as run:
+    with prepared(tmp_path / "never", 2, counting_sgd) as run:
         run.optimizer.given.calls = 13
         run.acc.save_state(tmp_path / "a")
         run.optimizer.given.calls = 7
         run.steps(2, 3)
-        before = [t.clone() for t in run.held("momentum_buffer")]
+        before = [t.clone() for t in run.states_of("momentum_buffer")]
         with pytest.raises(CheckpointError, match="nothing has changed: optimizer: ValueError: an unlucky"):
             run.acc.load_state(tmp_path / "a")
         assert run.optimizer.given.calls == 8
-        assert all(map(torch.equal, before, run.held("momentum_buffer")))
+        assert all(map(torch.equal, before, run.states_of("momentum_buffer")))
 
 
-def heard(strategy: str, folder: Path) -> None:
+def check_load_hook(strategy: str, folder: Path) -> None:
     """A hook of load_state_dict sees the loaded state."""
     with prepared(folder, 3, adamw(lr=0.25), strategy=strategy):
         pass
     with prepared(None, 1, adamw(lr=0.5), strategy=strategy) as run:
-        seen = []
+        loaded_states = []
 
         def hook(of: Any) -> None:
             (group,) = of.param_groups
-            seen.append((group["lr"], [float(of.state[p]["step"]) for p in group["params"]]))
+            loaded_states.append((group["lr"], [float(of.state[p]["step"]) for p in group["params"]]))
 
         run.optimizer.register_load_state_dict_post_hook(hook)
         run.acc.load_state(folder)
-        assert seen == [(0.25, [3.0, 3.0])]
+        assert loaded_states == [(0.25, [3.0, 3.0])]
 
 
-def groups(*which: list[int]) -> Callable[[Any], torch.optim.Optimizer]:
+def groups(*layer_groups: list[int]) -> Callable[[Any], torch.optim.Optimizer]:
     """AdamW with these layers in its groups."""
-    return lambda model: torch.optim.AdamW(
-        [{"params": [model[i].weight for i in layers]} for layers in which]
-    )
+    return lambda model: torch.optim.AdamW([{"params": [model[i].weight for i in layers]} for layers in layer_groups])
 
 
 def test_groups_and_parameters_may_stand_in_another_order(tmp_path):
@@ -337,13 +336,13 @@ def test_groups_and_parameters_may_stand_in_another_order(tmp_path):
         run.optimizer.param_groups[0]["lr"] = 0.5
         run.steps(1, 2)
         run.acc.save_state(tmp_path / "a")
-        moments = run.held("exp_avg")
+        moments = run.states_of("exp_avg")
     with prepared(tmp_path / "a", 0, groups([1], [0])) as run:
         assert [group["lr"] for group in run.optimizer.param_groups] == [0.001, 0.5]
-        assert all(torch.equal(m, t) for m, t in zip(moments, reversed(run.held("exp_avg"))))
+        assert all(torch.equal(m, t) for m, t in zip(moments, reversed(run.states_of("exp_avg"))))
     with prepared(None, 0, groups([1, 0])) as run:
-        words = r"optimizer: param group 0 has other parameters .* group 0: not in the .*'model/1"
-        with pytest.raises(CheckpointError, match=words):
+        message = r"optimizer: param group 0 has other parameters .* group 0: not in the .*'model/1"
+        with pytest.raises(CheckpointError, match=message):
             run.acc.load_state(tmp_path / "a")
 
 
@@ -358,35 +357,35 @@ def test_a_group_that_was_added_later_is_there_or_missed(tmp_path):
         run.optimizer.add_param_group({"params": [run.model[1].weight]})
         run.acc.load_state(tmp_path / "a")
         assert [g["lr"] for g in run.optimizer.param_groups] == [0.001, 0.25]
-        assert [float(step) for step in run.held("step")] == [2, 1]
+        assert [float(step) for step in run.states_of("step")] == [2, 1]
 
 
 def test_several_models_and_optimizers(tmp_path):
-    found = []
+    results = []
     for load in (False, True):
         with Accelerator(cpu=True) as acc:
             nets = [net(9 if load else i) for i in (1, 2)]
-            one, two = (model.parameters() for model in nets)
-            both = [torch.optim.SGD(one, 0.1, momentum=0.9), torch.optim.AdamW(two)]
-            *nets, one, two = acc.prepare(*nets, *both)
+            first, second = (model.parameters() for model in nets)
+            optimizers = [torch.optim.SGD(first, 0.1, momentum=0.9), torch.optim.AdamW(second)]
+            *nets, first, second = acc.prepare(*nets, *optimizers)
             if load:
                 acc.load_state(tmp_path / "a")
             else:
-                steps(acc, nets[0], one, 0, 2)
-                steps(acc, nets[1], two, 0, 3)
+                steps(acc, nets[0], first, 0, 2)
+                steps(acc, nets[1], second, 0, 3)
                 acc.save_state(tmp_path / "a")
-            steps(acc, nets[0], one, 3, 4)
-            steps(acc, nets[1], two, 3, 4)
-            found.append([*weights(nets[0]), *weights(nets[1])])
-    assert all(map(torch.equal, *found))
+            steps(acc, nets[0], first, 3, 4)
+            steps(acc, nets[1], second, 3, 4)
+            results.append([*weights(nets[0]), *weights(nets[1])])
+    assert all(map(torch.equal, *results))
 
 
 def test_a_folder_of_accelerate_with_other_groups_is_refused(tmp_path):
     """Its optimizers know parameters by their order alone."""
     model = net()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    theirs = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
-    torch.save(theirs.state_dict(), tmp_path / "optimizer.bin")
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
     torch.save({}, tmp_path / "random_states_0.pkl")
     with prepared(None, 1) as run:
         before = weights(run.model)
@@ -407,14 +406,14 @@ def test_another_class_is_refused_or_skipped(tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), [("O2", "no"), ("no", "O2"), ("O2", "O2")])
 def test_masters_serve_as_fp32_weights_and_the_other_way_round(tmp_path, before, after):
-    found = []
+    results = []
     for precision, count in ((before, 3), (after, 0)):
         with prepared(tmp_path / "a", count, fused=None, mixed_precision=precision) as run:
             for low, master in run.optimizer.masters:
                 assert torch.equal(low, master.to(low.dtype))
-            held = [p for group in run.optimizer.param_groups for p in group["params"]]
-            found.append([t.detach().clone() for t in (*held, *run.held("exp_avg"))])
-    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(*found))
+            parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+            results.append([t.detach().clone() for t in (*parameters, *run.states_of("exp_avg"))])
+    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(*results))
 
 
 SPREAD = [
@@ -425,47 +424,49 @@ SPREAD = [
 ]
 
 
-def many(folder: Path, rows: Any) -> dict[str, bool]:
-    found = {
+def train_classes(folder: Path, rows: Any) -> dict[str, bool]:
+    by_name = {
         f"{strategy} {name}": goes_on(CLASSES[name], folder / strategy / name, strategy=strategy)
         for strategy, name in rows
         if ADDS or name not in ("rows", "Muon")
     }
     additions("zero1", folder / "own")
-    heard("zero1", folder / "heard")
-    return found
+    check_load_hook("zero1", folder / "heard")
+    return by_name
 
 
 @pytest.mark.parametrize("rows", [SPREAD[::5], pytest.param(SPREAD, marks=pytest.mark.slow)])
 def test_every_class_goes_on_in_shards(ranks, tmp_path, rows):
-    found = ranks(many, tmp_path, rows)[0]
-    assert all(found.values()), found
+    by_name = ranks(train_classes, tmp_path, rows)[0]
+    assert all(by_name.values()), by_name
 
 
 def around_the_cut(folder: Path) -> dict[str, list[float]]:
     """A pipeline cuts its model at the first call: saved and loaded before it, and after it."""
-    found: dict[str, list[float]] = {}
-    for way in ("never", "save before", "save after", "load before", "train, load before", "load after"):
-        act, _, when = way.rpartition(" ")
-        with Accelerator(cpu=True, strategy="pipeline", timeout=50) as acc:
-            model = net(5 if "load" in way else 3)
+    losses_by_case: dict[str, list[float]] = {}
+    for case in ("never", "save before", "save after", "load before", "train, load before", "load after"):
+        act, _, folder_name = case.rpartition(" ")
+        with Accelerator(cpu=True, strategy="pipeline", settings=Settings(timeout=50)) as acc:
+            model = net(5 if "load" in case else 3)
             model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
-            if way == "save before":
+            if case == "save before":
                 acc.save_state(folder / "before")
-            if "train" in way:
+            if "train" in case:
                 steps(acc, model, optimizer, 7, 9)
             if "load" in act:
-                acc.load_state(folder / when)
-            if way != "load after":
+                acc.load_state(folder / folder_name)
+            if case != "load after":
                 steps(acc, model, optimizer, 0, 2)
-            if way == "save after":
+            if case == "save after":
                 acc.save_state(folder / "after")
             losses = [float(model(torch.ones(2, 4)).square().mean())]
             steps(acc, model, optimizer, 2, 4)
-            found[way] = [*losses, float(model(torch.ones(2, 4)).square().mean())]
-    return found
+            losses_by_case[case] = [*losses, float(model(torch.ones(2, 4)).square().mean())]
+    return losses_by_case
 
 
 def test_a_pipeline_saves_and_loads_before_and_after_its_model_is_cut(ranks, tmp_path):
-    found = ranks(around_the_cut, tmp_path)[0]
-    assert len(found) == 6 and all(losses == found["never"] for losses in found.values()), found
+    losses_by_case = ranks(around_the_cut, tmp_path)[0]
+    assert len(losses_by_case) == 6 and all(losses == losses_by_case["never"] for losses in losses_by_case.values()), (
+        losses_by_case
+    )

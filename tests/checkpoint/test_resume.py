@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from easymp import Accelerator, DataLoaderConfiguration, checkpoint
-from easymp.checkpoint import resume
-from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.storage import LocalStorage
 from easymp.checkpoint.storage_remote import RemoteStorage
+from easymp.parts import preemption
 
 from ..strategies.models import whole
 from .samples import Numbered
@@ -99,7 +99,8 @@ class End:
 
 def train(folder: str, case: Case, end: End | None = None) -> dict[str, Any]:
     """The script: as a user would write it, but that it can end itself."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a loader's workers are children
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False  # a loader's workers are children
     if end is None or int(os.environ.get("RANK", 0)) not in end.to:
         end = End()
     left = {"step": end.step, "write": end.write}
@@ -189,7 +190,6 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
 
 
 PERSISTENT = {"workers": 2}
-POWER = {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 2}}
 MICROBATCHES = {"microbatches": 2}
 NEVER = 10**9  # updates between two saves
 TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
@@ -219,7 +219,6 @@ SLOW: dict[str, Row] = {
     "tensor_parallel in fsdp": (Case("tensor_parallel", {"size": 2}, accumulation=2), 4, 4, End(5)),
     "pipeline in bf16, in a save": (Case("pipeline", MICROBATCHES, "bf16"), 2, 2, End(write=23)),
     "persistent workers": (Case(**PERSISTENT), 1, 1, End(8)),
-    "ddp, with PowerSGD": (Case("ddp", POWER), 2, 2, End(6)),
     "one process, asynchronously, in a save": (Case(accumulation=2, async_=True), 1, 1, End(write=30)),
     "fsdp in bf16, asynchronously": (Case("fsdp", precision="bf16", async_=True), 2, 2, End(write=31)),
     "two processes, asynchronously, then one": (Case(accumulation=2, async_=True), 2, 1, End(5)),
@@ -292,9 +291,7 @@ def went_on(straight: list[Any], again: list[Any], exactly: bool) -> None:
 )
 def test_ended_and_started_again(ranks, tmp_path, straight, row):
     case, before, after, end = row
-    averaged = (
-        case.strategy == "local_sgd" and end.number != signal.SIGKILL
-    )  # once more, by the signal's save
+    averaged = case.strategy == "local_sgd" and end.number != signal.SIGKILL  # once more, by the signal's save
     went_on(straight(ranks, case, after), again(ranks, str(tmp_path), row), before == after and not averaged)
 
 
@@ -327,7 +324,7 @@ def test_killed_in_the_first_save_it_begins_anew(ranks, tmp_path, straight):
 
 def signalled(folder: str, apart: float, signals: list[tuple[int, float]]) -> None:
     """Sends itself signals, each after some seconds, in a body that never ends; two within `apart` are one."""
-    resume.AGAIN = apart  # this process ends with the test
+    preemption.SAME_SIGNAL = apart  # this process ends with the test
     acc = Accelerator(project_dir=folder, save_on_signal=True) if folder else Accelerator()
     for number, pause in signals:
         time.sleep(pause)

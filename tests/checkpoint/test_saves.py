@@ -1,4 +1,8 @@
-"""Saving: what is saved is there, bit for bit; one writer; trouble on one rank is every rank's, and costs nothing; progress is told."""
+"""Saving.
+
+What is saved is there, bit for bit; one writer; trouble on one rank is every rank's, and costs nothing; progress is
+told.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ import pytest
 import torch
 
 from easymp import Accelerator, CheckpointError
-from easymp.checkpoint import commit, folders, snapshot, storage, storage_local
-from easymp.checkpoint.commit import Heartbeat, claim, lock_of, words
-from easymp.checkpoint.folders import committed
-from easymp.checkpoint.manifest import whole
-from easymp.checkpoint.save import Saves
-from easymp.checkpoint.snapshot import Brought, Image, contents, divide
-from easymp.checkpoint.storage import Progress, expect
-from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint import commit, folders, progress, storage
+from easymp.checkpoint import save as saving
+from easymp.checkpoint.commit import Heartbeat, acquire, owner_record
+from easymp.checkpoint.folders import committed_saves, lock_name
+from easymp.checkpoint.manifest import full_box
+from easymp.checkpoint.progress import Progress, expect
+from easymp.checkpoint.save import Image, LocalChunk, Saves, file_content, make_plan
+from easymp.checkpoint.storage import LocalStorage
 
 from .things import Fails, Rows, loaded, save, target, values, world
 
@@ -42,8 +46,8 @@ def test_any_name_will_do_and_what_is_no_checkpoint_is_not_replaced(tmp_path):
         (tmp_path / name).write_text("mine")
     saves = Saves(world())
     for name in ("file", "folder"):
-        words = rf"/{name} is there and is not a checkpoint .*pass another name"
-        with pytest.raises(CheckpointError, match=words):
+        message = rf"/{name} is there and is not a checkpoint .*pass another name"
+        with pytest.raises(CheckpointError, match=message):
             saves.save(target(tmp_path, 1, name), [Rows(0, 1, 1)])
     saves.save(target(tmp_path, 1, "empty"), [Rows(0, 1, 1)])
     assert loaded(tmp_path, "empty") == values(1)
@@ -54,47 +58,47 @@ def test_any_name_will_do_and_what_is_no_checkpoint_is_not_replaced(tmp_path):
             saves.save(target(tmp_path, 7)._replace(name=name), [])
 
 
-@pytest.mark.parametrize("can", ["swap", "rename", "neither"])
-def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, monkeypatch, can):
-    if can == "rename":
-        monkeypatch.setattr(LocalStorage, "exchange", lambda self, one, other: False)
-    monkeypatch.setattr(LocalStorage, "renames", can != "neither")
+@pytest.mark.parametrize("renames", [True, False])
+def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, monkeypatch, renames):
+    monkeypatch.setattr(LocalStorage, "renames", renames)
     for name in ("step-00000000", "mine", ".tmp-mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
     save(tmp_path, 9, step=9)
     saves = Saves(world())
     saves.save(target(tmp_path, 100, "best"), [Rows(0, 1, 9)])
-    kept = []
+    remaining = []
     for step in (1, 2, 3, 4):
         saves.save(target(tmp_path, step), [Rows(0, 1, step)], limit=2)
-        kept.append([it.folder.removeprefix("step-0000000") for it in committed(LocalStorage(tmp_path))])
-    ours = (["1"], ["1", "2"], ["1", "2", "3"], ["2", "3", "4"])
-    assert kept == [["9", *more] for more in ours]  # 9: another run
+        remaining.append(
+            [save_record.folder.removeprefix("step-0000000") for save_record in committed_saves(LocalStorage(tmp_path))]
+        )
+    expected = (["1"], ["1", "2"], ["1", "2", "3"], ["2", "3", "4"])
+    assert remaining == [["9", *steps] for steps in expected]  # 9: another run
     assert loaded(tmp_path, "best") == values(9)
     saves.save(target(tmp_path, 2), [Rows(0, 1, 2)], limit=0)  # a lower step than others, and saved last
-    last = folders.current(LocalStorage(tmp_path), "step-00000002")
+    last = folders.newest_save(LocalStorage(tmp_path), "step-00000002")
     assert listed(tmp_path) == [".tmp-mine", "best", "latest", "mine", "step-00000000", last, "step-00000009"]
     assert (tmp_path / "latest").read_text() == f"{last}\n"
 
 
 @contextmanager
-def refusing(operation, word=".tmp-", act=None):
+def refusing(operation, path_part=".tmp-", act=None):
     """That operation on a path with that word, but for locks, finds a broken disk, or `act` is called instead."""
-    real = storage_local.do
+    real = storage.do
 
-    def do(what, path, call, *arguments):
-        if what == operation and word in path and not path.endswith(".lock"):
+    def do(operation_name, path, call, *arguments):
+        if operation_name == operation and path_part in path and not path.endswith(".lock"):
             if act is None:
                 raise OSError(5, "Input/output error", path)
             act()
-        return real(what, path, call, *arguments)
+        return real(operation_name, path, call, *arguments)
 
-    storage_local.do = do
+    storage.do = do
     try:
         yield
     finally:
-        storage_local.do = real
+        storage.do = real
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close", "none"])
@@ -133,8 +137,8 @@ with refusing("create", act=lambda: time.sleep(0.5)):
 def test_the_end_of_the_process_waits(tmp_path, end):
     command = [sys.executable, "-c", ENDS, str(tmp_path), end]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
-    assert done.returncode == (end == "error"), done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    assert process.returncode == (end == "error"), process.stderr
     assert loaded(tmp_path, STEP) == values(1)
 
 
@@ -144,55 +148,55 @@ TROUBLE = [
     ("write", 1, True),
     ("fsync", 0, True),
     ("mkdir", 0, False),
-    ("exchange", 0, False),
+    ("rename", 0, False),
 ]
 
 
 def one_fails(root):
     """What is said, left, kept and saved again when one rank has trouble; and when the ranks do not share a folder."""
-    ranks, found = world(timeout=20), []
+    ranks, results = world(timeout=20), []
     saves = Saves(ranks)
     for number, (operation, rank, asynchronous) in enumerate(TROUBLE):
-        place, said = f"{root}/{number}", ""
-        saves.save(target(place, 1), [Rows(ranks.rank, ranks.size, 1)])
+        folder, message = f"{root}/{number}", ""
+        saves.save(target(folder, 1), [Rows(ranks.rank, ranks.size, 1)])
         rows = [Rows(ranks.rank, ranks.size, 2)]
         with refusing(operation if ranks.rank == rank else "nothing"):
             try:
-                saves.save(target(place, 1), [Fails(rank)] if operation == "bring" else rows, asynchronous)
+                saves.save(target(folder, 1), [Fails(rank)] if operation == "bring" else rows, asynchronous)
                 saves.wait()
             except CheckpointError as error:
-                said = str(error)
-        left, kept = listed(place), loaded(place, STEP, ranks) == values(1, ranks.rank, ranks.size)
-        saves.save(target(place, 1), rows, asynchronous)
+                message = str(error)
+        left, is_kept = listed(folder), loaded(folder, STEP, ranks) == values(1, ranks.rank, ranks.size)
+        saves.save(target(folder, 1), rows, asynchronous)
         saves.wait()
-        again = loaded(place, STEP, ranks) == values(2, ranks.rank, ranks.size)
-        found.append((said, left, kept, again))
+        is_saved = loaded(folder, STEP, ranks) == values(2, ranks.rank, ranks.size)
+        results.append((message, left, is_kept, is_saved))
     with pytest.raises(CheckpointError, match=r"rank 1: .*must share the file system"):
         saves.save(target(f"{root}/own-{ranks.rank}", 1), rows)
     saves.close()
     ranks.close()
-    return found
+    return results
 
 
 def test_trouble_on_one_rank_is_every_ranks(ranks, tmp_path):
-    for found in ranks(one_fails, str(tmp_path)):
-        for (operation, rank, _), (said, left, kept, again) in zip(TROUBLE, found, strict=True):
+    for results in ranks(one_fails, str(tmp_path)):
+        for (operation, rank, _), (message, left, is_kept, is_saved) in zip(TROUBLE, results, strict=True):
             broken = r"\[Errno 5\] Input/output error: '/"
             reason = "ValueError: the state is lost" if operation == "bring" else broken
-            assert re.search(rf"rank {rank}: {reason}", said), said
+            assert re.search(rf"rank {rank}: {reason}", message), message
             assert left == ["latest", STEP]
-            assert kept and again, operation
+            assert is_kept and is_saved, operation
     assert listed(tmp_path / "own-0") == []
 
 
-def dies(root, when, asynchronous):
+def dies(root, operation, asynchronous):
     ranks = world()
     ranks.timeout = 3  # for this, not for coming here
     saves = Saves(ranks)
     saves.save(target(root, 1), [Rows(ranks.rank, ranks.size, 1)])
     last = ranks.rank == ranks.size - 1
     try:
-        with refusing(when if last else "nothing", act=lambda: os.kill(os.getpid(), 9)):
+        with refusing(operation if last else "nothing", act=lambda: os.kill(os.getpid(), 9)):
             saves.save(target(root, 2), [Rows(ranks.rank, ranks.size, 2)], asynchronous)
             saves.wait()
     except CheckpointError as error:
@@ -203,14 +207,12 @@ def dies(root, when, asynchronous):
     return "saved"
 
 
-@pytest.mark.parametrize(
-    ("size", "asynchronous"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("size", "asynchronous"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_is_missed(ranks, tmp_path, size, asynchronous):
     *alive, dead = ranks.fails(dies, str(tmp_path), "write", asynchronous, processes=size)
     assert dead.type == "SIGKILL"
-    for said in alive:
-        assert re.search(rf"was not written.*untouched: rank {size - 1}: no sign of life for 3 s", said), said
+    for message in alive:
+        assert re.search(rf"was not written.*untouched: rank {size - 1}: no sign of life for 3 s", message), message
     assert listed(tmp_path) == ["latest", STEP]
     save(tmp_path, 2)
     assert loaded(tmp_path, "step-00000002") == values(2)
@@ -222,41 +224,45 @@ def test_one_owner_within_a_process(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(commit, "PATIENCE", 30.0)  # who lives is seen to do so, however busy the machine
     storage = LocalStorage(tmp_path / "new" / "root")  # made for the claim
 
-    def take():
+    def lock():
         if kind == "lock":
-            return claim(storage, "best")
-        return Heartbeat(storage, lock_of("best"), "best", words())
+            return acquire(storage, "best")
+        return Heartbeat(storage, lock_name("best"), "best", owner_record())
 
-    claim(storage, "other").release()
-    first = take()
-    said = rf"best is being written by process {os.getpid()} on {socket.gethostname()}"
-    with pytest.raises(CheckpointError, match=said):
-        take()
+    acquire(storage, "other").release()
+    first = lock()
+    message = rf"best is being written by process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(CheckpointError, match=message):
+        lock()
     first.release()
     assert storage.list() == []
-    second = take()
-    assert second.left == {}
+    second = lock()
+    assert second.previous == {}
     second.release()
+
+
+def put_lock(storage, content):
+    storage.replace(lock_name("best"), [content], len(content))
 
 
 def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(tmp_path):
     storage = LocalStorage(tmp_path)
-    dead = {**json.loads(words(folder="mine")), "started": "1"}  # this process's number, long ago
-    storage.replace(lock_of("best"), json.dumps(dead).encode())
-    assert commit.abandoned(storage, lock_of("best")) == (commit.started(os.getpid()) != "")
-    storage.replace(lock_of("best"), json.dumps({**dead, "space": "another container"}).encode())
-    assert not commit.abandoned(storage, lock_of("best"))
+    dead = {**owner_record("mine"), "space": commit.pid_namespace(), "started": "1"}  # this process's number, long ago
+    put_lock(storage, json.dumps(dead).encode())
+    assert commit.is_abandoned(storage, lock_name("best")) == (commit.start_time(os.getpid()) != "")
+    put_lock(storage, json.dumps({**dead, "space": "another container"}).encode())
+    assert not commit.is_abandoned(storage, lock_name("best"))
 
 
 def test_forked_children_do_not_keep_the_claim(tmp_path):
     storage = LocalStorage(tmp_path)
-    held = claim(storage, "best")
+    lock = acquire(storage, "best")
     child = os.fork()
     if not child:
         signal.pause()
     try:
-        held.release()
-        claim(storage, "best").release()
+        lock.release()
+        acquire(storage, "best").release()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -269,7 +275,7 @@ def test_of_many_at_once_one_has_it(tmp_path):
     def attempt():
         start.wait()
         try:
-            got.append(claim(storage, "best"))
+            got.append(acquire(storage, "best"))
         except CheckpointError:
             refused.append(1)
 
@@ -292,12 +298,12 @@ class Terminal(io.StringIO):
 
 def run(seconds: float, step: float, stream: io.StringIO) -> str:
     """64 MiB in even steps over so many seconds; what was written."""
-    now = [100.0]
-    with Progress("saving x", "saved x", stream=stream, clock=lambda: now[0]) as tick:
+    clock_time = [100.0]
+    with Progress("saving x", "saved x", stream=stream, clock=lambda: clock_time[0]) as tick:
         steps = round(seconds / step)
         expect(tick, 64 * MIB)
         for _ in range(steps):
-            now[0] += step
+            clock_time[0] += step
             tick(64 * MIB // steps)
     return stream.getvalue()
 
@@ -322,12 +328,12 @@ def test_a_file_has_a_line_every_ten_seconds():
     assert run(4, 0.5, io.StringIO()) == "saved x: 64.0 MiB in 4.0 s, 16.0 MiB/s\n"
 
 
-def told(folder: str) -> list[str]:
+def progress_lines(folder: str) -> list[str]:
     """What a rank says of saves and loads when all are long."""
-    storage.SILENT = 0.0
-    said = io.StringIO()
+    progress.SILENT = 0.0
+    output = io.StringIO()
     try:
-        with redirect_stderr(said), Accelerator(strategy="fsdp") as acc:
+        with redirect_stderr(output), Accelerator(strategy="fsdp") as acc:
             model = acc.prepare(torch.nn.Linear(100, 100))
             for asynchronous in (False, True):
                 acc.save_state(folder, async_=asynchronous)
@@ -335,16 +341,14 @@ def told(folder: str) -> list[str]:
                 acc.load_state(folder)
         del model
     finally:
-        storage.SILENT = 2.0
-    return [line for line in said.getvalue().splitlines() if line.startswith(("sav", "load"))]
+        progress.SILENT = 2.0
+    return [line for line in output.getvalue().splitlines() if line.startswith(("sav", "load"))]
 
 
 def test_an_accelerator_speaks_on_its_main_process(tmp_path, ranks):
-    first, second = ranks(told, str(tmp_path / "x"))
-    for line, done in zip(
-        first, ("saved", "loaded", "loaded"), strict=True
-    ):  # none of a save in the background
-        assert re.match(rf"{done} {re.escape(str(tmp_path))}/x \(rank 0 of 2\): [\d.]+ KiB in", line)
+    first, second = ranks(progress_lines, str(tmp_path / "x"))
+    for line, verb in zip(first, ("saved", "loaded", "loaded"), strict=True):  # none of a save in the background
+        assert re.match(rf"{verb} {re.escape(str(tmp_path))}/x \(rank 0 of 2\): [\d,.]+ KiB in", line)
     assert second == []
 
 
@@ -363,19 +367,19 @@ TENSORS = {
 
 @pytest.mark.gpu
 def test_a_copy_from_a_gpu_is_of_the_moment_of_the_call(monkeypatch):
-    for name, size in {"CHUNK": 64, "SMALL": 1000, "LARGE": 50_000}.items():
-        monkeypatch.setattr(snapshot, name, size)
-    parts = {(f"model/{n}", whole(tuple(t.shape))): t.to("cuda") for n, t in TENSORS.items()}
-    (plan,) = divide([[Brought(n, t.dtype, tuple(t.shape), box) for (n, box), t in parts.items()]]).files
+    for name, size in {"COPIED": 64, "SMALL": 1000, "LARGE": 50_000}.items():
+        monkeypatch.setattr(saving, name, size)
+    parts = {(f"model/{n}", full_box(tuple(t.shape))): t.to("cuda") for n, t in TENSORS.items()}
+    (plan,) = make_plan([[LocalChunk(n, t.dtype, tuple(t.shape), box) for (n, box), t in parts.items()]]).files
     full = [parts[at].cpu() for at in plan.contents if parts[at].numel()]
     rows = [part.resolve_conj().contiguous().view(-1).view(torch.uint8) for part in full]
     right, image = plan.header + torch.cat(rows).numpy().tobytes(), Image()
     for _ in range(3):
-        content = image.take([plan], parts)[plan.name]
-        kept = {at: tensor.clone() for at, tensor in parts.items()}
+        content = image.copy([plan], parts)[plan.name]
+        clones = {at: tensor.clone() for at, tensor in parts.items()}
         for tensor in parts.values():
             tensor.zero_()  # enqueued behind the copy
         image.wait()
         assert image.memory.is_pinned() and bytes(content) == right
-        parts = kept
-    assert b"".join(contents(plan, parts)) == right
+        parts = clones
+    assert b"".join(file_content(plan, parts)) == right

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from easymp import Accelerator, CheckpointError, SettingError, load_weights
-from easymp.checkpoint.manifest import places_of
+from easymp import Accelerator, CheckpointError, SettingError, Settings, load_weights
+from easymp.checkpoint.manifest import local_tensors
 from easymp.checkpoint.storage import SourceFile
+from easymp.checkpoint.weights import load_source, open_source
 
 from ..strategies.models import BATCH, MODELS, Tied, make, mean_square, train_step, whole
 from ..strategies.ways import WAYS
@@ -74,12 +75,12 @@ def check(model: nn.Module, state: State) -> None:
     assert all(torch.equal(live[name], tensor) for name, tensor in state.items())
 
 
-def refused(words: str, place: Any, model: nn.Module | None = None, **options: Any) -> None:
+def refused(message: str, path: Any, model: nn.Module | None = None, **options: Any) -> None:
     """The weights do not load into `model`, the "mlp" by default, and leave it as it is."""
     model = model or make("mlp")
     before = {name: t.clone() for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    with pytest.raises((CheckpointError, SettingError), match=words):
-        load_weights(model, place, **options)
+    with pytest.raises((CheckpointError, SettingError), match=message):
+        load_weights(model, path, **options)
     after = model.state_dict()
     assert all(t.is_meta or torch.equal(t, after[name]) for name, t in before.items())
 
@@ -104,19 +105,24 @@ def test_files_of_other_tools_load(tmp_path, kind):
     model(torch.randn(2, 12))
 
 
-def under(label: str, kind: str) -> Accelerator:
-    way = WAYS[label]
-    options = {**way.options, **way.more.get(kind, {})}
-    return Accelerator(mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30)
+def accelerator_of(label: str, kind: str) -> Accelerator:
+    setup = WAYS[label]
+    options = {**setup.options, **setup.more.get(kind, {})}
+    return Accelerator(
+        mixed_precision="no", strategy=setup.strategy, strategy_options=options, settings=Settings(timeout=30)
+    )
 
 
 def saved_and_loaded(rows: list[tuple[str, str]], folder: Path) -> list[str]:
-    """Train a step, save, load the checkpoint into a plain model on each rank: the names that differ from the live ones."""
+    """Train a step, save, load the checkpoint into a plain model on each rank.
+
+    The names that differ from the live ones.
+    """
     wrong = []
     for label, kind in rows:
-        with under(label, kind) as acc:
-            given = make(kind)
-            model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.05))
+        with accelerator_of(label, kind) as acc:
+            module = make(kind)
+            model, optimizer = acc.prepare(module, torch.optim.SGD(module.parameters(), lr=0.05))
             spread = acc._prepared.strategy
             x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1))
             train_step(acc, model, mean_square, x.chunk(spread.data_size)[spread.data_rank])
@@ -124,8 +130,8 @@ def saved_and_loaded(rows: list[tuple[str, str]], folder: Path) -> list[str]:
             acc.save_state(folder / label)
             plain = make(kind)
             load_weights(plain, folder / label)
-            there = {name: whole(p) for name, p in model.named_parameters() if not p.is_meta}
-            wrong += [n for n, p in plain.named_parameters() if n in there and not torch.equal(p, there[n])]
+            live = {name: whole(p) for name, p in model.named_parameters() if not p.is_meta}
+            wrong += [n for n, p in plain.named_parameters() if n in live and not torch.equal(p, live[n])]
     return wrong
 
 
@@ -138,25 +144,25 @@ def test_checkpoints_load(ranks, tmp_path):
 def test_one_of_several_models_and_a_damaged_one(tmp_path):
     with Accelerator(mixed_precision="no", cpu=True) as acc:
         acc.prepare(make("mlp"), make("conv"))
-        place = tmp_path / "step"
-        acc.save_state(place)
+        path = tmp_path / "step"
+        acc.save_state(path)
     model = MODELS["conv"]()
-    load_weights(model, place, which="model_1")
+    load_weights(model, path, which="model_1")
     check(model, make("conv").state_dict())
-    words = r"no weights of 'modell_1', did you mean 'model_1'\? It has: model, model_1"
-    refused(words, place, which="modell_1")
-    flip(next(place.glob("model-*.safetensors")), -1)
+    message = r"no weights of 'modell_1', did you mean 'model_1'\? It has: model, model_1"
+    refused(message, path, which="modell_1")
+    flip(next(path.glob("model-*.safetensors")), -1)
     with pytest.raises(CheckpointError, match=r"partly loaded; load it again .*block 0"):
-        load_weights(make("mlp"), place)
+        load_weights(make("mlp"), path)
 
 
 def test_urls_load(tmp_path):
     memory = pytest.importorskip("fsspec").filesystem("memory")
     memory.put(f"{in_shards(tmp_path, values('conv'))}/", "/weights/", recursive=True)
     try:
-        for place in ("memory://weights", f"memory://weights/{INDEX}", f"file://{tmp_path}"):
+        for url in ("memory://weights", f"memory://weights/{INDEX}", f"file://{tmp_path}"):
             model = make("conv")
-            load_weights(model, place)
+            load_weights(model, url)
             check(model, values("conv"))
         refused(r"memory://nothing: .*empty or missing", "memory://nothing")
     finally:
@@ -165,7 +171,9 @@ def test_urls_load(tmp_path):
 
 def holds(tensors: Any, expected: State) -> tuple[list[str], int]:
     """The chunks of these tensors that are not as expected on this rank, and the bytes of all chunks here."""
-    parts = [(name, *part) for name, t in tensors if (place := places_of([t])[0]) for part in place.parts]
+    parts = [
+        (name, *part) for name, t in tensors if (local_tensor := local_tensors([t])[0]) for part in local_tensor.chunks
+    ]
     wrong = [
         f"{name}{box}"
         for name, box, part in parts
@@ -180,9 +188,9 @@ class counting:
     def __enter__(self) -> Callable[[], int]:
         self.bytes, self.before = 0, SourceFile.fetch
 
-        def fetch(file: SourceFile, wanted: Any, *rest: Any) -> None:
-            self.bytes += sum(len(view) for _, view in wanted)
-            self.before(file, wanted, *rest)
+        def fetch(file: SourceFile, targets: Any, *arguments: Any) -> None:
+            self.bytes += sum(len(view) for _, view in targets)
+            self.before(file, targets, *arguments)
 
         SourceFile.fetch = fetch  # type: ignore[method-assign, assignment]
         return lambda: self.bytes
@@ -191,27 +199,27 @@ class counting:
         SourceFile.fetch = self.before  # type: ignore[method-assign]
 
 
-def loaded(labels: list[str], place: dict[str, str], late: bool = True) -> list[str]:
+def loaded(labels: list[str], paths: dict[str, str], after_prepare: bool = True) -> list[str]:
     """Load into models of each kind, before they are prepared or in use: what is wrong, or read and not held."""
-    found = []
+    faults = []
     for label in labels:
-        for kind, path in place.items():
-            with under(label, kind) as acc:
+        for kind, path in paths.items():
+            with accelerator_of(label, kind) as acc:
                 model = make(kind)
-                if not late:
+                if not after_prepare:
                     load_weights(model, path)
                 model = acc.prepare(model)
                 with counting() as count:
-                    if late:  # a pipeline is cut by its first call
+                    if after_prepare:  # a pipeline is cut by its first call
                         spread = acc._prepared.strategy
                         with torch.no_grad():
                             model(torch.randn(BATCH, 12).chunk(spread.data_size)[spread.data_rank])
                         load_weights(model, path)
-                wrong, held = holds([*model.named_parameters(), *model.named_buffers()], values(kind))
-                found += [f"{label}, {kind}: {what}" for what in wrong]
-                if late and count() != held:
-                    found.append(f"{label}, {kind}: read {count()} bytes, holds {held}")
-    return found
+                wrong, held_bytes = holds([*model.named_parameters(), *model.named_buffers()], values(kind))
+                faults += [f"{label}, {kind}: {chunk}" for chunk in wrong]
+                if after_prepare and count() != held_bytes:
+                    faults.append(f"{label}, {kind}: read {count()} bytes, holds {held_bytes}")
+    return faults
 
 
 @pytest.fixture(scope="module")
@@ -227,9 +235,9 @@ def test_each_rank_reads_what_it_holds(ranks, files, size):
 
 def with_masters(strategy: str, path: str) -> list[str]:
     """Load low-precision weights with fp32 masters, and take a step with a rate of zero."""
-    with Accelerator(mixed_precision="O2", strategy=strategy, timeout=30) as acc:
-        given = make("mlp")
-        model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.0))
+    with Accelerator(mixed_precision="O2", strategy=strategy, settings=Settings(timeout=30)) as acc:
+        plain = make("mlp")
+        model, optimizer = acc.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0))
         load_weights(model, path, dtype="live")
         acc.backward(model(torch.randn(4, 12)).float().square().mean())
         optimizer.step()
@@ -238,7 +246,7 @@ def with_masters(strategy: str, path: str) -> list[str]:
 
 def built_on_meta(path: str) -> list[str]:
     """Sharded first, block by block, and then loaded: no rank ever holds the whole."""
-    with under("fsdp", "mlp") as acc:
+    with accelerator_of("fsdp", "mlp") as acc:
         with torch.device("meta"):
             model = MODELS["mlp"]()
         model = acc.prepare(model)
@@ -246,14 +254,24 @@ def built_on_meta(path: str) -> list[str]:
         return holds(model.named_parameters(), values("mlp"))[0]
 
 
-def in_other_orders(place: dict[str, str]) -> list[str]:
-    found = with_masters("fsdp", place["mlp"]) + built_on_meta(place["mlp"])
-    return found + loaded(["fsdp", "pipeline"], place, late=False)
+def from_torch_save(path: str) -> list[str]:
+    """A file of torch.save into sharded weights."""
+    with accelerator_of("fsdp", "mlp") as acc:
+        model = acc.prepare(make("mlp"))
+        load_source(model, open_source(path, trust=True))
+        return holds(model.named_parameters(), values("mlp"))[0]
 
 
-def test_before_prepare_on_the_meta_device_and_with_fp32_masters(ranks, files):
+def in_other_orders(paths: dict[str, str]) -> list[str]:
+    faults = with_masters("fsdp", paths["mlp"]) + built_on_meta(paths["mlp"]) + from_torch_save(paths["torch"])
+    paths = {kind: path for kind, path in paths.items() if kind != "torch"}
+    return faults + loaded(["fsdp", "pipeline"], paths, after_prepare=False)
+
+
+def test_before_prepare_on_the_meta_device_and_with_fp32_masters(ranks, files, tmp_path):
     assert with_masters("single", files["mlp"]) == []
-    assert ranks(in_other_orders, files) == [[], []]
+    torch.save({"model": values("mlp")}, tmp_path / "mlp.pt")
+    assert ranks(in_other_orders, {**files, "torch": str(tmp_path / "mlp.pt")}) == [[], []]
 
 
 def test_wrappers_of_the_model_and_of_names_do_not_matter(tmp_path, caplog):
@@ -264,15 +282,13 @@ def test_wrappers_of_the_model_and_of_names_do_not_matter(tmp_path, caplog):
         else:
             model = wrap(model)
         load_weights(model, in_one_file(tmp_path, values("tied")))
-        plain = {
-            n.removeprefix("module.").replace("_orig_mod.", ""): t for n, t in model.state_dict().items()
-        }
+        plain = {n.removeprefix("module.").replace("_orig_mod.", ""): t for n, t in model.state_dict().items()}
         assert all(torch.equal(plain[name], t) for name, t in values("tied").items())
     for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
         model = make("mlp")
-        named = {prefix + name: t for name, t in values("mlp").items()}
+        prefixed = {prefix + name: t for name, t in values("mlp").items()}
         with caplog.at_level("INFO", "easymp"):
-            load_weights(model, in_one_file(tmp_path, named))
+            load_weights(model, in_one_file(tmp_path, prefixed))
         check(model, values("mlp"))
         assert f"'{prefix}0.bias' is '0.bias'" in caplog.text
 
@@ -284,11 +300,11 @@ def test_tied_weights_load_by_any_name_and_must_agree(tmp_path):
     for name in ("embed.weight", "head.weight"):
         load_weights(model, in_one_file(tmp_path, {**state, name: shared}))
         assert model.head.weight is model.embed.weight and torch.equal(model.embed.weight, shared)
-    both = {**state, "embed.weight": shared, "head.weight": shared.clone()}
-    load_weights(model, in_one_file(tmp_path, both))
-    both["head.weight"] += 1
-    words = r"embed.weight and head.weight are one tensor in the model, and differ"
-    refused(words, in_one_file(tmp_path, both), model)
+    twins = {**state, "embed.weight": shared, "head.weight": shared.clone()}
+    load_weights(model, in_one_file(tmp_path, twins))
+    twins["head.weight"] += 1
+    message = r"embed.weight and head.weight are one tensor in the model, and differ"
+    refused(message, in_one_file(tmp_path, twins), model)
     untied: Any = make("tied")
     untied.head.weight = nn.Parameter(torch.zeros_like(untied.embed.weight))
     aliases = {"head.weight": "embed.weight"}
@@ -316,25 +332,25 @@ def test_tied_complex_weights(tmp_path):
 
 def test_another_dtype_is_an_error_that_names_both(tmp_path):
     model = make("mlp")
-    place = in_one_file(tmp_path, {name: t.bfloat16() for name, t in values("mlp").items()})
-    words = r"0.weight: torch.bfloat16 in the files, and torch.float32 in the model: pass dtype='live'"
-    refused(words, place, model)
-    load_weights(model, place, dtype="live")
+    path = in_one_file(tmp_path, {name: t.bfloat16() for name, t in values("mlp").items()})
+    message = r"0.weight: torch.bfloat16 in the files, and torch.float32 in the model: pass dtype='live'"
+    refused(message, path, model)
+    load_weights(model, path, dtype="live")
     check(model, {name: t.bfloat16().float() for name, t in values("mlp").items()})
 
 
 def test_names_that_do_not_fit_are_refused_or_skipped(tmp_path, caplog):
     state = values("mlp")
     state["2.wieght"] = state.pop("2.weight")
-    words = r"this Sequential: missing: 2.weight; unexpected: 2.wieght .*did you mean '2.wieght'\?.*strict=F"
-    refused(words, in_one_file(tmp_path, state))
+    message = r"this Sequential: missing: 2.weight; unexpected: 2.wieght .*did you mean '2.wieght'\?.*strict=F"
+    refused(message, in_one_file(tmp_path, state))
     state = {**values("mlp"), "new": torch.ones(1), "4.bias": torch.ones(7)}
     del state["0.bias"]
-    place, model = in_one_file(tmp_path, state), make("mlp")
-    refused(r"4.bias \(\[7\] in the files, \[5\] in the model\)", place, model)
-    found = load_weights(model, place, strict=False)
+    path, model = in_one_file(tmp_path, state), make("mlp")
+    refused(r"4.bias \(\[7\] in the files, \[5\] in the model\)", path, model)
+    skipped = load_weights(model, path, strict=False)
     shapes = ("4.bias ([7] in the files, [5] in the model)",)
-    assert (found.missing, found.unexpected, found.misshapen) == (("0.bias",), ("new",), shapes)
+    assert (skipped.missing, skipped.unexpected, skipped.misshapen) == (("0.bias",), ("new",), shapes)
     assert "skipped: missing: 0.bias; unexpected: new; of another shape: 4.bias" in caplog.text
     check(model, values("mlp") | {name: make("mlp").state_dict()[name] for name in ("0.bias", "4.bias")})
 
@@ -353,13 +369,13 @@ NOTHING_THERE: list[tuple[str, bytes, str]] = [
 
 
 def test_a_place_without_weights_says_what_is_there(tmp_path):
-    for number, (name, text, words) in enumerate(NOTHING_THERE):
-        place = tmp_path / str(number)
-        place.mkdir()
+    for number, (name, text, message) in enumerate(NOTHING_THERE):
+        folder = tmp_path / str(number)
+        folder.mkdir()
         if name:
-            (place / name).parent.mkdir(exist_ok=True)
-            (place / name).write_bytes(text)
-        refused(words, place)
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(text)
+        refused(message, folder)
     index = by_an_index(tmp_path, values("mlp"))
     table = json.loads(index.read_text())
     table["weight_map"]["5.weight"] = "model-00001-of-00003.safetensors"
@@ -375,14 +391,14 @@ def test_what_else_is_refused(tmp_path):
         def set_extra_state(self, state: Any) -> None:
             pass
 
-    place = in_one_file(tmp_path, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
-    refused(r"'_extra_state' in the state_dict of this Extra .* load_state_dict", place, Extra(2, 2))
+    path = in_one_file(tmp_path, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    refused(r"'_extra_state' in the state_dict of this Extra .* load_state_dict", path, Extra(2, 2))
     for dtype in ("float16", torch.int32, 3):
-        refused("dtype=", place, dtype=dtype)
+        refused("dtype=", path, dtype=dtype)
     for device in ({"": 0}, "auto", 1.5):
-        refused("device_map=", place, device_map=device)
+        refused("device_map=", path, device_map=device)
     with torch.device("meta"):
         model = nn.Linear(2, 2)
         model.register_buffer("angles", torch.ones(2), persistent=False)
-    refused(r"buffer 'angles' is on the meta device, and no file holds it", place, model)
+    refused(r"buffer 'angles' is on the meta device, and no file holds it", path, model)
     assert model.weight.is_meta

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from easymp import CheckpointError
-from easymp.checkpoint.folders import NONE, Extra, newest, open_manifest
+from easymp.checkpoint.folders import NO_FILES, ExtraFiles, find_newest, open_manifest
 from easymp.checkpoint.hooks import HookFolder, folder_to_read
-from easymp.checkpoint.load import Reading
+from easymp.checkpoint.load import CheckpointReader
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.manifest import Box
-from easymp.checkpoint.save import Saves, Target
-from easymp.checkpoint.snapshot import Brought, Snapshot
-from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.save import LocalChunk, Saves, Snapshot, Target, per_rank
+from easymp.checkpoint.storage import LocalStorage
 from easymp.distributed import Ranks, World, read_ranks
 
 
@@ -24,7 +23,7 @@ def world(timeout: float = 60.0) -> World:
     return World(read_ranks(), torch.device("cpu"), timeout)
 
 
-def alone() -> World:
+def single_world() -> World:
     """A world of one, in any environment."""
     return World(Ranks(), torch.device("cpu"))
 
@@ -36,34 +35,34 @@ class Rows:
         self.rank, self.seed = rank, seed
         generator = torch.Generator().manual_seed(seed)
         self.shape = (rows * size, columns)
-        whole = torch.randn(self.shape, generator=generator)
-        self.mine = whole[rank * rows : (rank + 1) * rows].clone()
+        all_rows = torch.randn(self.shape, generator=generator)
+        self.own_rows = all_rows[rank * rows : (rank + 1) * rows].clone()
         self.box = Box((rank * rows, 0), (rows, columns))
         self.all = torch.randint(0, 100, (5,), generator=generator, dtype=torch.uint8)
 
     def collect(self, into: Snapshot) -> None:
-        into.parts["model/rows", self.box] = self.mine
-        into.brought.append(Brought("model/rows", self.mine.dtype, self.shape, self.box))
+        into.tensors["model/rows", self.box] = self.own_rows
+        into.chunks.append(LocalChunk("model/rows", self.own_rows.dtype, self.shape, self.box))
         into.states["model"] = {"rows": {"$": "tensor", "name": "model/rows"}}
         into.add("state/all", {"all": self.all, "seed": self.seed})
         into.add("state/own", self.seed + self.rank, own=True)
 
-    def restore(self, source: Reading) -> Callable[[], None]:
-        mine, rest = torch.empty_like(self.mine), source.state("state/all")
-        source.fill([("model/rows", self.box, mine)])
-        own = source.state("state/own", own=True)
+    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+        own_rows, shared = torch.empty_like(self.own_rows), source.state("state/all")
+        source.fill([("model/rows", self.box, own_rows)])
+        rank_value = source.state(per_rank(source.rank, "state/own"))
         assert "model" in source
 
         def put() -> None:
-            self.mine.copy_(mine)
-            self.all.copy_(rest["all"])
-            self.seed = rest["seed"]
-            assert own == self.seed + self.rank
+            self.own_rows.copy_(own_rows)
+            self.all.copy_(shared["all"])
+            self.seed = shared["seed"]
+            assert rank_value == self.seed + self.rank
 
         return put
 
     def values(self) -> list[Any]:
-        return [self.mine.tolist(), self.all.tolist(), self.seed]
+        return [self.own_rows.tolist(), self.all.tolist(), self.seed]
 
 
 class Fails:
@@ -76,7 +75,7 @@ class Fails:
         if into.rank == self._rank:
             raise ValueError("the state is lost")
 
-    def restore(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None]:
         return lambda: None
 
 
@@ -84,28 +83,30 @@ def target(root: str | Path, step: int, name: str | None = None) -> Target:
     return Target(LocalStorage(root), name or f"step-{step:08d}", step, {})
 
 
-def save(root, seed, step=None, hooked=False, anew=False, **more):
-    """A checkpoint of a world of one, with the values of `seed`, continued from the last one there unless it begins `anew`; with two
-    files of a hook, if `hooked`."""
-    saves, where = Saves(alone()), target(root, seed if step is None else step)
-    folder, _, _ = newest(where.storage)
+def save(root, seed, step=None, hooked=False, anew=False, **options):
+    """Save the values of `seed` in a world of one, with two files of a hook if `hooked`.
+
+    The save continues the last checkpoint there, unless it begins `anew`.
+    """
+    saves, save_target = Saves(single_world()), target(root, seed if step is None else step)
+    folder, _, _ = find_newest(save_target.storage)
     if folder is not None and not anew:
-        saves.line.loaded(where.storage, folder, open_manifest(where.storage, folder))
-    extra = of_a_hook(where, seed) if hooked else NONE
+        saves.line.loaded(save_target.storage, folder, open_manifest(save_target.storage, folder))
+    extra = of_a_hook(save_target, seed) if hooked else NO_FILES
     try:
-        saves.save(where, [Rows(0, 1, seed)], extra=extra, **more)
+        saves.save(save_target, [Rows(0, 1, seed)], extra=extra, **options)
     finally:
         extra.close()
     saves.close()
 
 
-def of_a_hook(where: Target, seed: int) -> Extra:
-    folder = HookFolder(alone(), where.storage, where.name)
+def of_a_hook(save_target: Target, seed: int) -> ExtraFiles:
+    folder = HookFolder(single_world(), save_target.storage, save_target.name)
     try:
-        there = LocalStorage(folder.path)
-        there.make("a/b")
+        storage = LocalStorage(folder.path)
+        storage.make("a/b")
         for name in HOOKED:
-            there.put(name, [bytes([seed]) * 5000], 5000)
+            storage.put(name, [bytes([seed]) * 5000], 5000)
         return folder.collect()
     except BaseException as error:
         folder.close()
@@ -119,7 +120,7 @@ HOOKED = ("a/b/one.bin", "a/.two")
 
 def loaded(root: str | Path, name: str, ranks: World | None = None) -> list[Any]:
     """What is in a checkpoint, verified."""
-    ranks = ranks or alone()
+    ranks = ranks or single_world()
     rows = Rows(ranks.rank, ranks.size, seed=-1)
     storage = LocalStorage(root)
     manifest = load(ranks, storage, name, [rows]).manifest

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import easymp
 import easymp.hardware
 from easymp.base import env
 from easymp.cli import main, plot
@@ -30,48 +32,39 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def on_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes a machine of the table this one."""
-    return lambda name: monkeypatch.setattr(easymp.hardware, "detect", lambda *args, **named: MACHINES[name])
+    assert easymp.detect  # its lazy import must not keep the patch
+    return lambda name: monkeypatch.setattr(easymp.hardware, "detect", lambda *args, **keywords: MACHINES[name])
 
 
 @pytest.fixture
 def config(folder, monkeypatch, capsys, on_machine):
-    """Runs ``easymp config`` on a machine, with words on the command line; returns what it prints, errors too."""
+    """Runs ``easymp config`` with arguments on a machine; returns its output with the errors."""
 
-    def run(machine: str, *words: str, code: int = 0) -> str:
+    def run(machine: str, *arguments: str, code: int = 0) -> str:
         on_machine(machine)
-        assert main(["config", *words]) == code
-        said = capsys.readouterr()
-        return said.out + said.err
+        assert main(["config", *arguments]) == code
+        return "".join(capsys.readouterr())
 
     return run
 
 
 @pytest.fixture
 def talk(config: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Runs ``easymp config`` in a terminal, in which each answer is typed and Enter pressed; later questions get Enter alone.
+    """Runs ``easymp config`` in a terminal, where each answer is typed with Enter, and Enter for other questions.
 
     An answer to a list is text by which it is filtered. Where the keys end, Ctrl-C leaves.
     """
-    prompt_toolkit = pytest.importorskip(
-        "prompt_toolkit", reason="an optional package is not installed: questionary"
-    )
+    pytest.importorskip("prompt_toolkit", reason="an optional package is not installed: questionary")
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
 
-    assert prompt_toolkit
-
-    class Terminal:
-        @staticmethod
-        def isatty() -> bool:
-            return True
-
-    def run(machine: str, *answers: str, words: str = "", leave: str = "", code: int = 0) -> str:
-        monkeypatch.setattr(sys, "stdin", Terminal())
-        keys = "".join(f"{answer}\r" for answer in answers) + (leave or "\r" * 9 + "\x03")
+    def run(machine: str, *answers: str, arguments: str = "", last_key: str = "", code: int = 0) -> str:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+        keys = "".join(f"{answer}\r" for answer in answers) + (last_key or "\r" * 9 + "\x03")
         with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
             pipe.send_text(keys)
-            return config(machine, *words.split(), code=code)
+            return config(machine, *arguments.split(), code=code)
 
     return run
 

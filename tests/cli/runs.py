@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from easymp.cli.compare.runs import FAILURE, FINISHED, End, Point, Record, Run, Task
+from easymp.cli.compare.runs import Record, Run
 from easymp.cli.compare.verdict import conclude
+from easymp.cli.harness import FAILURE, FINISHED, End, Script
+from easymp.cli.plot import Point
 
 MACHINE: dict[str, Any] = {
     "processor": "Some Xeon",
@@ -47,19 +49,19 @@ acc.end_training()
 
 
 def run(variant, seconds, number=1, *, values=None, others=0.0, samples=1000, peak=1 << 30, why=""):
-    """A run that took `seconds` from the first of 100 updates to the last; one that failed where there are none."""
+    """A run that took `seconds` from the first of 100 updates to the last; a failed one for None."""
     if seconds is None:
         return Run(variant, number, None, End(FAILURE, why, 1e9, 3.0, others), None)
     curves = {
-        name: [Point(i * 100 // len(held), seconds * i / len(held), value) for i, value in enumerate(held, 1)]
-        for name, held in (values or {}).items()
+        name: [Point(i * 100 // len(curve), seconds * i / len(curve), value) for i, value in enumerate(curve, 1)]
+        for name, curve in (values or {}).items()
     }
     plan = {"processes": 1, "precision": {"value": variant.name, "reason": "asked for", "source": "x"}}
     memory = [(-0.5, peak // 2), (0.0, peak), (seconds, peak)]
-    held = {"samples": samples, "peak": peak, "device_memory": True, "memory": memory}
-    record = Record(1e9 + 2.0, 1.0, seconds, 100, curves, plan, MACHINE, **held)
+    usage = {"samples": samples, "peak": peak, "device_memory": True, "memory": memory}
+    record = Record(1e9 + 2.0, 1.0, seconds, 100, curves, plan, MACHINE, **usage)
     return Run(variant, number, None, End(FINISHED, "", 1e9, seconds + 4.0, others), record)
 
 
 def comparison(*runs, folder=Path("nowhere"), metrics=(), script="train.py"):
-    return conclude(Task(script, ["--lr", "0.1"]), runs, folder, metrics)
+    return conclude(Script(script, ["--lr", "0.1"]), runs, folder, metrics)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from easymp.cli.compare.runs import Run, Variant, choose, metric
+from easymp.cli.compare.runs import Metric, Run, Variant, choose
 from easymp.cli.compare.verdict import Comparison, interval
 from easymp.cli.plot import running_mean
 
@@ -19,83 +19,84 @@ A, B, C = Variant("fp32"), Variant("bf16"), Variant("O1")
 
 
 @pytest.mark.parametrize(
-    ("names", "chosen"),
+    ("names", "metrics"),
     [
         ("loss lr accuracy", "loss accuracy lr"),
         ("lr a b c train_loss eval_loss eval_accuracy", "train_loss eval_accuracy"),
         ("eval/loss a b c d", "eval/loss"),
-        ("val/loss ce_loss a b c val_acc train_acc", "ce_loss val_acc"),
+        ("val/loss loss a b c val_acc train_acc", "loss val_acc"),
         ("a b", "a b"),
         ("a b c d e", ""),
     ],
 )
-def test_loss_and_accuracy_or_all_of_a_few_are_compared(names: str, chosen: str) -> None:
-    assert [each.name for each in choose(names.split())] == chosen.split()
-    assert [each.name for each in choose(names.split(), ["f1", "nothing"])] == ["f1", "nothing"]
+def test_loss_and_accuracy_or_all_of_a_few_are_compared(names: str, metrics: str) -> None:
+    assert [metric.name for metric in choose(names.split())] == metrics.split()
+    assert [metric.name for metric in choose(names.split(), ["f1", "nothing"])] == ["f1", "nothing"]
 
 
 def test_only_known_names_have_a_direction() -> None:
-    better = {"loss": -1, "top5": 1, "valAcc": 1, "eval/F1": 1, "perplexity": -1, "lr": 0, "lossless": 0}
-    assert {name: metric(name).better for name in better} == better
+    directions = {"loss": -1, "top5": 1, "valAcc": 1, "eval/F1": 1, "perplexity": -1, "lr": 0, "lossless": 0}
+    assert {name: Metric(name).direction for name in directions} == directions
 
 
 def test_a_noisy_curve_ends_with_a_mean_and_is_drawn_as_one() -> None:
-    assert metric("loss").final([5.0] * 20 + [1.0]) == 1.0
-    assert metric("loss").final([5.0] * 98 + [1.0, 2.0, 3.0, 2.0, 2.0]) == pytest.approx(2.0)
+    assert Metric("loss").final([5.0] * 20 + [1.0]) == 1.0
+    assert Metric("loss").final([5.0] * 98 + [1.0, 2.0, 3.0, 2.0, 2.0]) == pytest.approx(2.0)
     points = [(float(i), float(i % 2)) for i in range(100)]
     mean = running_mean(points)
     assert [x for x, _ in mean] == [x for x, _ in points] and mean[0] == points[0]
     assert mean[50][1] == pytest.approx(sum(i % 2 for i in range(48, 53)) / 5)
 
 
-def runs(variant: Variant, seconds: list[float], *accuracies: float, **more: Any) -> list[Run]:
+def runs(variant: Variant, seconds: list[float], *accuracies: float, **options: Any) -> list[Run]:
     """A run for each of `seconds`; the last of `accuracies` is that of those without their own."""
-    found = []
-    for number, each in enumerate(seconds, 1):
+    results = []
+    for number, duration in enumerate(seconds, 1):
         values = {"accuracy": [accuracies[min(number, len(accuracies)) - 1]]} if accuracies else {}
-        found.append(run(variant, each, number, values=values, **more))
-    return found
+        results.append(run(variant, duration, number, values=values, **options))
+    return results
 
 
-def said(*groups: list[Run]) -> Comparison:
-    return comparison(*(one for group in groups for one in group))
+def compared(*plans: list[Run]) -> Comparison:
+    return comparison(*(run for plan in plans for run in plan))
 
 
 SLOW, FAST, ODD = [10, 10.2, 9.9], [6.2, 6.1, 6.3], [10, 12, 8]
-GUESS = (
-    "Probably use bf16 if its results are good enough: fastest of 2 (2.00 × fp32, 1 run each, bf16 unproven)."
-)
-NOT_SHOWN = "Use fp32: bf16 is not shown to be faster "
-WORSE = "(3 runs each); bf16 1.61 × faster, but worse: accuracy 88.00% (fp32: 98.90%)."
+NOT_SHOWN = "Use fp32: no other plan is shown to be faster; bf16 took "
+WORSE = "(3 runs each); bf16 took 0.62 × as long, but is worse: accuracy 88.00% (fp32: 98.90%)."
 
 
 @pytest.mark.parametrize(
-    ("one", "two", "words"),
+    ("fp32", "bf16", "sentence"),
     [
         # three runs that do not overlap are evidence, fewer a hint, less than a tenth nothing
-        (runs(A, SLOW, 0.989), runs(B, FAST, 0.987), "Use bf16: fastest of 2 (1.61 × fp32, 3 runs each)."),
-        (runs(A, FAST, 0.989), runs(B, SLOW, 0.987), "Use fp32: fastest of 2 (1.61 × bf16, 3 runs each)."),
-        (runs(A, [10], 0.989), runs(B, [5], 0.987), GUESS),
-        (runs(A, [10], 0.989), runs(B, [9.5], 0.987), NOT_SHOWN + "(0.95 × bf16, 1 run each, bf16 unproven)."),
-        (runs(A, ODD, 0.9), runs(B, [7, 9, 6], 0.9), NOT_SHOWN + "(0.70 ×"),
-        (runs(A, SLOW), runs(B, FAST), "Use bf16 if its results are good enough: fastest of 2"),
+        (runs(A, SLOW, 0.989), runs(B, FAST, 0.987), "Use bf16: fp32 took 1.61 × as long (3 runs each)."),
+        (runs(A, FAST, 0.989), runs(B, SLOW, 0.987), "Use fp32: bf16 took 1.61 × as long (3 runs each)."),
+        (
+            runs(A, [10], 0.989),
+            runs(B, [5], 0.987),
+            "Probably use bf16 if its results are good enough: fp32 took 2.00 × as long (1 run each, bf16 unproven).",
+        ),
+        (runs(A, [10], 0.989), runs(B, [9.5], 0.987), NOT_SHOWN + "0.95 × as long (1 run each, bf16 unproven)."),
+        (runs(A, ODD, 0.9), runs(B, [7, 9, 6], 0.9), NOT_SHOWN + "0.70 ×"),
+        (runs(A, SLOW), runs(B, FAST), "Use bf16 if its results are good enough: fp32 took"),
         # on a busy machine many runs are a hint, and few show only a factor that other work does not explain
-        (runs(A, [10], others=30.0), runs(B, [5]), NOT_SHOWN + "(0.50 × bf16"),
-        (runs(A, [10], others=30.0), runs(B, [95]), "Probably use fp32: fastest of 2 (9.50 × bf16"),
-        (runs(A, SLOW, 0.9, others=30.0), runs(B, FAST, 0.9), "Probably use bf16: fastest of 2"),
+        (runs(A, [10], others=30.0), runs(B, [5]), NOT_SHOWN + "0.50 × as long"),
+        (runs(A, [10], others=30.0), runs(B, [95]), "Probably use fp32: bf16 took 9.50 × as long"),
+        (runs(A, SLOW, 0.9, others=30.0), runs(B, FAST, 0.9), "Probably use bf16: fp32"),
         # a metric that is worse by more than the tolerance, or NaN
         (runs(A, SLOW, 0.989), runs(B, FAST, 0.88), WORSE),
         (runs(A, SLOW, 0.95, 0.97, 0.96), runs(B, FAST, 0.94, 0.945, 0.95), "bf16 unproven)"),
-        (runs(A, [10], 0.989), runs(B, [5], math.nan), "but worse: accuracy nan (fp32: 98.90%)."),
-        (runs(A, [10], math.nan), runs(B, [50], 0.9), "Use bf16: the only one of 2"),
+        (runs(A, [10], 0.989), runs(B, [5], math.nan), "but is worse: accuracy nan (fp32: 98.90%)."),
+        (runs(A, [10], math.nan), runs(B, [50], 0.9), "Use bf16: its results are not worse"),
         # runs of other lengths are compared by speed
-        (runs(A, SLOW, 0.9), runs(B, SLOW, 0.9, samples=2000), "Use bf16: fastest of 2 (2.00 × fp32"),
+        (runs(A, SLOW, 0.9), runs(B, SLOW, 0.9, samples=2000), "Use bf16: fp32 took 2.00 × as long"),
         (runs(A, [10]), [run(B, None, why="no")], "Only fp32 finished"),
         ([run(A, None)], [run(B, None)], "No plan finished with at least two updates"),
     ],
 )  # fmt: skip
-def test_the_sentence_is_as_strong_as_its_evidence(one: list[Run], two: list[Run], words: str) -> None:
-    assert words in said(one, two).verdict.sentence
+def test_the_sentence_is_as_strong_as_its_evidence(fp32: list[Run], bf16: list[Run], sentence: str) -> None:
+    assert sentence in compared(fp32, bf16).verdict.sentence
 
 
 def test_several_plans() -> None:
@@ -103,11 +104,12 @@ def test_several_plans() -> None:
     fast = [run(A, 10 + i / 10, i, values=values) for i, values in enumerate(losses, 1)]
     worse = [run(B, 13 + i / 10, i, values={"loss": [2.0, 1.06]}) for i in range(1, 6)]
     slow = [run(C, 304 + i, i, values={"loss": [2.0, 1.0]}) for i in range(1, 6)]
-    verdict, sentence = said(fast, worse, slow).verdict, "fastest of 3 (1.29 × bf16, 5 runs each, bf16 worse)"
-    assert (verdict.take, verdict.sentence) == ("fp32", f"Use fp32: {sentence}; O1 30 × slower.")
+    verdict = compared(fast, worse, slow).verdict
+    assert verdict.sentence == "Use fp32: bf16 took 1.29 × as long, O1 30 × (5 runs each, bf16 worse)."
     assert [standing.result for standing in verdict.standings] == ["reference", "worse", "follows"]
     # plans that are as fast leave the choice to the reference or a proven one
-    assert said(runs(A, [30, 31, 32], 0.9), runs(B, SLOW, 0.9), runs(C, SLOW, 0.89)).verdict.take == "bf16"
+    tied = compared(runs(A, [30, 31, 32], 0.9), runs(B, SLOW, 0.9), runs(C, SLOW, 0.89))
+    assert tied.verdict.recommended == "bf16"
 
 
 def test_the_interval_excludes_no_difference_where_the_rank_test_does() -> None:
@@ -116,26 +118,26 @@ def test_the_interval_excludes_no_difference_where_the_rank_test_does() -> None:
     assert interval([1, 2, 3], [4, 6, 8], operator.sub) == (-7, -1)
     draw = random.Random(0)
     for _ in range(100):
-        one, two = ([draw.gauss(shift, 1) for _ in range(draw.randint(3, 7))] for shift in (0, 1.5))
-        low, high = interval(one, two, operator.sub) or (0, 0)
-        chance = stats.mannwhitneyu(one, two, method="exact").pvalue
+        first, second = ([draw.gauss(shift, 1) for _ in range(draw.randint(3, 7))] for shift in (0, 1.5))
+        low, high = interval(first, second, operator.sub) or (0, 0)
+        chance = stats.mannwhitneyu(first, second, method="exact").pvalue
         assert (low > 0 or high < 0) == (chance <= 0.1)
 
 
 def test_a_loss_decides_where_there_is_no_accuracy() -> None:
     better = run(B, 5, values={"loss": [3.0, 1.02], "lr": [1.0]})
     worse = run(C, 4, values={"loss": [3.0, 1.2], "lr": [1.0]})
-    found = comparison(run(A, 10, values={"loss": [3.0, 1.0], "lr": [1.0]}), better, worse)
-    assert found.verdict.take == "bf16"
-    assert "O1 1.25 × faster, but worse: loss 1.2 (fp32: 1)." in found.verdict.sentence
+    verdict = comparison(run(A, 10, values={"loss": [3.0, 1.0], "lr": [1.0]}), better, worse).verdict
+    assert verdict.recommended == "bf16"
+    assert "O1 took 0.80 × as long, but is worse: loss 1.2 (fp32: 1)." in verdict.sentence
 
 
 def test_doubts() -> None:
-    two, three = run(B, 10, others=12.0), run(C, 5, others=6.4, samples=None)
-    found = comparison(run(A, None, why="no", others=2.0), two, three, metrics=("loss",))
-    surer, busy, counts = found.verdict.doubts
-    assert found.missing == "No run logged loss. Logged: nothing, so the script calls no acc.log."
-    assert found.verdict.sentence.endswith("; fp32 did not finish.")
-    assert surer == "To be sure, compare 3 runs or more of each plan (--repeats), on a quiet machine."
+    failed = run(A, None, why="no", others=2.0)
+    doubtful = comparison(failed, run(B, 10, others=12.0), run(C, 5, others=6.4, samples=None), metrics=("loss",))
+    repeats, busy, lengths = doubtful.verdict.doubts
+    assert doubtful.missing == "No run logged loss. Logged: nothing, so the script calls no acc.log."
+    assert doubtful.verdict.sentence.endswith("; fp32 did not finish.")
+    assert repeats == "To be sure, compare 3 runs or more of each plan (--repeats), on a quiet machine."
     assert "12.0 of its 64 processors during bf16 (run 1)" in busy and "1 of 3 runs" in busy
-    assert "in updates a second (bf16: 100 updates, 1,000 samples, O1: 100 updates)" in counts
+    assert "updates a second are compared (bf16: 100 updates, O1: 100 updates)" in lengths

@@ -14,6 +14,8 @@ from easymp.hardware import CPU, Device
 
 from ..hardware.machines import MACHINES
 
+pytestmark = pytest.mark.reads_hardware
+
 H100 = Device("cuda", 0, "H100", 80 << 30, (9, 0), "sm_90", frozenset({"bf16", "fp8"}), bf16=True, fp16=True)
 OLD = Device("cuda", 1, "Old", 8 << 30, (3, 5), "sm_35", built_for=False)
 XEON = CPU("Some Xeon", "x86_64", 32, 64, 2, 256 << 30, frozenset({"avx2", "amx_bf16"}))
@@ -22,9 +24,9 @@ SERVER = Hardware(XEON, (H100, OLD), "nvidia", "NVLink", ("no XPU: torch is buil
 
 def test_this_machine(capsys):
     assert main(["env"]) == 0
-    out = capsys.readouterr().out
-    for word in "easymp torch processor usable Plan precision strategy kernels".split():
-        assert word in out
+    output = capsys.readouterr().out
+    for title in "easymp torch processor usable Plan precision strategy kernels".split():
+        assert title in output
     assert main(["env", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert set(record) == {"versions", "hardware", "kernels", "plan"}
@@ -33,18 +35,18 @@ def test_this_machine(capsys):
 
 
 def test_why_there_are_no_kernels(monkeypatch):
-    for packages, said in (
+    for packages, reason in (
         ({}, "CuPy is not installed: pip install 'easymp[cuda13]'"),
         ({"cupy-cuda13x": "14.2.0"}, "CuPy 14.2.0 (cupy-cuda13x)"),
     ):
-        found = Facts("13.0", None, bool(packages), packages, None)
-        monkeypatch.setattr(cuda, "facts", lambda device, found=found: found)
-        assert env.kernels(SERVER) == said
+        cupy = Facts("13.0", None, bool(packages), packages, None)
+        monkeypatch.setattr(cuda, "facts", lambda device, cupy=cupy: cupy)
+        assert env.kernels(SERVER) == reason
 
 
 def test_facts_of_another_machine():
     text = env.table(env.facts(SERVER)) + env.table(env.facts(MACHINES["8xH100"]))
-    for words in (
+    for fact in (
         "Some Xeon (x86_64)",
         "32 cores, 64 threads usable, 2 NUMA node(s), 256.0 GiB",
         "cuda:0     H100, 80.0 GiB",
@@ -54,7 +56,7 @@ def test_facts_of_another_machine():
         "not found  no XPU",
         "cuda:0-7   8 x NVIDIA H100 80GB HBM3, 79.1 GiB",
     ):
-        assert words in text
+        assert fact in text
 
 
 @pytest.mark.parametrize(
@@ -71,15 +73,15 @@ def test_facts_of_another_machine():
 )
 def test_what_would_be_decided_on_another_machine(machine, lines, folder, capsys):
     assert main(["env", "--for", machine]) == 0
-    said = capsys.readouterr().out
-    assert [line for line in lines.split("|") if not re.search(line, said)] == []
+    output = capsys.readouterr().out
+    assert [line for line in lines.split("|") if not re.search(line, output)] == []
 
 
 def test_what_would_be_refused_on_another_machine(folder, monkeypatch, capsys):
     monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
-    assert main(["env", "--for", "8xV100"]) == 1
+    assert main(["env", "--for", "8xV100"]) == 2
     assert "NVIDIA V100-16GB (sm_70) has no bf16 units" in capsys.readouterr().err
-    assert main(["env", "--for", ""]) == 1
+    assert main(["env", "--for", ""]) == 2
     assert "'' describes no machine" in capsys.readouterr().err
     assert main(["env", "--for", "2x8xA100-80GB", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

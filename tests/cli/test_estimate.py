@@ -1,9 +1,14 @@
-"""``easymp estimate``: the bytes for a model, the rows that fit on machines that are written down, and how it is told."""
+"""``easymp estimate``.
+
+The bytes for a model, the rows that fit on machines that are written down, and how it is told.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,14 +26,14 @@ from ..strategies import models
 
 
 @pytest.fixture
-def ask(on_machine: Callable[[str], None], capsys: Any, folder: Path) -> Callable[..., Any]:
+def estimate(on_machine: Callable[[str], None], capsys: Any, folder: Path) -> Callable[..., Any]:
     """Runs ``easymp estimate`` on a machine of the table; returns its JSON, or the error where `code` is 1."""
 
-    def run(words: str, machine: str = "8xH100", code: int = 0) -> Any:
+    def run(arguments: str, machine: str = "8xH100", code: int = 0) -> Any:
         on_machine(machine)
-        assert main(["estimate", *words.split(), "--json"]) == code
-        said = capsys.readouterr()
-        return said.err if code else json.loads(said.out)
+        assert main(["estimate", *arguments.split(), "--json"]) == code
+        output, err = capsys.readouterr()
+        return err if code else json.loads(output)
 
     return run
 
@@ -39,7 +44,7 @@ import torch
 def make():
     return torch.nn.Linear(3, 5)
 
-def looks():
+def reads_values():
     model = torch.nn.Linear(3, 5)
     assert model.weight.sum().item() < 1e9
     return model
@@ -73,8 +78,7 @@ def names(record: dict[str, Any]) -> list[tuple[int, str, str]]:
 
 def test_a_table_and_the_advice(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    words = "estimate 1.5B --memory 80GB --processes 1,8 --optimizer momentum"
-    assert main(words.split()) == 0
+    assert main("estimate 1.5B --memory 80GB --processes 1,8 --optimizer momentum".split()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1.5B: 1,500,000,000 parameters, momentum"
     assert lines[2] == "on  strategy  precision  weights  gradients  states  copies  total   spare"
@@ -83,8 +87,8 @@ def test_a_table_and_the_advice(capsys, monkeypatch):
     assert "fits with" in " ".join(lines[-2:])
 
 
-def test_rows_are_those_of_the_arithmetic(ask):
-    record = ask("500K --processes 1,8 --optimizer sgd")
+def test_rows_are_those_of_the_arithmetic(estimate):
+    record = estimate("500K --processes 1,8 --optimizer sgd")
     spread = [(8, s, p) for s in ("ddp", "zero1", "fsdp") for p in ("fp32", "bf16")]
     assert names(record) == [(1, "single", "fp32"), (1, "single", "bf16"), *spread]
     available = MACHINES["8xH100"].devices[0].memory
@@ -98,9 +102,10 @@ def test_rows_are_those_of_the_arithmetic(ask):
 
 
 @pytest.mark.parametrize(
-    ("words", "machine", "said"),
+    ("arguments", "machine", "sentence"),
     [
-        ("1.5B", "8xH100", "ddp on 8 with bf16 fits with 38.3 GiB to spare; the fewest processes are 1, by single on 1 with bf16"),
+        ("1.5B", "8xH100",
+         "ddp on 8 with bf16 fits with 38.3 GiB to spare; the fewest processes are 1, by single on 1 with bf16"),
         ("7B", "8xH100", "fsdp on 8 with bf16 fits with"),
         ("7B --optimizer sgd --processes 2", "8xH100", "on 2 with"),
         ("70B --processes 8", "8xH100", "nothing fits: fsdp on 8 with bf16 comes nearest"),
@@ -112,121 +117,52 @@ def test_rows_are_those_of_the_arithmetic(ask):
         ("7B --for 2x4xA100-80GB", "laptop CPU", "fsdp on 8 with bf16 fits with"),
     ],
 )  # fmt: skip
-def test_what_is_suggested(ask, words, machine, said):
-    record = ask(words, machine)
-    assert said in record["suggestion"]
-    taken = record["suggested"] and "{strategy} on {processes} with {precision}".format(**record["suggested"])
-    assert taken is None or taken in record["suggestion"]
+def test_the_suggestion(estimate, arguments, machine, sentence):
+    record = estimate(arguments, machine)
+    assert sentence in record["suggestion"]
+    row = record["suggested"] and "{strategy} on {processes} with {precision}".format(**record["suggested"])
+    assert row is None or row in record["suggestion"]
 
 
-def test_processes_of_a_cpu_share_its_memory_and_devices_do_not(ask):
+def test_processes_of_a_cpu_share_its_memory_and_devices_do_not(estimate):
     server, eight = MACHINES["Sapphire Rapids"], MACHINES["8xH100"]
-    by_world = {row["world"]: row["available"] for row in ask("1M", "Sapphire Rapids")["rows"]}
+    by_world = {row["world"]: row["available"] for row in estimate("1M", "Sapphire Rapids")["rows"]}
     assert by_world == {n: server.cpu.memory // n for n in (1, 2, 4, 8)}
-    for words, available in (
+    for arguments, available in (
         ("1M --processes 1,16", eight.devices[0].memory),
         ("1M --processes 1 --cpu", eight.cpu.memory),
         ("1M --memory 5GB", 5 * 10**9),
         ("7B --for 2x4xA100-80GB", 80 * 10**9),
     ):
-        assert {row["available"] for row in ask(words)["rows"]} == {available}
+        assert {row["available"] for row in estimate(arguments)["rows"]} == {available}
 
 
-def test_predicted_time(script, ask, capsys):
-    ask_for = "1B --precision bf16 --strategy single,ddp,zero1,fsdp,hsdp,tensor_parallel --time 2048"
-    record = ask(f"{ask_for} --for 2x8xH100 --processes 1,16")
-    time = {row["strategy"]: row["time"] for row in record["rows"]}
-    for row in record["rows"]:
-        assert row["flops"] == [2 * 10**9 * 2048, 4 * 10**9 * 2048]  # 6 a parameter and token
-        seconds = row["time"]["seconds"]
-        if row["strategy"] == "tensor_parallel":
-            assert seconds is None and "tensor_parallel is not predicted" in row["time"]["why"]
-        else:
-            assert row["time"]["compute"] == pytest.approx(6 * 10**9 * 2048 / 989.4e12 / 0.5)
-            assert seconds == pytest.approx(sum(row["time"][p] for p in ("compute", "links", "optimizer")))
-            assert row["tokens_per_second"] == pytest.approx(row["world"] * 2048 / seconds)
-    # Whole weights of 4 bytes go over 8 adapters of 50 GB/s; under ddp while backward runs.
-    gathered = 4e9 * 15 / 16 / 320e9 + 40e-6
-    late = max(0, 2 * gathered - 40e-6 - time["ddp"]["compute"] * 2 / 3)
-    assert time["single"]["links"] == 0 and time["ddp"]["links"] == pytest.approx(late)
-    assert time["zero1"]["links"] == pytest.approx(late + gathered)
-    assert time["single"]["optimizer"] == pytest.approx(28e9 / 2680e9)  # 7 tensors of 4 bytes
-    assert time["fsdp"]["optimizer"] == pytest.approx(28e9 / 2680e9 / 16, rel=0.01)
-    assert time["hsdp"]["optimizer"] == pytest.approx(28e9 / 2680e9 / 8, rel=0.01)
-    assert "the fastest that fits is predicted to be fsdp on 16 with bf16: " in record["suggestion"]
-    slow, fast = (ask(f"{ask_for} --for 2x8x{gpu} --processes 16")["rows"] for gpu in ("A100", "B200"))
-    assert all(a["time"]["seconds"] > b["time"]["seconds"] for a, b in zip(slow[:4], fast[:4]))
-
-    counted = ask(f"{script}:Once --for H100 --input 32x64 --time --precision fp32")["rows"][0]
-    assert counted["flops"] == [2 * 32 * 64 * 64, 2 * 32 * 64 * 64]  # the input needs no gradient
-    assert counted["samples_per_second"] == pytest.approx(32 / counted["time"]["seconds"])
-    assert "time" not in ask("1M")["rows"][0]
-    for words, why in (
-        ("1M --for 4xcpu-64GB --time", "has no known rate of fp32 products"),
-        ("1M --for 2x80GB --time", "a GPU of 80 GB has no known rate of"),
-        (
-            '1M --for 2xH100 --strategy fsdp --options {"cpu_offload":true} --time',
-            "fsdp with cpu_offload is not predicted",
-        ),
-    ):
-        assert any(why in note for note in ask(words)["notes"]), words
-    assert "--time '0' is not a whole number" in ask("1M --time 0", code=1)
-    assert main(["estimate", "1B", "--for", "8xH100", "--time"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "seconds tokens/s" in said and "of an update of 4,096 tokens a rank, predicted" in said
-
-
-def test_recomputation_costs_a_forward(ask, folder, capsys):
-    lines = (
-        "from torch import nn",
-        "def make():",
-        "    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)",
-    )
-    Path("gpt_of_mine.py").write_text("\n".join([*lines, "    return nn.TransformerEncoder(layer, 4)"]))
-    words = "gpt_of_mine:make --for H100 --input 2x32x64 --precision bf16 --time"
-    plain, again = (ask(words + more)["rows"][0] for more in ("", " --activation-checkpointing"))
-    attention = 4 * 4 * 2 * 32 * 32 * 64  # 4 layers, two products
-    assert plain["flops"][0] == 2 * 64 * (4 * 4 * 64 * 64 + 4 * 2 * 64 * 128) + attention
-    assert again["flops"] == [plain["flops"][0], sum(plain["flops"])]
-    assert again["time"]["compute"] > plain["time"]["compute"] and again["total"] < plain["total"]
-    both = ask(words)
-    first, second = both["rows"][:2]
-    assert (first["recomputed"], second["recomputed"]) == ("", "blocks") and second["total"] == again["total"]
-    assert second["largest"] > first["largest"] > 2
-    filled = ask(words.replace("2x32", f"{first['largest']}x32"))["rows"][0]
-    over = ask(words.replace("2x32", f"{first['largest'] * 21 // 20}x32"))["rows"][0]
-    assert filled["fits"] and not over["fits"]
-    assert filled["samples_per_second"] == pytest.approx(first["largest_per_second"], rel=0.01)
-    assert f"in micro-batches of {first['largest']:,}" in both["suggestion"]
-
-
-def test_what_is_impossible_is_left_out_and_said_where_it_was_asked_for(ask):
-    record = ask("1M --precision fp32,bf16,half", "V100")
+def test_impossible_rows_are_left_out_and_named_on_request(estimate):
+    record = estimate("1M --precision fp32,bf16,half", "V100")
     assert {precision for _, _, precision in names(record)} == {"fp32", "fp16"}
     assert record["refused"][0].startswith("bf16: ")
-    usual = ask("1M", "V100")
-    assert {precision for _, _, precision in names(usual)} == {"fp32", "fp16"} and not usual["refused"]
-    laptop = ask("1M --processes 1", "laptop CPU")
+    defaults = estimate("1M", "V100")
+    assert {precision for _, _, precision in names(defaults)} == {"fp32", "fp16"} and not defaults["refused"]
+    laptop = estimate("1M --processes 1", "laptop CPU")
     assert [precision for _, _, precision in names(laptop)] == ["fp32", "bf16"]  # auto is fp32 there
-    words = "1M --precision bf16,fp8 --memory 1GB --processes 2 --strategy fsdp,tensor_parallel"
-    elsewhere = ask(words, "V100")
-    assert names(elsewhere) == [(2, "fsdp", "bf16"), (2, "fsdp", "fp8"), (2, "tensor_parallel", "bf16")]
-    assert elsewhere["refused"][0].startswith("tensor_parallel on 2 with fp8: ")
-    alone = ask("1M --strategy single,fsdp --processes 1,2")
-    assert names(alone)[0] == (1, "single", "fp32")
-    assert [r.split(":")[0] for r in alone["refused"]] == ["fsdp on 1", "single on 2"]
+    remote = estimate("1M --precision bf16,fp8 --memory 1GB --processes 2 --strategy fsdp,tensor_parallel", "V100")
+    assert names(remote) == [(2, "fsdp", "bf16"), (2, "fsdp", "fp8"), (2, "tensor_parallel", "bf16")]
+    assert remote["refused"][0].startswith("tensor_parallel on 2 with fp8: ")
+    mixed = estimate("1M --strategy single,fsdp --processes 1,2")
+    assert names(mixed)[0] == (1, "single", "fp32")
+    assert [r.split(":")[0] for r in mixed["refused"]] == ["fsdp on 1", "single on 2"]
 
 
-def test_options_of_a_strategy_and_ranks_of_a_node(ask):
+def test_options_of_a_strategy_and_ranks_of_a_node(estimate):
     base = "10M --strategy fsdp --processes 2"
-    held, offloaded = (ask(base + more)["rows"][0] for more in ("", ' --options {"cpu_offload":true}'))
-    assert offloaded["weights"] == 0 < held["weights"]
-    near, far = (ask(f"10M --strategy hsdp --processes 8 --per-node {n}")["rows"][0] for n in (2, 8))
-    assert near["weights"] > 3 * far["weights"]
+    plain, offloaded = (estimate(base + options)["rows"][0] for options in ("", ' --options {"cpu_offload":true}'))
+    assert offloaded["weights"] == 0 < plain["weights"]
+    small, large = (estimate(f"10M --strategy hsdp --processes 8 --per-node {n}")["rows"][0] for n in (2, 8))
+    assert small["weights"] > 3 * large["weights"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "sentence"),
     [
         ("7B --memory lots", "--memory 'lots' is not a size"),
         ("7B --options {'a':1} --strategy fsdp", "--options, line 1"),
@@ -257,11 +193,42 @@ def test_options_of_a_strategy_and_ranks_of_a_node(ask):
         ("7B --for 8xH100 --memory 3GB", "--for 8xH100 says it, and so does --memory 3GB"),
         ("7B --for 4xcpu", "names no memory: write it, as in 4xcpu-64GB"),
         ("7B --for 8xH101", "did you mean 'H100'?"),
+        (
+            "config.json",
+            "describes a model of transformers, and transformers is not installed: pip install transformers",
+        ),
+        ("org/model-7b", "hf download org/model-7b config.json --local-dir model-7b; then pass model-7b/config.json"),
     ],
 )
-def test_wrong_words(ask, words, said):
+def test_wrong_arguments(estimate, arguments, sentence, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
     Path("weights.bin").write_bytes(b"")
-    assert said in ask(words, code=1)
+    Path("config.json").write_text("{}")
+    assert sentence in estimate(arguments, code=2)
+
+
+def test_a_config_of_hugging_face_is_built_by_transformers(estimate, monkeypatch):
+    module = types.ModuleType("transformers")
+    module.__spec__ = importlib.machinery.ModuleSpec("transformers", None)
+    config = types.SimpleNamespace(architectures=["Tiny"])
+    module.AutoConfig = types.SimpleNamespace(from_pretrained=lambda folder, local_files_only: config)
+    module.AutoModel = types.SimpleNamespace(from_config=None)
+    module.Tiny = lambda config: nn.Linear(3, 5)
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    Path("config.json").write_text("{}")
+    record = estimate("config.json --processes 1 --input 2x3")
+    assert record["parameters"] == 20 and record["rows"][0]["activations"] > 0
+    assert record["notes"][0] == "config.json: Tiny of transformers, without weights"
+    module.Tiny = lambda config: 1 / 0
+    assert "cannot build the model of config.json (ZeroDivisionError" in estimate("config.json", code=2)
+
+
+def test_predictions_of_time_are_gone(capsys):
+    for command in ("estimate 7B --time=8192", "compare train.py --predict train:make", "config --measure"):
+        assert main(command.split()) == 2
+        assert "it was removed. Instead: easymp compare measures" in capsys.readouterr().err
+    with pytest.raises(AttributeError, match="easymp compare measures the time of an update"):
+        memory.predict  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -271,8 +238,8 @@ def test_wrong_words(ask, words, said):
         *((str(n), n) for n in (999, 1_234_567, 10**7, 124_439_808, 10**11)),
     ],
 )
-def test_a_count_is_treated_as_a_transformer_of_exactly_that_size(ask, text, count):
-    record = ask(f"{text} --processes 1,2 --precision fp32")
+def test_a_count_is_treated_as_a_transformer_of_exactly_that_size(estimate, text, count):
+    record = estimate(f"{text} --processes 1,2 --precision fp32")
     single, *_, sharded = record["rows"]
     assert record["parameters"] == count and single["weights"] == 4 * count
     blocks = count >= 10**6  # smaller ones are a number
@@ -287,25 +254,25 @@ def save(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Modu
     return model
 
 
-def test_a_file_needs_as_much_as_its_model(ask, folder):
+def test_a_file_needs_as_much_as_its_model(estimate, folder):
     # No name says that a table is multiplied with, too: "tied" in fp32 only.
     for kind, precision in (("mlp", "fp32"), ("mlp", "bf16"), ("conv", "bf16"), ("tied", "fp32")):
         model = save(kind, folder)
-        for row in ask(f"model.safetensors --processes 2 --precision {precision}")["rows"]:
+        for row in estimate(f"model.safetensors --processes 2 --precision {precision}")["rows"]:
             need = memory.estimate(model, strategy=row["strategy"], precision=precision, world=2)
             for name in ("weights", "buffers", "gradients", "states", "copies"):
                 assert row[name] == getattr(need, name), (kind, precision, name)
 
 
-def test_types_of_a_file(ask, folder):
+def test_types_of_a_file(estimate, folder):
     count = sum(p.numel() for p in save("mlp", folder, torch.bfloat16).parameters())
     for dtype, itemsize, notes in (("", 4, 1), (" --dtype own", 2, 0), (" --dtype fp16", 2, 1)):
-        record = ask(f"model.safetensors --processes 1 --precision fp32 --optimizer sgd{dtype}")
+        record = estimate(f"model.safetensors --processes 1 --precision fp32 --optimizer sgd{dtype}")
         assert (record["rows"][0]["weights"], record["parameters"]) == (count * itemsize, count)
         assert sum(note.startswith("the file holds bfloat16") for note in record["notes"]) == notes
 
 
-def test_shards_with_an_index_and_names_of_all_kinds(ask, folder):
+def test_shards_with_an_index_and_names_of_all_kinds(estimate, folder):
     layers = {f"model.layers.{i}.attn.q.weight": (4, 8) for i in range(2)}
     parts = {
         "a.safetensors": {"model.layers.0.attn.q.bias": (4,), "model.layers.0.norm.weight": (8,)},
@@ -318,7 +285,7 @@ def test_shards_with_an_index_and_names_of_all_kinds(ask, folder):
     index = {name: file for file, shapes in parts.items() for name in shapes}
     index |= dict.fromkeys(buffers, "b.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    record = ask("model.safetensors.index.json --processes 1,2 --precision bf16")
+    record = estimate("model.safetensors.index.json --processes 1,2 --precision bf16")
     assert record["parameters"] == 2 * 32 + 4 + 8 + 72 + 4
     single, *_, sharded = record["rows"]
     assert single["buffers"] == 3 * 4 + 8
@@ -326,20 +293,24 @@ def test_shards_with_an_index_and_names_of_all_kinds(ask, folder):
     assert 0 < sharded["gathered"] < single["weights"] / 2  # the blocks are found
 
 
-def test_functions_classes_and_models(script, ask):
-    before = list(sys.path)
-    made, looked, kept = (ask(f"{script}:{name}") for name in ("make", "looks", "Space.model"))
-    assert made["parameters"] == looked["parameters"] == kept["parameters"] == 20
-    assert "built in the host's memory" in looked["notes"][0]
-    assert not any("host's memory" in note for note in made["notes"] + kept["notes"])
-    assert sys.path == before
+def test_functions_classes_and_models(script, estimate):
+    path = list(sys.path)
+    function, reader, attribute = (estimate(f"{script}:{name}") for name in ("make", "reads_values", "Space.model"))
+    assert function["parameters"] == reader["parameters"] == attribute["parameters"] == 20
+    assert "built in the host's memory" in reader["notes"][0]
+    assert not any("host's memory" in note for note in function["notes"] + attribute["notes"])
+    assert sys.path == path
 
 
-def test_activations_of_a_batch_are_counted_once_a_precision(script, ask, capsys):
-    record = ask(f"{script}:Once --processes 1,2,4 --input 32x64")
+def test_activations_of_a_batch_are_counted_once_a_precision(script, estimate, capsys):
+    record = estimate(f"{script}:Once --processes 1,2,4 --input 32x64")
     assert len(sys.modules[script].calls) == 2
     of_fp32 = {row["activations"] for row in record["rows"] if row["precision"] == "fp32"}
     assert of_fp32 == {3 * 32 * 64 * 4} and not any("activations" in note for note in record["notes"])
-    assert any("--input" in note for note in ask(f"{script}:Once --processes 1")["notes"])
+    assert any("--input" in note for note in estimate(f"{script}:Once --processes 1")["notes"])
+    first = record["rows"][0]
+    filled = estimate(f"{script}:Once --processes 1 --input {first['largest']}x64")["rows"][0]
+    rows = estimate(f"{script}:Once --processes 1 --input {first['largest'] * 21 // 20}x64")["rows"][0]
+    assert filled["fits"] and not rows["fits"]
     assert main(["estimate", f"{script}:Once", "--processes", "1", "--input", "32x64"]) == 0
     assert "activations  total" in capsys.readouterr().out

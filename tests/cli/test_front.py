@@ -12,71 +12,143 @@ from pathlib import Path
 import pytest
 
 import easymp.cli as cli
-from easymp import RefusedError, __version__
+from easymp import CheckpointError, RefusedError, __version__
+from easymp.errors import NoCheckpointError, nearest
 
 
 def test_help_lists_every_command(capsys):
     assert cli.main(["--help"]) == 0
-    out = capsys.readouterr().out
-    for name, words in cli.COMMANDS.items():
-        assert f"{name} " in out and words in out
+    output = capsys.readouterr().out
+    for name, summary in cli.COMMANDS.items():
+        assert f"{name} " in output and summary in output
 
 
-WITHOUT_TORCH = {
-    "--help": (0, "commands:"),
-    "checkpoint --help": (0, "verify"),
-    "completion bash": (0, "complete -o "),
-    "launch nofile.py": (1, "'nofile.py' is not a file: pass the script's path"),
-    "launch --slurm print nofile.py": (1, "'nofile.py' is not a file"),
-    "launch --config nofile.toml train.py": (1, "'nofile.toml' is not a file"),
-    "launch --config . train.py": (1, "'.' is not a file"),
-    "compare nofile.py": (1, "'nofile.py' is not a file"),
-    "prove nofile.py": (1, "'nofile.py' is not a file"),
-    "compare --strategy zero3 -m json": (1, "did you mean 'fsdp'?"),
-    "estimate 7B --strategy fsp": (1, "strategy 'fsp' is not one of single"),
-    "estimate 7B --precision bf61": (1, "did you mean 'bf16'?"),
-    "estimate 7B --processes two": (1, "'two' is not a whole number"),
-    "estimate nofile": (1, "'nofile' is not a model"),
-    "estimate 0": (1, "is not a number of parameters"),
-    "launch -m nomodule": (1, "there is no module 'nomodule'"),
-    "checkpoint list": (2, "required: PLACE"),
-    "env nofile": (2, "unrecognized arguments: nofile"),
-    "test --processes 0": (1, "below the smallest possible value, 1"),
-    "config --from nofile.json": (1, "'nofile.json' is not a file"),
-    "config --from fifo": (1, "'fifo' is not a file"),
-    "config --from .": (1, "'.' is not a file"),
+GOOD = {"--help": "commands:", "checkpoint --help": "verify", "completion bash": "complete -o "}
+WRONG_USAGE = {
+    "": "usage",
+    "--nonsense": "unrecognized arguments: --nonsense",
+    "typo": "there is no command 'typo'. Known: launch, ",
+    "lanch": "there is no command 'lanch', did you mean 'launch'? Known: launch, ",
+    "launch": "required: SCRIPT",
+    "launch --proceses 2 train.py": "unrecognized arguments: --proceses, did you mean '--processes'?",
+    "launch --num_processes 2 train.py": "--num_processes, did you mean '--processes'?",
+    "launch --nproc_per_node=2 train.py": "--nproc_per_node=2, did you mean '--processes'?",
+    "launch --strategy fsdp train.py": "--strategy: write --set strategy=VALUE",
+    "compare train.py --mixed_precision bf16": "did you mean '--precision'?",
+    "launch nofile.py": "'nofile.py' is not a file: pass the script's path",
+    "launch -m nomodule": "there is no module 'nomodule'",
+    "launch --slurm print nofile.py": "'nofile.py' is not a file",
+    "launch --config nofile.toml train.py": "'nofile.toml' is not a file",
+    "launch --config . train.py": "'.' is not a file",
+    "launch --set sede=1 train.py": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
+    "test --processes 0": "below the smallest possible value, 1",
+    "env nofile": "unrecognized arguments: nofile",
+    "config --from nofile.json": "'nofile.json' is not a file",
+    "config --from fifo": "'fifo' is not a file",
+    "config --from .": "'.' is not a file",
+    "compare nofile.py": "'nofile.py' is not a file",
+    "compare train.py --repeets 3": "unrecognized arguments: --repeets 3, did you mean '--repeats'?",
+    "compare train.py --plans": "--plans (the script's own",  # and no hint to --repeats
+    "compare missing1 missing2": "missing1, missing2: there is no such file or folder",
+    "compare train.py --set sede=1": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
+    "compare --strategy zero3 -m json": "did you mean 'fsdp'?",
+    "prove nofile.py": "'nofile.py' is not a file",
+    "prove train.py --strategy dpd": "did you mean 'ddp'?",
+    "prove train.py --set sede=1": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
+    "rehearse train.py --typo": "--typo (the script's own",  # and no hint to --for
+    "rehearse nofile.py": "'nofile.py' is not a file",
+    "replay nowhere --step 3": "'nowhere' is not a folder",
+    "plot nowhere": "there is no such file or folder",
+    "estimate nofile": "'nofile' is not a model",
+    "estimate 0": "is not a number of parameters",
+    "estimate 7B --strategy fsp": "strategy 'fsp' is not one of single",
+    "estimate 7B --precision bf61": "did you mean 'bf16'?",
+    "estimate 7B --processes two": "'two' is not a whole number",
+    "completion tcsh": "invalid choice: 'tcsh'",
+    "checkpoint list": "required: PATH",
+    "checkpoint verfy x": "did you mean 'verify'?",
+}
+WRONG_AFTER_TORCH = {
+    "env --for 8xH101": "did you mean 'H100'?",
+    "config --yes --set sede=1": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
+    "rehearse train.py --precision bf61": "did you mean 'bf16'?",
+    "replay . --step 3": "has no record of its script",
+    "checkpoint list nowhere": "nowhere: there is no such file or folder",
+    "checkpoint verify nowhere": "nowhere: there is no such file or folder",
+    "checkpoint verify .": ": not a checkpoint",
+    "checkpoint inspect .": ": not a checkpoint",
+    "checkpoint diff . .": ": not a checkpoint",
+    "checkpoint merge . out": ": not a checkpoint",
+    "checkpoint convert . out": ".: no weights",
 }
 
 
-def test_arguments_are_checked_before_torch_is_imported(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
+def test_wrong_usage_of_every_command_is_2_and_named_before_torch_is_imported(folder):
+    (folder / "train.py").touch()
+    os.mkfifo(folder / "fifo")
+    lines = {**GOOD, **WRONG_USAGE, **WRONG_AFTER_TORCH}
+    assert {line.split(" ")[0] for line in WRONG_USAGE} >= set(cli.COMMANDS)
     code = f"""
 import contextlib, io, json, sys
 from easymp.cli import main
-found = {{}}
-for line in {list(WITHOUT_TORCH)!r}:
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-        found[line] = main(line.split()), said.getvalue(), "torch" in sys.modules
-print(json.dumps(found))
+outcomes = {{}}
+for line in {list(lines)!r}:
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(text):
+        outcomes[line] = main(line.split()), text.getvalue(), "torch" in sys.modules
+print(json.dumps(outcomes))
 """
-    words = {"capture_output": True, "text": True, "timeout": 100, "check": True, "cwd": tmp_path}
-    done = subprocess.run([sys.executable, "-c", code], **words)
-    for line, (status, said, torch) in json.loads(done.stdout).items():
-        wanted, words = WITHOUT_TORCH[line]
-        assert (status, torch) == (wanted, False), (line, said)
-        assert words in said, (line, said)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    for line, (status, text, torch) in json.loads(process.stdout).items():
+        assert status == (0 if line in GOOD else 2) and lines[line] in text, (line, text)
+        assert not torch or line in WRONG_AFTER_TORCH, line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["compare", "prove", "rehearse"])
+def test_a_script_that_fails_is_a_verdict(command, folder, capsys):
+    (folder / "fails.py").write_text("raise ValueError('on purpose')")
+    assert cli.main([command, "fails.py"]) == 1
+    assert "ValueError: on purpose" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (0, 0),
+        (1, 1),
+        (7, 7),  # of launch
+        (CheckpointError("damaged"), 1),
+        (NoCheckpointError("none there"), 2),
+        (RefusedError("not here"), 2),
+        (SystemExit(2), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_one_function_decides_the_exit_code(outcome, code):
+    assert cli.exit_code(outcome) == code
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("--proceses", ["--processes", "--for"], "'--processes'"),
+        ("EASYMP_SEDE", ["EASYMP_SEED"], "'EASYMP_SEED'"),
+        ("full", ["FULL_SHARD", "NO_SHARD"], "'FULL_SHARD'"),  # the beginning of a name
+        ("zero3", ["ddp", "fsdp"], "'fsdp'"),  # what others call it
+        ("--plans", ["--repeats", "--precision"], None),
+        ("--typo", ["--for"], None),
+        ("typo", ["plot", "auto"], None),
+        ("EASYMP_X", ["EASYMP_CPU"], None),
+    ],
+)
+def test_a_hint_is_near_or_there_is_none(name, known, hint):
+    assert nearest(name, known) == (f", did you mean {hint}?" if hint else "")
 
 
 def test_python_m_easymp():
     command = [sys.executable, "-m", "easymp", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout == f"easymp {__version__}\n"
-
-
-def test_wrong_usage_is_2_and_names_the_nearest(capsys):
-    for words in ([], ["--nonsense"], ["launch"], ["launch", "--proceses", "2", "x.py"], ["lanch"]):
-        assert cli.main(words) == 2
-    assert "there is no command 'lanch', did you mean 'launch'? Known: launch, " in capsys.readouterr().err
+    process = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert process.stdout == f"easymp {__version__}\n"
 
 
 def test_exit_codes_and_errors_are_the_commands(monkeypatch, capsys):
@@ -100,7 +172,7 @@ def test_exit_codes_and_errors_are_the_commands(monkeypatch, capsys):
     assert cli.main(["env", "--lou"]) == 2  # abbreviations would change their meaning with every new option
     capsys.readouterr()
     Command.error = RefusedError("not here; there")
-    assert cli.main(["env"]) == 1
+    assert cli.main(["env"]) == 2
     assert capsys.readouterr().err == "easymp: not here; there\n"
     Command.error = KeyboardInterrupt()
     assert cli.main(["env"]) == 130
@@ -120,7 +192,7 @@ _shtab_easymp; printf '%s\\n' "${{COMPREPLY[@]}}"
 FISH = "source {file}; complete -C '{line}'"
 
 
-def ask(shell: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
+def complete(shell: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
     """What `shell` offers for the last word of `line`."""
     if shutil.which(shell) is None:
         pytest.skip(f"an optional package is not installed: the shell {shell}")
@@ -128,29 +200,29 @@ def ask(shell: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str])
     if not file.exists():
         assert cli.main(["completion", shell]) == 0
         file.write_text(capsys.readouterr().out)
-    words = " ".join(f"'{word}'" for word in line.split(" "))
-    script = {"bash": BASH, "fish": FISH}[shell].format(file=file, words=words, line=line)
-    done = subprocess.run(
+    arguments = " ".join(f"'{argument}'" for argument in line.split(" "))
+    script = {"bash": BASH, "fish": FISH}[shell].format(file=file, words=arguments, line=line)
+    process = subprocess.run(
         [shell, "--norc" if shell == "bash" else "-N", "-c", script], cwd=folder,
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder)}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    assert done.stderr == ""
-    offered = [answer.split("\t")[0].strip() for answer in done.stdout.splitlines()]
-    return {word for word in offered if word.startswith(line.split(" ")[-1])}
+    assert process.stderr == ""
+    offered = [answer.split("\t")[0].strip() for answer in process.stdout.splitlines()]
+    return {argument for argument in offered if argument.startswith(line.split(" ")[-1])}
 
 
 @pytest.mark.parametrize("shell", ["bash", "fish"])
 def test_what_can_follow_is_offered(shell, tmp_path, capsys):
     pytest.importorskip("shtab", reason="an optional package is not installed: shtab (of the extra 'cli')")
     (tmp_path / "train.py").touch()
-    assert ask(shell, "easymp la", tmp_path, capsys) == {"launch"}
-    assert ask(shell, "easymp ", tmp_path, capsys) >= set(cli.COMMANDS)
-    assert ask(shell, "easymp checkpoint ver", tmp_path, capsys) == {"verify"}
-    assert ask(shell, "easymp checkpoint merge --max", tmp_path, capsys) == {"--max-shard-size"}
-    assert "--processes" in ask(shell, "easymp launch --pro", tmp_path, capsys)
-    assert ask(shell, "easymp completion ", tmp_path, capsys) >= {"bash", "fish", "zsh"}
-    assert "--processes" not in ask(shell, "easymp env --", tmp_path, capsys)
-    assert "train.py" in ask(shell, "easymp launch tr", tmp_path, capsys)
+    assert complete(shell, "easymp la", tmp_path, capsys) == {"launch"}
+    assert complete(shell, "easymp ", tmp_path, capsys) >= set(cli.COMMANDS)
+    assert complete(shell, "easymp checkpoint ver", tmp_path, capsys) == {"verify"}
+    assert complete(shell, "easymp checkpoint merge --max", tmp_path, capsys) == {"--max-shard-size"}
+    assert "--processes" in complete(shell, "easymp launch --pro", tmp_path, capsys)
+    assert complete(shell, "easymp completion ", tmp_path, capsys) >= {"bash", "fish", "zsh"}
+    assert "--processes" not in complete(shell, "easymp env --", tmp_path, capsys)
+    assert "train.py" in complete(shell, "easymp launch tr", tmp_path, capsys)
 
 
 def test_every_command_and_flag_is_there_and_other_shells_are_refused(capsys):

@@ -52,101 +52,96 @@ ALWAYS = {"mixed_precision": "auto", "strategy": "auto", "gradient_accumulation_
 
 
 @pytest.fixture
-def take(config: Callable[..., str]) -> Callable[..., tuple[dict[str, Any], str]]:
-    """Imports a text on a machine with eight GPUs; returns what is written beyond the defaults, and what is said."""
+def import_text(config: Callable[..., str]) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Imports a text on a machine with eight GPUs; returns the settings beyond the defaults, and the output."""
 
     def run(text: str | dict[str, Any], name: str = "given.yaml"):
         Path(name).write_text(text if isinstance(text, str) else json.dumps(text))  # JSON is YAML, too
-        said = config("8xH100", "--yes", "--from", name, "--file", "new.toml")
-        found = tomllib.loads(Path("new.toml").read_text())
+        output = config("8xH100", "--yes", "--from", name, "--file", "new.toml")
+        settings = tomllib.loads(Path("new.toml").read_text())
         Path("new.toml").unlink()
-        return {key: value for key, value in found.items() if ALWAYS.get(key) != value and value != {}}, said
+        return {key: value for key, value in settings.items() if ALWAYS.get(key) != value and value != {}}, output
 
     return run
 
 
-def said_of(said: str, start: str) -> str:
+def sentence_of(output: str, key: str) -> str:
     """The sentence under the line of a key."""
-    lines = said.splitlines()
-    return lines[next(i for i, line in enumerate(lines) if line.startswith(start)) + 1]
+    lines = output.splitlines()
+    return lines[next(i for i, line in enumerate(lines) if line.startswith(key)) + 1]
 
 
-def test_a_sharded_training_of_accelerate(take):
-    found, said = take(SHARDED)
-    options = {"cpu_offload": True, "reshard_after_forward": False, "wrap": ["GPT2Block", "BertLayer"]}
-    assert found == {
+def test_a_sharded_training_of_accelerate(import_text):
+    settings, output = import_text(SHARDED)
+    assert settings == {
         "debug": True,
         "strategy": "fsdp",
         "mixed_precision": "bf16",
         "activation_checkpointing": "blocks",
         "launch": {"main_address": "10.0.0.1", "main_port": 29501, "nodes": "2", "processes": 8},
-        "strategy_options": options,
+        "strategy_options": {"cpu_offload": True, "reshard_after_forward": False, "wrap": ["GPT2Block", "BertLayer"]},
     }
-    assert "--node-rank 1" in said_of(said, "machine_rank")
+    assert "--node-rank 1" in sentence_of(output, "machine_rank")
 
 
-def test_a_configuration_of_deepspeed(take):
-    found, said = take(ENGINE, "ds_config.json")
-    assert found == {
+def test_a_configuration_of_deepspeed(import_text):
+    settings, output = import_text(ENGINE, "ds_config.json")
+    assert settings == {
         "gradient_accumulation_steps": 4,
         "mixed_precision": "fp16",
         "strategy": "fsdp",
         "strategy_options": {"reshard_after_forward": False, "cpu_offload": True},
         "scaler_options": {"init_scale": 256.0, "growth_interval": 500, "hysteresis": 2},
     }
-    adam = "torch.optim.AdamW(model.parameters(), lr=0.001, betas=(0.9, 0.95)); no counterpart: torch_adam"
-    assert adam in said_of(said, "optimizer")
-    assert "accelerator.clip_grad_norm_(model.parameters(), 0.5)" in said_of(said, "gradient_clipping")
-    assert "4 x 4 on 4 processes" in said_of(said, "train_batch_size")
-    assert said_of(said, "zero_optimization.overlap_comm").strip().startswith("no counterpart")
-    plain = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
-    assert "lr=0.001, weight_decay=0.0)" in said_of(take(plain)[1], "optimizer")  # DeepSpeed's default
+    assert "Adam is torch.optim.AdamW(..., weight_decay=0.0)" in sentence_of(output, "optimizer")
+    assert "accelerator.clip_grad_norm_(model.parameters(), 0.5)" in sentence_of(output, "gradient_clipping")
+    assert "of 64 / (processes x accumulation)" in sentence_of(output, "train_batch_size")
+    assert sentence_of(output, "zero_optimization.overlap_comm").strip().startswith("no counterpart")
 
 
 def test_a_file_for_several_processes_on_a_machine_that_starts_one(config):
     Path("ds_config.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
-    words = ["--yes", "--from", "ds_config.json"]
-    said = config("laptop CPU", *words)
-    assert "is for several processes" in said and re.search(r"processes +2 \(assumed\)", said)
-    assert said.endswith("easymp launch --processes 2 train.py\n")
+    arguments = ["--yes", "--from", "ds_config.json"]
+    output = config("laptop CPU", *arguments, code=2)
+    assert "strategy = fsdp cannot run here" in output and "or --for MACHINE to write the file for another" in output
+    config("laptop CPU", *arguments, "--for", "8xH100")
     assert resolve().strategy == "fsdp" and "\nprocesses" not in Path("easymp.toml").read_text()
-    assert "strategy = fsdp cannot run here" in config("laptop CPU", *words, "--set", "processes=1", code=1)
-    config("laptop CPU", *words, "--set", "strategy=single", "--file", "single.toml")
+    config("laptop CPU", *arguments, "--set", "strategy=single", "--file", "single.toml")
     assert "strategy_options" not in tomllib.loads(Path("single.toml").read_text())
 
 
 def test_the_command_line_wins_over_the_foreign_file_and_that_over_ours(config):
-    theirs = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_batch_size": 1}
-    Path("ds.json").write_text(json.dumps(theirs))
+    foreign = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_batch_size": 1}
+    Path("ds.json").write_text(json.dumps(foreign))
     Path("easymp.toml").write_text("mixed_precision = 'bf16'\ngradient_accumulation_steps = 4\nseed = 3\n")
     config("2xA100 NVLink", "--yes", "--from", "ds.json", "--set", "project_dir=runs")
-    found = resolve()
-    assert (found.mixed_precision, found.strategy, found.project_dir) == ("fp16", "fsdp", "runs")
-    assert found.strategy_options == {"reshard_after_forward": False}
-    assert (found.gradient_accumulation_steps, found.seed) == (4, 3)
+    settings = resolve()
+    assert (settings.mixed_precision, settings.strategy, settings.project_dir) == ("fp16", "fsdp", "runs")
+    assert settings.strategy_options == {"reshard_after_forward": False}
+    assert (settings.gradient_accumulation_steps, settings.seed) == (4, 3)
     Path("bf16.json").write_text('{"bf16": {"enabled": true}}')
-    said = config("T4", "--yes", "--from", "bf16.json", "--file", "new.toml", code=1)
-    assert "bf16.json: mixed_precision = bf16 cannot run here" in said
+    output = config("T4", "--yes", "--from", "bf16.json", "--file", "new.toml", code=2)
+    assert "bf16.json: mixed_precision = bf16 cannot run here" in output
 
 
-def test_a_file_that_names_another_is_read_with_it(take, config):
+def test_a_file_that_names_another_is_read_with_it(import_text, config):
     Path("ds.json").write_text(ENGINE)
     engine = {"deepspeed_config_file": "ds.json"}
-    outer = {"distributed_type": "DEEPSPEED", "deepspeed_config": engine, "num_processes": 4}
-    found, _ = take(outer)
-    assert (found["strategy"], found["mixed_precision"]) == ("fsdp", "fp16")
-    assert found["launch"] == {"processes": 4}
-    for change, words in (
-        ({"gradient_accumulation_steps": 2}, "ds.json, line 2: gradient_accumulation_steps would be"),
+    content = {"distributed_type": "DEEPSPEED", "deepspeed_config": engine, "num_processes": 4}
+    settings, _ = import_text(content)
+    assert (settings["strategy"], settings["mixed_precision"]) == ("fsdp", "fp16")
+    assert settings["launch"] == {"processes": 4}
+    for change, sentence in (
+        ({"gradient_accumulation_steps": 2}, "ds.json: gradient_accumulation_steps would be"),
         ({"deepspeed_config": {"deepspeed_config_file": "/absent.json"}}, "absent.json' is not a file"),
     ):
-        Path("given.yaml").write_text(json.dumps({**outer, **change}))
-        assert words in config("8xH100", "--yes", "--from", "given.yaml", code=1)
+        Path("given.yaml").write_text(json.dumps({**content, **change}))
+        assert sentence in config("8xH100", "--yes", "--from", "given.yaml", code=2)
 
 
-def multi(kind: str = "MULTI_GPU", **more: Any) -> dict[str, Any]:
+def multi(kind: str = "MULTI_GPU", **content: Any) -> dict[str, Any]:
     """A file of Accelerate for four processes."""
-    return {"distributed_type": kind, "num_processes": 4, **more}
+    return {"distributed_type": kind, "num_processes": 4, **content}
 
 
 DDP, FOUR, BF16 = {"strategy": "ddp"}, {"launch": {"processes": 4}}, {"mixed_precision": "bf16"}
@@ -163,7 +158,7 @@ REDUCED = {"compile": {"what": "blocks", "mode": "reduce-overhead"}}
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("content", "settings"),
     [
         ({"distributed_type": "NO"}, ONE),
         ({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}, {"cpu": True} | ONE),
@@ -181,8 +176,8 @@ REDUCED = {"compile": {"what": "blocks", "mode": "reduce-overhead"}}
         (multi("FSDP", fsdp_config={"fsdp_sharding_strategy": "NO_SHARD"}), DDP | FOUR),
         (multi("DEEPSPEED", deepspeed_config={"zero_stage": 1}), {"strategy": "zero1"} | FOUR),
         (multi("DEEPSPEED", deepspeed_config={"zero_stage": 0}), DDP | FOUR),
-        (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_tp_degree": 2}), TP | FOUR),
-        (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_pp_degree": 2}), {"strategy": "pipeline"} | FOUR),
+        (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_tp_degree": 2}), FOUR),
+        (multi(parallelism_config={"parallelism_config_tp_size": 2}), TP | FOUR),
         (multi(parallelism_config=SPLIT), HSDP | FOUR),
         ({"fp16": {"enabled": "auto"}, "train_batch_size": "auto"}, {}),
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, BF16 | {"strategy": "zero1"}),
@@ -191,8 +186,8 @@ REDUCED = {"compile": {"what": "blocks", "mode": "reduce-overhead"}}
         ({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}}, {"log_with": "tensorboard,wandb"}),
     ],
 )  # fmt: skip
-def test_what_is_taken(take, given, taken):
-    assert take(given)[0] == taken
+def test_settings_of_a_file(import_text, content, settings):
+    assert import_text(content)[0] == settings
 
 
 ZERO, OFF = "zero_optimization", {"offload_param": {"device": "cpu"}}
@@ -201,42 +196,40 @@ SIZES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
 
 
 @pytest.mark.parametrize(
-    ("given", "line", "words"),
+    ("content", "key", "pattern"),
     [
         (multi(num_proceses=8), "num_proceses", "unknown, nothing taken: .*did you mean 'num_processes'"),
         ({ZERO: {"stge": 1}}, f"{ZERO}.stge", "did you mean 'stage'"),
         (multi(num_machines=3), "num_processes", "4 processes do not divide among 3 machines"),
         (multi(gpu_ids="0,1"), "gpu_ids", "CUDA_VISIBLE_DEVICES=0,1"),
-        (multi(fsdp_config={"fsdp_version": 2}), "fsdp_config", "not in force: .* MULTI_GPU"),
+        (multi(fsdp_config={"fsdp_version": 2}), "fsdp_config", "not in force: distributed_type is MULTI_GPU"),
         ({ZERO: OFF}, f"{ZERO}.off", "strategy stays auto"),
         ({ZERO: {"stage": 1, **OFF}}, f"{ZERO}.off", "zero1 has no option"),
         ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, f"{ZERO}.off", "moved to disks"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer", "no counterpart: OneBitAdam"),
-        ({"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}}, "optimizer", r"easymp.optim.LAMB\(model"),
-        (WARM_UP, "scheduler", r"easymp.compat.deepspeed.WarmupLR\(optimizer, warmup_num_steps=9\)"),
+        (WARM_UP, "scheduler", "easymp.compat.deepspeed has DeepSpeed's schedules"),
         ({"fp16": {"enabled": False, "loss_scale": 8}}, "fp16.loss_scale", "fp16 is not enabled"),
-        (SIZES, "train_batch", r"= 64 / \(4 x processes\)"),
+        (SIZES, "train_micro", r"batch_size=4\)"),
         ({"bf16": {"enabled": True}}, "(no gradient_clipping)", "clips at 1.0"),
         ({"flops_profiler": {"enabled": False, "profile_step": 1}}, "flops_profiler", "off"),
     ],
 )
-def test_what_is_said(take, given, line, words):
-    assert re.search(words, said_of(take(given)[1], line))
+def test_sentences_of_keys(import_text, content, key, pattern):
+    assert re.search(pattern, sentence_of(import_text(content)[1], key))
 
 
 TWO = '{"bf16": {"enabled": true},\n "fp16": {"enabled": true}}'
-THREE = '{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}'
 SHARD = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "words"),
+    ("name", "text", "sentence"),
     [
-        ("a.yaml", "distributed_type: NO\nnum_processes: eight\n", "line 2: num_processes = eight"),
-        ("a.yaml", "distributed_type: MULTI_GPUS\n", "line 1: distributed_type = MULTI_GPUS is not one of"),
-        ("a.yaml", "debug: true\nmixed_precision: bf61\n", "line 2: mixed_precision = 'bf61' is not one of"),
-        ("a.yaml", "debug: true\nuse_cpu: no\ndebug: false\n", "line 3: the key 'debug' stands twice"),
-        ("a.yaml", SHARD, "line 3: fsdp_config.fsdp_sharding_strategy = 7"),
+        ("a.yaml", "distributed_type: NO\nnum_processes: eight\n", "a.yaml: num_processes = eight"),
+        ("a.yaml", "distributed_type: MULTI_GPUS\n", "a.yaml: distributed_type = MULTI_GPUS is not one of"),
+        ("a.yaml", "debug: true\nmixed_precision: bf61\n", "a.yaml: mixed_precision = 'bf61' is not one of"),
+        ("a.yaml", "debug: true\nuse_cpu: no\ndebug: false\n", "a.yaml: the key 'debug' stands twice"),
+        ("a.yaml", SHARD, "a.yaml: fsdp_config.fsdp_sharding_strategy = 7"),
+        ("a.yaml", SHARD.replace("7", "12"), "a.yaml: fsdp_config.fsdp_sharding_strategy = 12"),
         ("a.yaml", "debug: [1\n", "is not valid YAML"),
         ("a.yaml", "a: &x [*x]\ndebug: *x\n", "has an alias"),
         ("a.yaml", "debug: " + "[" * 5000, "a.yaml"),
@@ -245,12 +238,14 @@ SHARD = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n"
         ("a.toml", "x = 1\n", "holds no keys"),
         ("a.yaml", "learning_rate: 1\n", "neither Accelerate nor DeepSpeed"),
         ("a.json", TWO, "fp16 and bf16 are enabled at once"),
-        ("a.json", '{"fp16": {"enabled": true},\n "fp16": {}}', "line 2: the key 'fp16' stands twice"),
-        ("a.json", '{"fp16": 1}', "line 1: fp16 = 1 is not a group of keys"),
+        ("a.json", '{"fp16": {"enabled": true},\n "fp16": {}}', "a.json: the key 'fp16' stands twice"),
+        ("a.json", '{"fp16": 1}', "a.json: fp16 = 1 is not a group of keys"),
         ("a.json", '{"gradient_accumulation_steps": 0}', "below the smallest possible value, 1"),
-        ("a.json", '{"zero_optimization":\n {"stage": 4}}', "line 2: zero_optimization.stage = 4 is not a"),
-        ("a.json", THREE, "not a multiple of 2"),
-        ("a.json", '{"optimizer": {"type": "Adam", "lr": 1}}', "has 'lr' beside type"),
+        (
+            "a.json",
+            '{"zero_optimization":\n {"stage": 4}}',
+            "a.json: zero_optimization.stage = 4 is not an integer from 0 to 3",
+        ),
         ("a.json", '{\n"a" 1}', "a.json, line 2"),
         ("a.json", '{"a": /* no end', "a.json, line 1"),
         ("a.json", '{"a": NaN}', "NaN is not a finite number"),
@@ -260,48 +255,47 @@ SHARD = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n"
         ("a.json", '{"a": ' + "9" * 5000 + "}", "a.json is not valid JSON"),
     ],
 )
-def test_wrong_files_are_refused_with_the_line(name, text, words, config):
+def test_wrong_files_are_refused_with_the_key(name, text, sentence, config):
     Path(name).write_text(text)
-    assert words in config("8xH100", "--yes", "--from", name, code=1)
+    assert sentence in config("8xH100", "--yes", "--from", name, code=2)
     assert not Path("easymp.toml").exists()
 
 
 def test_without_pyyaml_the_message_names_the_package(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     Path("a.yaml").write_text(SHARDED)
-    assert "pip install 'easymp[yaml]'" in config("8xH100", "--yes", "--from", "a.yaml", code=1)
+    assert "pip install 'easymp[yaml]'" in config("8xH100", "--yes", "--from", "a.yaml", code=2)
     Path("ds").write_text(ENGINE)
     assert "(DeepSpeed)" in config("8xH100", "--yes", "--from", "ds")  # JSON needs nothing
 
 
-def test_every_key_that_accelerate_writes_is_known(take) -> None:
+def test_every_key_that_accelerate_writes_is_known(import_text) -> None:
     spec = importlib.util.find_spec("accelerate")
     if spec is None or spec.origin is None:
         pytest.skip("an optional package is not installed: accelerate (the extra 'bench')")
     commands = Path(spec.origin).parent / "commands"
     tree = ast.parse((commands / "config" / "config_args.py").read_text())
-    nodes = [
-        n for c in tree.body if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, ast.AnnAssign)
-    ]
+    nodes = [n for c in tree.body if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, ast.AnnAssign)]
     fields = {n.target.id for n in nodes if isinstance(n.target, ast.Name)}
     pattern = r'"--((fsdp|parallelism_config|megatron_lm|dynamo)_\w+)"'
     flags = re.findall(pattern, (commands / "launch.py").read_text())
     assert len(fields) > 30 and len(flags) > 30
-    content: dict[str, Any] = {**dict.fromkeys(fields), "distributed_type": "NO", "num_processes": 1}
+    content: dict[str, Any] = {**dict.fromkeys(fields), "num_processes": 1}
     for flag, section in flags:
         name = section if section.endswith("_config") else f"{section}_config"
         content[name] = (content.get(name) or {}) | {flag: None}
-    said = take(content)[1]
-    assert "num_machines: null" in said and "megatron_lm_config.megatron_lm_tp_degree: null" in said
-    assert "unknown, nothing taken" not in said
+    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        content["distributed_type"] = kind
+        output = import_text(content)[1]
+        assert "num_machines: null" in output and "unknown, nothing taken" not in output
 
 
-WORDS = [None, True, False, "no", "auto", "cpu", "nvme", "bf16", "DEEPSPEED", "NO_SHARD"]
+TEXTS = [None, True, False, "no", "auto", "cpu", "nvme", "bf16", "DEEPSPEED", "NO_SHARD"]
 NUMBERS = [0, 1, 2, 3, 8, -1, 0.5, 1e40, "1e8"]
 TYPES, PARAMS = st.sampled_from(["Adam", "WarmupCosineLR", "StepLR", "x"]), st.just({"lr": 1, "x": []})
 TYPED = st.fixed_dictionaries({"type": TYPES, "params": PARAMS})
 LISTS = st.lists(st.integers(), max_size=2)
-VALUES = st.sampled_from([*WORDS, *NUMBERS]) | st.text(max_size=5) | LISTS | TYPED
+VALUES = st.sampled_from([*TEXTS, *NUMBERS]) | st.text(max_size=5) | LISTS | TYPED
 KEYS = {
     "accelerate": """distributed_type num_processes num_machines machine_rank mixed_precision fp16 use_cpu gpu_ids
         main_process_port dynamo_backend gradient_accumulation_steps fsdp_config.fsdp_sharding_strategy
@@ -318,20 +312,21 @@ KEYS = {
 @pytest.mark.parametrize("library", KEYS)
 @hypothesis_settings(max_examples=60)
 @given(data=st.data())
-def test_any_values_are_taken_or_refused_and_no_line_is_lost(folder, on_machine, capsys, library, data):
-    chosen = data.draw(st.lists(st.sampled_from(KEYS[library].split()), min_size=1, max_size=6, unique=True))
+def test_any_values_are_imported_or_refused_and_no_line_is_lost(folder, on_machine, capsys, library, data):
+    paths = data.draw(st.lists(st.sampled_from(KEYS[library].split()), min_size=1, max_size=6, unique=True))
     content: dict[str, Any] = {}
-    for path in chosen:
-        inside = content
-        for section in path.split(".")[:-1]:
-            inside = inside.setdefault(section, {})
-        inside[path.rpartition(".")[2]] = data.draw(VALUES)
+    for path in paths:
+        *sections, key = path.split(".")
+        section = content
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = data.draw(VALUES)
     Path("given.json").write_text(json.dumps(content))
     Path("easymp.toml").unlink(missing_ok=True)
     on_machine("8xH100")
-    done = main(["config", "--yes", "--from", "given.json"])
-    said = capsys.readouterr().out
-    assert done in (0, 1)
-    if done == 0:
+    code = main(["config", "--yes", "--from", "given.json"])
+    output = capsys.readouterr().out
+    assert code in (0, 2)
+    if code == 0:
         GradScalerKwargs(**(resolve().scaler_options or {}))  # the file reads
-        assert all(f"\n{path}:" in said for path in chosen)
+        assert all(re.search(rf"\n({path}[:.]|{path.split('.')[0]}: )", output) for path in paths)

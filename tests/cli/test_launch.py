@@ -27,13 +27,13 @@ def launched(monkeypatch):
     return SimpleNamespace(calls=calls, settings=settings)
 
 
-def at(*args, **more):
+def at(*args, **settings):
     """Where nodes meet."""
-    return {"rendezvous": RendezvousConfig(*args, **more)}
+    return {"rendezvous": RendezvousConfig(*args, **settings)}
 
 
 @pytest.mark.parametrize(
-    ("words", "args", "options"),
+    ("arguments", "args", "options"),
     [
         ("train.py", ("train.py", [], None), {}),
         ("--processes 2 train.py --lr 1", ("train.py", ["--lr", "1"], 2), {}),
@@ -45,12 +45,14 @@ def at(*args, **more):
         ("--max-restarts 3 -m --processes 4 t", ("t", [], 4), {"module": True, "max_restarts": 3}),
         ("--grace 90 --no-numa t.py", ("t.py", [], None), {"grace": 90.0, "numa": False}),
         ("--nodes 2 --main-address a:7 --node-rank 1 --wait 5 t.py", ("t.py", [], None), at(2, 1, "a", 7, wait=5.0)),
-        ("--nodes 1:4 --main-address a t.py", ("t.py", [], None), {**at(1, None, "a", 29500, most=4), "max_restarts": 3}),
-        ("--nodes 1:4 --main-address a --max-restarts 0 t.py", ("t.py", [], None), at(1, None, "a", 29500, most=4)),
+        ("--nodes 1:4 --main-address a t.py", ("t.py", [], None),
+         {**at(1, None, "a", 29500, max_nodes=4), "max_restarts": 3}),
+        ("--nodes 1:4 --main-address a --max-restarts 0 t.py", ("t.py", [], None),
+         at(1, None, "a", 29500, max_nodes=4)),
     ],
 )  # fmt: skip
-def test_words(launched, words, args, options):
-    assert main(["launch", *words.split()]) == 9
+def test_words(launched, arguments, args, options):
+    assert main(["launch", *arguments.split()]) == 9
     plain = {"module": False, "max_restarts": 0, "grace": 30.0, "numa": True, "variables": {}, **at()}
     assert launched.calls == [(args, plain | options)]
 
@@ -65,7 +67,7 @@ def test_one_node_has_no_use_for_another_s_address_and_says_so(launched, caplog)
 
 
 @pytest.mark.parametrize(
-    ("words", "why", "way"),
+    ("arguments", "reason", "remedy"),
     [
         ("--node-rank 1", "says which of several machines this is", "--nodes"),
         ("--nodes 2 --node-rank 1", "2 nodes must know where to meet", "--main-address"),
@@ -86,13 +88,13 @@ def test_one_node_has_no_use_for_another_s_address_and_says_so(launched, caplog)
         ("--set seed", "there is no value; write --set seed=VALUE", ""),
     ],
 )
-def test_wrong_words_are_refused_with_the_way_out(capsys, folder, words, why, way):
+def test_wrong_words_are_refused_with_the_way_out(capsys, folder, arguments, reason, remedy):
     Path("mine.toml").write_text("sed = 3\n")
-    assert main(["launch", *words.split(), __file__]) == 1
-    said = capsys.readouterr().err
-    assert why in said
-    assert way in said
-    assert said.count("\n") == 1
+    assert main(["launch", *arguments.split(), __file__]) == 2
+    output = capsys.readouterr().err
+    assert reason in output
+    assert remedy in output
+    assert output.count("\n") == 1
 
 
 def test_the_file_of_config_is_the_launchers_and_the_workers(launched, tmp_path, monkeypatch):
@@ -111,11 +113,11 @@ def test_the_file_of_config_is_the_launchers_and_the_workers(launched, tmp_path,
 
 def test_workers_get_what_is_set(launched, monkeypatch):
     monkeypatch.setenv("EASYMP_OVERRIDE", "seed=1 timeout=9")
-    words = ["--set", "seed=2", "--set", 'strategy_options={"wrap": ["A"]}', "--set", "project_dir=a b"]
-    assert main(["launch", *words, "t.py"]) == 9
-    (seen,) = launched.settings
-    assert (seen.seed, seen.timeout, seen.project_dir) == (2, 9.0, "a b")
-    assert seen.strategy_options == {"wrap": ("A",)}
+    arguments = ["--set", "seed=2", "--set", 'strategy_options={"wrap": ["A"]}', "--set", "project_dir=a b"]
+    assert main(["launch", *arguments, "t.py"]) == 9
+    (values,) = launched.settings
+    assert (values.seed, values.timeout, values.project_dir) == (2, 9.0, "a b")
+    assert values.strategy_options == {"wrap": ("A",)}
 
 
 REACHED = """
@@ -147,14 +149,17 @@ with Accelerator(cpu=True, strategy="auto", activation_checkpointing=False) as a
 
 @pytest.mark.slow
 def test_every_setting_reaches_every_process(tmp_path, monkeypatch):
-    """From --set and from the file. The script names its strategy and activation_checkpointing, and only --set wins over that."""
+    """From --set and from the file.
+
+    The script names its strategy and activation_checkpointing, and only --set wins over that.
+    """
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(REACHED)
     options = "[scaler_options]\ninit_scale = 8.0\n[dataloader_config]\nsplit_batches = true\n"
     Path("easymp.toml").write_text(f'mixed_precision = "fp16"\n{options}')
     sets = ("activation_checkpointing=Part", "strategy_options.find_unused_parameters=true")
-    words = [word for pair in sets for word in ("--set", pair)]
-    assert main(["launch", "--processes", "2", *words, "train.py", "rank"]) == 0
+    arguments = [argument for pair in sets for argument in ("--set", pair)]
+    assert main(["launch", "--processes", "2", *arguments, "train.py", "rank"]) == 0
     for rank in (0, 1):
-        seen = json.loads(Path(f"rank{rank}").read_text())
-        assert seen == {"scale": 8.0, "split": True, "calls": 4, "unused": [True]}
+        values = json.loads(Path(f"rank{rank}").read_text())
+        assert values == {"scale": 8.0, "split": True, "calls": 4, "unused": [True]}

@@ -14,8 +14,7 @@ from easymp import Accelerator
 from easymp.cli import main
 
 for package in ("matplotlib", "jinja2"):
-    words = f"an optional package is not installed: {package} (of the extra 'report')"
-    pytest.importorskip(package, reason=words)
+    pytest.importorskip(package, reason=f"an optional package is not installed: {package} (of the extra 'report')")
 
 pytestmark = pytest.mark.usefixtures("fonts", "folder")
 
@@ -40,14 +39,14 @@ def svgs(page: Path) -> list[str]:
     text = page.read_text()
     assert "<script" not in text
     assert not re.search(r"""(src|href)=["'](?!data:)""", text)
-    return [base64.b64decode(found).decode() for found in re.findall(r"svg\+xml;base64,([^\"]+)", text)]
+    return [base64.b64decode(code).decode() for code in re.findall(r"svg\+xml;base64,([^\"]+)", text)]
 
 
 def test_all_runs_below_a_folder_are_drawn_together(runs: Path, tmp_path: Path, capsys: Any) -> None:
     page, picture = tmp_path / "curves.html", tmp_path / "curves.png"
     assert main(["plot", str(runs), "--html", str(page), "--output", str(picture)]) == 0
-    said = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert said[:3] == [
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[:3] == [
         ["rows", "step", "loss", "val/accuracy"],
         ["<slow>", "4", "3", "nan", "0.01"],
         ["fast", "4", "3", "nan", "0.1"],
@@ -62,8 +61,8 @@ def test_all_runs_below_a_folder_are_drawn_together(runs: Path, tmp_path: Path, 
 
 
 def test_names_the_axis_and_the_file_can_be_chosen(runs: Path, capsys: Any) -> None:
-    words = ["plot", str(runs / "fast" / "log.jsonl"), "--metric", "val/*", "--x", "time"]
-    assert main([*words, "--html", "curves.html"]) == 0
+    file = str(runs / "fast" / "log.jsonl")
+    assert main(["plot", file, "--metric", "val/*", "--x", "time", "--html", "curves.html"]) == 0
     assert "loss" not in capsys.readouterr().out
     assert len(svgs(Path("curves.html"))) == 1
     assert main(["plot", str(runs)]) == 0
@@ -72,37 +71,37 @@ def test_names_the_axis_and_the_file_can_be_chosen(runs: Path, capsys: Any) -> N
 
 def test_mistakes_are_named(runs: Path, capsys: Any) -> None:
     Path("other.jsonl").write_text(json.dumps({"event": "begin"}) + "\n")
-    for words, said in (
+    for arguments, sentence in (
         ("nowhere", "nowhere: there is no such file or folder"),
         (".", "no run has logged JSON lines below it"),
         ("other.jsonl", "has no rows of a run"),
         (f"{runs} --metric los", "no run has logged a number as 'los', did you mean 'loss'? Logged: loss"),
         (f"{runs} --output x.gif", "ends with .png or .svg"),
     ):
-        assert main(["plot", *words.split()]) == 1
-        assert said in capsys.readouterr().err
+        assert main(["plot", *arguments.split()]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def test_runs_without_rows_or_finite_numbers(capsys: Any) -> None:
     for name, values in (("begun", ()), ("nan", ("NaN",)), ("good", (1, 2))):
         rows = [json.dumps({"_step": 1, "_time": 5, "loss": value}) + "\n" for value in values]
         Path(name).mkdir()
-        Path(name, "log.json").write_text("{}")
+        Path(name, "log.json").write_text("[]")  # another program's
         Path(name, "log.jsonl").write_text("".join(rows) + '{"_step": 4, "_ti')
     assert main(["plot", ".", "--output", "all.svg"]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
     assert table == [["begun", "0", "0", "–"], ["good", "2", "1", "2"], ["nan", "1", "1", "nan"]]
-    assert main(["plot", "nan", "--output", "none.svg"]) == 1
+    assert main(["plot", "nan", "--output", "none.svg"]) == 2
     assert "No curves: of loss no run has logged a finite number" in capsys.readouterr().err
-    assert main(["plot", "begun"]) == 1
+    assert main(["plot", "begun"]) == 2
     assert "log.jsonl has no rows of a run" in capsys.readouterr().err
+    assert main(["plot", "nowhere", "good"]) == 0  # the others are drawn
+    assert "nowhere: there is no such file or folder" in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
-    runs: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setattr("easymp.cli.plot.find_spec", lambda name: None)
-    assert main(["plot", str(runs)]) == 1
-    printed = capsys.readouterr()
-    assert "fast" in printed.out
-    assert "matplotlib and jinja2 are not installed. pip install 'easymp[report]' brings them." in printed.err
+def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(runs: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.setattr("easymp.cli.terminal.find_spec", lambda name: None)
+    assert main(["plot", str(runs)]) == 2
+    output, err = capsys.readouterr()
+    assert "fast" in output
+    assert "matplotlib and jinja2 are not installed: pip install 'easymp[report]'" in err

@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 
-from easymp import Accelerator, SettingError
-from easymp.checkpoint import ring
+from easymp import Accelerator, SettingError, Settings
 from easymp.cli import main
+from easymp.parts import ring
 
-from ..examples.run import ROOT
+from ..site import PATH
 
 SCRIPT = """
 import sys, zlib
 import torch
 from torch import nn
-from easymp import Accelerator
+from easymp import Accelerator, Settings
 
 bad, rate = int(sys.argv[1]), float(sys.argv[2])
-acc = Accelerator(mixed_precision="no", seed=3, project_dir="run", replay=8, log_with="none", cpu=True)
+ring = Settings(replay=8)
+acc = Accelerator(mixed_precision="no", seed=3, project_dir="run", log_with="none", cpu=True, settings=ring)
 data = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), i % 4) for i in range(96)]
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(rate), nn.Linear(16, 4))
 optimizer, loader = torch.optim.AdamW(model.parameters(), lr=0.01), torch.utils.data.DataLoader(data, 8, shuffle=True)
@@ -53,10 +54,11 @@ CLOSURE = """
 import sys
 import torch
 from torch import nn
-from easymp import Accelerator
+from easymp import Accelerator, Settings
 
 folder, begin = sys.argv[1:]
-acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder, replay=8, log_with="none", cpu=True)
+ring = Settings(replay=8)
+acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder, log_with="none", cpu=True, settings=ring)
 data = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), i % 4) for i in range(64)]
 model = nn.Linear(8, 4)
 loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
@@ -83,27 +85,27 @@ def before_step(acc, models):
 """
 
 
-def call(folder: Path, *words: str, typed: str = "") -> tuple[int, str]:
+def call(folder: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
     """The exit code and the output of a command of easymp."""
-    command = [sys.executable, "-m", "easymp", *words]
-    done = subprocess.run(
+    command = [sys.executable, "-m", "easymp", *arguments]
+    process = subprocess.run(
         command,
         cwd=folder,
         input=typed,
         capture_output=True,
         text=True,
-        env={**ring.env.merged({"PYTHONPATH": str(ROOT)})},
+        env={**ring.env.merged({"PYTHONPATH": PATH})},
     )
-    return done.returncode, done.stdout + (done.stderr if done.returncode else "")
+    return process.returncode, process.stdout + (process.stderr if process.returncode else "")
 
 
 def trained(folder: Path, processes: int, *arguments: str) -> str:
     """Train; returns the line about the update that is looked at."""
     (folder / "train.py").write_text(SCRIPT)
     (folder / "look.py").write_text(LOOK)
-    code, said = call(folder, "launch", "--processes", str(processes), "train.py", *arguments)
-    assert code == 0 and "ended" in said, said
-    return re.search(r"bits \d+", said)[0]  # type: ignore[index]
+    code, output = call(folder, "launch", "--processes", str(processes), "train.py", *arguments)
+    assert code == 0 and "ended" in output, output
+    return re.search(r"bits \d+", output)[0]  # type: ignore[index]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -115,18 +117,17 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_hooks_see_the_bits_of_the_run(tmp_path: Path, processes: int) -> None:
     bits = trained(tmp_path, processes, "9", "0.2")
     before = files(tmp_path)
-    code, said = call(tmp_path, "replay", "run", "--step", "9", "--hooks", "look.py", "--nonfinite")
-    assert code == 0, said
-    assert bits in said and said.count("forward") == 1 and "ended" not in said
+    code, output = call(tmp_path, "replay", "run", "--step", "9", "--hooks", "look.py", "--nonfinite")
+    assert code == 0, output
+    assert bits in output and output.count("forward") == 1 and "ended" not in output
     loss = "nan" if processes == 1 else r"\d\.\d+"  # of rank 0
-    where = rf"step of update 9 \(AdamW\); loss {loss}; gradient norm nan; epoch {processes - 1}, samples \d+ to \d+ \(indices"
-    assert re.search(where, said), said
-    assert "step-00000005. 4 updates of the run's ring: losses, gradient norms, loss scale and places" in said
-    assert "Random streams" not in said
-    where = " (rank 1)" if processes == 2 else " (rank 0)"
-    assert (
-        "First not finite: the inputs of the model (Sequential), given to the model" in said and where in said
-    )
+    place = rf"epoch {processes - 1}, samples \d+ to \d+ \(indices"
+    headline = rf"step of update 9 \(AdamW\); loss {loss}; gradient norm nan; {place}"
+    assert re.search(headline, output), output
+    assert "step-00000005. 4 updates of the run's ring: losses, gradient norms, loss scale and places" in output
+    assert "Random streams" not in output
+    rank = " (rank 1)" if processes == 2 else " (rank 0)"
+    assert "First not finite: the inputs of the model (Sequential), given to the model" in output and rank in output
     assert files(tmp_path) == before
 
 
@@ -134,51 +135,43 @@ def test_hooks_see_the_bits_of_the_run(tmp_path: Path, processes: int) -> None:
 def test_what_else_it_says(tmp_path: Path) -> None:
     bits = trained(tmp_path, 1, "9", "0.2")
     script = ("--", "train.py", "9", "0.3")
-    code, said = call(tmp_path, "replay", "run", "--step", "9", *script)
-    assert code == 1 and "It is not the run. On rank 0, update 6: the loss is" in said, said
-    code, said = call(tmp_path, "replay", "run", "--step", "3")
-    assert code == 0 and "from the beginning of the script. 3 updates of the run's ring" in said, said
-    code, said = call(tmp_path, "replay", "run", "--step", "99")
-    assert code == 2 and "The script has ended after update 24: update 99 never came." in said, said
-    code, said = call(
-        tmp_path, "replay", "run", "--step", "9", "--pdb", typed="p x.shape, optimizer.updates\nc\n"
-    )
-    assert code == 0 and "(torch.Size([8, 8]), 8)" in said, said
+    code, output = call(tmp_path, "replay", "run", "--step", "9", *script)
+    assert code == 1 and "It is not the run. On rank 0, update 6: the loss is" in output, output
+    code, output = call(tmp_path, "replay", "run", "--step", "3")
+    assert code == 0 and "from the beginning of the script. 3 updates of the run's ring" in output, output
+    code, output = call(tmp_path, "replay", "run", "--step", "99")
+    assert code == 2 and "The script has ended after update 24: update 99 never came." in output, output
+    code, output = call(tmp_path, "replay", "run", "--step", "9", "--pdb", typed="p x.shape, optimizer.updates\nc\n")
+    assert code == 0 and "(torch.Size([8, 8]), 8)" in output, output
     shutil.rmtree(tmp_path / "run" / "replay")
-    code, said = call(
-        tmp_path, "replay", "run", "--step", "9", "--hooks", "look.py", "--", "train.py", "9", "0.2"
-    )
-    assert code == 0 and bits in said and "The run kept no updates, so nothing could be compared" in said, (
-        said
-    )
+    code, output = call(tmp_path, "replay", "run", "--step", "9", "--hooks", "look.py", "--", "train.py", "9", "0.2")
+    assert code == 0 and bits in output and "The run kept no updates, so nothing could be compared" in output, output
 
 
 @pytest.mark.slow
 def test_closures_and_runs_that_begin_from_others(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CLOSURE)
-    (tmp_path / "look.py").write_text(
-        "def before_forward(acc, models): print('begins')\ndef before_step(*_): pass"
-    )
+    (tmp_path / "look.py").write_text("def before_forward(acc, models): print('begins')\ndef before_step(*_): pass")
     for folder, begin in (("first", "first/checkpoints"), ("second", "first/checkpoints"), ("third", "load")):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "train.py", folder, begin],
             cwd=tmp_path,
-            env=ring.env.merged({"PYTHONPATH": str(ROOT)}),
+            env=ring.env.merged({"PYTHONPATH": PATH}),
         )
-        assert done.returncode == 0
-        code, said = call(tmp_path, "replay", folder, "--step", "3", "--hooks", "look.py")
-        assert code == 0 and "begins" in said, said
-        assert "first/checkpoints/step-00000002. 1 update of the run's ring" in said, said
-    code, said = call(tmp_path, "replay", "third", "--step", "1")
-    assert code == 1 and "has update 2 already, and the replay stops in front of 1" in said, said
+        assert process.returncode == 0
+        code, output = call(tmp_path, "replay", folder, "--step", "3", "--hooks", "look.py")
+        assert code == 0 and "begins" in output, output
+        assert "first/checkpoints/step-00000002. 1 update of the run's ring" in output, output
+    code, output = call(tmp_path, "replay", "third", "--step", "1")
+    assert code == 1 and "has update 2 already, and the replay stops in front of 1" in output, output
 
 
 def test_a_run_without_an_update_leaves_the_ring(tmp_path: Path) -> None:
-    Accelerator(cpu=True, replay=4, project_dir=tmp_path).end_training()
+    Accelerator(cpu=True, project_dir=tmp_path, settings=Settings(replay=4)).end_training()
     assert not (tmp_path / "replay").exists()
 
 
-def begun(folder: Path, **facts: Any) -> None:
+def start_run(folder: Path, **facts: Any) -> None:
     line = {
         "script": str(folder / "train.py"),
         "module": False,
@@ -191,16 +184,14 @@ def begun(folder: Path, **facts: Any) -> None:
     (folder / "replay" / "rank-0.jsonl").write_text(json.dumps({**line, **facts}) + "\n")
 
 
-def test_what_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     run = ("replay", str(tmp_path), "--step", "3")
     cases = [
         (None, ("replay", "nowhere", "--step", "3"), "'nowhere' is not a folder"),
-        (None, ("replay", str(tmp_path), "--step", "0"), "--step 0: updates count from 1"),
-        (None, run, "does not name its script: pass it, as in: -- train.py"),
+        (None, ("replay", str(tmp_path), "--step", "0"), "argument --step: '0' is not a whole number of at least 1"),
+        (None, run, "has no record of its script: a run keeps one under Settings(replay=64)"),
         (None, (*run, "--hooks", "no.py"), "--hooks 'no.py' is not a file"),
         ({}, (*run, "-m"), "-m is for a module's name after --"),
         ({}, (*run, "--pdb"), "--pdb with 2 processes, which share one terminal"),
@@ -208,14 +199,14 @@ def test_what_is_refused(
         ({"device": "xpu"}, run, "the run had 2 processes, each on a device of xpu, and this machine has"),
         ({"script": "/gone/train.py"}, run, "'/gone/train.py' is not a file"),
     ]
-    for facts, words, said in cases:
+    for facts, arguments, sentence in cases:
         if facts is not None:
-            begun(tmp_path, **facts)
-        assert main(words) == 1 and said in capsys.readouterr().err, said
+            start_run(tmp_path, **facts)
+        assert main(arguments) == 2 and sentence in capsys.readouterr().err, sentence
     with pytest.raises(
         SettingError, match="replay=4 appends to a file beside the checkpoints, and 'memory://run' is a URL"
     ):
-        Accelerator(cpu=True, replay=4, project_dir="memory://run")
+        Accelerator(cpu=True, project_dir="memory://run", settings=Settings(replay=4))
 
 
 def test_the_ring_keeps_the_last_updates_of_one_line(tmp_path: Path) -> None:
@@ -239,10 +230,11 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path, processes: int) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (tmp_path / "wait.py").write_text(
-        "import os, time\ndef before_step(acc, models):\n    print('at', os.getpid(), flush=True)\n    time.sleep(600)\n"
+        "import os, time\ndef before_step(acc, models):\n    print('at', os.getpid(), flush=True)\n    "
+        "time.sleep(600)\n"
     )
     command = [sys.executable, "-m", "easymp", "replay", "run", "--step", "7", "--hooks", "wait.py"]
-    variables = ring.env.merged({"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)})
+    variables = ring.env.merged({"PYTHONPATH": PATH, "TMPDIR": str(scratch)})
     with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as replay:
         assert replay.stdout is not None
         rank = int(next(line for line in replay.stdout if "at " in line).split("at ")[1])

@@ -1,4 +1,7 @@
-"""``easymp test``: a right answer passes on real ranks, a wrong one is said in a sentence, and a rank that dies is named."""
+"""``easymp test``.
+
+A right answer passes on real ranks, a wrong one fails with a sentence, and a rank that dies is named.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +17,38 @@ from easymp.cli import test as command
 
 
 def test_every_precision_that_is_not_refused_is_near_to_fp32(monkeypatch):
-    said = selftest.precisions()
-    assert said.startswith("outputs off fp32's: bf16 ")
-    assert said.endswith("not here: tf32, fp8, mxfp8, nvfp4") or torch.cuda.is_available()
-    monkeypatch.setitem(selftest.NEAR, "bf16", 1e-9)
-    with pytest.raises(selftest.Wrong, match=r"bf16: outputs lie .*% from fp32's; at most 0.00% is rounding"):
-        selftest.precisions()
+    summary = selftest.check_precisions()
+    assert summary.startswith("outputs off fp32's: bf16 ")
+    assert summary.endswith("not here: tf32, fp8") or torch.cuda.is_available()
+    monkeypatch.setitem(selftest.TOLERANCES, "bf16", 1e-9)
+    with pytest.raises(selftest.WrongAnswer, match=r"bf16: outputs lie .*% from fp32's; at most 0.00% is rounding"):
+        selftest.check_precisions()
 
 
-def finding(outcome: str, words: str = "", second_hand: bool = False) -> dict[str, object]:
-    return {"outcome": outcome, "words": words, "seconds": 1.0, "second_hand": second_hand}
+def outcome(name: str, message: str = "", peer_failed: bool = False) -> dict[str, object]:
+    return {"outcome": name, "message": message, "seconds": 1.0, "peer_failed": peer_failed}
 
 
-GOOD, BEGUN, BAD = finding("good", "6"), finding("begun"), finding("bad", "1, not 2")
-WAITED = finding("bad", "WorldError: timeout", second_hand=True)
+GOOD, BEGUN, BAD = outcome("good", "6"), outcome("begun"), outcome("bad", "1, not 2")
+PEER_FAILED = outcome("bad", "WorldError: timeout", peer_failed=True)
 
 
 @pytest.mark.parametrize(
-    ("found", "outcome", "words"),
+    ("outcomes", "combined", "message"),
     [
         ([GOOD], "good", "6"),
         ([BAD], "bad", "1, not 2"),
         ([GOOD, BAD], "bad", "rank 1: 1, not 2"),
-        ([WAITED, BAD], "bad", "rank 1: 1, not 2"),
-        ([WAITED, BEGUN], "bad", "rank 1 did not come to the end of it"),
+        ([PEER_FAILED, BAD], "bad", "rank 1: 1, not 2"),
+        ([PEER_FAILED, BEGUN], "bad", "rank 1 did not come to the end of it"),
         ([GOOD, None], "bad", "rank 1 did not come to the end of it"),
         ([BEGUN, BEGUN], "bad", "no rank came to the end of it"),
-        ([finding("left out", "one process")], "left out", "one process"),
+        ([outcome("left out", "one process")], "left out", "one process"),
     ],
 )
-def test_the_rank_at_fault_is_named(found, outcome, words):
-    row = command.combined("sum", found)
-    assert (row.check, row.outcome) == ("sum", outcome) and row.words.startswith(words)
+def test_the_rank_at_fault_is_named(outcomes, combined, message):
+    row = command.combine("sum", outcomes)
+    assert (row.check, row.outcome) == ("sum", combined) and row.message.startswith(message)
 
 
 @pytest.mark.slow
@@ -54,11 +57,11 @@ def test_the_command_as_typed(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("EASYMP_STRATEGY", "fsdp")
     monkeypatch.setenv("EASYMP_GRADIENT_ACCUMULATION_STEPS", "4")  # the checks step each batch
     assert main(["test", "--processes", "2"]) == 0
-    out = capfd.readouterr().out
-    assert out.splitlines()[0].split()[:2] == ["processes", "2"]
-    assert re.search(r"^training +good .* fsdp, [^ ]+: loss ", out, re.M)
-    assert re.search(r"^kernels +– ", out, re.M) or torch.cuda.is_available()
-    assert out.endswith("all is well on 2 processes\n")
+    output = capfd.readouterr().out
+    assert output.splitlines()[0].split()[:2] == ["processes", "2"]
+    assert re.search(r"^training +good .* fsdp, [^ ]+: loss ", output, re.M)
+    assert re.search(r"^kernels +– ", output, re.M) or torch.cuda.is_available()
+    assert output.endswith("all is well on 2 processes\n")
     assert not os.listdir(tmp_path)
 
 
@@ -75,14 +78,15 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_a_rank_that_dies_is_a_row_that_says_so(tmp_path, monkeypatch, capfd):
     (tmp_path / "sitecustomize.py").write_text(DEADLY)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.chdir(tmp_path)
     assert main(["test", "--processes", "2", "--json"]) == 1
-    caught = capfd.readouterr()
-    rows = {row["check"]: row for row in json.loads(caught.out)["rows"]}
+    output = capfd.readouterr()
+    rows = {row["check"]: row for row in json.loads(output.out)["rows"]}
     assert rows["training"]["outcome"] == "good" and rows["checkpoint"]["outcome"] == "bad"
     # The launcher stops the other rank, unless that one notices first.
-    assert re.search("(no rank came|rank 1 did not come) to the end of it", rows["checkpoint"]["words"])
-    assert "rank 1 of 2 failed first: killed by SIGKILL" in caught.err
+    assert re.search("(no rank came|rank 1 did not come) to the end of it", rows["checkpoint"]["message"])
+    assert "rank 1 of 2 failed first: killed by SIGKILL" in output.err

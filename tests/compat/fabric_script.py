@@ -1,4 +1,4 @@
-"""A program in the style of litgpt's pretraining. Arguments: package, folder, strategy, number of processes."""
+"""A program in the style of litgpt's pretraining. Arguments: package, folder, strategy, processes, precision."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ def main(fabric, folder, stop):
         "step": 0,
         "hparams": {"lr": 0.05},
     }
-    path, found, losses, accumulate = folder / "last.ckpt", [], [], 4 // fabric.world_size
+    path, steps, losses, accumulate = folder / "last.ckpt", [], [], 4 // fabric.world_size
     if path.exists():
         fabric.load(path, state)
     batches = list(loader)[state["step"] * accumulate :]
@@ -52,30 +52,30 @@ def main(fabric, folder, stop):
         scheduler.step()
         state["step"] += 1
         mean = fabric.all_reduce(torch.stack(losses).mean(), reduce_op="mean")
-        worst = fabric.all_reduce(torch.stack(losses).max(), reduce_op=torch.distributed.ReduceOp.MAX)
-        found.append([mean.item(), worst.item(), scheduler.get_last_lr()[0]])
-        fabric.log_dict({"loss": mean, "worst": worst}, step=state["step"])
+        largest_loss = fabric.all_reduce(torch.stack(losses).max(), reduce_op=torch.distributed.ReduceOp.MAX)
+        steps.append([mean.item(), largest_loss.item(), scheduler.get_last_lr()[0]])
+        fabric.log_dict({"loss": mean, "worst": largest_loss}, step=state["step"])
         losses = []
         if state["step"] == stop:
             break
     fabric.barrier()
     fabric.save(path, state)
     if fabric.is_global_zero:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(steps))
     fabric.print(f"{type(fabric.strategy).__name__} on {fabric.world_size}")
-    return found
+    return steps
 
 
 def pretrained(package, folder, strategy="auto", devices="auto", stop=4, precision="32-true"):
     """Mean loss, greatest loss and learning rate of each step; goes on from `folder` where a checkpoint is there."""
     logger = importlib.import_module(f"{package}.loggers").CSVLogger(folder, name="logs")
-    how = {"devices": devices, "strategy": strategy, "precision": precision, "loggers": logger}
-    fabric = importlib.import_module(package).Fabric(accelerator="cpu", **how)
-    found = fabric.launch(main, Path(folder), stop)
+    options = {"devices": devices, "strategy": strategy, "precision": precision, "loggers": logger}
+    fabric = importlib.import_module(package).Fabric(accelerator="cpu", **options)
+    steps = fabric.launch(main, Path(folder), stop)
     if package != "lightning_fabric":
         fabric.easymp.close()
-    return found
+    return steps
 
 
 if __name__ == "__main__":
-    pretrained(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    pretrained(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), precision=sys.argv[5])

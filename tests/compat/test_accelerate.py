@@ -1,4 +1,7 @@
-"""Scripts written for Accelerate: their imports, its defaults, and skeletons of its examples, on one process and on real ranks."""
+"""Scripts written for Accelerate.
+
+Their imports, its defaults, and skeletons of its examples, on one process and on real ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ import copy
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
 import pickle
+import random
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import easymp
 from easymp import EasympWarning, FSDPOptions, RefusedError, SettingError, StepError, WorldError
@@ -71,7 +77,6 @@ def test_variables():
     with utils.patch_environment(easymp_words="yes"):
         assert utils.parse_flag_from_env("EASYMP_WORDS") and os.environ["EASYMP_WORDS"] == "yes"
     assert (utils.str_to_bool("on"), utils.str_to_bool("False")) == (1, 0)
-    assert utils.get_int_from_env(["EASYMP_WORDS"], 3) == 3
     with pytest.raises(ValueError, match="'perhaps' is neither yes nor no"):
         utils.str_to_bool("perhaps")
 
@@ -91,9 +96,9 @@ def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch, t
         model = nn.Linear(2, 2)
         assert acc.unwrap_model(acc.prepare(model), keep_fp32_wrapper=True) is model
     assert list(tmp_path.iterdir()) == []
-    assert "scheduler_steps_per_process=True" in explain()
-    with easymp.Accelerator(cpu=True) as acc, pytest.raises(RefusedError, match="trainable parameters"):
-        acc.prepare_model(nn.Linear(1, 1), evaluation_mode=True)
+    assert "schedulers step once an update" in explain()
+    with Accelerator(cpu=True, mixed_precision="bf16"), Accelerator(cpu=True) as second:
+        assert second.mixed_precision == "bf16"  # the first one's
     monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
     with Accelerator(split_batches=True) as acc:
         assert acc.mixed_precision == "bf16" and acc.split_batches
@@ -127,9 +132,9 @@ def test_plugins():
     with pytest.warns(EasympWarning, match="backward_prefetch"):
         FSDPPlugin(backward_prefetch="BACKWARD_PRE")
     for off in (TorchDynamoPlugin(), TorchDynamoPlugin(DynamoBackend.INDUCTOR, disable=True)):
-        assert off.compiling() is False
+        assert off.compile_options() is False
     how = {"mode": "default", "dynamic": True, "use_regional_compilation": True}
-    compiling = TorchDynamoPlugin(DynamoBackend.AOT_EAGER, **how).compiling()
+    compiling = TorchDynamoPlugin(DynamoBackend.AOT_EAGER, **how).compile_options()
     assert compiling == easymp.CompileOptions("blocks", "aot_eager", dynamic=True)
     assert TorchDynamoPlugin(mode="default").to_kwargs() == {"mode": "default"}
 
@@ -148,7 +153,10 @@ def test_a_state_without_an_accelerator():
 
 
 def counted_by_hand(steps, batch):
-    """Accelerate's example of token-weighted losses: batches fetched ahead, `no_sync` of the model, steps outside of `accumulate`."""
+    """Accelerate's example of token-weighted losses.
+
+    Batches fetched ahead, `no_sync` of the model, steps outside of `accumulate`.
+    """
     with Accelerator(cpu=True, gradient_accumulation_steps=steps) as acc:
         model, losses = Net(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -188,7 +196,7 @@ def test_windows_that_a_script_counts_itself(ranks):
 
 
 def scheduled(calls, updates, before=0, **options):
-    """Rate and count of a schedule after `before` steps, and after each of `updates` backward passes followed by `calls` steps."""
+    """Rate and count of a schedule after `before` steps, and after each of `updates` backwards with `calls` steps."""
     handlers = [utils.GradScalerKwargs(init_scale=16.0)] if "mixed_precision" in options else []
     with Accelerator(cpu=True, kwargs_handlers=handlers, **options) as acc:
         model, seen = Net(), []
@@ -324,6 +332,44 @@ def test_files_of_torch_save(tmp_path):
         assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["pytorch_model.bin", index]
 
 
+def losses_of_dropout_and_shuffling(acc) -> list[float]:
+    """On one process Accelerate's numbers are those of plain torch."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    inputs = torch.randn(40, 4)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    if acc is not None:
+        model, optimizer, loader = acc.prepare(model, optimizer, loader)
+    losses = []
+    for _ in range(4):
+        for batch, targets in loader:
+            loss = nn.functional.mse_loss(model(batch), targets)
+            loss.backward() if acc is None else acc.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def test_dropout_shuffling_and_adamw_give_accelerates_losses_to_the_last_digit():
+    with Accelerator(cpu=True) as acc:
+        losses = losses_of_dropout_and_shuffling(acc)
+    assert losses == losses_of_dropout_and_shuffling(None)
+
+
+def lengths_of_uneven_loaders() -> tuple[int, int]:
+    with Accelerator(cpu=True) as acc:
+        acc.even_batches = False  # as sentence_transformers does
+        uneven = acc.prepare(DataLoader(list(range(3)), batch_size=1))
+        acc.even_batches = True
+        return sum(1 for _ in uneven), sum(1 for _ in acc.prepare(DataLoader(list(range(3)), batch_size=1)))
+
+
+def test_even_batches_may_be_set_between_loaders(ranks):
+    assert ranks(lengths_of_uneven_loaders) == [(2, 2), (1, 2)]
+
+
 @pytest.mark.filterwarnings("ignore:Accelerate")
 def test_second_arguments_of_checkpoints_are_accelerates(tmp_path):
     with Accelerator(cpu=True) as acc:
@@ -343,7 +389,7 @@ def test_second_arguments_of_checkpoints_are_accelerates(tmp_path):
 
 
 def test_what_prepare_takes():
-    other = SimpleNamespace(step=0, state_dict=dict)  # no schedule: its step is a number
+    other = SimpleNamespace(step=dict, state_dict=dict)  # no LRScheduler
     with Accelerator(cpu=True) as acc:
         model = nn.Linear(2, 1)
         optimizer, same, none = acc.prepare(torch.optim.SGD(model.parameters(), lr=1.0), other, None)
@@ -394,20 +440,14 @@ class Kept(accelerate.tracking.GeneralTracker):
 
 def test_trackers_of_the_script_get_what_was_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "kept", Kept)
-    del accelerate.tracking.LOGGER_TYPE_TO_CLASS["kept"]
-    accelerate.tracking.register_tracker_class(Kept)
     logged, nested = {"loss": 0.5, "note": "x"}, {"val": {"accuracy": [0.9]}}
-    with Accelerator(cpu=True, log_with="kept", project_dir="runs") as acc:
-        acc.init_trackers("digits", {"lr": 0.1}, init_kwargs={"kept": {"color": "red"}})
+    with Accelerator(cpu=True, log_with=Kept("digits", "runs"), project_dir="runs") as acc:
+        acc.init_trackers("digits", {"lr": 0.1})
         acc.log(logged, step=3, log_kwargs={"kept": {"commit": True}})
         acc.log(nested)
         tracker = acc.get_tracker("kept")
-        assert isinstance(tracker, Kept) and tracker.made == ("digits", "runs", {"color": "red"})
+        assert isinstance(tracker, Kept) and tracker.made == ("digits", "runs", {})
     assert tracker.calls == [{"lr": 0.1}, (logged, 3, {"commit": True}), (nested, None, {})]
-    for wrong in (dict, type("Nameless", (Kept,), {"name": ""})):
-        with pytest.raises(ValueError, match="cannot be registered"):
-            accelerate.tracking.register_tracker_class(wrong)
     with pytest.raises(NotImplementedError, match="no name and no requires_logging_directory"):
         type("Bare", (accelerate.tracking.GeneralTracker,), {"tracker": None})()
 
@@ -429,9 +469,7 @@ def test_trackers_that_the_script_makes(tmp_path):
 
 def evaluated():
     """fsdp_with_peak_mem_tracking's plugin; run_clm_no_trainer's evaluation, and what its end may look like."""
-    acc = Accelerator(
-        cpu=True, kwargs_handlers=[InitProcessGroupKwargs("gloo", timeout=60)], fsdp_plugin=FSDPPlugin()
-    )
+    acc = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs("gloo", timeout=60)], fsdp_plugin=FSDPPlugin())
     model = Net()
     model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     acc.backward(model(X[:4]).sum())
@@ -454,6 +492,7 @@ def test_a_plugin_for_fsdp_and_a_repeated_loss_that_weighs_as_much_as_its_sample
     assert {(n, *rest) for n, _, *rest in ranks(evaluated)} == {(21, "FSDP", "fsdp")}
 
 
+@pytest.mark.filterwarnings("ignore:Accelerate")
 def test_objects_outside_of_loops_and_copies_of_states():
     with Accelerator(cpu=True, gradient_accumulation_steps=2) as acc:
         assert acc.gather_for_metrics(["a", 1]) == ["a", 1]
@@ -462,6 +501,167 @@ def test_objects_outside_of_loops_and_copies_of_states():
             for absent in (process, "_window"), (window, "_world"), (window, "none"):
                 assert not hasattr(*absent)
             assert (process.num_processes, whole.mixed_precision, window.num_steps) == (1, "no", 2)
+
+
+def clipped(precision):
+    """Gradients and norms where a script clips on each micro-step."""
+    with Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision) as acc:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        norms = []
+        for x in (2.0, 4.0):
+            with acc.accumulate(model):
+                acc.backward(model(torch.full((1, 1), x * (acc.process_index + 1))).sum())
+                norms.append(float(acc.clip_grad_norm_(model.parameters(), 0.5)))
+                if not acc.sync_gradients:
+                    acc.clip_grad_value_(model.parameters(), 0.25)
+                optimizer.step()
+        return norms, model.weight.item()
+
+
+def test_a_clip_on_each_micro_step_clips_what_its_rank_has_so_far(ranks):
+    assert clipped("no") == ([1.0, 2.25], pytest.approx(-0.5))
+    first, second = ranks(clipped, "no")
+    assert first[0] == [1.0, 3.25] and second[0] == [2.0, 3.25] and first[1] == second[1] == pytest.approx(-0.5)
+    with pytest.raises(StepError, match=r"if accelerator\.sync_gradients"):
+        clipped("fp16")
+
+
+def drawn_after_prepare():
+    """Random numbers before and after `prepare`, a broadcast, and a model that is only evaluated."""
+    accelerate.utils.set_seed(3)
+    with Accelerator(cpu=True) as acc:
+        model = acc.prepare(nn.Linear(2, 1))
+        numbers = [random.random(), numpy.random.rand(), torch.rand(1).item()]
+        tensors = {"x": torch.full((2,), acc.process_index + 1.0)}
+        assert utils.broadcast(tensors)["x"] is tensors["x"]
+        other = nn.Linear(2, 1)
+        teacher = acc.prepare_model(other, evaluation_mode=True)
+        assert teacher is other and teacher in acc._models and all(p.requires_grad for p in teacher.parameters())
+        teacher(torch.full((1, 2), acc.process_index + 1.0)).sum().backward()
+        assert model.weight.grad is None
+        utils.set_seed(3, device_specific=True)
+        return numbers, tensors["x"].tolist(), other.weight.grad[0, 0].item(), torch.initial_seed()
+
+
+def test_a_model_that_was_evaluated_is_trained():
+    with Accelerator(cpu=True, mixed_precision="bf16") as acc:
+        model = nn.Linear(2, 1)
+        assert acc.prepare_model(model, evaluation_mode=True) is model
+        x = torch.full((1, 2), 1.001)
+        assert model(x).dtype == torch.float32 and model(x) != nn.functional.linear(x, model.weight, model.bias)
+        acc.free_memory()
+        assert "forward" not in vars(model) or model.forward.__func__ is nn.Linear.forward
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        trained, optimizer = acc.prepare(model, optimizer)
+        acc.backward(trained(x).sum())
+        optimizer.step()
+        assert model.weight.grad is not None and acc._models == [trained]
+
+
+def test_ranks_draw_the_same_numbers_after_prepare(ranks):
+    first, second = ranks(drawn_after_prepare)
+    assert first[:2] == second[:2] == drawn_after_prepare()[:2] and first[1] == [1.0, 1.0]
+    assert (first[2:], second[2:]) == ((1.0, 3), (2.0, 4))
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + random.random() + torch.rand(4), y
+
+
+def losses_of(accelerator, utils, configuration):
+    """Losses of scripts that shuffle, draw in the data set and drop out, by `accelerator`, or a plain loop for None."""
+    losses = {}
+    for name, config, data, options in (
+        ("shuffled", {}, DATA, {"shuffle": True}),
+        ("its own generator", {}, DATA, {"shuffle": True, "generator": torch.Generator().manual_seed(9)}),
+        ("weighted", {}, DATA, {"sampler": WeightedRandomSampler(torch.arange(48) + 1.0, 48)}),
+        ("workers", {}, Noisy(*DATA.tensors), {"shuffle": True, "num_workers": 1}),
+        ("random data", {}, Noisy(*DATA.tensors), {"shuffle": True}),
+        ("seedable", {"use_seedable_sampler": True}, DATA, {"shuffle": True}),
+    ):
+        if name == "workers" and multiprocessing.current_process().daemon:
+            continue  # the pool's ranks start no processes
+        utils.set_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+        objects = model, torch.optim.SGD(model.parameters(), lr=0.5), DataLoader(data, 8, **options)
+        acc = accelerator and accelerator(cpu=True, dataloader_config=configuration(**config))
+        model, optimizer, loader = acc.prepare(*objects) if acc else objects
+        seen = []
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                (acc.backward if acc else torch.Tensor.backward)(loss)
+                optimizer.step()
+                seen.append(loss.item())
+        losses[name] = [round(loss, 5) for loss in (seen[0], seen[-1])]
+        if acc:
+            acc.free_memory() if not hasattr(acc, "close") else acc.close()
+    return losses
+
+
+# Of Accelerate 1.15, on one process; and on two the first process's.
+LOSSES = {
+    "shuffled": [0.84368, 0.40388],
+    "its own generator": [0.88345, 0.15649],
+    "weighted": [0.87716, 0.30525],
+    "workers": [1.01811, 0.62687],
+    "random data": [0.83948, 0.79159],
+    "seedable": [0.76796, 0.10396],
+}
+LOSSES_OF_TWO = {
+    "shuffled": [1.19771, 0.21342],
+    "its own generator": [0.88345, 0.68894],
+    "weighted": [0.66576, 0.32017],
+    "random data": [0.95363, 1.03893],
+    "seedable": [0.76796, 0.37947],
+}
+
+
+def own_losses():
+    return losses_of(Accelerator, utils, accelerate.DataLoaderConfiguration)
+
+
+def test_losses_are_accelerates_to_the_last_printed_digit(ranks):
+    assert own_losses() == LOSSES
+    assert ranks(own_losses)[0] == LOSSES_OF_TWO
+    plain = losses_of(None, utils, None)
+    assert {name for name in plain if plain[name] != LOSSES[name]} == {"random data", "seedable"}  # read ahead there
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(13))
+
+
+def tails():
+    """Batches of the last round, and what `gather_for_metrics` gives of it."""
+    found = []
+    for data, config in (
+        (Stream(), {}),
+        (Stream(), {"even_batches": False}),
+        (Stream(), {"dispatch_batches": False, "even_batches": False}),
+        (range(13), {"dispatch_batches": True, "even_batches": False}),
+        (range(13), {"even_batches": False}),
+        (range(13), {}),
+    ):
+        with Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**config)) as acc:
+            batches = [batch.tolist() for batch in acc.prepare(DataLoader(data, 4))]
+            even = config != {"even_batches": False} or data != range(13)
+            loader = acc.prepare(DataLoader(data, 4)) if even else ()
+            assert sum(len(acc.gather_for_metrics(batch)) for batch in loader) == 13 * even
+            found.append(batches[1:])
+    return found
+
+
+def test_the_last_batches_are_split_as_accelerate_splits_them(ranks):
+    split, filled = ([[8, 9, 10]], [[11, 12, 0]]), ([[8, 9, 10, 11]], [[12, 0, 1, 2]])
+    short = [[8, 9, 10, 11]], [[12]]
+    assert list(zip(*ranks(tails))) == [split, split, filled, split, short, filled]
 
 
 def backward_after_no_sync():
@@ -487,9 +687,7 @@ def test_a_loss_of_no_sync_stays_on_its_rank_until_its_backward_is_told_to_sync(
 
 
 def test_what_libraries_and_variables_ask(monkeypatch, tmp_path):
-    loader = accelerate.data_loader.prepare_data_loader(
-        DataLoader(range(8), 2), num_processes=2, process_index=1
-    )
+    loader = accelerate.data_loader.prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=1)
     assert [batch.tolist() for batch in loader] == [[2, 3], [6, 7]]
     with pytest.raises(ValueError, match="requires a `logging_dir`"):
         Accelerator(cpu=True, log_with="tensorboard")
@@ -511,9 +709,6 @@ def test_what_libraries_and_variables_ask(monkeypatch, tmp_path):
     assert TorchDynamoPlugin().to_kwargs() == {"backend": "eager"}
     with Accelerator(cpu=True) as acc:
         assert acc.plan.settings.compile.backend == "eager"
-    with utils.clear_environment():
-        os.environ["EASYMP_TEST_ONLY"] = "1"
-    assert "EASYMP_TEST_ONLY" not in os.environ and os.environ["ACCELERATE_DYNAMO_BACKEND"] == "eager"
 
 
 def test_weights_on_one_device(tmp_path, caplog):
@@ -536,16 +731,9 @@ def test_weights_on_one_device(tmp_path, caplog):
     for value, words in (torch.ones(2, 2), "this looks incorrect"), (None, "has no values: pass value="):
         with pytest.raises(ValueError, match=words):
             utils.set_module_tensor_to_device(other, "0.weight", "cpu", value=value)
-    other[2] = other[0]
-    assert utils.find_tied_parameters(other) == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
-    utils.retie_parameters(
-        twice := nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [["0.weight", "1.weight"]]
-    )
-    assert twice[0].weight is twice[1].weight and utils.convert_file_size_to_int("0MB") == 0
+    assert utils.convert_file_size_to_int("0MB") == 0 and utils.convert_file_size_to_int("1MiB") == 2**20
     with pytest.raises(TypeError, match="joins nested tensors only"):
         utils.concatenate([{"name": "a"}, {"name": "b"}])
-    assert utils.convert_file_size_to_int("1MiB") == 2**20 and utils.dtype_byte_size(torch.bool) == 1 / 8
-    assert set(utils.load_state_dict(path)) == {*model.state_dict(), "more"}
 
 
 def test_what_would_be_read_as_another_thing_is_a_type_error():

@@ -1,6 +1,7 @@
 """The table of Accelerate's names: what stands there is so, and Accelerate itself has no others.
 
-``python -m tests.compat.test_accelerate_names`` prints the names of the Accelerate that is installed, in the form of the table.
+``python -m tests.compat.test_accelerate_names`` prints the names of the Accelerate that is installed, in the form of
+the table.
 """
 
 from __future__ import annotations
@@ -185,7 +186,5 @@ def test_accelerate_has_the_names_of_the_table():
 if __name__ == "__main__":
     for address in TABLE:
         print(f'["{address}"]')
-        for name, words in sorted(
-            (of_module(address) if address in MODULES else of_class(find(address))).items()
-        ):
+        for name, words in sorted((of_module(address) if address in MODULES else of_class(find(address))).items()):
             print(f"{name} = '''{words}'''")

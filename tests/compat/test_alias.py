@@ -21,6 +21,7 @@ from accelerate.hooks import AlignDevicesHook
 from accelerate.utils import DistributedType, set_module_tensor_to_device
 import accelerate.utils.modeling, accelerate.big_modeling
 assert importlib.util.find_spec("accelerate") and importlib.metadata.version("accelerate") == accelerate.__version__
+assert importlib.metadata.metadata("accelerate")["Home-page"] == "https://github.com/huggingface/accelerate"
 assert not hasattr(accelerate, "nothing") and importlib.util.find_spec("accelerate.nothing") is None
 try:
     dispatch_model(None)
@@ -43,22 +44,22 @@ acc.end_training()
 """
 
 
-def run(*words, folder):
+def run(*arguments, folder):
     env = {**os.environ, "EASYMP_LOG_WITH": "none"}
-    done = subprocess.run([*EASYMP, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    process = subprocess.run([*EASYMP, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
 
 
 def test_a_program_that_installs_it_gets_easymp_unless_accelerate_is_imported():
     install = "from easymp.compat import install\ninstall()\n"
-    late = "import sys, types; sys.modules['accelerate'] = types.ModuleType('accelerate')\n"
-    done, refused = (
+    imported_before = "import sys, types; sys.modules['accelerate'] = types.ModuleType('accelerate')\n"
+    process, refused = (
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-        for program in (install + NAMES, late + install)
+        for program in (install + NAMES, imported_before + install)
     )
-    assert "easymp.compat.accelerate.accelerator (1, 'no', 'single', []) [0.8" in done.stdout, done.stderr
-    assert "dispatch_model is not part of easymp" in done.stdout
+    assert "easymp.compat.accelerate.accelerator (1, 'no', 'single', []) [0.8" in process.stdout, process.stderr
+    assert "dispatch_model is not part of easymp" in process.stdout
     assert "easymp launch --as accelerate" in refused.stderr
 
 
@@ -84,13 +85,13 @@ def test_a_script_that_imports_accelerate_gets_easymp(tmp_path):
 def test_flags_of_accelerate_launch(flags, settings, tmp_path):
     file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": False}, "num_processes": 2}
     (tmp_path / "a.json").write_text(json.dumps(file))
-    words = flags.replace("a.json", str(tmp_path / "a.json")).split()
+    arguments = flags.replace("a.json", str(tmp_path / "a.json")).split()
     script = ["train.py", "--cpu", "1"]
-    assert translate([*words, *script], {"--processes": True}) == [*settings.split(), *script]
+    assert translate([*arguments, *script], {"--processes": True}) == [*settings.split(), *script]
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--tpu", "--tpu of accelerate launch has no counterpart"),
         ("--zero_stage 2", "not in force"),
@@ -99,10 +100,10 @@ def test_flags_of_accelerate_launch(flags, settings, tmp_path):
         ("--num_processes", "has no value"),
     ],
 )
-def test_flags_of_accelerate_launch_that_are_refused(flags, words, capfd):
-    script = [] if words == "has no value" else ["train.py"]
-    assert main(["launch", "--as", "accelerate", *flags.split(), *script]) == 1
-    assert words in capfd.readouterr().err
+def test_flags_of_accelerate_launch_that_are_refused(flags, message, capfd):
+    script = [] if message == "has no value" else ["train.py"]
+    assert main(["launch", "--as", "accelerate", *flags.split(), *script]) == 2
+    assert message in capfd.readouterr().err
 
 
 LLAMA = """
@@ -110,9 +111,8 @@ import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
 sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **sizes))
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, attention_dropout=0.1, **sizes))
 how = dict(per_device_train_batch_size=4, logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
-how["train_sampling_strategy"] = "sequential"
 def show(trainer):
     rows = [(row["step"], row.get("loss", row.get("eval_loss"))) for row in trainer.state.log_history]
     if trainer.is_world_process_zero():
@@ -124,40 +124,41 @@ draw = torch.Generator().manual_seed(1)
 data = [{{"input_ids": (row := torch.randint(0, 64, (16,), generator=draw)), "labels": row}} for _ in range(64)]
 folder, options, resume = sys.argv[1], eval(sys.argv[2]), eval(sys.argv[3])
 how |= dict(max_steps=6, save_steps=3, eval_strategy="steps", eval_steps=3, gradient_accumulation_steps=2, **options)
-trainer = Trainer(model=model, args=TrainingArguments(output_dir=folder, **how), train_dataset=data, eval_dataset=data[:10])
+arguments = TrainingArguments(output_dir=folder, **how)
+trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:10])
+before = []
+if trainer.accelerator.num_processes == 1:  # on several, Accelerate's models that were evaluated first train apart
+    before = trainer.evaluate()["eval_loss"], float(trainer.predict(data[:4]).metrics["test_loss"])
+trainer.state.log_history.clear()
 trainer.train(resume_from_checkpoint=resume)
 trainer.save_model(folder + "/final")
+trainer.state.log_history += [dict(step="before", loss=loss) for loss in before]
 show(trainer)
 """
-FSDP = {
-    "fsdp": "full_shard auto_wrap",
-    "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-}
+FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 
 
 def rows(printed):
-    (found,) = re.findall(r"^ROWS (.*)$", printed, re.MULTILINE)
-    return found
+    (row_text,) = re.findall(r"^ROWS (.*)$", printed, re.MULTILINE)
+    return row_text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "options"),
-    [(1, {}), (1, {"bf16": True}), (2, {}), (2, FSDP)],
-    ids=["one", "bf16", "ddp", "fsdp"],
+    ("processes", "options"), [(1, {}), (1, {"bf16": True}), (2, {}), (2, FSDP)], ids=["one", "bf16", "ddp", "fsdp"]
 )
 def test_the_trainer_of_transformers(tmp_path, processes, options):
     """It trains, evaluates, saves and resumes, with the numbers of Accelerate where that is installed."""
     pytest.importorskip("transformers")
     (tmp_path / "train.py").write_text(TRAINER)
-    words = ("launch", "--processes", str(processes))
-    as_easymp = (*words, "--as", "accelerate", "train.py")
-    whole = rows(run(*as_easymp, "run", repr(options), "None", folder=tmp_path))
-    assert rows(run(*as_easymp, "run", repr(options), "'run/checkpoint-3'", folder=tmp_path)) == whole
+    command = ("launch", "--processes", str(processes))
+    as_easymp = (*command, "--as", "accelerate", "train.py")
+    expected_rows = rows(run(*as_easymp, "run", repr(options), "None", folder=tmp_path))
+    assert rows(run(*as_easymp, "run", repr(options), "'run/checkpoint-3'", folder=tmp_path)) == expected_rows
     assert (tmp_path / "run/final/model.safetensors").is_file()
     if not options:
         pytest.importorskip("accelerate")
-        assert rows(run(*words, "train.py", "theirs", repr(options), "None", folder=tmp_path)) == whole
+        assert rows(run(*command, "train.py", "theirs", repr(options), "None", folder=tmp_path)) == expected_rows
 
 
 SFT = f"""{LLAMA}
@@ -171,7 +172,8 @@ tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 data = Dataset.from_dict({{"text": ["a b c d e f g h", "b c d a", "i j i j i", "c d e f g a b"] * 8}})
 how |= dict(max_steps=4, save_steps=2, bf16=False, max_length=32, eos_token="<eos>", pad_token="<pad>")
-trainer = SFTTrainer(model=model, args=SFTConfig(output_dir="run", **how), train_dataset=data, processing_class=tokenizer)
+arguments = SFTConfig(output_dir="run", **how)
+trainer = SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
 trainer.train()
 show(trainer)
 """
@@ -181,10 +183,10 @@ show(trainer)
 def test_the_sft_trainer_of_trl(tmp_path):
     pytest.importorskip("trl")
     (tmp_path / "train.py").write_text(SFT)
-    ours = rows(run("launch", "--processes", "2", "--as", "accelerate", "train.py", folder=tmp_path))
-    assert ours.count("(") == 4
+    easymp_rows = rows(run("launch", "--processes", "2", "--as", "accelerate", "train.py", folder=tmp_path))
+    assert easymp_rows.count("(") == 4
     pytest.importorskip("accelerate")
-    assert rows(run("launch", "--processes", "2", "train.py", folder=tmp_path)) == ours
+    assert rows(run("launch", "--processes", "2", "train.py", folder=tmp_path)) == easymp_rows
 
 
 DIFFUSERS = """
@@ -256,8 +258,31 @@ def test_a_training_script_of_diffusers(tmp_path):
     """Hooks that save a U-Net and its moving average, and a script that counts its own epochs when it resumes."""
     pytest.importorskip("diffusers")
     (tmp_path / "train.py").write_text(DIFFUSERS)
-    words = ("launch", "--processes", "1")
-    whole = rows(run(*words, "--as", "accelerate", "train.py", folder=tmp_path))
-    assert rows(run(*words, "--as", "accelerate", "train.py", "resume", folder=tmp_path)) == whole
+    command = ("launch", "--processes", "1")
+    expected_rows = rows(run(*command, "--as", "accelerate", "train.py", folder=tmp_path))
+    assert rows(run(*command, "--as", "accelerate", "train.py", "resume", folder=tmp_path)) == expected_rows
     pytest.importorskip("accelerate")
-    assert rows(run(*words, "train.py", folder=tmp_path)) == whole
+    assert rows(run(*command, "train.py", folder=tmp_path)) == expected_rows
+
+
+DEEPSPEED = """
+import argparse, importlib.metadata, deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int)
+args = parser.parse_args()
+deepspeed.init_distributed()
+assert args.local_rank == deepspeed.comm.get_local_rank() and deepspeed.zero.ZeroParamStatus is ZeroParamStatus
+assert importlib.metadata.version("deepspeed") == deepspeed.__version__ and get_accelerator().device_name()
+print(f"{deepspeed.initialize.__module__} {args.deepspeed_config} {args.local_rank}\\n", end="", flush=True)
+deepspeed.comm.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_imports_deepspeed_gets_easymp_and_its_local_rank(tmp_path):
+    (tmp_path / "train.py").write_text(DEEPSPEED)
+    command = ("launch", "--as", "deepspeed", "--processes", "2", "train.py", "--deepspeed_config", "ds.json")
+    printed = run(*command, folder=tmp_path)
+    assert sorted(printed.splitlines()) == [f"easymp.compat.deepspeed ds.json {rank}" for rank in (0, 1)]

@@ -1,4 +1,7 @@
-"""Programs written for apex.amp, with nothing but the import line changed; expected values are from Apex's table and rules."""
+"""Programs written for apex.amp, with nothing but the import line changed.
+
+Expected values are from Apex's table and rules.
+"""
 
 from __future__ import annotations
 
@@ -45,22 +48,22 @@ def weight():
     return model
 
 
-def sgd(model, **how):
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.25, **how})
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.25, **options})
 
 
-def initialize(models, optimizers=None, **how):
-    return amp.initialize(models, optimizers, **{"verbosity": 0, **how})
+def initialize(models, optimizers=None, **options):
+    return amp.initialize(models, optimizers, **{"verbosity": 0, **options})
 
 
-def one(level="O2", lr=0.25, **how):
+def one(level="O2", lr=0.25, **options):
     model = weight()
-    how = {"max_loss_scale": 1024.0, **how}  # 2**16 times 1 is no number in fp16
-    return initialize(model, sgd(model, lr=lr), opt_level=level, **how)
+    options = {"max_loss_scale": 1024.0, **options}  # 2**16 times 1 is no number in fp16
+    return initialize(model, sgd(model, lr=lr), opt_level=level, **options)
 
 
-def backward(loss, optimizers, **how):
-    with amp.scale_loss(loss, optimizers, **how) as scaled_loss:
+def backward(loss, optimizers, **options):
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
         scaled_loss.backward()
 
 
@@ -76,18 +79,18 @@ def network():
     return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)).to(DEVICE)
 
 
-def train_digits(level, schedule=None, clip=None, make=network, wrap=None, rank=0, size=1):
+def train_digits(level, schedule=None, clip=None, make_model=network, wrap=None, rank=0, size=1):
     """K1 and K2; the accuracy on what it was not trained on, losses of the first and last step, and the model."""
     torch.manual_seed(rank)
-    model = make()
+    model = make_model()
     optimizer, loss_fn = sgd(model, lr=0.1, momentum=0.9), nn.CrossEntropyLoss()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4) if schedule == "before" else None
     if level is not None:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4) if schedule == "after" else scheduler
-    model, found, losses = wrap(model) if wrap else model, load_digits(), []
-    x = torch.tensor(found.data, dtype=torch.float32, device=DEVICE) / 16
-    y = torch.tensor(found.target, device=DEVICE)
+    model, digits, losses = wrap(model) if wrap else model, load_digits(), []
+    x = torch.tensor(digits.data, dtype=torch.float32, device=DEVICE) / 16
+    y = torch.tensor(digits.target, device=DEVICE)
     for _ in range(5):
         for i in range(rank * 100 // size, 1500, 100):
             optimizer.zero_grad()
@@ -127,15 +130,15 @@ def test_checkpoints_are_fp32_at_every_level_and_go_from_one_to_another(level):
     saved = model.state_dict()
     assert {v.dtype for v in saved.values()} == {torch.float32, torch.int64}
     assert {v.dtype for v in model[0].state_dict().values()} == {torch.float32}
-    for other in LEVELS:
+    for other_level in LEVELS:
         fresh = net(seed=1)
-        fresh, optimizer = initialize(fresh, sgd(fresh), opt_level=other)
+        fresh, optimizer = initialize(fresh, sgd(fresh), opt_level=other_level)
         fresh.load_state_dict(saved)
-        for held in amp.master_params(optimizer):
-            held.grad = torch.zeros_like(held)
+        for parameter in amp.master_params(optimizer):
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # masters have taken what was loaded
         for name, value in fresh.state_dict().items():
-            assert torch.allclose(value, saved[name], atol=1e-3), (name, other)
+            assert torch.allclose(value, saved[name], atol=1e-3), (name, other_level)
 
 
 def test_the_return_mirrors_what_was_given():
@@ -150,7 +153,7 @@ def test_the_return_mirrors_what_was_given():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: initialize(net(), opt_level="O4"), "Unexpected optimization level 'O4'"),
         (lambda: initialize(net(), opt_level="01"), "the prefix O is the letter O"),
@@ -168,22 +171,22 @@ def test_the_return_mirrors_what_was_given():
         (lambda: initialize(net(), opt_level="O2", cast_model_type="half"), "cast_model_type='half' is not"),
     ],
 )
-def test_what_is_refused(call, words):
+def test_what_is_refused(call, message):
     with pytest.raises(RuntimeError) as error:  # Apex's type, too
         call()
-    assert words in str(error.value) and isinstance(error.value, EasympError)
+    assert message in str(error.value) and isinstance(error.value, EasympError)
 
 
 def test_what_is_refused_or_turned_off_changes_nothing():
     model, optimizer = net(), sgd(net())
-    for given, how, error, words in (
+    for arguments, options, error, message in (
         (((model,),), {}, TypeError, "models must be either"),
         ((model, "sgd"), {}, TypeError, "optimizers must be either"),
         ((model, optimizer), {"min_loss_scale": 2.0**25}, EasympError, r"33554432\.0"),
         (([model, net().half()], optimizer), {"opt_level": "O2"}, RuntimeError, "Found param"),
     ):
-        with pytest.raises(error, match=words):
-            initialize(*given, **how)
+        with pytest.raises(error, match=message):
+            initialize(*arguments, **options)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     initialize(net())
     assert initialize(model, optimizer, enabled=False) == (model, optimizer)
@@ -199,7 +202,7 @@ HALF, FULL, BF16, DYNAMIC = torch.float16, torch.float32, torch.bfloat16, "dynam
 
 
 @pytest.mark.parametrize(
-    ("level", "how", "properties", "weight", "norm", "output"),
+    ("level", "options", "properties", "weight", "norm", "output"),
     [
         ("O0", {}, (FULL, False, None, False, 1.0), FULL, FULL, FULL),
         ("O1", {}, (None, True, None, None, DYNAMIC), FULL, FULL, HALF),
@@ -218,16 +221,14 @@ HALF, FULL, BF16, DYNAMIC = torch.float16, torch.float32, torch.bfloat16, "dynam
         ("O1", {"patch_torch_functions": "False"}, (None, False, None, None, DYNAMIC), FULL, FULL, FULL),
     ],
 )
-def test_properties_are_printed_and_types_follow(capsys, level, how, properties, weight, norm, output):
-    model = amp.initialize(net(), opt_level=level, **how)
+def test_properties_are_printed_and_types_follow(capsys, level, options, properties, weight, norm, output):
+    model = amp.initialize(net(), opt_level=level, **options)
     assert (model[0].weight.dtype, model[1].weight.dtype, model[1].running_var.dtype) == (weight, norm, norm)
     assert model(torch.randn(3, 4, device=DEVICE)).dtype == output
     title, *lines = capsys.readouterr().out.splitlines()
-    assert title.startswith(f"Selected optimization level {level}: ")
-    changed = [f"{n}={value!r}" for n, value in how.items() if n in PROPERTIES and value is not None]
-    assert title.endswith(f", with {changed[0]}." if changed else ".")
-    found = dict(line.replace(" ", "").split(":") for line in lines)
-    assert [found[name] for name in PROPERTIES] == [str(value) for value in properties]
+    assert title == f"Selected optimization level {level}, whose properties are:"
+    printed = dict(line.replace(" ", "").split(":") for line in lines)
+    assert [printed[name] for name in PROPERTIES] == [str(value) for value in properties]
     initialize(net(), opt_level=level)
     assert capsys.readouterr().out == ""  # verbosity=0
 
@@ -250,16 +251,16 @@ def test_scales_begin_at_65536_and_have_bounds():
 
 def test_an_overflow_skips_the_next_step_of_every_optimizer_given_and_says_so(capsys):
     models = [weight() for _ in range(3)]
-    how = {"opt_level": "O2", "verbosity": 1, "max_loss_scale": 1024.0}
-    models, optimizers = amp.initialize(models, [sgd(m) for m in models], **how)
+    options = {"opt_level": "O2", "verbosity": 1, "max_loss_scale": 1024.0}
+    models, optimizers = amp.initialize(models, [sgd(m) for m in models], **options)
     capsys.readouterr()
     backward(sum(m(tensor(1.0)) for m in models[:2]).sum() * math.inf, optimizers[:2])
     backward(models[2](tensor(1.0)).sum(), optimizers[2])
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    said = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 512.0\n"
-    assert capsys.readouterr().out == said * 2
+    line = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 512.0\n"
+    assert capsys.readouterr().out == line * 2
     assert [m.weight.item() for m in models] == [1.0, 1.0, 0.75]
     backward(sum(m(tensor(1.0)) for m in models[:2]).sum(), optimizers[:2])
     optimizers[0].step()  # only one step was skipped
@@ -335,8 +336,8 @@ def test_with_delay_unscale_the_last_block_divides_all(level):
 @BOTH
 def test_several_models_optimizers_and_losses(level):
     a, b = weight(), weight()
-    how = {"opt_level": level, "num_losses": 3, "max_loss_scale": 64.0}
-    _, (first, second) = initialize([a, b], [sgd(a), sgd(b)], **how)
+    options = {"opt_level": level, "num_losses": 3, "max_loss_scale": 64.0}
+    _, (first, second) = initialize([a, b], [sgd(a), sgd(b)], **options)
     backward(a(tensor(1.0)).sum(), first, loss_id=0)
     backward(b(tensor(2.0)).sum() * math.inf, second, loss_id=1)
     backward((a(tensor(1.0)) + b(tensor(1.0))).sum(), [first, second], loss_id=2)
@@ -362,13 +363,13 @@ def test_scale_loss_says_what_it_needs():
         backward(torch.zeros(()), None)
     model, optimizer = one("O2")
     loss = model(tensor(1.0)).sum()
-    for error, words, given, how in (
+    for error, message, arguments, options in (
         (RuntimeError, r"scale_loss\(1\.0, …\): a float has no backward", (1.0, optimizer), {}),
         (RuntimeError, "this SGD was not passed to amp.initialize", (loss, sgd(net())), {}),
         (RefusedError, "delay_overflow_check", (loss, optimizer), {"delay_overflow_check": True}),
     ):
-        with pytest.raises(error, match=words):
-            backward(*given, **how)
+        with pytest.raises(error, match=message):
+            backward(*arguments, **options)
     with pytest.raises(RuntimeError, match="does not support closure"):
         optimizer.step(lambda: 0.0)
     loss.backward()
@@ -380,11 +381,11 @@ def test_scale_loss_says_what_it_needs():
 
 def test_o2_holds_fp32_masters_of_half_parameters_and_the_others_themselves():
     model = net()
-    given = list(model.parameters())
+    parameters = list(model.parameters())
     model, optimizer = initialize(model, sgd(model), opt_level="O2")
-    held = masters(optimizer)
-    assert {m.dtype for m in held} == {torch.float32} and list(model.parameters()) == given
-    assert [m is p for m, p in zip(held, given)] == [False, False, True, True, False, False]
+    master_params = masters(optimizer)
+    assert {m.dtype for m in master_params} == {torch.float32} and list(model.parameters()) == parameters
+    assert [m is p for m, p in zip(master_params, parameters)] == [False, False, True, True, False, False]
 
 
 def test_the_optimizers_own_ways_stay():
@@ -406,16 +407,16 @@ def test_the_optimizers_own_ways_stay():
     assert model.weight.item() == 0.25
 
 
-def made(*shape, dtype=torch.float32):
+def random_tensor(*shape, dtype=torch.float32):
     return torch.rand(shape, device=DEVICE).to(dtype)
 
 
 def test_torchs_functions_cast_from_initialize_on_but_not_within_a_step():
-    x, h, seen = made(3, 3), made(3, 3, dtype=torch.float16), []
+    x, h, dtypes = random_tensor(3, 3), random_tensor(3, 3, dtype=torch.float16), []
 
     class Products(torch.optim.SGD):
         def step(self, closure=None):
-            seen.append((x @ x).dtype)
+            dtypes.append((x @ x).dtype)
             return super().step(closure)
 
     model = nn.LSTM(3, 3).to(DEVICE)
@@ -428,13 +429,10 @@ def test_torchs_functions_cast_from_initialize_on_but_not_within_a_step():
     assert F.linear(x, x).dtype == torch.float16
     backward(sum(p.sum() for p in model.parameters()), optimizer)
     optimizer.step()
-    assert seen == [torch.float32]
+    assert dtypes == [torch.float32]
     initialize(net(), opt_level="O0")
     assert F.linear(x, x).dtype == torch.float32
-    with (
-        torch.autocast(DEVICE, torch.bfloat16),
-        amp.disable_casts(),
-    ):  # of O1, which is off, and of nothing else
+    with torch.autocast(DEVICE, torch.bfloat16), amp.disable_casts():  # of O1, which is off, and of nothing else
         assert F.linear(x, x).dtype == torch.bfloat16
 
 
@@ -442,20 +440,20 @@ def test_functions_of_users_join_the_lists(monkeypatch):
     def twice(a, b=None):
         return a if b is None else a + b
 
-    half, wide, promoted = amp.half_function(twice), amp.float_function(twice), amp.promote_function(twice)
+    half_twice, wide, promoted = amp.half_function(twice), amp.float_function(twice), amp.promote_function(twice)
     registered = {"sigmoid": amp.register_half_function, "bmm": amp.register_float_function}
     registered["mul"] = amp.register_promote_function
     for name, register in registered.items():
         monkeypatch.setattr(torch, name, getattr(torch, name))  # puts them back
         register(torch, name)
-    x, h = made(2, 2), made(2, 2, dtype=torch.float16)
-    assert half(x).dtype == wide(x).dtype == torch.float32  # before initialize
+    x, h = random_tensor(2, 2), random_tensor(2, 2, dtype=torch.float16)
+    assert half_twice(x).dtype == wide(x).dtype == torch.float32  # before initialize
     initialize(net())
-    assert half(x).dtype == promoted(h, b=h).dtype == torch.sigmoid(x).dtype == torch.float16
+    assert half_twice(x).dtype == promoted(h, b=h).dtype == torch.sigmoid(x).dtype == torch.float16
     assert wide(h).dtype == promoted(h, b=x).dtype == torch.mul(h, x).dtype == torch.float32
     assert torch.bmm(h[None], h[None]).dtype == torch.float32  # what users say counts more than the list
     with amp.disable_casts():
-        assert half(x).dtype == torch.float32
+        assert half_twice(x).dtype == torch.float32
     with pytest.raises(ValueError, match="No function named nothing in module"):
         amp.register_half_function(torch, "nothing")
 
@@ -471,12 +469,12 @@ def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(level
         backward(model(torch.ones(3, 4, device=DEVICE)).float().mean(), optimizer)
         optimizer.step()
         scheduler.step()
-    held = [weakref.ref(item) for item in (model, optimizer, *amp.master_params(optimizer))]
+    references = [weakref.ref(item) for item in (model, optimizer, *amp.master_params(optimizer))]
     gc.collect()
     gc.disable()
     try:
         del model, optimizer, scheduler
-        assert [ref() for ref in held] == [None] * len(held)
+        assert [ref() for ref in references] == [None] * len(references)
     finally:
         gc.enable()
 
@@ -484,13 +482,16 @@ def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(level
 def test_casts_alone_by_init():
     handle = amp.init(patch_type=torch.bfloat16)
     assert handle.is_active() and handle is amp._amp_state.handle
-    assert F.linear(made(2, 2), made(2, 2)).dtype == torch.bfloat16
+    assert F.linear(random_tensor(2, 2), random_tensor(2, 2)).dtype == torch.bfloat16
     with pytest.raises(NotImplementedError, match=r"binary_cross_entropy on torch\.bfloat16"):
-        F.binary_cross_entropy(made(2, 2, dtype=torch.bfloat16), made(2, 2))
+        F.binary_cross_entropy(random_tensor(2, 2, dtype=torch.bfloat16), random_tensor(2, 2))
     amp.init(allow_banned=True)
-    assert F.binary_cross_entropy(made(2, 2).half(), made(2, 2)).dtype == torch.float32
+    assert F.binary_cross_entropy(random_tensor(2, 2).half(), random_tensor(2, 2)).dtype == torch.float32
     handle._deactivate()
-    assert not amp.init(enabled=False).is_active() and F.linear(made(2, 2), made(2, 2)).dtype == torch.float32
+    assert (
+        not amp.init(enabled=False).is_active()
+        and F.linear(random_tensor(2, 2), random_tensor(2, 2)).dtype == torch.float32
+    )
     with pytest.raises(ValueError, match=r"no longer supported: use amp\.initialize"):
         handle.scale_loss(None, None)
 
@@ -506,7 +507,9 @@ def test_models_in_two_types_stay_so_with_cast_model_type_false(level):
     assert (model[0].weight.dtype, model[1].weight.dtype) == (torch.float16, torch.float32)
     amp._amp_state.loss_scalers[0]._loss_scale = 4.0  # as scripts set it
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}
+    assert amp._amp_state.loss_scalers[0]._unskipped == 0
     assert amp._amp_state.opt_properties.loss_scale == "dynamic"
+    assert amp._amp_state.opt_properties.options["cast_model_type"] == (False if level == "O2" else None)
 
 
 def test_names_and_the_native_lines(capsys):

@@ -34,8 +34,8 @@ def adam(p, g, state, step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=
     g = g if beside else g + weight_decay * p
     m = state["m"] = betas[0] * state.get("m", 0) + (1 - betas[0]) * g
     v = state["v"] = betas[1] * state.get("v", 0) + (1 - betas[1]) * g * g
-    one, two = (1 - beta**step if modes.get("bias_correction", True) else 1 for beta in betas)
-    update = (m / one) / ((v / two).sqrt() + eps)
+    correction1, correction2 = (1 - beta**step if modes.get("bias_correction", True) else 1 for beta in betas)
+    update = (m / correction1) / ((v / correction2).sqrt() + eps)
     return p - lr * (update + weight_decay * p if beside else update)
 
 
@@ -70,28 +70,28 @@ CASES = [
 ]
 
 
-def stepped(kind, how, rule=None, dtype=torch.float32):
+def stepped(kind, options, rule=None, dtype=torch.float32):
     """A parameter after four steps, that of `rule` in double precision, and the optimizer, copied meanwhile."""
     start = torch.linspace(-1, 1, 12).view(3, 4).to(dtype)
     p, exact, state = nn.Parameter(start.to(DEVICE)), start.double(), {}
-    optimizer = kind([p], **how)
+    optimizer = kind([p], **options)
     generator = torch.Generator().manual_seed(1)
     for step in range(1, 5):
         g = torch.randn(3, 4, generator=generator).to(dtype)
         p.grad = g.to(DEVICE)
         optimizer.step()
-        exact = rule(exact, g.double(), state, step, **how) if rule else exact
+        exact = rule(exact, g.double(), state, step, **options) if rule else exact
         if step == 2:
             optimizer = copy.deepcopy(optimizer)  # options travel along
             p = optimizer.param_groups[0]["params"][0]
     return p.detach().cpu().double(), exact, optimizer
 
 
-@pytest.mark.parametrize(("kind", "rule", "how"), CASES)
+@pytest.mark.parametrize(("kind", "rule", "options"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_each_follows_its_formula(kind, rule, how, dtype):
-    found, exact, optimizer = stepped(kind, how, rule, dtype)
-    assert torch.allclose(found, exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3)
+def test_each_follows_its_formula(kind, rule, options, dtype):
+    weight, exact, optimizer = stepped(kind, options, rule, dtype)
+    assert torch.allclose(weight, exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3)
     states = [item for state in optimizer.state.values() for item in state.items()]
     moments = {name: value.dtype for name, value in states if value.ndim}
     assert moments.keys() <= {"exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}
@@ -100,12 +100,12 @@ def test_each_follows_its_formula(kind, rule, how, dtype):
 
 def test_the_kernels_know_of_no_bias_correction(monkeypatch):
     kernels_on_cpu(monkeypatch, CompiledLauncher())
-    found, exact, optimizer = stepped(FusedAdam, UNCORRECTED, adam)
-    assert optimizer.engine.name == "CuPy" and torch.allclose(found, exact, rtol=0, atol=1e-5)
+    weight, exact, optimizer = stepped(FusedAdam, UNCORRECTED, adam)
+    assert optimizer.engine.name == "CuPy" and torch.allclose(weight, exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "options"),
     [
         ("LAMB", {}),
         ("LAMB", {"use_nvlamb": True, "max_grad_norm": 0.1, "adam_w_mode": False}),
@@ -113,43 +113,39 @@ def test_the_kernels_know_of_no_bias_correction(monkeypatch):
         ("NovoGrad", {"norm_type": 0, "reg_inside_moment": True, "weight_decay": 0.1}),
     ],
 )
-def test_lamb_and_novograd_are_the_librarys(name, how):
-    kinds = getattr(optimizers, f"Fused{name}"), getattr(easymp.optim, name)
-    assert torch.equal(*(stepped(kind, how)[0] for kind in kinds))
+def test_lamb_and_novograd_are_the_librarys(name, options):
+    classes = getattr(optimizers, f"Fused{name}"), getattr(easymp.optim, name)
+    assert torch.equal(*(stepped(kind, options)[0] for kind in classes))
 
 
 @pytest.mark.parametrize("address", APEX)
 def test_names_and_signatures_are_apexs(address):
     module = importlib.import_module(f"easymp.compat.apex{address and '.'}{address}")
-    for name, words in APEX[address].items():
-        found, expected = getattr(module, name), words.split()
-        if words != "value":
-            own = list(inspect.signature(found).parameters.values())
-            shown = [n.name if n.default in (n.empty, required) else f"{n.name}={n.default}" for n in own]
-            assert [word.replace(" ", "~") for word in shown[: len(expected)]] == expected, name
-            assert all(n.kind is n.KEYWORD_ONLY for n in own[len(expected) :])  # options of ours
+    for name, signature in APEX[address].items():
+        member, expected = getattr(module, name), signature.split()
+        if signature != "value":
+            parameters = list(inspect.signature(member).parameters.values())
+            shown = [n.name if n.default in (n.empty, required) else f"{n.name}={n.default}" for n in parameters]
+            assert [parameter.replace(" ", "~") for parameter in shown[: len(expected)]] == expected, name
+            assert all(n.kind is n.KEYWORD_ONLY for n in parameters[len(expected) :])  # options of ours
 
 
 def test_modules_and_names_that_are_refused_say_what_to_take():
     for address in REFUSED:
         module, _, name = address.rpartition(":")
-        with pytest.raises(
-            ImportError, match=r"is not part of easymp\.compat: (use|it is|torch|start|nothing)"
-        ):
+        with pytest.raises(ImportError, match=r"is not part of easymp\.compat: (use|it is|torch|start|nothing)"):
             getattr(importlib.import_module(f"easymp.compat.apex.{module or name}"), name)
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"), [(FusedAdam, {"master_weights": True}), (FusedMixedPrecisionLamb, {})]
-)
-def test_fp32_copies_keep_small_updates_and_go_into_the_state(kind, how):
+@pytest.mark.parametrize(("kind", "options"), [(FusedAdam, {"master_weights": True}), (FusedMixedPrecisionLamb, {})])
+def test_fp32_copies_keep_small_updates_and_go_into_the_state(kind, options):
     p = nn.Parameter(torch.ones(8, dtype=torch.float16, device=DEVICE))
-    optimizer = kind([p], lr=2e-4, weight_decay=0.0, **how)
+    optimizer = kind([p], lr=2e-4, weight_decay=0.0, **options)
     for step in range(8):
         p.grad = torch.ones_like(p)
         optimizer.step()
         if step == 3:
-            state, optimizer = optimizer.state_dict(), kind([p], lr=2e-4, weight_decay=0.0, **how)
+            state, optimizer = optimizer.state_dict(), kind([p], lr=2e-4, weight_decay=0.0, **options)
             optimizer.load_state_dict(state)
     assert optimizer.state[p]["master_param"].dtype == torch.float32
     assert p[0].item() < 0.9995  # one step is less than half of fp16's spacing below 1
@@ -159,23 +155,34 @@ def test_fp32_copies_keep_small_updates_and_go_into_the_state(kind, how):
     assert p[0].item() > 3.9
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_capturable_step_divides_the_loss_scale_out_of_gradients(capturable):
+    p = nn.Parameter(torch.ones(8, dtype=torch.float16, device=DEVICE))
+    optimizer = FusedAdam([p], capturable=capturable, master_weights=True)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
+    scaler.scale(p.float().sum()).backward()
+    scaler.step(optimizer)
+    assert p.grad.unique().tolist() == [1.0 if capturable else 4.0]
+    assert p[0].item() == pytest.approx(0.999, abs=1e-3)
+
+
 @pytest.mark.parametrize(("apexs", "torchs"), [(FusedAdam, torch.optim.AdamW), (FusedSGD, torch.optim.SGD)])
 def test_states_go_to_torchs_optimizers_and_back(apexs, torchs):
     p = nn.Parameter(torch.ones(3, device=DEVICE))
-    how = {"momentum": 0.9} if torchs is torch.optim.SGD else {"weight_decay": 0.1}
-    found = []
-    for kinds in ((apexs, torchs, apexs), (torchs, apexs, torchs)):
+    options = {"momentum": 0.9} if torchs is torch.optim.SGD else {"weight_decay": 0.1}
+    weights = []
+    for classes in ((apexs, torchs, apexs), (torchs, apexs, torchs)):
         p.data.fill_(1.0)
         state = None
-        for kind in kinds:
-            optimizer = kind([p], lr=0.1, **how)
+        for kind in classes:
+            optimizer = kind([p], lr=0.1, **options)
             if state is not None:
                 optimizer.load_state_dict(state)
             p.grad = torch.linspace(-1, 1, 3, device=DEVICE)
             optimizer.step()
             state = optimizer.state_dict()
-        found.append(p.detach().clone())
-    assert torch.allclose(*found, rtol=0, atol=1e-6)
+        weights.append(p.detach().clone())
+    assert torch.allclose(*weights, rtol=0, atol=1e-6)
 
 
 def test_what_they_refuse_and_say():
@@ -183,7 +190,7 @@ def test_what_they_refuse_and_say():
     table = nn.Embedding(3, 2, sparse=True)
     table(torch.tensor([0])).sum().backward()
     by_group = FusedSGD([{"params": [p], "lr": 0.25}], momentum=0.9)
-    for call, error, words in (
+    for call, error, message in (
         (lambda: FusedAdam([p], amsgrad=True), RuntimeError, "FusedAdam does not support the AMSGrad variant"),
         (lambda: optimizers.FusedLAMB([p], amsgrad=True), RuntimeError, "FusedLAMB does not support the AMSGrad"),
         (lambda: optimizers.FusedNovoGrad([p], amsgrad=True), RuntimeError, "FusedNovoGrad does not support the AMS"),
@@ -194,13 +201,13 @@ def test_what_they_refuse_and_say():
         (lambda: FusedSGD([p], lr=0.1, nesterov=True), ValueError, "Nesterov momentum requires a momentum"),
         (FusedAdam(table.parameters()).step, RuntimeError, "FusedAdam does not support sparse gradients"),
     ):  # fmt: skip
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             call()
-    named = FusedSGD([p], lr=0.1, set_grad_none=True)
-    for optimizer, none in ((FusedAdam([p]), True), (FusedSGD([p], lr=0.1), False), (named, True)):
+    freeing = FusedSGD([p], lr=0.1, set_grad_none=True)
+    for optimizer, is_freed in ((FusedAdam([p]), True), (FusedSGD([p], lr=0.1), False), (freeing, True)):
         p.grad = torch.ones_like(p)
         optimizer.zero_grad()
-        assert (p.grad is None) == none
+        assert (p.grad is None) == is_freed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EasympWarning)  # once a process
         normalization.FusedLayerNorm(8, memory_efficient=True)
@@ -212,7 +219,7 @@ def test_what_they_refuse_and_say():
 def test_norms_are_torchs():
     x, weight, bias = torch.randn(4, 3, 8), torch.randn(8), torch.randn(8)
     norms, eps = normalization, 1e-6
-    for found, expected in [
+    for result, expected in [
         (norms.FusedLayerNorm(8)(x), F.layer_norm(x, [8])),
         (norms.FusedLayerNorm(8, elementwise_affine=False)(x), F.layer_norm(x, [8])),
         (norms.FusedRMSNorm((3, 8))(x), x / (x.square().mean((1, 2), keepdim=True) + 1e-5).sqrt()),
@@ -222,7 +229,7 @@ def test_norms_are_torchs():
         (norms.fused_rms_norm_affine(x, weight, 8), F.rms_norm(x, [8], weight, eps)),
         (norms.manual_rms_norm(x, 8, weight, eps), F.rms_norm(x, [8], weight, eps)),
     ]:
-        assert torch.allclose(found, expected, atol=1e-5)
+        assert torch.allclose(result, expected, atol=1e-5)
     for kind in (norms.MixedFusedLayerNorm, norms.MixedFusedRMSNorm):
         assert kind(8)(x.half()).dtype == torch.float32 and kind(8).half()(x).dtype == torch.float16
     assert norms.mixed_dtype_fused_layer_norm_affine(x.half(), weight, bias, 8).dtype == torch.float32
@@ -236,23 +243,23 @@ def test_masters_by_hand(flat):
     assert {m.dtype for m in masters} == {torch.float32} and len(masters) == (1 if flat else 3)
     optimizer = torch.optim.SGD(masters, lr=0.5)
     network(torch.ones(2, 4).half()).float().sum().backward()
-    wanted = [p.detach().float() - 0.5 * p.grad.float() for p in params]
+    expected = [p.detach().float() - 0.5 * p.grad.float() for p in params]
     fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
     fp16_utils.clip_grad_norm(masters, 1e6)
     optimizer.step()
     fp16_utils.master_params_to_model_params(params, masters, flat_master=flat)
-    assert all(torch.allclose(p.float(), w, atol=1e-2) for p, w in zip(params, wanted))
+    assert all(torch.allclose(p.float(), w, atol=1e-2) for p, w in zip(params, expected))
 
 
 def test_networks_in_half():
     network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
-    half = fp16_utils.network_to_half(network)
-    assert half(torch.randn(3, 4)).dtype == torch.float16
+    half_network = fp16_utils.network_to_half(network)
+    assert half_network(torch.randn(3, 4)).dtype == torch.float16
     assert network[0].weight.dtype == network[2].running_var.dtype == torch.float16
     assert network[1].weight.dtype == torch.float32
     assert fp16_utils.FP16Model(nn.Linear(4, 4))(torch.randn(3, 4)).dtype == torch.float16
-    whole = fp16_utils.BN_convert_float(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).half())
-    assert (whole[0].weight.dtype, whole[1].weight.dtype) == (torch.float32, torch.float16)
+    converted = fp16_utils.BN_convert_float(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).half())
+    assert (converted[0].weight.dtype, converted[1].weight.dtype) == (torch.float32, torch.float16)
     layer = nn.Sequential(nn.Linear(1, 1))
     fp16_utils.convert_module(layer, torch.float16)
     assert layer[0].weight.dtype == torch.float32

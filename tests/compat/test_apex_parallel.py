@@ -57,10 +57,10 @@ OPTIONS = [
 @joined
 def reduced(rank):
     weights = layer(0).weight.detach()
-    for how, dtype, expected in OPTIONS:
-        model = parallel.DistributedDataParallel(layer(rank, dtype), **how)
+    for options, dtype, expected in OPTIONS:
+        model = parallel.DistributedDataParallel(layer(rank, dtype), **options)
         model(torch.full((1, 2), rank + 1.0, dtype=dtype)).sum().backward()
-        assert model.module.weight.grad.tolist() == [[expected] * 2] * 2, (how, dtype)
+        assert model.module.weight.grad.tolist() == [[expected] * 2] * 2, (options, dtype)
         assert torch.equal(model.module.weight.detach(), weights.to(dtype))
     for wide in (False, True):  # a sum that is no number in fp16, and a mean that is
         model = parallel.DistributedDataParallel(layer(rank, torch.float16), allreduce_always_fp32=wide)
@@ -72,9 +72,9 @@ def test_gradients_by_option(ranks):
     ranks(reduced)
 
 
-def two_layers(**how):
+def two_layers(**options):
     """Of which one is used."""
-    model = parallel.DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]), **how)
+    model = parallel.DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]), **options)
     model.module.forward = model.module[0].forward
     return model
 
@@ -101,9 +101,9 @@ def turned_off_and_on(rank):
     strict(x).sum().backward()
     with pytest.raises(RuntimeError, match="pass delay_allreduce=True"):
         strict(x)
-    held = weakref.ref(parallel.DistributedDataParallel(layer(0)))
+    reference = weakref.ref(parallel.DistributedDataParallel(layer(0)))
     gc.collect()
-    assert held() is None  # torch's reducer does not hold what it is for
+    assert reference() is None  # torch's reducer does not hold what it is for
 
 
 def test_reduction_is_turned_off_and_on_and_waits_for_no_unused_parameter(ranks):
@@ -136,28 +136,28 @@ def norms():
 def normed(norm, x):
     """Outputs of a batch-norm, and gradients of its inputs."""
     x = x.clone().requires_grad_()
-    out = norm(x)
-    out.square().sum().backward()
-    return out.detach(), x.grad
+    output = norm(x)
+    output.square().sum().backward()
+    return output.detach(), x.grad
 
 
 @joined
 def over_ranks(rank):
     torch.manual_seed(0)
     x, z = torch.randn(6, 3, 4) * 2 + 5, torch.randn(6, 3, 4)
-    mine = slice(0, 4) if rank == 0 else slice(4, 6)  # unequal batches
+    rank_rows = slice(0, 4) if rank == 0 else slice(4, 6)  # unequal batches
     close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-4)
-    whole, plain = nn.BatchNorm1d(3), parallel.SyncBatchNorm(3)
-    close(normed(plain, x[mine]), tuple(value[mine] for value in normed(whole, x)))
-    close(plain.running_var, whole.running_var)
+    exact_norm, plain = nn.BatchNorm1d(3), parallel.SyncBatchNorm(3)
+    close(normed(plain, x[rank_rows]), tuple(value[rank_rows] for value in normed(exact_norm, x)))
+    close(plain.running_var, exact_norm.running_var)
     last = parallel.SyncBatchNorm(3, channel_last=True, fuse_relu=True)
     relu = (nn.BatchNorm1d(3)(x) + z).relu().movedim(1, -1)
-    close(last(x[mine].movedim(1, -1), z[mine].movedim(1, -1)), relu[mine])
+    close(last(x[rank_rows].movedim(1, -1), z[rank_rows].movedim(1, -1)), relu[rank_rows])
     model, exact = norms(), norms()
     assert parallel.convert_syncbn_model(model) is model
-    kinds = ["Sequential", "SyncBatchNorm", "InstanceNorm1d", "Sequential", "SyncBatchNorm"]
-    assert [type(m).__name__ for m in model.modules()] == kinds
-    close(model(x[mine]), exact(x)[mine])
+    class_names = ["Sequential", "SyncBatchNorm", "InstanceNorm1d", "Sequential", "SyncBatchNorm"]
+    assert [type(m).__name__ for m in model.modules()] == class_names
+    close(model(x[rank_rows]), exact(x)[rank_rows])
     close(model[2][0].running_mean, exact[2][0].running_mean)
 
 
@@ -169,13 +169,13 @@ def test_reducers_groups_and_batch_norm_over_all_samples(ranks, program):
 @joined
 def trained(rank, level, kind):
     """K1 and K2 on two ranks, each with its half of the batches; the accuracy, and the weights."""
-    kinds = {
+    wrappers = {
         "torch": nn.parallel.DistributedDataParallel,
         "apex": parallel.DistributedDataParallel,
         "delayed": functools.partial(parallel.DistributedDataParallel, delay_allreduce=True),
     }
-    how = {"make": lambda: parallel.convert_syncbn_model(network(), None), "wrap": kinds[kind]}
-    right, *_, model = train_digits(level, **how, rank=rank, size=2)
+    options = {"make_model": lambda: parallel.convert_syncbn_model(network(), None), "wrap": wrappers[kind]}
+    right, *_, model = train_digits(level, **options, rank=rank, size=2)
     with pytest.raises(RuntimeError, match="Parallel wrappers should only be applied"):
         amp.initialize(model)
     return right, {name: value.clone() for name, value in model.state_dict().items()}
@@ -183,15 +183,15 @@ def trained(rank, level, kind):
 
 @pytest.mark.parametrize(("level", "kind"), [("O2", "apex"), ("O2", "torch"), ("O1", "delayed")])
 def test_amp_trains_under_both_kinds_of_ddp(ranks, level, kind):
-    (right, mine), (_, others) = ranks(trained, level, kind)
+    (right, first_state), (_, second_state) = ranks(trained, level, kind)
     assert right > 0.88
-    for name, value in mine.items():
+    for name, value in first_state.items():
         assert value.dtype in (torch.float32, torch.int64)
-        assert torch.equal(value, others[name]), name
+        assert torch.equal(value, second_state[name]), name
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "words"),
+    ("options", "error", "message"),
     [
         ({"shared_param": True}, RuntimeError, "pass delay_allreduce=True"),
         ({"gradient_average_split_factor": 2.0}, RuntimeError, "pass gradient_predivide_factor"),
@@ -200,9 +200,9 @@ def test_amp_trains_under_both_kinds_of_ddp(ranks, level, kind):
         ({"message_size": 0}, RuntimeError, "at least 1"),
     ],
 )
-def test_what_ddp_refuses(how, error, words):
-    with pytest.raises(error, match=words):
-        parallel.DistributedDataParallel(layer(0), **how)
+def test_what_ddp_refuses(options, error, message):
+    with pytest.raises(error, match=message):
+        parallel.DistributedDataParallel(layer(0), **options)
 
 
 def larc(order, level, overflow):

@@ -1,4 +1,7 @@
-"""Scripts written for DeepSpeed: the engine beside plain torch on real ranks, the loss scale, schedules, checkpoints."""
+"""Scripts written for DeepSpeed.
+
+The engine beside plain torch on real ranks, the loss scale, schedules, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import argparse
 import logging
 import math
 import os
-import re
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,13 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from easymp.compat.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from easymp.compat.deepspeed.utils.zero_to_fp32 import (
-    get_fp32_state_dict_from_zero_checkpoint as zero_to_fp32,
-)
+from easymp.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as zero_to_fp32
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from easymp import CheckpointError, RefusedError, StepError
+from easymp import CheckpointError, RefusedError, SettingError, StepError
 from easymp.compat import deepspeed, explain
 from easymp.compat.deepspeed import utils
 
@@ -43,8 +43,8 @@ def data():
 
 
 @contextmanager
-def started(config, **more):
-    engine, *_ = deepspeed.initialize(model=more.pop("model", None) or model(), config=config, **more)
+def started(config, **arguments):
+    engine, *_ = deepspeed.initialize(model=arguments.pop("model", None) or model(), config=config, **arguments)
     try:
         yield engine
     finally:
@@ -64,9 +64,12 @@ def by_hand():
     return [p.detach() for p in net.parameters()], norms
 
 
-def trained(stage, half, own):
-    """The program of the examples, where `own` with a backward of its own; parameters, norms, and what the engine says of itself."""
-    config = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, **half}
+def trained(stage, precision, own_backward):
+    """The program of the examples, where `own` with a backward of its own.
+
+    Parameters, norms, and what the engine says of itself.
+    """
+    config = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, **precision}
     config["optimizer"] = {"type": "Adam", "params": {"lr": 0.01}}
     x, y = data()
     with started({**config, "zero_optimization": {"stage": stage}}) as engine:
@@ -74,7 +77,7 @@ def trained(stage, half, own):
         for step in range(12):
             rows = slice(begin := 8 * (step % 6) + engine.global_rank * micro, begin + micro)
             loss = cross_entropy(engine(x[rows]).float(), y[rows])
-            if own:
+            if own_backward:
                 engine.scale(loss).backward()
             else:
                 assert engine.backward(loss).item() == pytest.approx(loss.item() / 2)
@@ -88,77 +91,147 @@ def trained(stage, half, own):
         return parameters, norms, engine.accelerator.plan.strategy.value
 
 
-SLOW = [pytest.param(2, stage, {}, False, marks=pytest.mark.slow) for stage in (0, 2)]
-
-
 @pytest.mark.parametrize(
-    ("processes", "stage", "half", "own"),
+    ("processes", "stage", "precision", "own_backward"),
     [
         (1, 0, {}, False), (1, 0, FP16, False), (1, 0, BF16, False), (2, 1, FP16, False), (2, 1, BF16, False),
-        (2, 1, {}, False), (2, 3, {}, False), (2, 1, HALF, True), (2, 3, {}, True), *SLOW,
+        (2, 1, HALF, True), (2, 3, {}, True),
     ],
 )  # fmt: skip
-def test_it_trains_as_plain_torch(ranks, processes, stage, half, own):
-    wanted, norms = by_hand()
-    how = stage, half, own
-    for parameters, found, strategy in [trained(*how)] if processes == 1 else ranks(trained, *how):
-        assert found == pytest.approx(norms, rel=0.1 if half else 1e-4)
+def test_it_trains_as_plain_torch(ranks, processes, stage, precision, own_backward):
+    expected, norms = by_hand()
+    case = stage, precision, own_backward
+    for parameters, rank_norms, strategy in [trained(*case)] if processes == 1 else ranks(trained, *case):
+        assert rank_norms == pytest.approx(norms, rel=0.1 if precision else 1e-4)
         assert strategy == ("single" if processes == 1 else ["ddp", "zero1", "zero1", "fsdp"][stage])
-        for a, b in zip(parameters, wanted, strict=True):
-            rtol, atol = (0.1, 0.02) if half else (1e-4, 1e-5)
+        for a, b in zip(parameters, expected, strict=True):
+            rtol, atol = (0.1, 0.02) if precision else (1e-4, 1e-5)
             torch.testing.assert_close(torch.tensor(a), b, rtol=rtol, atol=atol)
 
 
-def looked_at(stage, half):
+def looked_at(stage, precision):
     """What a script reads of its model and optimizer, and what `safe_set_full_…` leaves there."""
     x, y = data()
-    config = {**half, "train_batch_size": 8, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
+    config = {**precision, "train_batch_size": 8, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
     with started(config) as engine:
         rows = slice(4 * engine.global_rank, 4 * engine.global_rank + 4)
         engine.backward(cross_entropy(engine(x[rows]).float(), y[rows]))
         parameters = list(engine.module.parameters())
         gradients = [safe_get_full_grad(p).tolist() for p in parameters]
-        assert stage > 1 or half or gradients == [p.grad.tolist() for p in parameters]
+        assert stage > 1 or precision or gradients == [p.grad.tolist() for p in parameters]
         weight = parameters[0]
         double, ones = safe_get_full_grad(weight) * 2, torch.ones(weight.shape)
         utils.safe_set_full_grad(weight, double)
         assert torch.equal(safe_get_full_grad(weight), double)
         engine.step()
         norms = [float(p.norm()) for p in parameters] if stage < 3 else []
-        kinds = {type(value).__name__ for value in engine.module.state_dict().values()}
+        type_names = {type(value).__name__ for value in engine.module.state_dict().values()}
         state = utils.safe_get_full_optimizer_state(weight, "momentum_buffer").tolist()
         utils.safe_set_full_optimizer_state(weight, ones, "momentum_buffer")
         utils.safe_set_full_fp32_param(weight, ones * 0.3)
         assert torch.equal(utils.safe_get_full_optimizer_state(weight, "momentum_buffer"), ones)
         assert torch.equal(safe_get_full_fp32_param(weight), ones * 0.3)
-        part = utils.safe_get_local_fp32_param(weight)
-        utils.safe_set_local_fp32_param(weight, part * 2)
-        assert part.numel() == weight.numel() // (2 if stage == 3 else 1)
-        assert torch.equal(safe_get_full_fp32_param(weight), ones * 0.6)
         engine.empty_partition_cache()
         parameters[1].requires_grad_(False)
         assert safe_get_full_fp32_param(parameters[1]) is None
         with pytest.raises(ValueError, match="has \\['momentum_buffer'"):
             utils.safe_get_full_optimizer_state(weight, "nothing")
-        return gradients, state, norms, kinds
+        return gradients, state, norms, type_names
 
 
-@pytest.mark.parametrize(("stage", "half"), [(0, {}), (1, {}), (1, HALF), (2, {}), (3, {})])
-def test_up_to_stage_2_scripts_read_whole_parameters_and_averaged_gradients(ranks, stage, half):
+@pytest.mark.parametrize(("stage", "precision"), [(0, {}), (1, {}), (1, HALF), (2, {}), (3, {})])
+def test_up_to_stage_2_scripts_read_whole_parameters_and_averaged_gradients(ranks, stage, precision):
     net, (x, y) = model(), data()
     cross_entropy(net(x[:8]), y[:8]).backward()
-    one, other = ranks(looked_at, stage, half)
-    assert one == other
-    gradients, state, norms, kinds = one
-    near = {"rtol": 1e-2, "atol": 1e-3} if half else {"rtol": 1e-5, "atol": 1e-6}
-    for found, parameter in zip(gradients, net.parameters(), strict=True):
-        torch.testing.assert_close(torch.tensor(found) / (16 if half else 1), parameter.grad, **near)
+    one, second = ranks(looked_at, stage, precision)
+    assert one == second
+    gradients, state, norms, type_names = one
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if precision else {"rtol": 1e-5, "atol": 1e-6}
+    for gradient, parameter in zip(gradients, net.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(gradient) / (16 if precision else 1), parameter.grad, **tolerance)
     net[0].weight.grad *= 2
-    torch.testing.assert_close(torch.tensor(state), net[0].weight.grad, **near)
+    torch.testing.assert_close(torch.tensor(state), net[0].weight.grad, **tolerance)
     if stage < 3:
-        wanted = [float((p - 0.1 * p.grad).detach().norm()) for p in net.parameters()]
-        assert kinds == {"Tensor"} and norms == pytest.approx(wanted, rel=1e-2 if half else 1e-5)
+        expected = [float((p - 0.1 * p.grad).detach().norm()) for p in net.parameters()]
+        assert type_names == {"Tensor"} and norms == pytest.approx(expected, rel=1e-2 if precision else 1e-5)
+
+
+def after_its_own_backward(stage, precision):
+    """Two backwards of the script's own in each micro-batch: whole gradients, and the weights that follow."""
+    config = {
+        **precision,
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+    }
+    x, y = data()
+    with started({**config, "optimizer": SGD, "gradient_clipping": 0}) as engine:
+        scale, samples = engine.optimizer.cur_scale, engine.train_micro_batch_size_per_gpu()
+        for begin in range(engine.global_rank * samples, 16, 8):
+            rows = slice(begin, begin + samples)
+            outputs = engine(x[rows]).float()
+            engine.scale(cross_entropy(outputs, y[rows])).backward(retain_graph=True)
+            engine.scale(outputs.square().mean()).backward()
+            grads = [p.grad for p in engine.parameters()]
+            assert stage < 2 or grads == [None] * 4
+            if not engine.is_gradient_accumulation_boundary():
+                engine.step()
+        gradients = [(safe_get_full_grad(p) / scale).tolist() for p in engine.parameters()]
+        assert stage > 1 or precision or gradients == [g.tolist() for g in grads]
+        engine.step()
+        assert [safe_get_full_grad(p) for p in engine.parameters()] == [None] * 4
+        return gradients, [safe_get_full_fp32_param(p).tolist() for p in engine.parameters()]
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, {}), (1, {}), (1, HALF), (2, {}), (2, HALF), (3, {})])
+def test_its_own_backward_averages_gradients_and_from_stage_2_on_leaves_none(ranks, stage, precision):
+    net, (x, y) = model(), data()
+    for rows in slice(0, 8), slice(8, 16):
+        outputs = net(x[rows])
+        ((cross_entropy(outputs, y[rows]) + outputs.square().mean()) / 2).backward()
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if precision else {"rtol": 1e-5, "atol": 1e-6}
+    for gradients, weights in [
+        *ranks(after_its_own_backward, stage, precision),
+        after_its_own_backward(stage, precision),
+    ]:
+        for parameter, gradient, weight in zip(net.parameters(), gradients, weights, strict=True):
+            torch.testing.assert_close(torch.tensor(gradient), parameter.grad, **tolerance)
+            torch.testing.assert_close(torch.tensor(weight), (parameter - 0.1 * parameter.grad).detach(), **tolerance)
+
+
+def saved_as_deepspeed_chat_saves(folder):
+    """Its `save_zero_three_model`; then weights that rank 1 writes, and a step from there."""
+    from easymp.compat.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    gathered = deepspeed.zero.GatheredParameters
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "gradient_clipping": 0}
+    with started({**config, "optimizer": SGD}) as engine:
+        state, rank = {}, engine.global_rank
+        for name, p in engine.module.named_parameters():
+            assert hasattr(p, "ds_id") and (p.ds_shape, p.ds_numel) == (p.shape, p.numel())
+            with gathered([q for q in [p] if q.ds_status == ZeroParamStatus.NOT_AVAILABLE]):
+                state[name] = p.data.cpu()
+        if rank == 0:
+            torch.save(state, os.path.join(folder, "pytorch_model.bin"))
+        with gathered(engine.module.parameters()):
+            p.data.fill_(7.0)  # nobody writes it back
+        with gathered(p, modifier_rank=1), torch.no_grad():
+            if rank == 1:
+                nn.init.constant_(p, 3.0)
+                p[0] = p.mean() - 1
+        assert p.ds_status == ZeroParamStatus.NOT_AVAILABLE and safe_get_full_fp32_param(p).tolist() == [2.0, 3.0]
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        return safe_get_full_fp32_param(p).tolist()
+
+
+def test_gathered_parameters_are_whole_and_written_back(ranks, tmp_path):
+    for bias in ranks(saved_as_deepspeed_chat_saves, str(tmp_path)):
+        assert bias == pytest.approx([1.8, 2.8])
+    saved, expected = torch.load(tmp_path / "pytorch_model.bin"), model().state_dict()
+    assert list(saved) == list(expected) and all(type(t) is torch.Tensor for t in saved.values())
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
 
 
 class TwoHeads(nn.Module):
@@ -175,35 +248,116 @@ class TwoHeads(nn.Module):
         return self.a(hidden), self.b(hidden)
 
 
-def several_backwards(stage, half, steps):
+def several_backwards(stage, precision, steps):
     """Norms of updates of `steps` micro-batches: one backward a head after one forward; and one after two forwards."""
-    config = {**half, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
+    config = {**precision, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
     config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": steps}
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
     x, _ = data()
     with started(config, model=TwoHeads()) as engine:
         norms = []
-        for together in (False, True):
+        for two_forwards in (False, True):
             for i in range(steps):
                 rows = x[8 * i + 4 * engine.global_rank :][:4]
                 first = engine(rows)
-                second = engine(rows) if together else first
-                engine.backward(first[0].float().sum(), retain_graph=not together)
+                second = engine(rows) if two_forwards else first
+                engine.backward(first[0].float().sum(), retain_graph=not two_forwards)
                 engine.backward(second[1].float().sum())
                 engine.step()
             norms.append(engine.get_global_grad_norm())
         return norms
 
 
-@pytest.mark.parametrize(("stage", "half", "steps"), [(0, HALF, 2), (1, {}, 2), (2, {}, 1), (3, HALF, 2)])
-def test_several_backward_passes_before_a_step(ranks, stage, half, steps):
+@pytest.mark.parametrize(("stage", "precision", "steps"), [(0, HALF, 2), (1, {}, 2), (2, {}, 1), (3, HALF, 2)])
+def test_several_backward_passes_before_a_step(ranks, stage, precision, steps):
     net, (x, _) = TwoHeads(), data()
     for i in range(steps):
-        one, other = net(x[8 * i : 8 * i + 8])
-        ((one.sum() + other.sum()) / 2 / steps).backward()  # a mean over two ranks
-    wanted = float(nn.utils.clip_grad_norm_(net.parameters(), math.inf))
-    for norms in ranks(several_backwards, stage, half, steps):
-        assert norms == pytest.approx([wanted] * 2, rel=1e-2)
+        one, second = net(x[8 * i : 8 * i + 8])
+        ((one.sum() + second.sum()) / 2 / steps).backward()  # a mean over two ranks
+    expected = float(nn.utils.clip_grad_norm_(net.parameters(), math.inf))
+    for norms in ranks(several_backwards, stage, precision, steps):
+        assert norms == pytest.approx([expected] * 2, rel=1e-2)
+
+
+def decay_of_unused(stage, precision):
+    """By how much an update shrinks the weights that no loss reaches."""
+    adamw = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}
+    config = {**BATCH, **precision, "zero_optimization": {"stage": stage}, "optimizer": adamw}
+    with started(config, model=TwoHeads()) as engine:
+        before = safe_get_full_fp32_param(engine.module.unused.weight).clone()
+        engine.backward(engine(data()[0][:2])[0].float().sum())
+        engine.step()
+        return (safe_get_full_fp32_param(engine.module.unused.weight) / before).flatten().tolist()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, {}), (2, {}), (3, {}), (1, FP16), (3, FP16)])
+def test_parameters_without_a_gradient_decay_as_in_deepspeed(ranks, stage, precision):
+    for ratios in [*ranks(decay_of_unused, stage, precision), decay_of_unused(stage, precision)]:
+        assert ratios == [pytest.approx(0.95)] * 32
+
+
+class Language(nn.Module):
+    """A small language model whose head is the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 16)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids, labels):
+        return cross_entropy(self.head(self.block(self.embed(ids))).flatten(0, 1), labels.flatten())
+
+
+def groups_of(net):
+    matrices = [p for p in net.parameters() if p.ndim > 1]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [p for p in net.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def tokens():
+    ids = torch.randint(0, 20, (32, 6), generator=torch.Generator().manual_seed(0))
+    return ids, ids.roll(-1, 1)
+
+
+def trained_language_model(stage):
+    """Weights after four updates as scripts for BERT and GPT make them: groups, accumulation, a clip, a warm-up."""
+    config = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    config["optimizer"] = {"type": "Adam", "adam_w_mode": True, "params": {"lr": 0.01, "eps": 1e-3}}
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.01}}
+    net, (ids, labels) = Language(), tokens()
+    config["zero_optimization"] = {"stage": stage}
+    with started(config, model=net, model_parameters=groups_of(net)) as engine:
+        samples = engine.train_micro_batch_size_per_gpu()
+        for i in [0, 8, 16, 24] * 2:
+            rows = slice(begin := i + engine.global_rank * samples, begin + samples)
+            engine.backward(engine(ids[rows], labels[rows]))
+            engine.step()
+        state = {}
+        for name, p in engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters(p):
+                state[name] = p.detach().tolist()
+        return state
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_language_model_trains_as_plain_torch(ranks, stage):
+    net, (ids, labels) = Language(), tokens()
+    optimizer = torch.optim.AdamW(groups_of(net), eps=1e-3)
+    for update, rows in enumerate([slice(0, 16), slice(16, 32)] * 2):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * [0.0, 0.0, math.log(2) / math.log(3), 1.0][update]
+        net(ids[rows], labels[rows]).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in ranks(trained_language_model, stage):
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(torch.tensor(state[name]), parameter.detach(), rtol=0, atol=2e-6)
 
 
 class Parts(nn.Module):
@@ -249,9 +403,8 @@ def test_batch_sizes_change_and_checkpoints_are_saved_between_micro_batches(tmp_
         engine.set_train_batch_size(6)
         assert engine.get_batch_info() == (6, 2, 3)
         assert list(boundaries(3)) == [False, False, True]
-        engine.set_train_micro_batch_size(4)
-        assert (engine.get_batch_info(), engine.global_steps, engine.global_samples) == ((12, 4, 3), 3, 14)
-        with pytest.raises(ValueError, match="train_batch_size=5 is not 4 × 1 × n"):
+        assert (engine.global_steps, engine.global_samples) == (3, 14)
+        with pytest.raises(ValueError, match="train_batch_size=5 is not 2 × 1 × n"):
             engine.set_train_batch_size(5)
 
 
@@ -275,7 +428,10 @@ def test_the_golden_loss_scales(stage, hysteresis):
             engine.step()
             scales.append(engine.optimizer.cur_scale)
             assert engine.optimizer.overflow == (step == "o")
-        assert scales == [float(word) for word in GOLDEN[hysteresis if stage else 1].split()]
+        scaler = engine.optimizer.loss_scaler
+        assert (scaler.cur_scale, scaler.scale_window, scaler.cur_iter) == (scales[-1], 3, 23)
+        assert engine.optimizer.dynamic_loss_scale and engine.optimizer.loss_scale_config.min_loss_scale == 1
+        assert scales == [float(scale) for scale in GOLDEN[hysteresis if stage else 1].split()]
         assert (engine.skipped_steps, engine.global_steps) == (8, 23)
 
 
@@ -296,12 +452,12 @@ def test_with_zero_an_overflow_at_the_smallest_scale_ends_the_run(stage):
 
 
 def test_inputs_are_cast_and_steps_that_are_not_finite_are_skipped():
-    for half, dtype, weights in (FP16, torch.float16, torch.float16), (BF16, torch.bfloat16, torch.float32):
-        with started({**BATCH, **half, "optimizer": SGD}) as engine:
-            assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (half is FP16, half is BF16)
-            out, before = engine(data()[0][:4]), engine.module[0].weight.clone()
-            assert (out.dtype, before.dtype) == (dtype, weights)
-            engine.backward(out.float().sum() * math.nan)
+    for precision, dtype, weights in (FP16, torch.float16, torch.float16), (BF16, torch.bfloat16, torch.float32):
+        with started({**BATCH, **precision, "optimizer": SGD}) as engine:
+            assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (precision is FP16, precision is BF16)
+            output, before = engine(data()[0][:4]), engine.module[0].weight.clone()
+            assert (output.dtype, before.dtype) == (dtype, weights)
+            engine.backward(output.float().sum() * math.nan)
             engine.step()
             assert (engine.skipped_steps, engine.was_step_applied()) == (1, False)
             assert torch.equal(engine.module[0].weight, before)
@@ -340,17 +496,17 @@ def test_what_the_engine_says_of_itself():
         assert (engine.zero_optimization_stage(), engine.gradient_clipping()) == (2, 0.1)
         assert (engine.get_lr(), engine.get_mom()) == ([0.5], [(0.9, 0.999)])
         assert engine.get_global_grad_norm() is None
-        assert (engine.local_rank, engine.world_size, engine.dp_world_size) == (0, 1, 1)
+        assert (engine.local_rank, engine.world_size) == (0, 1)
         assert engine.steps_per_print() == 0 and engine.device == engine.accelerator.device
         assert list(engine.module_state_dict()) == list(engine.module.state_dict())
-        assert not (engine.zero_overlap_comm() or engine.autotuning_enabled() or engine.fp16_auto_cast())
+        assert not engine.fp16_auto_cast() and engine.zero_optimization_partition_gradients()
         assert (engine.optimizer_name(), engine.optimizer_params()) == ("AdamW", {"lr": 0.5})
         with pytest.raises(AttributeError, match="nothing"):
             engine.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize(
-    ("word", "params", "kind", "options"),
+    ("name", "params", "kind", "options"),
     [
         ("Adam", {"betas": [0.8, 0.9]}, "AdamW", {"betas": (0.8, 0.9), "weight_decay": 0.0}),
         ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", {"weight_decay": 0.1}),
@@ -363,55 +519,53 @@ def test_what_the_engine_says_of_itself():
         ("rmsprop", {"lr": 0.1}, "RMSprop", {"lr": 0.1}),
     ],
 )
-def test_optimizers_by_name(word, params, kind, options):
-    with started({**BATCH, "optimizer": {"type": word, "params": params}}) as engine:
-        made = engine.optimizer.given
-        assert isinstance(engine.optimizer, type(made))
-        assert type(made).__name__ == kind
-        assert {name: made.param_groups[0][name] for name in options} == options
+def test_optimizers_by_name(name, params, kind, options):
+    with started({**BATCH, "optimizer": {"type": name, "params": params}}) as engine:
+        optimizer = engine.optimizer.given
+        assert isinstance(engine.optimizer, type(optimizer))
+        assert type(optimizer).__name__ == kind
+        assert {option: optimizer.param_groups[0][option] for option in options} == options
 
 
 def rates(kind, steps, lr=1.0, **options):
     """Before the first step, and after each."""
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=lr)
     schedule = getattr(deepspeed, kind)(optimizer, **options)
-    found = [optimizer.param_groups[0]["lr"]]
+    values = [optimizer.param_groups[0]["lr"]]
     for _ in range(steps):
         optimizer.step()
         schedule.step()
-        found.append(optimizer.param_groups[0]["lr"])
-    return found, optimizer, schedule
+        values.append(optimizer.param_groups[0]["lr"])
+    return values, optimizer, schedule
 
 
 LINEAR = {"warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 6}
-RANGE = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2}
 COSINE = [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, k / 4))) / 2) for k in range(1, 7)]
 CYCLE = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_second_step_size": 4}
 STAIRS = {"cycle_first_step_size": 4, "cycle_first_stair_count": 2, "cycle_momentum": False}
 
 
 @pytest.mark.parametrize(
-    ("kind", "lr", "options", "wanted"),
+    ("kind", "lr", "options", "expected"),
     [
         ("WarmupLR", 1.0, {"warmup_min_lr": 0.1, "warmup_max_lr": 1.1, "warmup_num_steps": 4},
          [0.1, *(0.1 + math.log(i + 1) / math.log(4) for i in range(4)), 1.1, 1.1]),
         ("WarmupLR", 0.5, {"warmup_num_steps": 4, "warmup_type": "linear"}, [0, 0, 0.125, 0.25, 0.375, 0.5, 0.5]),
         ("WarmupDecayLR", 1.0, {**LINEAR, "warmup_max_lr": 1.0}, [0, 0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
         ("WarmupCosineLR", 2.0, {**LINEAR, "cos_min_ratio": 0.1, "warmup_min_ratio": 0.5}, [0.0, 1.0, 1.5, *COSINE]),
-        ("LRRangeTest", 1.0, RANGE, [0.1, 0.15, 0.2, 0.25, 0.3]),
-        ("LRRangeTest", 1.0, {**RANGE, "lr_range_test_staircase": True}, [0.1, 0.1, 0.2, 0.2, 0.3]),
         ("OneCycle", 1.0, {**CYCLE, **STAIRS}, [1, 1, 2, 2, 3]),
     ],
 )  # fmt: skip
-def test_schedules(kind, lr, options, wanted):
-    assert rates(kind, len(wanted) - 1, lr, **options)[0] == pytest.approx(wanted)
+def test_schedules(kind, lr, options, expected):
+    assert rates(kind, len(expected) - 1, lr, **options)[0] == pytest.approx(expected)
 
 
 def test_schedules_that_decay_after_a_cycle_and_values_that_are_wrong():
     decay = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.1}
-    found, optimizer, schedule = rates("OneCycle", 8, **CYCLE, cycle_first_step_size=2, **decay)
-    # Up two steps, down four; i counts from -1 and DeepSpeed looks one ahead: the cycle begins again at i = 5, and decays from i = 6 on.
-    assert found == pytest.approx([1, 2, 3, 2.5, 2, 1.5, 1, 1 / 1.25, 1 / 1.5])
+    values, optimizer, schedule = rates("OneCycle", 8, **CYCLE, cycle_first_step_size=2, **decay)
+    # Up two steps, down four; i counts from -1 and DeepSpeed looks one ahead: the cycle begins again at i = 5, and
+    # decays from i = 6 on.
+    assert values == pytest.approx([1, 2, 3, 2.5, 2, 1.5, 1, 1 / 1.25, 1 / 1.5])
     assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.9 * 1.1), 0.99)
     assert schedule.last_batch_iteration == 7
     for name, value in [("num_steps", 0), ("num_steps", 2.5), ("type", "square"), ("max_lr", [1, 2])]:
@@ -421,7 +575,8 @@ def test_schedules_that_decay_after_a_cycle_and_values_that_are_wrong():
 
 def saved_and_loaded(folder, stage):
     config = {
-        "train_batch_size": 8, "zero_optimization": {"stage": stage}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "train_batch_size": 8, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01}},
     }  # fmt: skip
     x, y = data()
@@ -439,20 +594,17 @@ def saved_and_loaded(folder, stage):
     with started(config) as engine:
         train(engine, range(3))
         assert engine.save_checkpoint(folder, client_state={"epoch": 3, "note": ["a", 1.5]})
-        once, rate = train(engine, range(3, 6)), engine.get_lr()
+        later_losses, rate = train(engine, range(3, 6)), engine.get_lr()
         engine.save_checkpoint(folder, tag="other", save_latest=False)
         assert engine.save_checkpoint(folder, tag=0, save_latest=False)
     if stage:
         checking = {**config, "checkpoint": {"tag_validation": "Fail"}}
-        with (
-            started(checking) as engine,
-            pytest.raises(AssertionError, match="differs between ranks: a0, a1"),
-        ):
+        with started(checking) as engine, pytest.raises(AssertionError, match="differs between ranks: a0, a1"):
             engine.save_checkpoint(folder, tag=f"a{engine.global_rank}")
     with started(config) as engine:
         path, client = engine.load_checkpoint(folder)
         facts = os.path.basename(path), client, engine.global_steps
-        assert (train(engine, range(3, 6)), engine.get_lr()) == (once, rate)
+        assert (train(engine, range(3, 6)), engine.get_lr()) == (later_losses, rate)
     with started(config) as engine:
         path, client = engine.load_checkpoint(folder, tag="other", load_module_only=True)
         assert (os.path.basename(path), client, engine.global_steps) == ("other", {}, 0)
@@ -465,7 +617,7 @@ def saved_and_loaded(folder, stage):
         assert engine.optimizer.state_dict()["state"] == {}
         engine.load_checkpoint(folder, tag="other", load_lr_scheduler_states=False)
         assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (6, 2)
-        whole = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+        weights = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
         engine.save_16bit_model(folder, "model.safetensors")
         assert engine.save_16bit_model(folder)
     if not int(os.environ.get("RANK", 0)):
@@ -473,81 +625,78 @@ def saved_and_loaded(folder, stage):
             fp32 = zero_to_fp32(folder, "other", exclude_frozen_parameters=True)
         for state in (torch.load(os.path.join(folder, "pytorch_model.bin")), fp32):
             assert list(state) == list(model().state_dict())
-            assert all(torch.equal(a, b) for a, b in zip(state.values(), whole))
+            assert all(torch.equal(a, b) for a, b in zip(state.values(), weights))
         assert "# without effect: exclude_frozen_parameters" in explain()
     return facts
 
 
 @pytest.mark.parametrize(("processes", "stage"), [(1, 0), (2, 1), (2, 3)])
 def test_checkpoints_with_tags_and_latest(ranks, tmp_path, processes, stage):
-    how = str(tmp_path), stage
-    said = ranks(saved_and_loaded, *how) if processes > 1 else [saved_and_loaded(*how)]
-    assert said == [("global_step3", {"epoch": 3, "note": ["a", 1.5]}, 3)] * processes
+    arguments = str(tmp_path), stage
+    results = ranks(saved_and_loaded, *arguments) if processes > 1 else [saved_and_loaded(*arguments)]
+    assert results == [("global_step3", {"epoch": 3, "note": ["a", 1.5]}, 3)] * processes
     assert (tmp_path / "latest").read_text() == "global_step3"
     assert (tmp_path / "0").is_dir() and (tmp_path / "model.safetensors").exists()
 
 
 def test_checkpoints_behind_a_url():
-    place = "memory://deepspeed-url"
+    url = "memory://deepspeed-url"
     with started({**BATCH, "optimizer": SGD}) as engine:
-        engine.save_checkpoint(place, tag="one", save_latest=False, client_state={"epoch": 3})
-        assert engine.load_checkpoint(place, tag="one") == (f"{place}/one", {"epoch": 3})
+        engine.save_checkpoint(url, tag="one", save_latest=False, client_state={"epoch": 3})
+        assert engine.load_checkpoint(url, tag="one") == (f"{url}/one", {"epoch": 3})
 
 
 def from_a_data_set():
     deepspeed.init_distributed()
-    comm, seen = deepspeed.comm, []
+    comm, rows = deepspeed.comm, []
     x = torch.ones(1) * (comm.get_rank() + 1)
     comm.all_reduce(x)
     facts = comm.is_initialized(), comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), x.item()
     args = SimpleNamespace(deepspeed_config={"train_batch_size": 12, "optimizer": SGD}, local_rank=-1)
     scheduler = partial(torch.optim.lr_scheduler.ConstantLR, factor=0.5, total_iters=2)
-    made = deepspeed.initialize(args, model(), training_data=TensorDataset(*data()), lr_scheduler=scheduler)
-    engine, optimizer, loader, schedule = made
+    results = deepspeed.initialize(args, model(), training_data=TensorDataset(*data()), lr_scheduler=scheduler)
+    engine, optimizer, loader, schedule = results
     assert type(schedule) is torch.optim.lr_scheduler.ConstantLR and schedule is engine.lr_scheduler
     assert optimizer is engine.optimizer
     for inputs, labels in loader:
-        seen += [tuple(row[:2]) for row in inputs.tolist()]
+        rows += [tuple(row[:2]) for row in inputs.tolist()]
         engine.backward(cross_entropy(engine(inputs), labels))
         engine.step()
     assert (engine.global_steps, args.local_rank) == (4, comm.get_local_rank())
     engine.destroy()
     comm.destroy_process_group()
-    return facts, seen
+    return facts, rows
 
 
 def test_a_data_set_is_shared_out_among_processes_that_joined(ranks):
-    for said in [from_a_data_set()], ranks(from_a_data_set):
-        n = len(said)
-        assert [facts for facts, _ in said] == [(True, r, n, r, n * (n + 1) / 2) for r in range(n)]
-        assert len({row for _, seen in said for row in seen}) == 48
+    for results in [from_a_data_set()], ranks(from_a_data_set):
+        n = len(results)
+        assert [facts for facts, _ in results] == [(True, r, n, r, n * (n + 1) / 2) for r in range(n)]
+        assert len({row for _, rows in results for row in rows}) == 48
     with pytest.raises(RefusedError, match="the launcher says them"):
         deepspeed.init_distributed(rank=0, world_size=2)
 
 
-def test_time_and_operations_are_told_when_asked_for(caplog, tmp_path):
+def test_steps_are_printed_when_asked_for(caplog):
     caplog.set_level(logging.INFO, "easymp.compat.deepspeed")
-    file = tmp_path / "flops.txt"
-    config = {
-        **BATCH, "steps_per_print": 2, "wall_clock_breakdown": True, "optimizer": SGD,
-        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(file)},
-    }  # fmt: skip
-    with started(config) as engine:
+    with started({**BATCH, "steps_per_print": 2, "optimizer": SGD}) as engine:
         for _ in range(4):
             engine.backward(engine(torch.ones(4, 8)).sum())
             engine.step()
-    said = [record.getMessage() for record in caplog.records]
-    assert {f"step={n}, skipped=0, lr=[0.1], mom=[0]" for n in (2, 4)} <= set(said)
-    assert any(re.match(r"time \(ms\) \| forward: .* \| backward: .* \| step: ", line) for line in said)
-    # Two products, of (4, 8) by (8, 16) and of (4, 16) by (16, 2), at two operations an element.
-    counted = f"{2 * 4 * 8 * 16 + 2 * 4 * 16 * 2:,} floating-point operations, 178 parameters"
-    assert file.read_text().startswith(f"flops profiler, one forward: {counted}")
+    messages = [record.getMessage() for record in caplog.records]
+    assert {f"step={n}, skipped=0, lr=[0.1], mom=[0]" for n in (2, 4)} <= set(messages)
 
 
-def test_activations_are_computed_again():
-    checkpointing, calls = deepspeed.checkpointing, []
-    checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+def test_activations_are_computed_again(tmp_path):
+    checkpointing, calls, path = deepspeed.checkpointing, [], tmp_path / "ds.json"
+    path.write_text('{"activation_checkpointing": {"cpu_checkpointing": true, "profile": true}}')
+    with pytest.warns(UserWarning, match="without effect here: activation_checkpointing.profile"):
+        checkpointing.configure(None, deepspeed_config=path)
     assert checkpointing.is_configured()
+    with pytest.raises(SettingError, match="no key 'cpu_checkpoint', did you mean 'cpu_checkpointing'"):
+        checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpoint": True}})
+    with pytest.raises(SettingError, match="no DeepSpeed configuration at 'nowhere"):
+        checkpointing.configure(None, deepspeed_config="nowhere.json")
     x = torch.ones(3, requires_grad=True)
     checkpointing.checkpoint(lambda x: calls.append(1) or (x * x).sum(), x).backward()
     assert (x.grad.tolist(), len(calls)) == ([2.0] * 3, 2)
@@ -556,8 +705,8 @@ def test_activations_are_computed_again():
 
 def test_its_own_optimizers_and_small_modules():
     p, ops = nn.Parameter(torch.ones(2)), deepspeed.ops
-    made = ops.adam.FusedAdam([p], lr=0.1)
-    assert isinstance(made, torch.optim.AdamW) and isinstance(made, ops.adam.FusedAdam)
+    optimizer = ops.adam.FusedAdam([p], lr=0.1)
+    assert isinstance(optimizer, torch.optim.AdamW) and isinstance(optimizer, ops.adam.FusedAdam)
     assert type(ops.adam.DeepSpeedCPUAdam([p], adamw_mode=False)) is torch.optim.Adam
     assert ops.lamb.FusedLamb([p], lr=0.1).param_groups[0]["lr"] == 0.1
     assert deepspeed.runtime.lr_schedules.WarmupLR is deepspeed.WarmupLR
@@ -575,8 +724,8 @@ def test_its_own_optimizers_and_small_modules():
 
 def test_the_accelerator_of_deepspeed():
     device = deepspeed.get_accelerator()
-    there = torch.empty(0, device=device.device_name())
-    assert there.device.type == device.device_name() and device.on_accelerator(there)
+    tensor = torch.empty(0, device=device.device_name())
+    assert tensor.device.type == device.device_name()
     assert device.device_count() >= 1 and device.current_device_name() and device.memory_allocated() >= 0
     device.empty_cache()
     device.manual_seed(3)

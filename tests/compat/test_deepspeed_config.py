@@ -1,4 +1,7 @@
-"""Configurations and names of DeepSpeed: each is honoured, ignored by name or refused; beside DeepSpeed itself where that is installed."""
+"""Configurations and names of DeepSpeed.
+
+Each is honoured, ignored by name or refused; beside DeepSpeed itself where that is installed.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from easymp import RefusedError, SettingError
+from easymp import EasympWarning, RefusedError, SettingError
+from easymp.cli.config.documents import Document
 from easymp.cli.config.importers import DEEPSPEED
-from easymp.cli.config.rules import Document, Importer
+from easymp.cli.config.rules import KEYS, ImportedSettings
 from easymp.compat import deepspeed, explain
+from easymp.compat.deepspeed.engine import GETTERS
 
 from .test_deepspeed import BATCH, SGD, model, started
 
@@ -35,14 +40,18 @@ def test_a_file_with_comments(tmp_path):
         assert engine.fp16_enabled() and engine.dynamic_loss_scale() and engine.gradient_clipping() == 1.0
         assert (engine.loss_scale(), engine.initial_dynamic_scale()) == (0, 65536)
         assert engine.config["train_batch_size"] == 64
+    config = deepspeed.DeepSpeedConfig(str(file))
+    assert (config.train_micro_batch_size_per_gpu, config.fp16_enabled, config.zero_enabled) == (16, True, False)
+    with started(config) as engine:
+        assert engine.gradient_accumulation_steps() == 4
     file.write_text('{"train_batch_size": 8,\n"train_batch_size": 16}')
-    for wrong, words in ((file, "line 2"), ("nowhere.json", "no DeepSpeed configuration at 'nowhere.json'")):
-        with pytest.raises(SettingError, match=words):
+    for wrong, message in ((file, "stands twice"), ("nowhere.json", "no DeepSpeed configuration at 'nowhere.json'")):
+        with pytest.raises(SettingError, match=message):
             deepspeed.initialize(model=model(), config=wrong)
 
 
 @pytest.mark.parametrize(
-    ("given", "solved"),
+    ("sizes", "solved"),
     [
         ((64, 4, 16), (64, 4, 16)),
         ((64, None, 4), (64, 16, 4)),
@@ -52,13 +61,13 @@ def test_a_file_with_comments(tmp_path):
         (("auto", 8, "auto"), (8, 8, 1)),
     ],
 )
-def test_the_batch_triangle(given, solved):
-    with started({name: value for name, value in zip(SIZES, given) if value is not None}) as engine:
+def test_the_batch_triangle(sizes, solved):
+    with started({name: value for name, value in zip(SIZES, sizes) if value is not None}) as engine:
         assert engine.get_batch_info() == solved
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"gradient_accumulation_steps": 2}, "neither train_batch_size nor train_micro_batch_size_per_gpu"),
         (dict(zip(SIZES, (64, 4, 4))), r"gradient_accumulation_steps=4, 1 ranks \(64 != 4 \* 4 \* 1\)"),
@@ -69,7 +78,7 @@ def test_the_batch_triangle(given, solved):
         ({**BATCH, "fp16": {"enabled": True, "hysteresis": True}}, "fp16.hysteresis=True is not a finite number"),
         ({**BATCH, "fp16": {"enabled": True, "min_loss_scale": math.nan}}, "fp16.min_loss_scale=nan is not a finite"),
         ({**BATCH, "fp16": {"enabled": "yes"}}, "fp16.enabled='yes' is neither true nor false"),
-        ({**BATCH, "checkpoint": {"tag_validation": "foo"}}, "checkpoint.tag_validation='foo' is not one of ignore, warn"),
+        ({**BATCH, "checkpoint": {"tag_validation": "foo"}}, "tag_validation='foo' is not one of ignore"),
         ({**BATCH, "fp16": 1}, "fp16=1 must be a dict"),
         ({**BATCH, "gradient_cliping": 1.0}, "has no key 'gradient_cliping', did you mean 'gradient_clipping'"),
         ({**BATCH, "zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 must lie in 0 … 3"),
@@ -80,104 +89,115 @@ def test_the_batch_triangle(given, solved):
         ([], "is a list; it must be a dict"),
         ({**BATCH, "optimizer": {"type": "Adan"}}, "there is no optimizer 'Adan', did you mean 'Adam'"),
         ({**BATCH, "optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam' is not part of easymp.compat: use 'AdamW'"),
-        ({**BATCH, "optimizer": {"type": "SGD", "params": {"moment": 0.9}}}, "no parameter 'moment', did you mean 'momentum'"),
+        ({**BATCH, "optimizer": {"type": "SGD", "params": {"moment": 0.9}}}, "'moment', did you mean 'momentum'"),
+        ({**BATCH, "scheduler": {"type": "LRRangeTest"}}, "'LRRangeTest' is not part of easymp.compat: use torch"),
         ({**BATCH, "scheduler": {"type": "WarmUpLR"}}, "no scheduler 'WarmUpLR', did you mean"),
         ({**BATCH, "scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "WarmupLR has no parameter 'warmup'"),
         ({**BATCH, "scheduler": {"type": "WarmupLR"}}, "a scheduler without an optimizer"),
     ],
 )  # fmt: skip
-def test_wrong_configurations(config, words):
-    with pytest.raises(SettingError, match=words):
+def test_wrong_configurations(config, message):
+    with pytest.raises(SettingError, match=message):
         deepspeed.initialize(model=model(), config=config)
 
 
 def test_initialize_says_what_is_missing():
-    for given, words in [
+    for arguments, message in [
         ({"config": BATCH}, "requires a model"),
         ({"model": model()}, "requires --deepspeed_config"),
         ({"model": model(), "config": BATCH, "config_params": BATCH}, "given twice"),
         ({"model": "bert", "config": BATCH}, "pass a torch"),
         ({"model": model(), "optimizer": "adam", "config": BATCH}, "optimizer='adam' is neither one nor a"),
     ]:
-        with pytest.raises(SettingError, match=words):
-            deepspeed.initialize(**given)
-    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model().parameters()))
+        with pytest.raises(SettingError, match=message):
+            deepspeed.initialize(**arguments)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model().parameters()))
     config = {**BATCH, "optimizer": {"type": "Adam"}}
     with pytest.raises(AssertionError, match="drives another optimizer"):
-        deepspeed.initialize(model=model(), config=config, lr_scheduler=other)
+        deepspeed.initialize(model=model(), config=config, lr_scheduler=scheduler)
+
+
+def test_every_set_of_ignored_keys_warns_in_one_warning():
+    sets = {"overlap_comm": True}, {"overlap_comm": True, "reduce_bucket_size": 7}, {"overlap_comm": True}
+    for keys in sets:
+        with pytest.warns(EasympWarning) as caught:
+            started({**BATCH, "comms_logger": {"enabled": True}, "zero_optimization": keys}).__enter__().destroy()
+        (message,) = [str(w.message) for w in caught if "without effect" in str(w.message)]
+        assert all(key in message for key in ("comms_logger", *keys)), message
+
+
+def test_switches_that_are_off_are_honoured_or_refused():
+    untested = {**BATCH, "zero_allow_untested_optimizer": False, "zero_optimization": {"stage": 2}}
+    for adam in {"type": "AdamW"}, {"type": "Lion"}:
+        started({**untested, "optimizer": adam}).__enter__().destroy()
+    with pytest.raises(AssertionError, match="You are using an untested ZeRO Optimizer, SGD"):
+        deepspeed.initialize(model=model(), config={**untested, "optimizer": SGD})
+    with pytest.raises(RefusedError, match=r"ignore_unused_parameters=False is not honoured: parameters without"):
+        deepspeed.initialize(model=model(), config={**BATCH, "zero_optimization": {"ignore_unused_parameters": False}})
+    fused = {"optimizer": {**SGD, "legacy_fusion": True}}
+    with pytest.raises(RefusedError, match=r"optimizer\.legacy_fusion=True is not honoured"):
+        deepspeed.initialize(model=model(), config={**BATCH, **fused})
+    with started({**BATCH, "optimizer": SGD}) as engine:
+        for call in engine.save_checkpoint, engine.save_16bit_model:
+            with pytest.raises(SettingError, match="an empty path; pass a folder"):
+                call("")
 
 
 def test_old_spellings_and_nulls():
     old = {"zero_optimization": True, "steps_per_print": math.inf}
-    old |= dict.fromkeys(("wall_clock_breakdown", "fp16", "gradient_clipping"))
+    old |= dict.fromkeys(("fp16", "gradient_clipping"))
     with started({**BATCH, **old}) as engine:
         assert (engine.zero_optimization_stage(), engine.steps_per_print()) == (1, 0)
-        assert not engine.wall_clock_breakdown()
         assert (engine.fp16_enabled(), engine.gradient_clipping()) == (False, 1.0)
 
 
-NAMES = tomllib.loads(Path(deepspeed.__file__).with_name("names.toml").read_text(encoding="utf-8"))
-
-
-def keys_of(table, kind="honoured", why=""):
-    """Section by section: key, DeepSpeed's default, "honoured", "ignored" or "refused", and the reason."""
-    for name, value in table.items():
-        if name in ("ignored", "refused"):
-            for reason, inner in value.items():
-                yield from keys_of(inner, name, reason)
-        elif name == "null":
-            yield from ((key, None, kind, why) for key in value.split())
-        else:
-            yield name, value, kind, why
-
-
-KEYS = [(at, *key) for at, table in NAMES["keys"].items() for key in keys_of(table)]
+ROWS = [(section, name, *key) for section, keys in KEYS.items() for name, key in keys.items()]
 
 
 def nested(keys, value):
     """A configuration with these keys, of values by default."""
     content = {}
     for section, key, default, *_ in keys:
-        inside = content
+        values = content
         for name in section.split(".") if section else ():
-            inside[name] = inside[name] if isinstance(inside.get(name), dict) else {}
-            inside = inside[name]
-        inside.setdefault(key, value(default))
+            values[name] = values[name] if isinstance(values.get(name), dict) else {}
+            values = values[name]
+        values.setdefault(key, value(default))
     return content
 
 
 def test_defaults_of_deepspeed_stop_no_script():
-    config = nested(KEYS, lambda default: default[0] if isinstance(default, list) else default)
+    config = nested(ROWS, lambda default: default[0] if isinstance(default, list) else default)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with started({**config, **BATCH}) as engine:
-            assert engine.get_batch_info() == (4, 4, 1) and engine.zero_reduce_bucket_size() == 500_000_000
+            assert engine.get_batch_info() == (4, 4, 1)
 
 
 def test_easymp_config_knows_the_same_keys():
-    known = [key for key in KEYS if key[0] not in ("optimizer", "scheduler", "flops_profiler", "checkpoint")]
-    content = nested(known, lambda default: "auto")
-    found = Importer(Document("ds.json", content, ""), "DeepSpeed", None)
-    found.walk(content, DEEPSPEED)
-    assert len(found.lines) >= len(known) - 20
-    assert not [line for line in found.lines if line[1].startswith("unknown")]
+    rows = [key for key in ROWS if key[0] not in ("optimizer", "scheduler", "flops_profiler", "checkpoint")]
+    content = nested(rows, lambda default: "auto")
+    importer = ImportedSettings(Document("ds.json", content), "DeepSpeed", None)
+    importer.walk(content, DEEPSPEED)
+    assert len(importer.lines) >= len(rows) - 20
+    assert not [line for line in importer.lines if line[1].startswith("unknown")]
 
 
 def test_every_other_key_is_ignored_or_refused_by_name():
-    for section, key, default, kind, why in KEYS:
+    for section, key, default, kind, reason in ROWS:
         if kind == "honoured":
             continue
-        other = {"enabled": True} if default is None else not default if isinstance(default, bool) else 7
-        where = f"{section}.{key}" if section else key
-        config = {**BATCH, **nested([(section, key, other)], lambda value: value)}
+        value = {"enabled": True} if default is None else not default if isinstance(default, bool) else 7
+        path = f"{section}.{key}" if section else key
+        config = {**BATCH, **nested([(section, key, value)], lambda default_value: default_value)}
         if kind == "refused":
-            with pytest.raises(RefusedError, match=re.escape(f"{where}={other!r} is not honoured: {why}")):
+            with pytest.raises(RefusedError, match=re.escape(f"{path}={value!r} is not honoured: {reason}")):
                 deepspeed.initialize(model=model(), config=config)
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 started(config).__enter__().destroy()
-            assert f"# without effect: {where} ({why})" in explain()
+            assert f"# without effect: {path} ({reason})" in explain()
     off = {"wandb": {"enabled": False}, "hybrid_engine": {"enabled": False}, "amp": {"enabled": "auto"}}
     with started({**BATCH, **off, "zero_optimization": {"reduce_bucket_size": "auto"}}) as engine:
         assert engine.zero_optimization_stage() == 0
@@ -187,10 +207,9 @@ def test_every_other_key_is_ignored_or_refused_by_name():
 
 
 HERE = set(deepspeed.__all__)
-REFUSED = {at for names in NAMES["addresses"].values() for at in names.split() if "." not in at}
-REFUSED |= set(NAMES["absent"][""])
+REFUSED = {address for address in deepspeed.REFUSED_MODULES if "." not in address} | set(deepspeed.ABSENT[""])
 TABLE = tomllib.loads(Path(__file__).with_name("deepspeed_names.toml").read_text())
-OWN, ENGINE_OWN, SIGNATURES = set(TABLE["package"].split()), set(TABLE["engine"].split()), TABLE["signatures"]
+OWN, SIGNATURES = set(TABLE["package"].split()), TABLE["signatures"]
 
 
 def parameters_of(package, name):
@@ -207,68 +226,42 @@ def test_names_and_signatures():
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "words"),
+    ("module", "name", "message"),
     [
-        ("", "DeepSpeedConfig", r"initialize\(config=…\)"),
         (".utils", "set_z3_leaf_modules", "FSDPOptions"),
+        (".utils", "safe_get_local_grad", "use safe_get_full_grad"),
+        ("", "LRRangeTest", "LambdaLR"),
+        (".runtime.lr_schedules", "LRRangeTest", "LambdaLR"),
         (".pipe", "PipelineModule", 'strategy="pipeline"'),
         (".zero", "register_external_parameter", "leave it out"),
-        (".runtime.config", "DeepSpeedConfig", r"initialize\(config=…\)"),
         (".moe.layer", "MoE", "experts are not spread"),
     ],
 )
-def test_names_that_are_not_here_say_what_is(module, name, words):
-    with pytest.raises(ImportError, match=words):
+def test_names_that_are_not_here_say_what_is(module, name, message):
+    with pytest.raises(ImportError, match=message):
         exec(f"from easymp.compat.deepspeed{module} import {name}", {})
 
 
 def test_names_of_the_engine():
     with started({**BATCH, "optimizer": SGD}) as engine:
-        for name in NAMES["engine"]["refused"]:
-            with pytest.raises(RefusedError, match=rf"engine\.{name}\(\) is not part of easymp.compat: "):
-                getattr(engine, name)()
-        for name in NAMES["engine"]["off"]["names"].split():
-            assert getattr(engine, name)() is False
-        of_keys = "zero_hpz_partition_size zero_multi_rank_bucket_allreduce flops_profiler_profile_step"
-        for name in (*of_keys.split(), "gradient_clipping"):
-            assert getattr(engine, name)() == 1
+        assert {name: getattr(engine, name)() for name in GETTERS}["gradient_clipping"] == 1
 
 
 @pytest.mark.slow
 def test_beside_deepspeed_itself(monkeypatch):
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which it sets
-    theirs = pytest.importorskip("deepspeed")
+    original = pytest.importorskip("deepspeed")
     from deepspeed.runtime import precision_config
-    from deepspeed.runtime.zero import config, offload_config
+    from deepspeed.runtime.zero import config
 
-    assert {n for n in dir(theirs) if not n.startswith("_")} <= HERE | REFUSED | OWN
-    engine = {n for n in vars(theirs.DeepSpeedEngine) if not n.startswith("_")}
-    with started({**BATCH, "optimizer": SGD}) as ours:
-        assert {n for n in engine if not hasattr(ours, n)} <= ENGINE_OWN
-    records = {
-        "zero_optimization": config.DeepSpeedZeroConfig,
-        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
-        "fp16": precision_config.DeepSpeedFP16Config,
-        "bf16": precision_config.DeepSpeedBF16Config,
-        "compile": theirs.runtime.config.CompileConfig,
-        "tensor_parallel": theirs.runtime.tensor_parallel.config.TPTrainingConfig,
-    }
+    assert {name for name in dir(original) if not name.startswith("_")} <= HERE | REFUSED | OWN
+    records = {"zero_optimization": config.DeepSpeedZeroConfig, "fp16": precision_config.DeepSpeedFP16Config}
     for section, record in records.items():
-        ours = {key: default for at, key, default, *_ in KEYS if at == section}
         for name, field in record.model_fields.items():
-            for known in {name, field.alias or name}:
-                assert known in ours, (section, known)
-                default = ours[known] if isinstance(ours[known], list) else [ours[known], None]
-                given = getattr(field.default, "value", field.default)
-                plain = isinstance(given, (bool, int, float, str)) and ours[known] is not None
-                assert not plain or given in default, (section, known, given, default)
-    constants = vars(theirs.runtime.constants)
-    words = {
-        v.strip().lower() for n, v in constants.items() if f"{n}_DEFAULT" in constants and isinstance(v, str)
-    }
-    known = {key for _, key, *_ in KEYS} | {"check_overflow", "pipeline_stage", "type"}
-    assert {key for key in words if key.isidentifier()} <= known
+            for key in {name, field.alias or name}:
+                default = getattr(field.default, "value", field.default)
+                plain = isinstance(default, (bool, int, float, str)) and KEYS[section][key].default is not None
+                assert not plain or not KEYS[section][key].asks(default), (section, key, default)
     for name, parameters in SIGNATURES.items():
         if name != "WarmupLR" and not name.startswith(("Warmup", "ops", "DeepSpeedEngine.backward")):
-            assert parameters_of(theirs, name) == parameters.split(), name
+            assert parameters_of(original, name) == parameters.split(), name

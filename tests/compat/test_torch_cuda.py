@@ -8,17 +8,17 @@ import pickle
 
 import pytest
 import torch
+from easymp.compat.torch_cuda.amp import autocast_mode, grad_scaler
 from torch import nn
 
 from easymp.compat import explain
 from easymp.compat.torch_cuda import amp
-from easymp.compat.torch_cuda.amp import autocast_mode, grad_scaler
 
 GradScaler, autocast = amp.GradScaler, amp.autocast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def train(autocast, scaler, clip=None, **how):
+def train(autocast, scaler, clip=None, **options):
     """The program of the examples of torch.cuda.amp; mean losses by epoch."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)).to(DEVICE)
@@ -27,7 +27,7 @@ def train(autocast, scaler, clip=None, **how):
     losses = []
     for i in range(40):
         optimizer.zero_grad()
-        with autocast(**how):
+        with autocast(**options):
             loss = loss_fn(net(x[i % 4]), (x[i % 4].sum(1) > 0).long())
         scaler.scale(loss).backward()
         if clip is not None:
@@ -41,17 +41,17 @@ def train(autocast, scaler, clip=None, **how):
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_the_program_trains_as_in_fp32(clip):
-    found = train(autocast, GradScaler(), clip)
+    accuracy = train(autocast, GradScaler(), clip)
     exact = train(autocast, GradScaler(enabled=False), clip, enabled=False)
-    assert found[-1] < 0.2 * found[0]
-    assert found == pytest.approx(exact, abs=0.01)
-    assert found != exact  # it was fp16
+    assert accuracy[-1] < 0.2 * accuracy[0]
+    assert accuracy == pytest.approx(exact, abs=0.01)
+    assert accuracy != exact  # it was fp16
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_torchs_own_numbers():
-    theirs = train(lambda: torch.autocast("cuda", torch.float16), torch.amp.GradScaler("cuda"))
-    assert train(autocast, GradScaler()) == pytest.approx(theirs, rel=1e-5)
+    torch_result = train(lambda: torch.autocast("cuda", torch.float16), torch.amp.GradScaler("cuda"))
+    assert train(autocast, GradScaler()) == pytest.approx(torch_result, rel=1e-5)
 
 
 def test_autocast_is_real_on_this_device():
@@ -66,12 +66,12 @@ def test_autocast_is_real_on_this_device():
     assert autocast()(layer.forward)(x).dtype == torch.float16
 
 
-def square(wanted, **how):
-    """A function that computes in a type `wanted` of forward and backward."""
+def square(dtype, **options):
+    """A function that computes in a `dtype` in forward and backward."""
 
     class Square(torch.autograd.Function):
         @staticmethod
-        @amp.custom_fwd(**how)
+        @amp.custom_fwd(**options)
         def forward(ctx, a):
             ctx.save_for_backward(a)
             return a @ a
@@ -80,7 +80,7 @@ def square(wanted, **how):
         @amp.custom_bwd
         def backward(ctx, grad):
             product = grad @ ctx.saved_tensors[0]  # under the autocast of forward
-            assert product.dtype == wanted
+            assert product.dtype == dtype
             return product.float()
 
     return Square.apply
@@ -88,11 +88,11 @@ def square(wanted, **how):
 
 def test_functions_with_casts_of_their_own():
     a = torch.randn(4, 4, device=DEVICE, requires_grad=True)
-    for dtype, how in (torch.float16, {}), (torch.float32, {"cast_inputs": torch.float32}):
+    for dtype, options in (torch.float16, {}), (torch.float32, {"cast_inputs": torch.float32}):
         with autocast():
-            out = square(dtype, **how)(a)
-            assert out.dtype == dtype and square(dtype, **how)(a.half()).dtype == dtype
-        out.sum().backward()
+            output = square(dtype, **options)(a)
+            assert output.dtype == dtype and square(dtype, **options)(a.half()).dtype == dtype
+        output.sum().backward()
     assert a.grad is not None
 
 
@@ -110,10 +110,10 @@ def test_a_scaler_is_torchs_on_this_device():
         assert scaler.get_scale() == scale
         optimizer.zero_grad()
     scaler.update(8.0)
-    wanted = torch.amp.GradScaler(DEVICE, 8.0, 3.0, 0.25, 1).state_dict()
+    expected = torch.amp.GradScaler(DEVICE, 8.0, 3.0, 0.25, 1).state_dict()
     for copied in (pickle.loads(pickle.dumps(scaler)), GradScaler()):
         copied.load_state_dict(scaler.state_dict())
-        assert copied.state_dict() == scaler.state_dict() == wanted
+        assert copied.state_dict() == scaler.state_dict() == expected
     off = GradScaler(enabled=False)
     assert scaler.is_enabled() and not off.is_enabled() and off.state_dict() == {} and off.scale(p) is p
     scaler.scale(p.sum()).backward()
@@ -123,20 +123,20 @@ def test_a_scaler_is_torchs_on_this_device():
 
 
 def test_names_and_signatures_are_torchs(capsys):
-    theirs = torch.cuda.amp
-    assert set(theirs.__all__) == set(amp.__all__)
+    original = torch.cuda.amp
+    assert set(original.__all__) == set(amp.__all__)
     for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd"):
-        pair = [inspect.signature(getattr(module, name)).parameters.values() for module in (theirs, amp)]
-        there, here = ([(p.name, p.default) for p in parameters] for parameters in pair)
-        assert there == here
+        pair = [inspect.signature(getattr(module, name)).parameters.values() for module in (original, amp)]
+        torch_parameters, our_parameters = ([(p.name, p.default) for p in parameters] for parameters in pair)
+        assert torch_parameters == our_parameters
     assert isinstance(autocast(), torch.autocast) and isinstance(GradScaler(), torch.amp.GradScaler)
     assert grad_scaler.GradScaler is GradScaler and autocast_mode.custom_fwd is amp.custom_fwd
     assert not amp.amp_definitely_not_available()
-    for module, name, words in (
+    for module, name, message in (
         (".amp", "autocst", "amp.autocst is not part of easymp.compat, did you mean"),
         ("", "Stream", "cuda.Stream is not part of easymp.compat: all but amp is"),
     ):
-        with pytest.raises(ImportError, match=words):
+        with pytest.raises(ImportError, match=message):
             getattr(importlib.import_module(f"easymp.compat.torch_cuda{module}"), name)
     assert 'acc = Accelerator(mixed_precision="fp16")' in explain()
     assert "# torch.cuda.amp → easymp" in capsys.readouterr().out

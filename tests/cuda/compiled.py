@@ -41,27 +41,29 @@ static inline double total(double (&of)[THREADS]) {
   return of[0];
 }
 static inline float half_to_float(unsigned short b) { _Float16 h; memcpy(&h, &b, 2); return (float)h; }
-static inline unsigned short float_to_half(float x) { _Float16 h = (_Float16)x; unsigned short b; memcpy(&b, &h, 2); return b; }
+static inline unsigned short float_to_half(float x) {
+  _Float16 h = (_Float16)x; unsigned short b; memcpy(&b, &h, 2); return b;
+}
 """
 
 
 @cache
 def source(kernel: Kernel) -> str:
     """The whole C++ file of `kernel`."""
-    given = ", ".join(f"{C[kind]} {name}" for kind, name in (a.split() for a in kernel.arguments))
+    parameters = ", ".join(f"{C[kind]} {name}" for kind, name in (a.split() for a in kernel.arguments))
     sums = " ".join(f"double {s} = 0.0;" for s in kernel.sums)
-    kept = " ".join(f"{s}_of[thread] = {s};" for s in kernel.sums)
+    shared = " ".join(f"{s}_of[thread] = {s};" for s in kernel.sums)
     arrays = " ".join(f"double {s}_of[{THREADS}];" for s in kernel.sums)
     totals = " ".join(f"const double {s} = total({s}_of);" for s in kernel.sums)
     return f"""#define THREADS {THREADS}
 {HERE}{PREAMBLE}
-extern "C" void run(long long blocks, {given}) {{
+extern "C" void run(long long blocks, {parameters}) {{
   for (long long block = 0; block < blocks; ++block) {{
     {arrays}
     for (int thread = 0; thread < {THREADS}; ++thread) {{
       {sums}
       {{ {kernel.body} }}
-      {kept}
+      {shared}
     }}
     {totals}
     {kernel.after}
@@ -82,10 +84,10 @@ def compiled(text: str, arguments: tuple[str, ...], flags: tuple[str, ...]) -> c
     (folder() / f"{name}.cpp").write_text(text)
     command = "g++ -std=c++17 -O1 -shared -fPIC -Wall -Wextra -Werror -Wno-unknown-pragmas -ffp-contract=off".split()
     command += ["-Wno-unused-parameter", *flags]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "-o", os.fspath(path), f"{folder() / name}.cpp"], capture_output=True, text=True
     )
-    assert done.returncode == 0, f"{done.stderr}\n{text}"
+    assert process.returncode == 0, f"{process.stderr}\n{text}"
     run = ctypes.CDLL(os.fspath(path)).run
     run.argtypes = [ctypes.c_int64, *(CTYPES[a.split()[0]] for a in arguments)]
     run.restype = None
@@ -101,7 +103,7 @@ class CompiledLauncher:
         self.launches: list[str] = []
         self._flags = flags
 
-    def ready(self, kernels: Iterable[Kernel]) -> None:
+    def compile(self, kernels: Iterable[Kernel]) -> None:
         for kernel in kernels:
             compiled(source(kernel), kernel.arguments, self._flags)
 

@@ -9,17 +9,16 @@ import torch
 
 from easymp.cuda.cupy_launcher import PROBE
 from easymp.cuda.kernel import Kernel
-from easymp.cuda.measure import CONCLUDE, TOTAL, squares, totals
-from easymp.cuda.rule import Kind, Rule, prepare, survey_of, update, weigh
-from easymp.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, NovoGrad
+from easymp.cuda.rule import CONCLUDE, TOTAL, Rule, Variant, prepare, squares, survey, totals, update, weigh
+from easymp.optim.rules import ADAGRAD, ADAM, LAMB, LION, NOVOGRAD, SGD
 
-RULES = {own.torchs: own.rule for own in (Adam, AdamW, SGD, Adagrad)}
-PLAIN = tuple(own.rule for own in (Adam, SGD, Adagrad, Lion))
-ALL = (*PLAIN, LAMB.rule, NovoGrad.rule)
+PLAIN = (ADAM, SGD, ADAGRAD, LION)
+ALL = (*PLAIN, LAMB, NOVOGRAD)
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)
-# Dtypes of gradient, parameter, states and low-precision copy; whether bf16 is rounded at random; whether there is an average.
+# Dtypes of gradient, parameter, states and low-precision copy; whether bf16 is rounded at random; whether there is an
+# average.
 COMBINATIONS: tuple[tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None, bool, bool], ...] = (
     (F32, F32, F32, None, False, False),
     (F32, F32, F32, None, False, True),
@@ -40,14 +39,14 @@ def of_rule(rule: Rule, combinations: tuple = COMBINATIONS) -> Iterator[Kernel]:
         sets.add(())
     for gradient, parameter, state, low, stochastic, average in combinations:
         for states in sorted(sets):
-            dtypes = {"g": gradient, "p": parameter, **dict.fromkeys(states, state)}
+            dtypes = {"raw": gradient, "p": parameter, **dict.fromkeys(states, state)}
             extra = {"ema": F32} if average else {}
             extra |= {} if low is None else {"low": low}
-            yield update(rule, Kind(states, tuple({**dtypes, **extra}.items()), stochastic))
+            yield update(rule, Variant(states, tuple({**dtypes, **extra}.items()), stochastic))
             if rule.survey is not None:
-                yield survey_of(rule, Kind(states, tuple(dtypes.items()), stochastic))
+                yield survey(rule, Variant(states, tuple(dtypes.items()), stochastic))
     if rule.survey is not None:
-        yield totals(len(rule.survey.sums))
+        yield totals(len(rule.survey.squares))
         yield weigh(rule)
 
 
@@ -62,19 +61,18 @@ def every_kernel() -> list[Kernel]:
 
 def few_kernels() -> list[Kernel]:
     """One of each kind, those with most registers among them."""
-    chosen = [row for begin in (0, 6) for row in of_rule(Adam.rule, COMBINATIONS[begin : begin + 1])]
-    chosen += of_rule(LAMB.rule, COMBINATIONS[4:5])
-    return list(dict.fromkeys([TOTAL, squares(F16), *chosen, *of_rule(SGD.rule, ())]))
+    rule_kernels = [row for begin in (0, 6) for row in of_rule(ADAM, COMBINATIONS[begin : begin + 1])]
+    rule_kernels += of_rule(LAMB, COMBINATIONS[4:5])
+    return list(dict.fromkeys([TOTAL, squares(F16), *rule_kernels, *of_rule(SGD, ())]))
 
 
 def vectors(kernel: Kernel) -> Mapping[str, int]:
     """How many words of 16 bytes the loop of `kernel` loads and stores, by its text."""
     sizes = {"float": 4, "bf16": 2, "fp16": 2}
-    kinds = {name: kind for kind, name in re.findall(r"(float|bf16|fp16)\* const (\w+)_at =", kernel.body)}
+    suffixes = {name: kind for kind, name in re.findall(r"(float|bf16|fp16)\* const (\w+)_at =", kernel.body)}
     return {
-        word: sum(
-            int(n) * sizes[kinds[name]] // 16
-            for n, name in re.findall(rf"{call}<(\d+)>\((\w+)_at", kernel.body)
+        line: sum(
+            int(n) * sizes[suffixes[name]] // 16 for n, name in re.findall(rf"{call}<(\d+)>\((\w+)_at", kernel.body)
         )
-        for word, call in (("ld", "get"), ("st", "put"))
+        for line, call in (("ld", "get"), ("st", "put"))
     }

@@ -10,17 +10,25 @@ from easymp.cuda.cupy_launcher import DEVICE, OPTIONS, elementwise
 from easymp.cuda.kernel import PREAMBLE, Kernel
 
 
-def written(kernel: Kernel) -> str:
+def cupy_source(kernel: Kernel) -> str:
     """The text that CuPy makes of `kernel`, after the preamble."""
     from cupy._core import _carray, _kernel, _scalar
 
-    made = elementwise(kernel)
+    elementwise_kernel = elementwise(kernel)
     scalar, indexer = 3, 2  # _ArgKind
-    given = [_kernel._ArgInfo(scalar, _scalar.CScalar, p.dtype, 0, True, True) for p in made.in_params]
-    given.append(_kernel._ArgInfo(indexer, _carray.Indexer, None, 1, True, True))
-    *_, types = made._decide_params_type((None,) * made.nin, ())
+    arguments = [
+        _kernel._ArgInfo(scalar, _scalar.CScalar, p.dtype, 0, True, True) for p in elementwise_kernel.in_params
+    ]
+    arguments.append(_kernel._ArgInfo(indexer, _carray.Indexer, None, 1, True, True))
+    *_, types = elementwise_kernel._decide_params_type((None,) * elementwise_kernel.nin, ())
     text = _kernel._get_elementwise_kernel_code(
-        tuple(given), types, made.params, made.operation, made.name, made.preamble, **made.kwargs
+        tuple(arguments),
+        types,
+        elementwise_kernel.params,
+        elementwise_kernel.operation,
+        elementwise_kernel.name,
+        elementwise_kernel.preamble,
+        **elementwise_kernel.kwargs,
     )
     return text.replace(DEVICE + PREAMBLE, "")
 
@@ -31,7 +39,7 @@ def file_of(kernels: Sequence[Kernel]) -> str:
 
     headers = "".join(f"#include <{name}>\n" for name in core._cupy_header_list)
     bodies = [
-        re.sub(r"(__global__ void )\w+\(", rf"\g<1>k{n}(", written(kernel), count=1)
+        re.sub(r"(__global__ void )\w+\(", rf"\g<1>k{n}(", cupy_source(kernel), count=1)
         for n, kernel in enumerate(kernels)
     ]
     return headers + DEVICE + PREAMBLE + "\n".join(bodies)
@@ -63,18 +71,17 @@ def compiled(kernels: Sequence[Kernel], architecture: str) -> list[Compiled]:
     ptx, log = _by_nvrtc(file_of(kernels), architecture)
     texts = dict(re.findall(r"\.visible \.entry (\w+)\((.*?\n\})", ptx, re.DOTALL))
     parts = {
-        m[1]: m[2]
-        for m in re.finditer(r"Compiling entry function '(\w+)'(.*?Used \d+ registers)", log, re.DOTALL)
+        m[1]: m[2] for m in re.finditer(r"Compiling entry function '(\w+)'(.*?Used \d+ registers)", log, re.DOTALL)
     }
-    found = []
+    results = []
     for n, _ in enumerate(kernels):
-        said = parts[f"k{n}"]
-        stack = max(map(int, re.findall(r"(\d+) bytes stack frame", said)))
-        spilled = max(map(int, re.findall(r"(\d+) bytes spill", said)))
-        found.append(
-            Compiled(int(re.findall(r"Used (\d+) registers", said)[0]), stack, spilled, texts[f"k{n}"])
+        kernel_log = parts[f"k{n}"]
+        stack = max(map(int, re.findall(r"(\d+) bytes stack frame", kernel_log)))
+        spilled = max(map(int, re.findall(r"(\d+) bytes spill", kernel_log)))
+        results.append(
+            Compiled(int(re.findall(r"Used (\d+) registers", kernel_log)[0]), stack, spilled, texts[f"k{n}"])
         )
-    return found
+    return results
 
 
 def unavailable() -> str:
@@ -104,9 +111,7 @@ def _by_nvrtc(text: str, architecture: str) -> tuple[str, str]:
     program = nvrtc.createProgram(text, "kernels.cu", (), ())
     try:
         try:
-            nvrtc.compileProgram(
-                program, (*options, "--device-as-default-execution-space", "--ptxas-options=-v")
-            )
+            nvrtc.compileProgram(program, (*options, "--device-as-default-execution-space", "--ptxas-options=-v"))
         except nvrtc.NVRTCError as error:
             raise RuntimeError(nvrtc.getProgramLog(program)) from error
         return nvrtc.getPTX(program).decode(), nvrtc.getProgramLog(program)

@@ -53,10 +53,10 @@ class Placed(Stream):
         return i
 
     def __iter__(self) -> Iterator[Any]:
-        mine = list(super().__iter__())
-        while self.at < len(mine):
+        items = list(super().__iter__())
+        while self.at < len(items):
             self.at += 1
-            yield self.item(mine[self.at - 1])
+            yield self.item(items[self.at - 1])
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,11 +78,11 @@ def numbers(batch: Any) -> list[int]:
 
 def gathered(loaders: list[PreparedLoader]) -> list[int]:
     """One pass over all ranks, the repeats dropped from the end of each round, as gather_for_metrics does."""
-    seen: list[int] = []
+    samples: list[int] = []
     for round_ in zip_longest(*loaders):
         flat = [i for batch in round_ if batch is not None for i in numbers(batch)]
-        seen += flat[: len(flat) - loaders[0].surplus]
-    return seen
+        samples += flat[: len(flat) - loaders[0].surplus]
+    return samples
 
 
 def passes(loader: PreparedLoader, times: int = 1) -> list[list[list[int]]]:

@@ -1,4 +1,7 @@
-"""What data sets and collate functions draw: replayed by a run that goes on, in workers, in streams, and where a batch is read ahead."""
+"""What data sets and collate functions draw.
+
+Replayed by a run that goes on, in workers, in streams, and where a batch is read ahead.
+"""
 
 from __future__ import annotations
 
@@ -58,17 +61,17 @@ def everything(loader: Any, times: int) -> list[list[Any]]:
 def test_draws_are_replayed_in_the_pass_that_goes_on_and_after_it(data, workers, monkeypatch):
     monkeypatch.setattr(prepare, "reads_ahead", lambda device, non_blocking: True)  # as to a GPU
 
-    def make() -> Any:
+    def make_loader() -> Any:
         return prepared(DataLoader(data(), 4, collate_fn=collate, **workers))
 
-    straight = everything(make(), 3)
-    loader = make()
+    straight = everything(make_loader(), 3)
+    loader = make_loader()
     everything(loader, 1)
     states = [json.loads(json.dumps(loader.state_dict())) for _ in loader]
     for stop in (1, 5):
         random.seed(stop)  # the training has drawn something
         torch.manual_seed(stop)
-        resumed = make()
+        resumed = make_loader()
         resumed.load_state_dict(states[stop - 1])
         assert everything(resumed, 2) == [straight[1][stop:], straight[2]]
 

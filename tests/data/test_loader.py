@@ -72,20 +72,20 @@ YES = st.booleans()
 @given(n=st.integers(1, 40), batch=st.integers(1, 5), size=st.integers(1, 4), shuffle=YES, even=YES, drop=YES)
 @pytest.mark.filterwarnings("ignore::easymp.errors.EasympWarning")
 def test_every_world_reads_each_sample_once_in_the_same_order(n, batch, size, shuffle, even, drop):
-    def make() -> DataLoader[int]:
+    def make_loader() -> DataLoader[int]:
         return DataLoader(Numbers(n), batch, shuffle=shuffle, drop_last=drop)
 
-    alone = prepared(make())
-    everyone = [prepared(make(), rank, size, even_batches=even) for rank in range(size)]
+    single_loader = prepared(make_loader())
+    rank_loaders = [prepared(make_loader(), rank, size, even_batches=even) for rank in range(size)]
     for _ in range(2):
-        order = [i for batch in passes(alone)[0] for i in batch]
-        lengths = [len(loader) for loader in everyone]
+        order = [i for batch in passes(single_loader)[0] for i in batch]
+        lengths = [len(loader) for loader in rank_loaders]
         if drop:
             order = order[: n // (batch * size) * batch * size]
-        assert gathered(everyone) == order
-        for loader in everyone:
+        assert gathered(rank_loaders) == order
+        for loader in rank_loaders:
             loader.set_epoch(loader.epoch - 1)
-        assert [len(passes(loader)[0]) for loader in everyone] == lengths
+        assert [len(passes(loader)[0]) for loader in rank_loaders] == lengths
         assert len(set(lengths)) == 1 or not even
 
 
@@ -94,8 +94,8 @@ def test_what_is_known_with_each_batch(workers: int) -> None:
     loader = prepared(DataLoader(Numbers(11), 2, num_workers=workers), 1, 2)
     assert (len(loader), loader.batch_size, loader.total_batch_size, loader.uneven) == (3, 2, 4, False)
     assert loader.batch_line(3) == "2 per device × 2 processes × 3 accumulation = 12"
-    seen = [(numbers(b), loader.position, loader.surplus, loader.local_size, loader.last) for b in loader]
-    assert seen == [([2, 3], 4, 0, 2, False), ([6, 7], 8, 0, 2, False), ([10, 0], 11, 1, 2, True)]
+    facts = [(numbers(b), loader.position, loader.surplus, loader.local_size, loader.last) for b in loader]
+    assert facts == [([2, 3], 4, 0, 2, False), ([6, 7], 8, 0, 2, False), ([10, 0], 11, 1, 2, True)]
     assert (loader.position, loader.surplus, loader.local_size, loader.last) == (0, 0, None, False)
 
 
@@ -130,28 +130,28 @@ def test_the_order_is_a_function_of_the_seed_for_all_time() -> None:
 )
 def test_one_seed_one_order_and_no_generator_touched(sampler: Any) -> None:
     def states() -> tuple[Any, ...]:
-        own = getattr(sampler, "generator", None)
-        theirs = [g.get_state().tolist() for g in (torch.default_generator, own) if g is not None]
-        return random.getstate(), numpy.random.get_state()[1].tolist(), theirs
+        generator = getattr(sampler, "generator", None)
+        generator_states = [g.get_state().tolist() for g in (torch.default_generator, generator) if g is not None]
+        return random.getstate(), numpy.random.get_state()[1].tolist(), generator_states
 
     before = states()
-    first, again, other = (
+    first, repeated, other_seed = (
         [b.tolist() for b in prepared(DataLoader(Numbers(9), 8, sampler=sampler), seed=s)] for s in (1, 1, 2)
     )
-    assert first == again != other
+    assert first == repeated != other_seed
     assert before == states()
 
 
 def test_set_epoch_reaches_those_who_shuffle_themselves() -> None:
-    class Told(Numbers):
+    class WithSetEpoch(Numbers):
         def set_epoch(self, epoch: int) -> None:
-            self.told = epoch
+            self.last_epoch = epoch
 
-    loader = prepared(DataLoader(data := Told(4), 2))
+    loader = prepared(DataLoader(data := WithSetEpoch(4), 2))
     loader.set_epoch(3)
-    assert data.told == 3
+    assert data.last_epoch == 3
     passes(loader, 2)
-    assert data.told == 4
+    assert data.last_epoch == 4
 
 
 def test_a_distributed_sampler_is_replaced_and_its_set_epoch_still_heard() -> None:
@@ -180,9 +180,9 @@ def test_custom_batch_samplers_are_dealt_whole(sizes, size, even, data):
         loaders = [DataLoader(Numbers(sum(sizes)), batch_sampler=Given(sizes)) for _ in range(size)]
         return [prepared(loader, rank, size, even_batches=even) for rank, loader in enumerate(loaders)]
 
-    (whole,) = passes(world(1)[0])
+    (batches,) = passes(world(1)[0])
     loaders, resumed = world(size), world(size)
-    dealt = whole + [whole[i % len(whole)] for i in range(-len(whole) % size if even else 0)]
+    dealt = batches + [batches[i % len(batches)] for i in range(-len(batches) % size if even else 0)]
     assert [len(loader) for loader in loaders] == [len(dealt[rank::size]) for rank in range(size)]
     assert loaders[0].uneven == (size > 1) and loaders[0].batch_size is None
     states = [loaders[0].state_dict() for _ in loaders[0]]
@@ -190,26 +190,20 @@ def test_custom_batch_samplers_are_dealt_whole(sizes, size, even, data):
     state = data.draw(st.sampled_from(states))
     for loader in resumed:
         loader.load_state_dict(state)
-    rest = [i for batch in whole for i in batch][state["position"] :]
-    assert sorted(gathered(resumed)) == sorted(rest)
+    remaining = [i for batch in batches for i in batch][state["position"] :]
+    assert sorted(gathered(resumed)) == sorted(remaining)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    full=st.integers(0, 4),
-    last=st.integers(1, 6),
-    half=st.integers(1, 3),
-    ranks=st.integers(1, 3),
-    data=st.data(),
+    full=st.integers(0, 4), last=st.integers(1, 6), part_size=st.integers(1, 3), ranks=st.integers(1, 3), data=st.data()
 )
 @pytest.mark.filterwarnings("ignore::easymp.errors.EasympWarning")
-def test_custom_batch_samplers_can_be_split(full, last, half, ranks, data):
-    sizes, even = [half * ranks] * full + [min(last, half * ranks)], data.draw(st.booleans())
+def test_custom_batch_samplers_can_be_split(full, last, part_size, ranks, data):
+    sizes, even = [part_size * ranks] * full + [min(last, part_size * ranks)], data.draw(st.booleans())
 
     def world(size: int, **config: Any) -> list[PreparedLoader]:
-        loaders = [
-            DataLoader(Numbers(sum(sizes)), batch_sampler=Given(sizes, half * ranks)) for _ in range(size)
-        ]
+        loaders = [DataLoader(Numbers(sum(sizes)), batch_sampler=Given(sizes, part_size * ranks)) for _ in range(size)]
         return [prepared(loader, rank, size, **config) for rank, loader in enumerate(loaders)]
 
     order = [i for batch in passes(world(1)[0])[0] for i in batch]
@@ -226,13 +220,13 @@ def test_custom_batch_samplers_can_be_split(full, last, half, ranks, data):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
 def test_endless_samplers_are_streamed(workers: int, generator: Any) -> None:
-    def make(batch: int, rank: int, size: int, workers: int = 0) -> PreparedLoader:
+    def make_loader(batch: int, rank: int, size: int, workers: int = 0) -> PreparedLoader:
         loader = DataLoader(Numbers(100), batch, sampler=Endless(generator), num_workers=workers)
         return prepared(loader, rank, size)
 
-    loaders = [make(3, rank, 2, workers) for rank in range(2)]
-    for number, (whole, *round_) in enumerate(zip(make(6, 0, 1), *loaders)):
-        assert numbers(torch.cat(round_)) == numbers(whole)
+    loaders = [make_loader(3, rank, 2, workers) for rank in range(2)]
+    for number, (batch, *round_) in enumerate(zip(make_loader(6, 0, 1), *loaders)):
+        assert numbers(torch.cat(round_)) == numbers(batch)
         torch.rand(5)  # the training draws, too
         if number == 3:
             break
@@ -250,19 +244,19 @@ def test_items_that_are_batches_are_dealt_in_turn() -> None:
 
 
 def test_the_loaders_own_random_order_stays_on_request() -> None:
-    def make() -> Any:
+    def make_loader() -> Any:
         return prepared(DataLoader(Numbers(20), 4, shuffle=True), use_seedable_sampler=False)
 
     torch.manual_seed(5)
     plain = [numbers(b) for b in DataLoader(Numbers(20), 4, shuffle=True)]
     torch.manual_seed(5)
-    assert passes(make()) == [plain]
-    loader, other = make(), make()
+    assert passes(make_loader()) == [plain]
+    loader, resumed = make_loader(), make_loader()
     states = [(numbers(batch), json.loads(json.dumps(loader.state_dict()))) for batch in loader]
-    other.load_state_dict(states[1][1])
-    read = [batch for batch, _ in states]
-    assert passes(other)[0] == read[2:]  # the order drawn then is drawn again
-    assert passes(other)[0] != read  # and a new one after it
+    resumed.load_state_dict(states[1][1])
+    batches = [batch for batch, _ in states]
+    assert passes(resumed)[0] == batches[2:]  # the order drawn then is drawn again
+    assert passes(resumed)[0] != batches  # and a new one after it
 
 
 def seed_of_worker(_: list[int]) -> int:
@@ -274,8 +268,8 @@ def test_worker_seeds_are_reproducible_and_differ_by_rank_and_epoch() -> None:
         loader = prepared(DataLoader(Numbers(4), 2, collate_fn=seed_of_worker, num_workers=1), rank, 2)
         return [next(iter(loader)) for _ in range(2)]
 
-    first, again, other = seeds(0), seeds(0), seeds(1)
-    assert first == again and len({*first, *other}) == 4
+    first, repeated, second_rank = seeds(0), seeds(0), seeds(1)
+    assert first == repeated and len({*first, *second_rank}) == 4
 
 
 def test_persistent_workers_get_each_epochs_order_also_after_a_loop_left_early() -> None:
@@ -315,10 +309,10 @@ def test_a_data_set_with_a_state_is_asked() -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.loaded = state["loaded"]
 
-    loader, other = (prepared(DataLoader(Stateful(4), 2)) for _ in range(2))
+    loader, resumed = (prepared(DataLoader(Stateful(4), 2)) for _ in range(2))
     next(iter(loader))
-    other.load_state_dict(loader.state_dict())
-    assert other.dataset.loaded == [0, 1]
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.dataset.loaded == [0, 1]
 
 
 def eight() -> DataLoader[int]:
@@ -342,10 +336,10 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_what_is_refused(words: str) -> None:
-    with pytest.raises(BatchError, match=words):
-        WRONG[words]()
+@pytest.mark.parametrize("message", WRONG)
+def test_what_is_refused(message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        WRONG[message]()
 
 
 def test_a_subclass_of_dataloader_from_before_in_order_is_read() -> None:
@@ -363,16 +357,16 @@ def test_loaders_that_iterate_their_own_way_are_worth_a_warning() -> None:
         prepared(Mine(Numbers(3), 2))
 
 
-# -- skip_first_batches -------------------------------------------------------------------------------------------------
+# -- skip_first_batches ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: DataLoader(Numbers(10), 2, shuffle=True), lambda: DataLoader(Stream(10), 2)]
+    "make_loader", [lambda: DataLoader(Numbers(10), 2, shuffle=True), lambda: DataLoader(Stream(10), 2)]
 )
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_prepared_loader_skips_for_one_pass(make: Any, size: int) -> None:
-    first, second = passes(prepared(make(), 0, size), 2)
-    loader = prepared(make(), 0, size)
+def test_a_prepared_loader_skips_for_one_pass(make_loader: Any, size: int) -> None:
+    first, second = passes(prepared(make_loader(), 0, size), 2)
+    loader = prepared(make_loader(), 0, size)
     assert passes(skip_first_batches(loader, 1), 2) == [first[1:], second]
     assert loader.epoch == 2
 
@@ -386,12 +380,10 @@ def test_skipped_samples_are_not_loaded() -> None:
     assert data.loaded == [6, 7, 8, 9]
 
 
-@pytest.mark.parametrize(
-    "loader", [DataLoader(Numbers(7), 2), DataLoader(Stream(7), 2), DataLoader(Numbers(4), None)]
-)
+@pytest.mark.parametrize("loader", [DataLoader(Numbers(7), 2), DataLoader(Stream(7), 2), DataLoader(Numbers(4), None)])
 def test_plain_loaders_skip_for_one_pass(loader: Any) -> None:
-    whole = [str(batch) for batch in loader]
+    batches = [str(batch) for batch in loader]
     skipped = skip_first_batches(loader, 2)
-    assert [[str(batch) for batch in skipped] for _ in range(2)] == [whole[2:], whole]
+    assert [[str(batch) for batch in skipped] for _ in range(2)] == [batches[2:], batches]
     prepared_too = prepared(skip_first_batches(loader, 1))
-    assert [len([*map(str, prepared_too)]) for _ in range(2)] == [len(whole) - 1, len(whole)]
+    assert [len([*map(str, prepared_too)]) for _ in range(2)] == [len(batches) - 1, len(batches)]

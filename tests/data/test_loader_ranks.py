@@ -63,8 +63,8 @@ def in_world(job: Callable[[World], Any]) -> Callable[[], Any]:
     return run
 
 
-def of(world: World, loader: Any, **how: Any) -> Any:
-    return prepared(loader, world.rank, world.size, world=world, **how)
+def of(world: World, loader: Any, **config: Any) -> Any:
+    return prepared(loader, world.rank, world.size, world=world, **config)
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -75,9 +75,9 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def two_epochs(loader: Any) -> Any:
-    seen = [(numbers(b), loader.position, loader.last) for _ in range(2) for b in loader]
+    facts = [(numbers(b), loader.position, loader.last) for _ in range(2) for b in loader]
     skipped = [] if loader.batch_size is None else [loader.surplus for _ in skip_first_batches(loader, 1)]
-    return seen, skipped, loader.epoch
+    return facts, skipped, loader.epoch
 
 
 CASES = [(kind, even) for kind in KINDS for even in (True, False)]
@@ -92,32 +92,32 @@ def dispatched(world: World) -> Any:
 
 
 def sharded(kind: str, even: bool, rank: int) -> Any:
-    data, *how = KINDS[kind]()
-    loader = DataLoader(Numbers(11) if kind == "map" else data, *how)
+    data, *batch_size = KINDS[kind]()
+    loader = DataLoader(Numbers(11) if kind == "map" else data, *batch_size)
     return two_epochs(prepared(loader, rank, 2, even_batches=even))
 
 
 def test_dispatched_ranks_get_what_sharded_ones_read(ranks: Any) -> None:
-    for rank, found in enumerate(ranks(dispatched)):
-        assert found == [sharded(kind, even, rank) for kind, even in CASES]
+    for rank, results in enumerate(ranks(dispatched)):
+        assert results == [sharded(kind, even, rank) for kind, even in CASES]
 
 
 @in_world
 def left_early(world: World) -> Any:
-    loader, other = (of(world, DataLoader(Stream(20), 2), dispatch_batches=True) for _ in range(2))
+    loader, resumed = (of(world, DataLoader(Stream(20), 2), dispatch_batches=True) for _ in range(2))
     for number, _ in enumerate(loader):
         if number == 1:
             state = loader.state_dict()
             break
-    whole = passes(loader)[0]
-    other.load_state_dict(state)
-    return whole, passes(other)[0]
+    batches = passes(loader)[0]
+    resumed.load_state_dict(state)
+    return batches, passes(resumed)[0]
 
 
 def test_a_dispatched_loop_can_be_left_and_resumed(ranks: Any) -> None:
-    for rank, (whole, resumed) in enumerate(ranks(left_early)):
-        assert whole == [[k, k + 1] for k in range(2 * rank, 20, 4)]
-        assert resumed == whole[2:]
+    for rank, (batches, resumed) in enumerate(ranks(left_early)):
+        assert batches == [[k, k + 1] for k in range(2 * rank, 20, 4)]
+        assert resumed == batches[2:]
 
 
 @in_world
@@ -135,8 +135,8 @@ def test_when_rank_0_cannot_read_all_ranks_hear_why(ranks: Any) -> None:
 @in_world
 def own_order(world: World) -> Any:
     torch.manual_seed(world.rank)
-    ways = {"sampler": Private(world.rank)}, {"shuffle": True}
-    loaders = [of(world, DataLoader(Numbers(8), 2, **how), use_seedable_sampler=False) for how in ways]
+    sampling = {"sampler": Private(world.rank)}, {"shuffle": True}
+    loaders = [of(world, DataLoader(Numbers(8), 2, **options), use_seedable_sampler=False) for options in sampling]
     return [epoch for loader in loaders for epoch in passes(loader, 2)]
 
 

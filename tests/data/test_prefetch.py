@@ -45,23 +45,23 @@ class Compute:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What streams are asked for, of a device that is the CPU."""
-    said: list[str] = []
+    calls: list[str] = []
 
     @contextmanager
     def on(stream: Side) -> Iterator[None]:
         assert isinstance(stream, Side)
         yield
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Side(said))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Side(calls))
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Compute(said))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Compute(calls))
     monkeypatch.setattr(source, "_pin", lambda leaf: leaf)
-    return said
+    return calls
 
 
 def test_the_next_two_copies_are_queued_before_a_batch_is_handed_out(log: list[str]) -> None:
-    assert list(source._ahead(feed(0, log), torch.device("cpu"))) == log == []
-    for batch, note in source._ahead(feed(3, log), torch.device("cpu")):
+    assert list(source._copied_ahead(feed(0, log), torch.device("cpu"))) == log == []
+    for batch, note in source._copied_ahead(feed(3, log), torch.device("cpu")):
         assert batch["x"][0] == note.end
         log.append(f"step {note.end}{' last' if note.last else ''}")
     loads = "load 0, copy 0, load 1, copy 1, load 2, copy 2"

@@ -45,12 +45,12 @@ class Epochs(IterableDataset[int]):
 @given(n=st.integers(1, 40), batch=st.integers(1, 5), size=st.integers(1, 4), even=YES, drop=YES)
 def test_a_stream_is_cut_as_a_map_style_data_set_is(n, batch, size, even, drop):
     for rank in range(size):
-        seen, expected = (
+        facts, expected = (
             [(numbers(b), x.position, x.surplus, x.local_size, x.last) for b in x]
             for data in (Stream(n), Numbers(n))
             for x in [prepared(DataLoader(data, batch, drop_last=drop), rank, size, even_batches=even)]
         )
-        assert seen == expected
+        assert facts == expected
 
 
 def test_every_worker_cuts_its_own_stream() -> None:
@@ -77,17 +77,17 @@ def test_ready_batches_are_dealt_in_turn(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}])
 def test_a_stream_goes_on_where_it_was_saved(workers: dict[str, Any]) -> None:
-    def make() -> Any:
+    def make_loader() -> Any:
         return prepared(DataLoader(Stream(27), 2, **workers), 1, 2)
 
-    loader = make()
-    whole = passes(loader)[0]
+    loader = make_loader()
+    batches = passes(loader)[0]
     states = [json.loads(json.dumps(loader.state_dict())) for _ in loader]
     for stop in (1, 5):
-        resumed = make()
+        resumed = make_loader()
         for _ in range(2):
             resumed.load_state_dict(states[stop - 1])
-            assert passes(resumed, 2) == [whole[stop:], whole]
+            assert passes(resumed, 2) == [batches[stop:], batches]
 
 
 @settings(max_examples=30, deadline=None)
@@ -111,15 +111,15 @@ def test_another_number_of_workers_cannot_take_over() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_with_a_state_of_its_own_is_asked(workers: int) -> None:
-    def make() -> Any:
+    def make_loader() -> Any:
         return prepared(DataLoader(Placed(12), 2, num_workers=workers))
 
-    loader, resumed = make(), make()
-    whole = passes(loader)[0]
+    loader, resumed = make_loader(), make_loader()
+    batches = passes(loader)[0]
     states = [json.loads(json.dumps(loader.state_dict())) for _ in loader]
     assert "data sets" in states[2]
     resumed.load_state_dict(states[2])
-    assert passes(resumed) == [whole[3:]]
+    assert passes(resumed) == [batches[3:]]
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from easymp.distributed.hang_watch import Call, differences
+from easymp.distributed.hang_watch import Call, first_differences, waiting_calls
 
 from ..examples.run import environment
 
@@ -18,9 +18,9 @@ from ..examples.run import environment
 SCRIPT = """
 import json, os, pathlib, signal, subprocess, sys, threading, time
 import torch, torch.distributed as dist
-from easymp import Accelerator
+from easymp import Accelerator, Settings
 
-acc = Accelerator(cpu=True, hang_after=0.5, project_dir=sys.argv[1])
+acc = Accelerator(cpu=True, project_dir=sys.argv[1], settings=Settings(hang_after=0.5))
 late, file, tensor = acc.process_index == 1, pathlib.Path(sys.argv[1], "hang-0.json"), torch.ones(3)
 done = lambda: file.exists() and '"report"' in file.read_text() and file.read_text().endswith("}")
 
@@ -68,12 +68,12 @@ def test_a_rank_that_is_late_and_calls_in_another_order_are_named(tmp_path: Path
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "easymp", "launch", "--processes", "3", str(script), str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ", 1)[0] in KINDS)
-    for kind, words in KINDS.items():
-        assert re.search(words, said[kind]), said[kind]
-    assert "ranks 0, 2 have waited for 0.5 s, rank 0 in call" in done.stderr
+    process = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stderr[-3000:]
+    reports = dict(line.split(" ", 1) for line in process.stdout.splitlines() if line.split(" ", 1)[0] in KINDS)
+    for kind, pattern in KINDS.items():
+        assert re.search(pattern, reports[kind]), reports[kind]
+    assert "ranks 0, 2 have waited for 0.5 s, rank 0 in call" in process.stderr
     assert {file.name for file in tmp_path.glob("hang-*.json")} >= {"hang-1.json", "hang-2.json"}
     assert json.loads((tmp_path / "hang-1.json").read_text())["calls"]
 
@@ -81,9 +81,9 @@ def test_a_rank_that_is_late_and_calls_in_another_order_are_named(tmp_path: Path
 # A message that nobody sends, which gloo's recorder does not have.
 MESSAGES = """
 import sys, torch, torch.distributed as dist
-from easymp import Accelerator
+from easymp import Accelerator, Settings
 
-acc = Accelerator(cpu=True, hang_after=1, timeout=10, project_dir=sys.argv[1])
+acc = Accelerator(cpu=True, project_dir=sys.argv[1], settings=Settings(hang_after=1, timeout=10))
 if acc.process_index == 0:
     dist.recv(torch.ones(3), 1)
 request = dist.irecv(torch.ones(3), 0)
@@ -92,18 +92,18 @@ request.wait()
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_ranks_that_wait_for_messages_are_named_with_their_lines(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(MESSAGES)
     command = [sys.executable, "-m", "easymp", "launch", "--processes", "2", str(script), str(tmp_path)]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
-        said = "".join(next(line for line in run.stderr if "have waited" in line) + next(run.stderr))
+        report = "".join(next(line for line in run.stderr if "have waited" in line) + next(run.stderr))
         run.terminate()
-    assert re.search(r"ranks 0, 1 have waited for 1 s, rank 0 in a message, .* at \S+train.py:7\.", said), (
-        said
-    )
-    assert re.search(r"rank 1 waits in another call: send or receive at \S+train.py:9", said), said
+    # The rank that fell asleep first reports: on a busy machine either.
+    assert re.search(r"ranks 0, 1 have waited for 1 s, rank [01] in a message, ", report), report
+    assert {*re.findall(r"send or receive at \S+train.py:(\d+)", report)} == {"7", "9"}, report
 
 
 KINDS = {
@@ -116,18 +116,15 @@ KINDS = {
 
 
 def test_the_first_call_that_differs_is_found() -> None:
-    def ring(*names: str, group: str = "all") -> list[Call]:
+    def calls(*names: str, group: str = "all") -> list[Call]:
         return [Call(group, n, name, "float[2]", "", n < len(names)) for n, name in enumerate(names, 1)]
 
-    sentences, _ = differences({0: ring("a", "b", "c"), 1: ring("a", "c", "b"), 2: ring("a", "b")})
-    assert sentences == [
-        "call 2 of all is not the same on all ranks: ranks 0, 2: b(float[2]); rank 1: c(float[2])"
-    ]
-    behind = {0: ring("a", "b"), 1: [ring("a")[0]._replace(done=True)]}
-    sentences, waiting = differences(behind)
-    assert sentences == [] and list(waiting) == [0]
+    sentences = first_differences({0: calls("a", "b", "c"), 1: calls("a", "c", "b"), 2: calls("a", "b")})
+    assert sentences == ["call 2 of all is not the same on all ranks: ranks 0, 2: b(float[2]); rank 1: c(float[2])"]
+    rank_1_behind = {0: calls("a", "b"), 1: [calls("a")[0]._replace(finished=True)]}
+    assert first_differences(rank_1_behind) == []
+    assert waiting_calls(rank_1_behind) == {0: calls("a", "b")[1]}
     # Ranks give all_gather shapes of their own; all_reduce sums equal ones.
     for name, count in (("all_gather", 0), ("all_reduce", 1)):
-        here, there = ring(name), [ring(name)[0]._replace(shapes="float[3]")]
-        assert len(differences({0: here, 1: there})[0]) == count
-    assert differences({0: ring("a"), 1: ring("b", group="other")})[0] == []
+        assert len(first_differences({0: calls(name), 1: [calls(name)[0]._replace(shapes="float[3]")]})) == count
+    assert first_differences({0: calls("a"), 1: calls("b", group="other")}) == []

@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from easymp.distributed import Ranks, World, process_group, read_ranks
+from easymp.distributed.mailbox import Watch
 
 CPU = torch.device("cpu")
 DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8,
     torch.bool, torch.complex64, torch.float8_e4m3fn,
 )  # fmt: skip
 
@@ -51,27 +53,26 @@ def test_collectives_of_every_dtype_of_uneven_tensors_and_of_objects():
     with joined() as world:
         for dtype in DTYPES:
             wide = torch.complex64 if dtype.is_complex else torch.float32
-            given = torch.tensor([[0, 1], [1, world.rank]]).to(dtype)
-            found = world.gather(given), world.gather(given.t()), world.broadcast(given, source=1)
-            found += (world.gather(torch.tensor(world.rank).to(dtype)),)
-            both = [[0, 1], [1, 0], [0, 1], [1, 1]]  # also of what is not contiguous
-            assert [got.to(wide).real.tolist() for got in found] == [both, both, both[2:], [0, 1]]
-            assert all(got.dtype == dtype for got in found)
+            tensor = torch.tensor([[0, 1], [1, world.rank]]).to(dtype)
+            results = world.gather(tensor), world.gather(tensor.t()), world.broadcast(tensor, source=1)
+            results += (world.gather(torch.tensor(world.rank).to(dtype)),)
+            joined_rows = [[0, 1], [1, 0], [0, 1], [1, 1]]  # also of what is not contiguous
+            assert [got.to(wide).real.tolist() for got in results] == [
+                joined_rows,
+                joined_rows,
+                joined_rows[2:],
+                [0, 1],
+            ]
+            assert all(got.dtype == dtype for got in results)
             if dtype.is_complex or dtype == torch.bool:
                 continue
-            given = (torch.tensor([1, 2, 3]) * (world.rank + 1)).to(dtype)
-            before, mean = given.clone(), [1.5, 3.0, 4.5] if dtype.is_floating_point else [1.0, 3.0, 4.0]
-            wanted = {
-                "sum": [3, 6, 9],
-                "max": [2, 4, 6],
-                "min": [1, 2, 3],
-                "product": [2, 8, 18],
-                "mean": mean,
-            }
-            for op, values in wanted.items():
-                reduced = world.reduce(given, op)
+            tensor = (torch.tensor([1, 2, 3]) * (world.rank + 1)).to(dtype)
+            before, mean = tensor.clone(), [1.5, 3.0, 4.5] if dtype.is_floating_point else [1.0, 3.0, 4.0]
+            expected = {"sum": [3, 6, 9], "max": [2, 4, 6], "min": [1, 2, 3], "product": [2, 8, 18], "mean": mean}
+            for op, values in expected.items():
+                reduced = world.reduce(tensor, op)
                 assert reduced.dtype == dtype and reduced.float().tolist() == values, (dtype, op)
-            assert torch.equal(given.float(), before.float())
+            assert torch.equal(tensor.float(), before.float())
         for shape in ((), (2,)):
             uneven = world.gather_uneven(torch.full((1 + world.rank, *shape), float(world.rank)))
             assert torch.equal(uneven, torch.cat([torch.zeros(1, *shape), torch.ones(2, *shape)]))
@@ -84,13 +85,13 @@ def test_collectives_of_every_dtype_of_uneven_tensors_and_of_objects():
 
 @pytest.mark.parametrize("device", [torch.device("cuda", 1), torch.device("xpu", 3)])
 def test_a_ranks_device_becomes_its_current_one(device, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(getattr(torch, device.type), "set_device", chosen.append)
+    set_devices = []
+    monkeypatch.setattr(getattr(torch, device.type), "set_device", set_devices.append)
     World(Ranks(), device)
-    assert chosen == [device]
+    assert set_devices == [device]
     World(Ranks(), torch.device("mps"))
     World(Ranks(), CPU)
-    assert chosen == [device]
+    assert set_devices == [device]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +106,15 @@ def test_a_ranks_device_becomes_its_current_one(device, monkeypatch):
 def test_a_group_has_a_backend_for_the_host_and_is_bound_where_it_can_be_split(
     device, binds, backend, bound, monkeypatch
 ):
-    asked = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: asked.update(how, backend=backend))
+    options = {}
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **keywords: options.update(keywords, backend=backend)
+    )
     monkeypatch.setattr(process_group, "BINDS", binds)
     world = World(Ranks(), CPU)
     world.device = device
     world._connect(dist.HashStore())
-    assert (asked["backend"], asked["device_id"]) == (backend, bound)
+    assert (options["backend"], options["device_id"]) == (backend, bound)
 
 
 @pytest.mark.on_ranks(2)
@@ -145,18 +148,18 @@ def wait_for(path):
         time.sleep(0.02)
 
 
-def leave_long_before(late, directory):
+def leave_long_before(late_rank, directory):
     """What this rank's close took, and what torch printed meanwhile."""
     world = World(read_ranks(), CPU)
     world.barrier()
-    before, said = os.dup(2), directory / str(world.rank)
-    with said.open("w") as file:
+    before, output_file = os.dup(2), directory / str(world.rank)
+    with output_file.open("w") as file:
         os.dup2(file.fileno(), 2)
     try:
-        if world.rank == late:
-            wait_for(directory / f"left {1 - late}")
+        if world.rank == late_rank:
+            wait_for(directory / f"left {1 - late_rank}")
         start = time.monotonic()
-        with patient(1000.0 if world.rank == late else 0.3):
+        with patient(1000.0 if world.rank == late_rank else 0.3):
             world.close()
         took = time.monotonic() - start
         (directory / f"left {world.rank}").touch()
@@ -164,14 +167,23 @@ def leave_long_before(late, directory):
     finally:
         os.dup2(before, 2)
         os.close(before)
-    return took, said.read_text()
+    return took, output_file.read_text()
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_works_on_alone_is_left_in_peace(ranks, tmp_path, late):
-    found = ranks(leave_long_before, late, tmp_path)
-    assert found[1 - late][0] > 0.2
-    assert [said for _, said in found] == ["", ""]
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_rank_that_works_on_alone_is_left_in_peace(ranks, tmp_path, late_rank):
+    results = ranks(leave_long_before, late_rank, tmp_path)
+    assert results[1 - late_rank][0] > 0.2
+    assert [output for _, output in results] == ["", ""]
+
+
+def test_a_rank_leaves_quietly_where_the_store_ends_meanwhile(monkeypatch):
+    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    watch = Watch(1, 2, dist.TCPStore("127.0.0.1", servers[0].port))
+    monkeypatch.setattr(watch, "reachable", lambda: servers.clear() is None)
+    watch.leave(1, 1)
+    watch.close()
+    assert not watch._thread.is_alive()
 
 
 def fail_and_leave():
@@ -189,12 +201,12 @@ def test_a_failing_rank_leaves_at_once_and_the_others_hear_of_it(ranks):
     assert failure.type == "WorldError"
 
 
-def alone(ranks=None):
+def join_alone(ranks=None):
     World(ranks or read_ranks(), CPU, timeout=0.5)
 
 
 @pytest.mark.parametrize(
-    ("env", "ranks_", "words"),
+    ("env", "ranks_", "message"),
     [
         ({"WORLD_SIZE": "3"}, None, "=3 was .* rank 1, 2 did not arrive within 0.5 s.*unset RANK and WORLD"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": None}, None, "MASTER_ADDR is not"),
@@ -202,9 +214,9 @@ def alone(ranks=None):
         ({}, Ranks(1, 2, 1, 2, "test"), "rank 1 of 2 could not reach rank 0 at 127.0.0.1:"),  # nobody listens
     ],
 )
-def test_a_rank_that_never_comes_and_an_address_that_is_missing_are_named(ranks, env, ranks_, words):
-    (failure,) = ranks.fails(alone, ranks_, processes=1, env=env)
-    assert failure.type == "WorldError" and re.search(words, failure.message), failure.message
+def test_a_rank_that_never_comes_and_an_address_that_is_missing_are_named(ranks, env, ranks_, message):
+    (failure,) = ranks.fails(join_alone, ranks_, processes=1, env=env)
+    assert failure.type == "WorldError" and re.search(message, failure.message), failure.message
 
 
 def late_here(path):
@@ -225,7 +237,7 @@ def one_is_late_in_a_group(path):
                 late_here(path)
                 return
             world.timeout = 1.0
-            world.hurry_groups()
+            world.set_group_timeouts()
             with world.explained("a group's reduce"):
                 dist.all_reduce(torch.ones(3), group=group)
     finally:
@@ -236,7 +248,8 @@ def one_is_late_in_a_group(path):
 def test_a_timeout_in_a_group_made_later_says_where_the_late_rank_is(ranks, tmp_path):
     failure, _ = ranks.fails(one_is_late_in_a_group, tmp_path / "given up")
     assert failure.type == "WorldError" and failure.message.startswith("rank 0 gave up in a group's reduce: ")
-    # The recorder is on from a process's first group on, if it was a World's; a worker of the pool may have had others, or collectives.
+    # The recorder is on from a process's first group on, if it was a World's; a worker of the pool may have had others,
+    # or collectives.
     assert re.search(
         r"rank 1: (no collective yet|last collective (unknown|#\d+ \w.*)); at .*test_world.py.* in late_here",
         failure.message,

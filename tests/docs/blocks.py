@@ -5,12 +5,10 @@ Python blocks share one namespace, in the place of ``__main__``. The first block
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import json
 import linecache
-import os
 import re
 import subprocess
 import sys
@@ -19,15 +17,16 @@ import types
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-
 FENCE = re.compile(r"^(?P<before>[ >]*(?:[-*+] +|\d+\. +)?)(?P<ticks>`{3,}|~{3,}) *(?P<info>[^`\n]*)$")
 OPTION = re.compile(r"""([A-Za-z][\w-]*)(?:=(["'])(.*?)\2)?""")
 
 
 @dataclass
 class Block:
-    """A fenced block: its language, the options of its info string (a bare word has the value True), the line it begins in."""
+    """A fenced block.
+
+    Its language, the options of its info string (a bare word has the value True), the line it begins in.
+    """
 
     page: str
     line: int
@@ -104,24 +103,17 @@ class Session:
         return done.stdout
 
 
-def run_page(file: Path, folder: Path, environment: dict[str, str]) -> None:
-    """Run the blocks of `file` in a process that ends afterwards, and write there what each prints; errors to ``errors`` beside it."""
-    errors = os.open(file.with_name("errors"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(errors, stream)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.path[:0], sys.argv = [""], [""]
-    torch.set_num_threads(1)
-    session, printed = Session(), []
-    try:
-        for options in json.loads(file.read_text()):
-            printed.append(session.run(Block(**options)))
-    finally:
-        atexit._run_exitfuncs()  # which multiprocessing leaves out
+def run_page(file: Path) -> None:
+    """Run the blocks of `file` in the working directory, and write there what each prints."""
+    sys.path[0] = sys.argv[0] = ""
+    session = Session()
+    printed = [session.run(Block(**options)) for options in json.loads(file.read_text())]
     file.write_text(json.dumps(printed))
 
 
 def dump(listed: list[Block]) -> str:
     return json.dumps([asdict(block) for block in listed])
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]))

@@ -1,4 +1,7 @@
-"""The launchers of docs/guides/launching: what their pages show runs here, with the variables that the launchers set."""
+"""The launchers of docs/guides/launching.
+
+What their pages show runs here, with the variables that the launchers set.
+"""
 
 from __future__ import annotations
 
@@ -243,7 +246,10 @@ TorchTrainer(train, train_loop_config={}, scaling_config=scaling, run_config=run
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ray_train(ranks: Any, tmp_path: Path) -> None:
-    """Its workers train in a thread. One is killed, then one hangs; the bridge of the page resumes from what Ray has stored."""
+    """Its workers train in a thread.
+
+    One is killed, then one hangs; the bridge of the page resumes from what Ray has stored.
+    """
     bridge = code("ray.md", "train_ray.py").partition("def train(config)")[0]
     (tmp_path / "work.py").write_text(f"{bridge}{RAY}")
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}

@@ -19,8 +19,8 @@ for name in ("nbformat", "nbclient", "ipykernel", "tqdm"):
 WATCHED = """
 def watched():
     acc = Accelerator(mixed_precision="fp32", cpu=True, log_with="console")
-    model = nn.Linear(8, 1)
-    model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(8, 8)))
+    model, data = nn.Linear(8, 1), DataLoader(torch.ones(8, 8))
+    model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
     for inputs in loader:
         acc.backward(model(inputs).mean())
         optimizer.step()

@@ -1,18 +1,18 @@
-"""README.md and the pages of docs/: their blocks run in page order, their links lead somewhere, their tables name what exists.
+"""README.md and the pages of docs/: their blocks run in order, links lead somewhere, tables name what exists.
 
-A page gets an empty folder. Its ``python`` blocks share one interpreter, its ``bash`` blocks run by ``bash -e``; a block with a title is
-written to the file of that name, for the blocks after it. ``needs="sbatch"`` names a command or a module without which a block is not run;
-``needs="network"`` is not run at all, nor ``needs="checkout"``, which is for this repository's own folder. A ``text`` block shows output;
-with the word ``exact`` the block before it prints these lines.
+A page gets an empty folder. Its ``python`` blocks share one interpreter, its ``bash`` blocks run by ``bash -e``; a
+block with a title is written to the file of that name, for the blocks after it. ``needs="sbatch"`` names a command or a
+module without which a block is not run; ``needs="network"`` is not run at all, nor ``needs="checkout"``, which is for
+this repository's own folder. A ``text`` block shows output; with the word ``exact`` the block before it prints these
+lines.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
-import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -43,9 +43,6 @@ CLI = ROOT / "docs/reference/cli.md"  # made by the build
 LANGUAGES = {"python", "bash", "text", "toml", "yaml", "json", "diff"}
 OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
 SLURM = {"sbatch", "srun"}
-# processes that have imported what each page imports (torch._dynamo by its first optimizer), and done nothing
-FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(["easymp", "torch", "torch._dynamo"])
 
 
 def can_run(block: Block) -> bool:
@@ -73,20 +70,19 @@ def page_of(page: str) -> object:
 
 
 @pytest.mark.parametrize("page", [page_of(page) for page in TEXTS if any(map(runs, BLOCKS[page]))])
+@pytest.mark.usefixtures("warm")
 def test_its_blocks_run(page: str, tmp_path: Path) -> None:
     wanted = [block for block in BLOCKS[page] if runs(block) and can_run(block)]
     file, folder = tmp_path / "blocks.json", tmp_path / "folder"
     file.write_text(runner.dump(wanted))
     folder.mkdir()
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {**environment(), "PATH": path}
+    variables = environment()
     with running() if any(SLURM & set(block.needs.split()) for block in wanted) else nullcontext() as cluster:
         if cluster:
             variables["SLURM_CONF"] = cluster.variables["SLURM_CONF"]
-        process = FRESH.Process(target=runner.run_page, args=(file, folder, variables))
-        process.start()
-        process.join()
-    assert process.exitcode == 0, (tmp_path / "errors").read_text()[-5000:]
+        command = [sys.executable, "-m", "tests.docs.blocks", str(file)]
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
     printed = {str(block): text for block, text in zip(wanted, json.loads(file.read_text()))}
     for before, shown in pairwise(BLOCKS[page]):
         if "exact" in shown.options and str(before) in printed:
@@ -126,7 +122,10 @@ def test_each_toml_yaml_and_json_is_valid(page: str, tmp_path: Path, monkeypatch
 
 
 def leads_to_a_file(page: str, link: str) -> bool:
-    """README.md is shown outside of the repository, so its links are absolute; those to other sites are not looked at."""
+    """README.md is shown outside of the repository, so its links are absolute.
+
+    Those to other sites are not looked at.
+    """
     code = URLS["Source"].replace("github.com", "raw.githubusercontent.com") + "/main/"
     here = {URLS["Documentation"]: ROOT / "docs", code: ROOT}
     here |= {f"{URLS['Source']}/{kind}/main/": ROOT for kind in ("blob", "tree")}
@@ -143,9 +142,7 @@ def leads_to_a_file(page: str, link: str) -> bool:
 
 
 def test_links_lead_to_files() -> None:
-    links = [
-        (page, link) for page, text in TEXTS.items() for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
-    ]
+    links = [(page, link) for page, text in TEXTS.items() for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)]
     assert len(links) > 100
     assert [link for link in links if not leads_to_a_file(*link)] == []
     assert not leads_to_a_file("README.md", URLS["Documentation"] + "nowhere/")
@@ -161,15 +158,15 @@ def test_programs_and_commands_of_the_checkout_exist() -> None:
         assert [name for name in files if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_setting_has_its_row(name: str) -> None:
-    text = TEXTS["docs/guides/configuration.md"]
-    default = NAMES[name].default
-    words = "–" if default is None else f"`{str(default).lower()}`"
-    assert f"| `{name}` | `EASYMP_{name.upper()}` | {words} | {NAMES[name].metadata['help']}" in text
-    row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
-    listed = {*STRATEGIES, *PRECISIONS}  # the guide names some of these
-    assert all(f"`{choice}`" in row for choice in NAMES[name].metadata["choices"] if choice not in listed)
+def test_tables_of_options_come_from_their_records() -> None:
+    made = runpy.run_path(str(ROOT / "docs/assets/pages.py"))["options_table"]
+    named = {name for text in TEXTS.values() for name in re.findall(r"<!-- options: (\w+) -->", text)}
+    records = {kind.Options.__name__ for kind in STRATEGIES.values()} - {"ZeRO1Options"}  # in the text of its page
+    assert named == records | {"Settings"}
+    table = made("Settings")
+    for name, field in NAMES.items():
+        assert f"| `{name}` | `EASYMP_{name.upper()}` | `{field.default!r}` | {field.metadata['help']}" in table
+        assert all(f"`{choice}`" in table for choice in field.metadata["choices"])
 
 
 def test_every_command_strategy_and_precision_is_named() -> None:

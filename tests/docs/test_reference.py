@@ -13,9 +13,7 @@ from easymp.cli import COMMANDS, parser_of
 from ..examples.run import ROOT
 
 PAGES = sorted(ROOT.glob("docs/reference/api/*.md"))
-LISTED = [
-    name for page in PAGES for name in re.findall(r"^::: easymp\.([\w.]+)$", page.read_text(), re.MULTILINE)
-]
+LISTED = [name for page in PAGES for name in re.findall(r"^::: easymp\.([\w.]+)$", page.read_text(), re.MULTILINE)]
 
 
 def test_every_public_name_is_on_one_page() -> None:

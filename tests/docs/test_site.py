@@ -1,4 +1,7 @@
-"""The built site in a browser: no error, no request that fails or leaves the site, no sideways scrolling, in both schemes."""
+"""The built site in a browser.
+
+No error, no request that fails or leaves the site, no sideways scrolling, in both schemes.
+"""
 
 from __future__ import annotations
 

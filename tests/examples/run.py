@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..site import PATH
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,7 +20,7 @@ def environment() -> dict[str, str]:
     """The variables of a user's shell: none of a launcher or of easymp, and one thread a process."""
     foreign = ("EASYMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_")
     left = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return left | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return left | {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
 
 
 def run(script: str | Path, *arguments: str, directory: Path = ROOT) -> str:
@@ -37,7 +39,10 @@ def number(name: str, printed: str) -> float:
 
 
 def within(script: str, *arguments: str) -> str:
-    """What the script prints on this rank, run within this process: for the fixture `ranks`, which saves the imports."""
+    """What the script prints on this rank, run within this process.
+
+    For the fixture `ranks`, which saves the imports.
+    """
     before, sys.argv = sys.argv, [script, *arguments]
     printed = io.StringIO()
     try:

@@ -51,12 +51,12 @@ STARTED = {"slurm": under_slurm, "spawn": spawned}
 def test_an_epoch_learns(ranks: Ranks, name: str) -> None:
     processes = 1 if name == "dataparallel" else 2
     run, words = (STARTED[name], ()) if name in STARTED else (trained, (name,))
-    printed, *silent = ranks(run, *words, "--epochs", "1", processes=processes, env={"EASYMP_PROBE": "0"})
+    printed, *silent = ranks(run, *words, "--epochs", "1", processes=processes)
     assert number("test accuracy", printed) > 60
     assert not any(silent)
 
 
-# -- the prefetcher ---------------------------------------------------------------------------------------------------------
+# -- the prefetcher ----------------------------------------------------------------------------------------------------
 
 
 class Sent:
@@ -90,12 +90,10 @@ def test_a_prefetcher_copies_the_next_batch_before_it_hands_one_out() -> None:
 def test_batches_arrive_on_the_device_as_they_were() -> None:
     data = [[torch.full((256, 1024), float(i)).pin_memory()] for i in range(20)]
     arrived = [tensor * 1 for (tensor,) in Prefetcher(data, torch.device("cuda", 0))]
-    assert all(
-        there.is_cuda and torch.equal(there.cpu(), here) for there, (here,) in zip(arrived, data, strict=True)
-    )
+    assert all(there.is_cuda and torch.equal(there.cpu(), here) for there, (here,) in zip(arrived, data, strict=True))
 
 
-# -- the table --------------------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_is_of_these_programs() -> None:

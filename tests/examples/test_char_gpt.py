@@ -1,4 +1,7 @@
-"""examples/char_gpt.py: it learns, learns enough in its default number of steps, and learns the same in every strategy."""
+"""examples/char_gpt.py.
+
+It learns, learns enough in its default number of steps, and learns the same in every strategy.
+"""
 
 from __future__ import annotations
 

@@ -80,10 +80,6 @@ def test_a_run_that_is_preempted_ends_as_one_that_is_not(ranks: Ranks, tmp_path:
 @pytest.mark.timeout(600)
 def test_accuracy_in_each_precision_and_equal_losses_on_two_processes(ranks: Ranks) -> None:
     launched = run(SCRIPT, *FP32, "--processes", "2")
-    alone, half = (
-        ranks(within, SCRIPT, "--precision", precision, processes=1)[0] for precision in ("fp32", "bf16")
-    )
-    assert [
-        scores(printed)[0] for printed in (launched, alone, half, run(SCRIPT)) if scores(printed)[0] < 98.5
-    ] == []
+    alone, half = (ranks(within, SCRIPT, "--precision", precision, processes=1)[0] for precision in ("fp32", "bf16"))
+    assert [scores(printed)[0] for printed in (launched, alone, half, run(SCRIPT)) if scores(printed)[0] < 98.5] == []
     assert scores(launched)[1] == pytest.approx(scores(alone)[1], abs=1e-5)

@@ -2,7 +2,7 @@
 
 import sys
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,18 +16,18 @@ class FakeCard:
     memory: int = 80 * 2**30
     reserved: int = 0
     uuid: str = "GPU-0000"
-    mig: bool | None = None  # None: cannot be divided
-    instances: list["FakeCard"] = field(default_factory=list)
+    mig: bool | None = None  # whether it is divided (Multi-Instance GPU); None: it cannot be
 
 
 class NVMLError(Exception):
     pass
 
 
-def pynvml(cards, cuda=13000, p2p=lambda a, b, way: 0, fails=()):
-    """A module like pynvml, over `cards`. `p2p(a, b, way)` answers with a status; calls named in `fails` raise."""
+def pynvml(cards, cuda=13000, p2p=lambda a, b, capability: 0, fails=()):
+    """A module like pynvml, over `cards`. `p2p(a, b, capability)` answers with a status. Calls in `fails` raise."""
     fake = types.ModuleType("pynvml")
     fake.NVMLError, fake.nvmlMemory_v2, fake.open = NVMLError, 0x02000028, 0
+    fake.NVML_DEVICE_MIG_ENABLE, fake.NVML_P2P_CAPS_INDEX_NVLINK, fake.NVML_P2P_STATUS_OK = 1, 2, 0
 
     def refuse(*_):
         raise NVMLError("Not Supported")
@@ -39,9 +39,6 @@ def pynvml(cards, cuda=13000, p2p=lambda a, b, way: 0, fails=()):
         reserved = {"reserved": card.reserved} if version else {}
         return types.SimpleNamespace(total=card.memory, **reserved)
 
-    def capability(card):
-        return refuse() if card.uuid.startswith("MIG-") else list(card.capability)
-
     calls = {
         "nvmlInit": lambda: count(1),
         "nvmlShutdown": lambda: count(-1),
@@ -51,14 +48,10 @@ def pynvml(cards, cuda=13000, p2p=lambda a, b, way: 0, fails=()):
         "nvmlDeviceGetHandleByIndex": lambda i: cards[i],
         "nvmlDeviceGetName": lambda card: card.name.encode(),  # as older versions answer
         "nvmlDeviceGetUUID": lambda card: card.uuid,
-        "nvmlDeviceGetCudaComputeCapability": capability,
+        "nvmlDeviceGetCudaComputeCapability": lambda card: list(card.capability),
         "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetMigMode": lambda card: refuse() if card.mig is None else [int(card.mig)] * 2,
         "nvmlDeviceGetPciInfo": lambda card: types.SimpleNamespace(busId="00000000:3B:00.0"),
-        "nvmlDeviceGetMaxMigDeviceCount": lambda card: 7,
-        "nvmlDeviceGetMigDeviceHandleByIndex": lambda card, i: (
-            card.instances[i] if i < len(card.instances) else refuse()
-        ),
         "nvmlDeviceGetP2PStatus": p2p,
     }
     for name, call in calls.items():
@@ -67,7 +60,7 @@ def pynvml(cards, cuda=13000, p2p=lambda a, b, way: 0, fails=()):
 
 
 def install(monkeypatch, fake, cuda="13.0", arch=WHEEL):
-    """Puts `fake` in pynvml's place (None: not installed), under a torch built for `cuda`, whose own calls may not be made."""
+    """Put `fake` (None: not installed) in pynvml's place, under a torch built for `cuda`, whose own calls fail."""
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: arch, raising=False)
@@ -85,8 +78,5 @@ def forbidden(name):
 def properties(cards):
     """What torch.cuda.get_device_properties returns, for `cards`."""
     return lambda i: types.SimpleNamespace(
-        name=cards[i].name,
-        major=cards[i].capability[0],
-        minor=cards[i].capability[1],
-        total_memory=cards[i].memory,
+        name=cards[i].name, major=cards[i].capability[0], minor=cards[i].capability[1], total_memory=cards[i].memory
     )

@@ -13,7 +13,6 @@ GRANITE_FEATURES = SAPPHIRE_FEATURES | {"amx_fp16"}
 ZEN4_FEATURES = XEON_FEATURES | {"avx512_bf16"}
 AMPERE = frozenset({"fp16", "bf16", "tf32"})
 HOPPER = AMPERE | {"fp8"}
-BLACKWELL = HOPPER | {"mxfp8", "nvfp4"}
 
 
 def _gib(size: float) -> int:
@@ -41,15 +40,15 @@ def _nvidia(
     return Hardware(cpu, cards, "nvidia", links)
 
 
-def _other(cpu: CPU, vendor: str, device: Device) -> Hardware:
+def _machine_with(cpu: CPU, vendor: str, device: Device) -> Hardware:
     missing = ("no NVIDIA GPU: this torch 2.13.0 is built without CUDA",)
     return Hardware(cpu, (device,), vendor, looked_for=missing)
 
 
 def _cpu(cpu: CPU) -> Hardware:
-    wanted = (("NVIDIA", "CUDA"), ("AMD", "ROCm"), ("Intel", "XPU"), ("Apple", "MPS"))
+    vendors = (("NVIDIA", "CUDA"), ("AMD", "ROCm"), ("Intel", "XPU"), ("Apple", "MPS"))
     missing = "no {} GPU: this torch 2.13.0+cpu is built without {}"
-    return Hardware(cpu, looked_for=tuple(missing.format(*each) for each in wanted))
+    return Hardware(cpu, looked_for=tuple(missing.format(*vendor) for vendor in vendors))
 
 
 HALF = {"bf16": True, "fp16": True}
@@ -67,11 +66,11 @@ MACHINES: dict[str, Hardware] = {
     "L4": _nvidia(CLOUD, "NVIDIA L4", (8, 9), 22.05, HOPPER),
     "H100": _nvidia(SAPPHIRE, "NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOPPER),
     "8xH100": _nvidia(SAPPHIRE, "NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOPPER, 8, "NVLink"),
-    "B200": _nvidia(GRANITE, "NVIDIA B200", (10, 0), 178.35, BLACKWELL),
-    "RTX 5090": _nvidia(LAPTOP, "NVIDIA GeForce RTX 5090", (12, 0), 31.36, BLACKWELL),
-    "MI300X": _other(GENOA, "amd", MI300X),
-    "Intel XPU": _other(SAPPHIRE, "intel", MAX_1550),
-    "M-series Mac": _other(M3, "apple", Device("mps", 0, "Apple M3 Max GPU", _gib(48.0), bf16=True)),
+    "B200": _nvidia(GRANITE, "NVIDIA B200", (10, 0), 178.35, HOPPER),
+    "RTX 5090": _nvidia(LAPTOP, "NVIDIA GeForce RTX 5090", (12, 0), 31.36, HOPPER),
+    "MI300X": _machine_with(GENOA, "amd", MI300X),
+    "Intel XPU": _machine_with(SAPPHIRE, "intel", MAX_1550),
+    "M-series Mac": _machine_with(M3, "apple", Device("mps", 0, "Apple M3 Max GPU", _gib(48.0), bf16=True)),
     "laptop CPU": _cpu(LAPTOP),
     "Zen 4 server": _cpu(GENOA),
     "Sapphire Rapids": _cpu(SAPPHIRE),

@@ -25,9 +25,9 @@ OF = {v: [n for n, machine in MACHINES.items() if machine.vendor == v] for v in 
 
 def missing() -> str:
     """Why there is no NVIDIA GPU."""
-    here = detect()
-    assert not here.devices
-    return here.looked_for[0]
+    machine = detect()
+    assert not machine.devices
+    return machine.looked_for[0]
 
 
 # -- facts derived from a name and a number, against the recorded machines ---------------------------------------------
@@ -40,12 +40,12 @@ def test_nvidia_cards_are_derived_as_recorded(machine, monkeypatch):
     fake = pynvml(cards)
     install(monkeypatch, fake, arch="")
     assert detect().devices == recorded
-    assert (
-        fake.open == 0 and not torch.cuda.is_initialized()
-    )  # NVML is shut down again, and torch is not asked
+    assert fake.open == 0 and not torch.cuda.is_initialized()  # NVML is shut down again, and torch is not asked
 
 
-WITHOUT = "NVIDIA GeForce GTX 1650,GeForce GTX 1650 Ti with Max-Q Design,NVIDIA T1000 8GB,Quadro T2000,NVIDIA GeForce MX450"
+WITHOUT = (
+    "NVIDIA GeForce GTX 1650,GeForce GTX 1650 Ti with Max-Q Design,NVIDIA T1000 8GB,Quadro T2000,NVIDIA GeForce MX450"
+)
 WITH = "Tesla T4,NVIDIA T4G,NVIDIA GeForce RTX 2080 Ti,Quadro RTX 6000"
 
 
@@ -81,34 +81,28 @@ def test_turing_with_and_without_tensor_cores(monkeypatch):
 )
 def test_which_compiled_code_runs_where(capability, built, build, monkeypatch):
     install(monkeypatch, pynvml([FakeCard("card", capability)]), arch=built)
-    here = detect()
-    assert here.devices[0].built_for is (not build)
-    assert len(here.looked_for) == bool(build) and build in "".join(here.looked_for)
+    machine = detect()
+    assert machine.devices[0].built_for is (not build)
+    assert len(machine.looked_for) == bool(build) and build in "".join(machine.looked_for)
 
 
 # -- NVIDIA by NVML ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("good", "links"),
+    ("connected", "links"),
     [
-        (lambda pair, what: True, "NVLink"),
-        (lambda pair, what: what == 0, "PCIe P2P"),
-        (lambda pair, what: pair == {"GPU-0", "GPU-1"}, "PCIe"),  # the weakest pair
+        (lambda pair, capability: True, "NVLink"),
+        (lambda pair, capability: capability == 0, "PCIe P2P"),
+        (lambda pair, capability: pair == {"GPU-0", "GPU-1"}, "PCIe"),  # the weakest pair
     ],
 )
-def test_links(monkeypatch, good, links):
+def test_links(monkeypatch, connected, links):
     cards = [FakeCard(uuid=f"GPU-{i}") for i in range(3)]
-    install(monkeypatch, pynvml(cards, p2p=lambda a, b, what: 0 if good({a.uuid, b.uuid}, what) else 5))
+    install(
+        monkeypatch, pynvml(cards, p2p=lambda a, b, capability: 0 if connected({a.uuid, b.uuid}, capability) else 5)
+    )
     assert detect().links == links
-
-
-def test_a_mig_instance(monkeypatch):
-    part = FakeCard("NVIDIA A100-SXM4-80GB MIG 1g.10gb", memory=10 * GIB, uuid="MIG-1234")
-    cards = [FakeCard(mig=True, instances=[part], uuid="GPU-1"), FakeCard(mig=False, uuid="GPU-2")]
-    install(monkeypatch, pynvml(cards))
-    (device,) = detect().devices
-    assert (device.name, device.memory, device.capability, device.index) == (part.name, 10 * GIB, (8, 0), 0)
 
 
 def test_a_driver_too_old_for_this_torch(monkeypatch):
@@ -117,41 +111,30 @@ def test_a_driver_too_old_for_this_torch(monkeypatch):
 
 
 WHOLE = [FakeCard(f"card {i}", uuid=f"GPU-{x * 4}-{i}") for i, x in enumerate("abc")]
-SLICES = [FakeCard(f"slice {i}", uuid=f"MIG-{str(i) * 4}") for i in range(2)]
-DIVIDED = [WHOLE[0], FakeCard("card 1", uuid="GPU-dddd-1", mig=True, instances=SLICES)]
-EMPTY = [FakeCard("card 0", uuid="GPU-eeee", mig=True), WHOLE[1]]
 
 
 @pytest.mark.parametrize(
-    ("cards", "text", "names"),
+    ("text", "names"),
     [
-        (WHOLE, "0,1,2", "card 0, card 1, card 2"),
-        (WHOLE, "2,0", "card 2, card 0"),
-        (WHOLE, " 1 , 2 ", "card 1, card 2"),
-        *((WHOLE, text, "") for text in ("", "-1", "NoDevFiles", "1,1", "GPU-", "GPU-zzzz")),
-        (WHOLE, "0,-1,2", "card 0"),
-        (WHOLE, "0,7,1", "card 0"),
-        (WHOLE, "1gpu,2ampere", "card 1, card 2"),
-        (WHOLE, "GPU-cccc,GPU-aaaa", "card 2, card 0"),
-        (WHOLE, "GPU-bbbb,GPU-bbbb-1", ""),
-        (DIVIDED, None, "slice 0"),  # one instance, and no whole card beside it
-        (DIVIDED, "0", "card 0"),
-        (DIVIDED, "0,1", "slice 0"),
-        (DIVIDED, "MIG-1111", "slice 1"),
-        (DIVIDED, "GPU-dddd-1", "slice 0"),
-        (DIVIDED, "MIG-9999", ""),
-        (EMPTY, None, "card 1"),
+        ("0,1,2", "card 0, card 1, card 2"),
+        ("2,0", "card 2, card 0"),
+        (" 1 , 2 ", "card 1, card 2"),
+        *((text, "") for text in ("", "-1", "NoDevFiles", "1,1", "GPU-", "GPU-zzzz")),
+        ("0,-1,2", "card 0"),
+        ("0,7,1", "card 0"),
+        ("1gpu,2ampere", "card 1, card 2"),
+        ("GPU-cccc,GPU-aaaa", "card 2, card 0"),
+        ("GPU-bbbb,GPU-bbbb-1", ""),
     ],
 )
-def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch, cards, text, names):
-    install(monkeypatch, pynvml(cards))
+def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch, text, names):
+    install(monkeypatch, pynvml(WHOLE))
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    if text is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
-    here = detect()
-    assert ", ".join(device.name for device in here.devices) == names
-    assert [device.index for device in here.devices] == list(range(len(here.devices)))
-    assert names or f"CUDA_VISIBLE_DEVICES={text!r} shows none of the {len(cards)} here" in here.looked_for[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    machine = detect()
+    assert ", ".join(device.name for device in machine.devices) == names
+    assert [device.index for device in machine.devices] == list(range(len(machine.devices)))
+    assert names or f"CUDA_VISIBLE_DEVICES={text!r} shows none of the 3 here" in machine.looked_for[0]
 
 
 def test_asked_again_where_other_devices_are_visible(monkeypatch):
@@ -178,23 +161,35 @@ def test_torch_is_asked_where_nvml_is_silent(monkeypatch, fails):
         install(monkeypatch, fake)
         by_torch(monkeypatch, PAIR, peers)
         accelerators._detect.cache_clear()
-        here = detect()
-        assert [device.architecture for device in here.devices] == ["sm_80", "sm_80"] and here.links == links
+        machine = detect()
+        assert [device.architecture for device in machine.devices] == ["sm_80", "sm_80"] and machine.links == links
         assert fake is None or fake.open == 0
 
 
-def test_only_cuda_knows_the_order_of_unlike_cards(monkeypatch):
-    install(monkeypatch, pynvml(PAIR))
+DIVIDED = [FakeCard(mig=False, uuid="GPU-1"), FakeCard(mig=True, uuid="GPU-2")]
+
+
+@pytest.mark.parametrize(
+    ("cards", "visible_devices"),
+    [
+        (PAIR, "0,1"),  # of unlike cards only CUDA knows the order
+        (DIVIDED, "0,1"),  # and which instances of a divided card (Multi-Instance GPU) a process sees
+        (DIVIDED, "MIG-1234"),
+    ],
+)
+def test_torch_is_asked_which_cards_are_visible(monkeypatch, cards, visible_devices):
+    install(monkeypatch, pynvml(cards))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
     by_torch(monkeypatch, PAIR[::-1])
     assert [device.name for device in detect().devices] == ["b", "a"]
 
 
 def test_torchs_own_reason_is_quoted(monkeypatch):
     install(monkeypatch, None)
-    why = "CUDA initialization: Found no NVIDIA driver on your system"
-    said = f"{why}. (Triggered internally at x.cpp:1.)"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: warnings.warn(said, stacklevel=1))
-    assert missing() == f"no NVIDIA GPU: {why}"
+    reason = "CUDA initialization: Found no NVIDIA driver on your system"
+    warning = f"{reason}. (Triggered internally at x.cpp:1.)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: warnings.warn(warning, stacklevel=1))
+    assert missing() == f"no NVIDIA GPU: {reason}"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert "(CUDA_VISIBLE_DEVICES='3')" in missing()
 
@@ -206,7 +201,7 @@ def rocm(monkeypatch, architecture, built=()):
     """A torch for ROCm on a machine with one card."""
     recorded = MACHINES["MI300X"].devices[0]
     card = types.SimpleNamespace(name=recorded.name, gcnArchName=architecture, total_memory=recorded.memory)
-    for place, name, value in (
+    for module, name, value in (
         (torch.version, "cuda", None),
         (torch.version, "hip", "7.0"),
         (torch.cuda, "is_available", lambda: True),
@@ -214,20 +209,20 @@ def rocm(monkeypatch, architecture, built=()):
         (torch.cuda, "get_device_properties", lambda i: card),
         (torch.cuda, "get_arch_list", lambda: list(built)),
     ):
-        monkeypatch.setattr(place, name, value)
+        monkeypatch.setattr(module, name, value)
 
 
 def test_an_amd_card_is_derived_as_recorded(monkeypatch):
     rocm(monkeypatch, "gfx942:sramecc+:xnack-", ["gfx90a", "gfx942"])
-    here = detect()
-    assert (here.vendor, here.devices) == ("amd", MACHINES["MI300X"].devices)
-    assert "built without CUDA" in here.looked_for[0]  # the misses before it
+    machine = detect()
+    assert (machine.vendor, machine.devices) == ("amd", MACHINES["MI300X"].devices)
+    assert "built without CUDA" in machine.looked_for[0]  # the misses before it
 
 
 AMD = {
     "gfx906": set(),
     "gfx90a": {"fp16", "bf16"},
-    "gfx950": {"fp16", "bf16", "fp8", "mxfp8"},
+    "gfx950": {"fp16", "bf16", "fp8"},
     "gfx1030": set(),
     "gfx1100": {"fp16", "bf16"},
     "gfx1201": {"fp16", "bf16", "fp8"},
@@ -237,18 +232,16 @@ AMD = {
 @pytest.mark.parametrize("architecture", AMD)
 def test_amd_architectures(architecture, monkeypatch):
     rocm(monkeypatch, architecture, ["gfx000"])
-    here = detect()
-    assert here.devices[0].tensor_cores == AMD[architecture]
-    assert not here.devices[0].built_for and architecture in here.looked_for[1]
+    machine = detect()
+    assert machine.devices[0].tensor_cores == AMD[architecture]
+    assert not machine.devices[0].built_for and architecture in machine.looked_for[1]
 
 
 def test_an_intel_card_is_derived_as_recorded(monkeypatch):
     recorded = MACHINES["Intel XPU"].devices[0]
     units = "has_subgroup_matrix_multiply_accumulate"
     abilities = ("has_fp16", "has_bfloat16_conversions", units, f"{units}_tensor_float32")
-    card = types.SimpleNamespace(
-        name=recorded.name, total_memory=recorded.memory, **dict.fromkeys(abilities, True)
-    )
+    card = types.SimpleNamespace(name=recorded.name, total_memory=recorded.memory, **dict.fromkeys(abilities, True))
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch._C, "_has_xpu", True)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
@@ -257,9 +250,7 @@ def test_an_intel_card_is_derived_as_recorded(monkeypatch):
     assert (detect().vendor, detect().devices) == ("intel", (recorded,))
 
 
-@pytest.mark.parametrize(
-    ("chip", "native"), [("Apple M3 Max", True), ("Apple M2 Ultra", False), ("Apple M10", True)]
-)
+@pytest.mark.parametrize(("chip", "native"), [("Apple M3 Max", True), ("Apple M2 Ultra", False), ("Apple M10", True)])
 def test_metal_emulates_bf16_before_the_m3(chip, native, monkeypatch):
     recorded = MACHINES["M-series Mac"].devices[0]
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -272,9 +263,9 @@ def test_metal_emulates_bf16_before_the_m3(chip, native, monkeypatch):
 
 def test_without_accelerators_none_is_looked_for(monkeypatch):
     install(monkeypatch, pynvml(PAIR))
-    here = detect(use_accelerators=False)
-    assert (here.kind, here.vendor, here.devices) == ("cpu", "none", ())
-    assert here.looked_for == ("no accelerator was looked for, as asked",)
+    machine = detect(use_accelerators=False)
+    assert (machine.kind, machine.vendor, machine.devices) == ("cpu", "none", ())
+    assert machine.looked_for == ("no accelerator was looked for, as asked",)
 
 
 # -- this machine ------------------------------------------------------------------------------------------------------
@@ -305,9 +296,9 @@ def test_nothing_is_initialised_and_a_fork_can_detect():
 
 @pytest.mark.gpu
 def test_as_cuda_says():
-    here = detect()
-    assert len(here.devices) == torch.cuda.device_count()
-    for device in here.devices:
+    machine = detect()
+    assert len(machine.devices) == torch.cuda.device_count()
+    for device in machine.devices:
         card = torch.cuda.get_device_properties(device.index)
         assert (device.name, device.capability) == (card.name, (card.major, card.minor))
         assert abs(device.memory - card.total_memory) < 2**28  # NVML counts in other pages
@@ -317,7 +308,5 @@ def test_as_cuda_says():
 
 @pytest.mark.gpu
 def test_nvml_leaves_cuda_asleep():
-    pytest.importorskip(
-        "pynvml", reason="needs nvidia-ml-py; without it torch is asked, which initialises CUDA"
-    )
+    pytest.importorskip("pynvml", reason="needs nvidia-ml-py; without it torch is asked, which initialises CUDA")
     subprocess.run([sys.executable, "-c", FORK.format(gpu=True)], check=True, timeout=100)

@@ -1,4 +1,7 @@
-"""The processor: instructions, limits of control groups and NUMA nodes, on trees laid out as kernels and container runtimes do."""
+"""The processor.
+
+Instructions, limits of control groups and NUMA nodes, on trees laid out as kernels and container runtimes do.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import pytest
 
 from easymp import detect
 from easymp.hardware import CPU, accelerators, cpu
+
+pytestmark = pytest.mark.reads_hardware
 
 GIB = 2**30
 NONE = 9223372036854771712  # version 1's "no limit"
@@ -32,9 +37,7 @@ def tree(tmp_path):
 
 
 def v2(path, files):
-    return {"proc/self/cgroup": f"0::{path}"} | {
-        f"sys/fs/cgroup/{name}": text for name, text in files.items()
-    }
+    return {"proc/self/cgroup": f"0::{path}"} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
 
 
 FLAGS = [
@@ -59,13 +62,13 @@ ABILITIES = [  # what torch tells, and which of bf16 and fp16 is fast
 ]
 
 
-@pytest.mark.parametrize(("told", "fast"), ABILITIES)
-def test_features_from_torch(monkeypatch, told, fast):
+@pytest.mark.parametrize(("torch_names", "fast"), ABILITIES)
+def test_features_from_torch(monkeypatch, torch_names, fast):
     capabilities = {
         "architecture": "any",
         "sve_max_length": 256,
         "sve2": False,
-        **dict.fromkeys(told.split(), True),
+        **dict.fromkeys(torch_names.split(), True),
     }
     monkeypatch.setattr(cpu.torch, "cpu", types.SimpleNamespace(get_capabilities=lambda: capabilities))
     processor = CPU("name", "any", 1, 1, 1, 1, cpu.features())
@@ -79,12 +82,13 @@ def test_both_sources_agree_here(monkeypatch):
     assert cpu.features() == by_torch
 
 
+@pytest.mark.real_cpu
 def test_this_processor():
-    here = detect(use_accelerators=False).cpu
-    assert here.name and here.architecture == platform.machine()
-    assert 1 <= here.threads <= psutil.cpu_count()
-    assert 1 <= here.numa_nodes <= here.cores <= psutil.cpu_count()
-    assert 2**28 < here.memory <= psutil.virtual_memory().total
+    processor = detect(use_accelerators=False).cpu
+    assert processor.name and processor.architecture == platform.machine()
+    assert 1 <= processor.threads <= psutil.cpu_count()
+    assert 1 <= processor.numa_nodes <= processor.cores <= psutil.cpu_count()
+    assert 2**28 < processor.memory <= psutil.virtual_memory().total
 
 
 V1 = ("memory/memory.limit_in_bytes", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
@@ -121,9 +125,7 @@ def test_limits(tree, files, memory, quota):
     assert (cpu.memory_limit(root), cpu.cpu_quota(root)) == (memory, quota)
 
 
-@pytest.mark.parametrize(
-    ("allowed", "quota", "threads"), [(8, 4.0, 4), (8, 1.5, 1), (8, 0.25, 1), (2, 16.0, 2)]
-)
+@pytest.mark.parametrize(("allowed", "quota", "threads"), [(8, 4.0, 4), (8, 1.5, 1), (8, 0.25, 1), (2, 16.0, 2)])
 def test_threads_that_can_really_run(tree, monkeypatch, allowed, quota, threads):
     files = {"memory.max": 2**20, "cpu.max": f"{quota * 1e5:.0f} 100000"}
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(allowed), raising=False)
@@ -131,34 +133,27 @@ def test_threads_that_can_really_run(tree, monkeypatch, allowed, quota, threads)
     assert (bound.memory, bound.threads) == (2**20, threads)
 
 
-def test_numa_nodes_with_processors_count(tree):
-    nodes = "sys/devices/system/node"
-    lists = {"node0/cpulist": "0-3", "node1/cpulist": "4-7", "node2/cpulist": "", "online": "0-2"}
-    assert cpu.numa_nodes(tree({f"{nodes}/{name}": text for name, text in lists.items()})) == 2
-    assert cpu.numa_nodes(tree({}) / "proc") == 1
-
-
-# -- the cores that ranks get of NUMA nodes -----------------------------------------------------------------------------
+# -- the cores that ranks get of NUMA nodes ----------------------------------------------------------------------------
 
 
 def test_cores_of_nodes_are_those_that_this_process_may_use(tree):
     lists = enumerate(("0-3,8-11", "4-7,12-15", ""))  # the third has memory only
     root = tree({f"sys/devices/system/node/node{i}/cpulist": cores for i, cores in lists})
-    everything = frozenset(range(16))
-    assert cpu.nodes(root, everything) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
+    assert cpu.nodes(root, frozenset(range(16))) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
     assert cpu.nodes(root, frozenset({1, 2, 5})) == {0: {1, 2}, 1: {5}}
     assert cpu.nodes(root, frozenset({1, 2})) == {0: {1, 2}}  # taskset, or a cpuset of a control group
-    assert cpu.nodes(root / "nowhere", everything) == {}
+    assert (cpu.nodes(root / "none", frozenset({1})), cpu.probe(root / "none").numa_nodes) == ({}, 1)
+    assert cpu.probe(root).numa_nodes == 2
 
 
 def test_the_nodes_of_cards_in_torchs_order(tree, monkeypatch):
     devices = {"0000:3b:00.0": 1, "0001:af:00.0": -1, "0000:17:00.0": 0}  # -1: the firmware does not say
     root = tree({f"sys/bus/pci/devices/{address}/numa_node": node for address, node in devices.items()})
-    addresses = ("00000000:3B:00.0", "00000000:17:00.0", "00000001:AF:00.0", "00000000:00:00.0", None)
-    cards = [types.SimpleNamespace(address=address) for address in addresses]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
-    for found, nodes in ((types.SimpleNamespace(cards=cards), [1, 0, None, None, None]), (None, [None] * 5)):
-        monkeypatch.setattr(accelerators, "read_nvml", lambda found=found: found)
+    addresses = ("00000000:3B:00.0", "00000000:17:00.0", "00000001:AF:00.0", "00000000:00:00.0")
+    cards = [types.SimpleNamespace(pci_address=address) for address in addresses]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    for driver, nodes in ((types.SimpleNamespace(cards=cards), [1, 0, None, None]), (None, [None] * 4)):
+        monkeypatch.setattr(accelerators, "read_nvml", lambda driver=driver: driver)
         assert accelerators.gpu_nodes(root) == nodes
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert accelerators.gpu_nodes(root) == []
@@ -168,7 +163,7 @@ A, B, C, D = (frozenset(range(start, start + 4)) for start in (0, 4, 8, 12))
 
 
 @pytest.mark.parametrize(
-    ("processes", "nodes", "gpus", "chosen"),
+    ("processes", "nodes", "gpus", "cores"),
     [
         (2, {0: A, 1: B}, [], [A, B]),
         (4, {0: A, 1: B}, [], [A, A, B, B]),
@@ -187,8 +182,8 @@ A, B, C, D = (frozenset(range(start, start + 4)) for start in (0, 4, 8, 12))
         (2, {0: A, 1: B}, [0], []),  # more ranks than GPUs
     ],
 )
-def test_which_rank_gets_which_cores(processes, nodes, gpus, chosen):
-    assert cpu.choose(processes, nodes, gpus) == chosen
+def test_which_rank_gets_which_cores(processes, nodes, gpus, cores):
+    assert cpu.assign_cores(processes, nodes, gpus) == cores
 
 
 def test_threads_follow_the_cores(monkeypatch):

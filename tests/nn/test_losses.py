@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from easymp import Accelerator, BatchError, SettingError, StepError, TensorParallelOptions
 from easymp.nn import linear_cross_entropy
 
+from ..words import make_accelerator
+
 WORDS = 101
 
 
@@ -23,25 +25,25 @@ def data(dtype: torch.dtype, bias: bool) -> tuple[list[Tensor], Tensor]:
     return [t.requires_grad_() for t in inputs[: 3 if bias else 2]], targets
 
 
-def apart(got: Any, right: Any) -> float:
+def relative_error(got: Any, right: Any) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(got, right))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_is_the_plain_pair(reduction: str, bias: bool) -> None:
-    (hidden, weight, *more), targets = data(torch.float32, bias)
-    inputs, first = [hidden, weight, *more], more[0] if more else None
+    (hidden, weight, *biases), targets = data(torch.float32, bias)
+    inputs, first = [hidden, weight, *biases], biases[0] if biases else None
     for smoothing in (0.0, 0.1):
-        how: Any = {"reduction": reduction, "label_smoothing": smoothing}
-        plain = F.cross_entropy(F.linear(hidden, weight, first).flatten(0, 1), targets.flatten(), **how)
-        ours = linear_cross_entropy(hidden, weight, targets, bias=first, chunk_tokens=50, **how)
-        torch.testing.assert_close(ours.view_as(plain), plain)
+        options: Any = {"reduction": reduction, "label_smoothing": smoothing}
+        plain = F.cross_entropy(F.linear(hidden, weight, first).flatten(0, 1), targets.flatten(), **options)
+        loss = linear_cross_entropy(hidden, weight, targets, bias=first, chunk_tokens=50, **options)
+        torch.testing.assert_close(loss.view_as(plain), plain)
         arrived = torch.randn_like(plain)
         right = torch.autograd.grad(plain, inputs, arrived)
-        for again in (True, False):  # the second backward makes the logits anew
-            found = torch.autograd.grad(ours, inputs, arrived.view_as(ours), retain_graph=again)
-            assert apart(found, right) < 1e-6
+        for retain in (True, False):  # the second backward makes the logits anew
+            gradients = torch.autograd.grad(loss, inputs, arrived.view_as(loss), retain_graph=retain)
+            assert relative_error(gradients, right) < 1e-6
 
 
 def test_no_target_counts() -> None:
@@ -60,11 +62,11 @@ def test_under_autocast_it_is_as_exact_as_the_plain_pair(dtype: torch.dtype) -> 
     right = torch.autograd.grad(exact, wide)
     with torch.autocast("cpu", dtype):
         plain = F.cross_entropy(F.linear(*inputs).flatten(0, 1), targets.flatten())
-        ours = linear_cross_entropy(*inputs[:2], targets, bias=inputs[2], chunk_tokens=50)
-    assert ours.dtype == torch.float32
-    assert abs(ours - exact) < 0.01
-    off = apart(torch.autograd.grad(plain, inputs), right)
-    assert apart(torch.autograd.grad(ours, inputs), right) < 1.5 * off
+        loss = linear_cross_entropy(*inputs[:2], targets, bias=inputs[2], chunk_tokens=50)
+    assert loss.dtype == torch.float32
+    assert abs(loss - exact) < 0.01
+    off = relative_error(torch.autograd.grad(plain, inputs), right)
+    assert relative_error(torch.autograd.grad(loss, inputs), right) < 1.5 * off
 
 
 def test_a_gradient_is_divided_by_the_tokens_before_it_is_rounded_to_fp16() -> None:
@@ -86,8 +88,8 @@ def test_it_is_compiled_whole() -> None:
     (hidden, weight), targets = data(torch.float32, False)
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     losses = [f(hidden, weight, targets, chunk_tokens=64) for f in (compiled, linear_cross_entropy)]
-    ours, right = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
-    assert apart(ours, right) < 1e-6
+    gradients, right = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
+    assert relative_error(gradients, right) < 1e-6
 
 
 WRONG: dict[str, tuple[type[Exception], dict[str, Any]]] = {
@@ -127,37 +129,37 @@ class Language(nn.Module):
         return linear_cross_entropy(y, self.head.weight, targets, bias=self.head.bias, label_smoothing=0.1)
 
 
-def losses(strategy: str, tied: bool, plain: bool, **words: Any) -> list[float]:
+def losses(strategy: str, tied: bool, plain: bool, **keywords: Any) -> list[float]:
     """Of five steps on the same batch, which is the next word of a sequence; data ranks share it."""
-    with Accelerator(strategy=strategy, cpu=True, mixed_precision="fp32", **words) as acc:
+    with make_accelerator(strategy=strategy, cpu=True, mixed_precision="fp32", **keywords) as acc:
         model = Language(tied)
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         sequence = torch.arange(411).remainder(WORDS).repeat(4, 1)  # chunks depend on the number of words
         x, targets = sequence[:, :-1], sequence[:, 1:]
-        told = []
+        step_losses = []
         for _ in range(5):
             loss = model(x, targets, plain)
             acc.backward(loss)
             acc.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            told.append(loss.item())
-        return told
+            step_losses.append(loss.item())
+        return step_losses
 
 
 def on_two_ranks() -> list[tuple[str, bool, list[float]]]:
     split = TensorParallelOptions(plan={"words": "rowwise_rep", "head": "colwise_rep"})
-    ways = [("ddp", {}), ("fsdp", {}), ("tensor_parallel", {"strategy_options": split})]
+    strategies = [("ddp", {}), ("fsdp", {}), ("tensor_parallel", {"strategy_options": split})]
     return [
-        (name, tied, losses(name, tied, False, **words)) for name, words in ways for tied in (False, True)
+        (name, tied, losses(name, tied, False, **keywords)) for name, keywords in strategies for tied in (False, True)
     ]
 
 
 def test_every_strategy_trains_as_the_plain_pair_does(ranks: Any) -> None:
     right = {tied: losses("single", tied, True) for tied in (False, True)}
-    for told in ranks(on_two_ranks):
-        for name, tied, found in told:
-            assert found == pytest.approx(right[tied], rel=1e-5), (name, tied)
+    for rank_losses in ranks(on_two_ranks):
+        for name, tied, step_losses in rank_losses:
+            assert step_losses == pytest.approx(right[tied], rel=1e-5), (name, tied)
 
 
 def shards() -> None:

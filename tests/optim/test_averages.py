@@ -1,4 +1,7 @@
-"""Averages of the weights: what they are, that every engine and strategy keeps the same, and that checkpoints carry them."""
+"""Averages of the weights.
+
+What they are, that every engine and strategy keeps the same, and that checkpoints carry them.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from .test_engines import KINDS, SCALE, stepping
 DECAY = 0.9
 
 
-def updates(acc, model, optimizer, steps, clip=True, bad=-1):
+def updates(acc, model, optimizer, steps, clip=True, overflow_step=-1):
     """Each with data of its own number, so that runs can be cut in two."""
     spread = acc._prepared.strategy
     for _ in range(steps):
         generator = torch.Generator().manual_seed(optimizer.updates)
         x = torch.randn(8, 12, generator=generator).chunk(spread.data_size)[spread.data_rank]
-        train_step(acc, model, mean_square, x * 1e30 if optimizer.updates == bad else x)
+        train_step(acc, model, mean_square, x * 1e30 if optimizer.updates == overflow_step else x)
         if clip:
             acc.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -41,9 +44,9 @@ def averages(acc: Accelerator, model: nn.Module) -> dict[str, Tensor]:
         return values(model)
 
 
-def accelerator(way: str = "single", precision: str = "no", **more: Any) -> Accelerator:
-    more = {"ema_decay": DECAY, "cpu": True, "kwargs_handlers": [SCALE], **more}
-    return under(WAYS[way].strategy, dict(WAYS[way].options) or None, 1, precision, **more)
+def accelerator(label: str = "single", precision: str = "no", **keywords: Any) -> Accelerator:
+    keywords = {"ema_decay": DECAY, "cpu": True, "scaler_options": SCALE, **keywords}
+    return under(WAYS[label].strategy, dict(WAYS[label].options) or None, 1, precision, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +61,10 @@ def test_they_are_the_formulas(kind: str, how: str, clip: bool) -> None:
             updates(acc, model, optimizer, 1, clip)
             pairs = zip(expected.items(), values(model).values())
             expected = {name: old + (new - old) * (1 - DECAY) for (name, old), new in pairs}
-        now = values(model)
+        weights = values(model)
         torch.testing.assert_close(averages(acc, model), expected, rtol=1e-6, atol=1e-7)
-        assert all(torch.equal(a, b) for a, b in zip(values(model).values(), now.values()))
-        assert torch.equal(averages(acc, model)["frozen.weight"], now["frozen.weight"])
+        assert all(torch.equal(a, b) for a, b in zip(values(model).values(), weights.values()))
+        assert torch.equal(averages(acc, model)["frozen.weight"], weights["frozen.weight"])
 
 
 @pytest.mark.parametrize("how", ["torch", "kernels"])
@@ -71,7 +74,7 @@ def test_a_skipped_step_moves_none(how: str) -> None:
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         updates(acc, model, optimizer, 2)
         before = averages(acc, model)
-        updates(acc, model, optimizer, 1, bad=2)
+        updates(acc, model, optimizer, 1, overflow_step=2)
         assert optimizer.step_was_skipped
         torch.testing.assert_close(averages(acc, model), before, rtol=0, atol=0)
 
@@ -92,11 +95,11 @@ def test_of_masters_they_are_in_fp32(how: str) -> None:
             assert torch.equal(parameter, before.half())
 
 
-def run(way: str, how: str, folder: str, save: int, load: str | None) -> dict[str, Any]:
+def run(label: str, engine: str, folder: str, save: int, load: str | None) -> dict[str, Any]:
     """Four updates, or the rest of four from a checkpoint."""
-    with stepping(how), accelerator(way) as acc:
+    with stepping(engine), accelerator(label) as acc:
         model = make("mlp")
-        kind = "AdamW" if WAYS[way].adam else "SGD"
+        kind = "AdamW" if WAYS[label].adam else "SGD"
         model, optimizer = acc.prepare(model, KINDS[kind](list(model.parameters())))
         if load is not None:
             acc.load_state(load)
@@ -105,17 +108,17 @@ def run(way: str, how: str, folder: str, save: int, load: str | None) -> dict[st
             acc.save_state(folder)
         updates(acc, model, optimizer, 4 - save)
         with acc.averaged():
-            found = {"ema": values(model)}
-            acc.save_model(model, f"{folder}-{way}-{load is not None}")
-            if way != "pipeline":
+            result = {"ema": values(model)}
+            acc.save_model(model, f"{folder}-{label}-{load is not None}")
+            if label != "pipeline":
                 with torch.no_grad():
-                    found["out"] = {"": model(torch.ones(2, 12)).detach()}
-        return {**found, "weights": values(model)}
+                    result["out"] = {"": model(torch.ones(2, 12)).detach()}
+        return {**result, "weights": values(model)}
 
 
-def three_runs(way: str, how: str, folder: str, alone: str) -> list[dict[str, Any]]:
+def three_runs(label: str, engine: str, folder: str, single_folder: str) -> list[dict[str, Any]]:
     """From the start, which saves; from the checkpoint of one process; and from the ranks' own."""
-    return [run(way, how, folder, 2, load) for load in (None, alone, folder)]
+    return [run(label, engine, folder, 2, load) for load in (None, single_folder, folder)]
 
 
 SLOW = [pytest.param(w, marks=pytest.mark.slow) for w in ("ddp", "tensor_parallel", "hsdp", "pipeline")]
@@ -123,18 +126,18 @@ SLOW = [pytest.param(w, marks=pytest.mark.slow) for w in ("ddp", "tensor_paralle
 
 @pytest.mark.parametrize("way", ["zero1", "fsdp", *SLOW])
 def test_under_strategies_and_through_checkpoints(ranks: Any, tmp_path: Path, way: str) -> None:
-    how = "kernels" if list(WAYS).index(way) % 2 else "torch"
-    alone = run("single", "torch", str(tmp_path / "one"), 2, None)
-    several, near = str(tmp_path / "several"), {"rtol": 1e-5, "atol": 1e-5}
-    args = (way, how, several, str(tmp_path / "one"))
-    for found in ranks(three_runs, *args, processes=WAYS[way].sizes[0]):
-        for got in found if way != "pipeline" else ():
-            torch.testing.assert_close(got, alone, **near)
+    engine = "kernels" if list(WAYS).index(way) % 2 else "torch"
+    single = run("single", "torch", str(tmp_path / "one"), 2, None)
+    ranks_folder, tolerance = str(tmp_path / "several"), {"rtol": 1e-5, "atol": 1e-5}
+    args = (way, engine, ranks_folder, str(tmp_path / "one"))
+    for results in ranks(three_runs, *args, processes=WAYS[way].sizes[0]):
+        for got in results if way != "pipeline" else ():
+            torch.testing.assert_close(got, single, **tolerance)
     for loaded in (False, True):
-        load_weights(written := make("mlp"), f"{several}-{way}-{loaded}")
-        torch.testing.assert_close(values(written), alone["ema"], **near)
-    back = run("single", "torch", str(tmp_path / "back"), 2, several)
-    torch.testing.assert_close(back["ema"], alone["ema"], **near)
+        load_weights(loaded_model := make("mlp"), f"{ranks_folder}-{way}-{loaded}")
+        torch.testing.assert_close(values(loaded_model), single["ema"], **tolerance)
+    resumed = run("single", "torch", str(tmp_path / "back"), 2, ranks_folder)
+    torch.testing.assert_close(resumed["ema"], single["ema"], **tolerance)
 
 
 class Keeper(torch.optim.Optimizer):
@@ -148,31 +151,31 @@ class Keeper(torch.optim.Optimizer):
             self.state[p]["ema"] = p.detach().clone()
 
 
-@pytest.mark.parametrize("make_one", [torch.optim.AdamW, ours.AdamW, Keeper])
+@pytest.mark.parametrize("make_one", [torch.optim.AdamW, ours.Lion, Keeper])
 def test_a_run_without_averages_drops_those_that_it_loads(make_one, tmp_path, caplog):
     """Nothing would move them, and a run after it would take them for its own."""
-    theirs = make_one is Keeper
+    own_state = make_one is Keeper
 
     def has_averages(states: Any) -> bool:
         return any("ema" in state for state in states.values())
 
     saved: dict[str, Any] = {}
-    for decay in (None if theirs else DECAY, None):
+    for decay in (None if own_state else DECAY, None):
         with accelerator(ema_decay=decay) as acc:
             model = make("mlp")
             model, optimizer = acc.prepare(model, make_one(model.parameters()))
             if saved:
                 acc.load_state(tmp_path / "a")
-                assert has_averages(optimizer.state) is theirs
+                assert has_averages(optimizer.state) is own_state
                 optimizer.load_state_dict(saved)
-                assert has_averages(optimizer.state) is theirs
+                assert has_averages(optimizer.state) is own_state
                 assert has_averages(saved["state"])  # what was given stays as it was
             updates(acc, model, optimizer, 1)
             saved = saved or optimizer.state_dict()
             acc.save_state(tmp_path / "a")
-    told = [record.message for record in caplog.records if "averages" in record.message]
-    assert len(told) == (not theirs)
-    assert theirs or "they are dropped. Accelerator(ema_decay=…) goes on with them" in told[0]
+    messages = [record.message for record in caplog.records if "averages" in record.message]
+    assert len(messages) == (not own_state)
+    assert own_state or "they are dropped. Accelerator(ema_decay=…) goes on with them" in messages[0]
 
 
 def test_wrong_calls() -> None:

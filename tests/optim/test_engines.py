@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, EasympWarning, GradScalerKwargs, StepError
+from easymp import Accelerator, EasympWarning, GradScalerKwargs, Settings, StepError
 from easymp.cuda import cupy_launcher
 from easymp.optim import engine as torch_engine
 
 from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
 from ..strategies.models import make, mean_square, train_step, under, whole
 from ..strategies.ways import WAYS
+from ..words import make_accelerator
 from .test_own import Failing
 
 SCALE = GradScalerKwargs(init_scale=1024.0, growth_interval=3)
@@ -30,9 +31,12 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @contextmanager
-def stepping(how: str) -> Iterator[CompiledLauncher | None]:
-    """Inside, `prepare` finds kernels ("kernels"), or torch's steps; a factor is left to these for small models, too."""
-    launcher = CompiledLauncher() if how == "kernels" else None
+def stepping(engine: str) -> Iterator[CompiledLauncher | None]:
+    """Inside, `prepare` finds kernels ("kernels"), or torch's steps.
+
+    A factor is left to these for small models, too.
+    """
+    launcher = CompiledLauncher() if engine == "kernels" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_engine, "WORTH", 0)
         if launcher is not None:
@@ -45,11 +49,11 @@ def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_engine, "WORTH", 0)
 
 
-def training(how: str, *args: Any, **options: Any) -> dict[str, Any]:
+def training(engine: str, *args: Any, **options: Any) -> dict[str, Any]:
     """By "torch", which reads the factor, by "kernels", or with gradients changed in "memory"; see `updates`."""
-    with stepping(how) as launcher:
-        found = updates(how != "memory", *args, **options)
-        return {**found, "launches": launcher.launches if launcher else []}
+    with stepping(engine) as launcher:
+        result = updates(engine != "memory", *args, **options)
+        return {**result, "launches": launcher.launches if launcher else []}
 
 
 def updates(
@@ -59,14 +63,14 @@ def updates(
     clip: float | None,
     strategy: str = "auto",
     options: dict[str, Any] | None = None,
-    bad: tuple[int, int] | None = None,
+    overflow: tuple[int, int] | None = None,
     accumulation: int = 1,
     model_kind: str = "idle",
     cpu: bool = True,
 ) -> dict[str, Any]:
     """Six updates, `fused` or with gradients changed in memory; in step and rank `bad` a gradient overflows."""
-    more: Any = {"cpu": cpu, "fused": fused, "kwargs_handlers": [SCALE]}
-    with under(strategy, options, accumulation, precision, **more) as acc:
+    keywords: Any = {"cpu": cpu, "fused": fused, "scaler_options": SCALE}
+    with under(strategy, options, accumulation, precision, **keywords) as acc:
         model = make(model_kind)
         optimizer: Any = KINDS[kind](list(model.parameters()))
         schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 6)
@@ -77,7 +81,7 @@ def updates(
         for step in range(6):
             for _ in range(accumulation):
                 x = torch.randn(8, 12, generator=generator).chunk(spread.data_size)[spread.data_rank]
-                if bad == (step, acc.process_index):
+                if overflow == (step, acc.process_index):
                     x = x * 1e30
                 with acc.accumulate(model):
                     train_step(acc, model, mean_square, x.to(acc.device))
@@ -101,13 +105,13 @@ def updates(
         }
 
 
-def same(ours: dict[str, Any], theirs: dict[str, Any], rtol: float = 1e-5) -> None:
-    near = {"rtol": rtol, "atol": max(1e-6, rtol / 100)}
-    assert (ours["skipped"], ours["scale"]) == (theirs["skipped"], theirs["scale"])
+def same(result: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-5) -> None:
+    tolerance = {"rtol": rtol, "atol": max(1e-6, rtol / 100)}
+    assert (result["skipped"], result["scale"]) == (expected["skipped"], expected["scale"])
     rel = rtol if rtol > 1e-5 else 1e-6
-    assert ours["norms"] == pytest.approx(theirs["norms"], rel=rel, nan_ok=True)
-    torch.testing.assert_close(ours["parameters"], theirs["parameters"], **near)
-    torch.testing.assert_close(ours["state"], theirs["state"], **near)
+    assert result["norms"] == pytest.approx(expected["norms"], rel=rel, nan_ok=True)
+    torch.testing.assert_close(result["parameters"], expected["parameters"], **tolerance)
+    torch.testing.assert_close(result["state"], expected["state"], **tolerance)
 
 
 SLOW = pytest.mark.slow
@@ -122,21 +126,21 @@ STEPS = [  # the optimizer, precision, clip, and the step in which a gradient ov
 
 @pytest.mark.parametrize(("kind", "precision", "clip", "bad"), STEPS)
 def test_the_step_that_reads_the_factor_is_the_one_in_memory(kind, precision, clip, bad):
-    theirs = training("memory", kind, precision, clip, bad=bad)
-    assert not theirs["left"]
-    assert theirs["skipped"] == [bad is not None and step == bad[0] for step in range(6)]
-    for how in ("torch", "kernels"):
-        ours = training(how, kind, precision, clip, bad=bad)
-        same(ours, theirs)
-        assert bool(ours["launches"]) is (how == "kernels" and (clip is not None or precision == "fp16"))
-        assert ours["left"] == (clip is not None)
+    expected = training("memory", kind, precision, clip, overflow=bad)
+    assert not expected["left"]
+    assert expected["skipped"] == [bad is not None and step == bad[0] for step in range(6)]
+    for engine in ("torch", "kernels"):
+        result = training(engine, kind, precision, clip, overflow=bad)
+        same(result, expected)
+        assert bool(result["launches"]) is (engine == "kernels" and (clip is not None or precision == "fp16"))
+        assert result["left"] == (clip is not None)
 
 
-def all_three(label, precision, accumulation, bad):
-    way = WAYS[label]
-    kind, model = ("AdamW" if way.adam else "SGD"), "mlp"
-    how = (way.strategy, {**way.options, **way.more.get(model, {})}, bad, accumulation, model)
-    return [training(step, kind, precision, 0.1, *how) for step in ("memory", "torch", "kernels")]
+def all_three(label, precision, accumulation, overflow):
+    strategy = WAYS[label]
+    kind, model = ("AdamW" if strategy.adam else "SGD"), "mlp"
+    arguments = (strategy.strategy, {**strategy.options, **strategy.more.get(model, {})}, overflow, accumulation, model)
+    return [training(step, kind, precision, 0.1, *arguments) for step in ("memory", "torch", "kernels")]
 
 
 FAST = ("zero1", "fsdp", "pipeline")
@@ -148,14 +152,14 @@ FAST = ("zero1", "fsdp", "pipeline")
 def test_under_every_strategy(ranks: Any, label: str) -> None:
     """Of zero1 and fsdp with an overflow on one rank, which skips the step on all."""
     number, size = list(WAYS).index(label), WAYS[label].sizes[0]
-    bad = (2, 1) if label in ("zero1", "fsdp") else None
-    precision = "fp16" if number % 2 or bad else "fp32"
-    for memory, *found in ranks(all_three, label, precision, 1 + number % 3, bad, processes=size):
-        assert memory["skipped"] == [bad is not None and step == bad[0] for step in range(6)]
-        for one in found:
+    overflow = (2, 1) if label in ("zero1", "fsdp") else None
+    precision = "fp16" if number % 2 or overflow else "fp32"
+    for memory, *results in ranks(all_three, label, precision, 1 + number % 3, overflow, processes=size):
+        assert memory["skipped"] == [overflow is not None and step == overflow[0] for step in range(6)]
+        for one in results:
             same(one, memory, 1e-3 if precision == "fp16" else 1e-5)
             assert one["left"]
-        assert found[1]["launches"]
+        assert results[1]["launches"]
 
 
 @pytest.mark.parametrize(("name", "precision"), [("squares", "fp16"), ("prepare", "O2"), ("adam", "fp16")])
@@ -168,8 +172,11 @@ def test_a_kernel_that_fails_gives_way_to_torch(monkeypatch, name, precision):
     same(got, memory, 1e-3)
 
 
-def plan_of(optimizer: Callable[[Any], torch.optim.Optimizer], how: str = "kernels") -> tuple[str, str]:
-    with stepping(how), Accelerator(mixed_precision="no", cpu=True, fused=how != "memory") as acc:
+def plan_of(optimizer: Callable[[Any], torch.optim.Optimizer], engine: str = "kernels") -> tuple[str, str]:
+    with (
+        stepping(engine),
+        Accelerator(mixed_precision="no", cpu=True, settings=Settings(fused=engine != "memory")) as acc,
+    ):
         model = make("mlp")
         acc.prepare(model, optimizer(model.parameters()))
         return acc.plan.optimizer.value, acc.plan.optimizer.reason
@@ -179,23 +186,23 @@ def test_the_plan_says_which_and_why() -> None:
     assert plan_of(torch.optim.AdamW) == ("CuPy", "norm, unscale, clip and AdamW in one pass")
     assert plan_of(torch.optim.AdamW, "torch") == ("fused", "torch's fused AdamW")
     assert plan_of(torch.optim.AdamW, "memory") == ("as given", "fused=False")
-    chosen = ("as given", "fused or foreach was chosen by the caller")
-    for how in ({"foreach": True}, {"fused": False}):
-        assert plan_of(lambda p, how=how: torch.optim.AdamW(p, **how)) == chosen
+    by_caller = ("as given", "fused or foreach was chosen by the caller")
+    for options in ({"foreach": True}, {"fused": False}):
+        assert plan_of(lambda p, options=options: torch.optim.AdamW(p, **options)) == by_caller
     assert plan_of(lambda p: torch.optim.AdamW(p, fused=True))[0] == "CuPy"
     assert plan_of(torch.optim.RMSprop) == ("as given", "torch has no fused step for RMSprop")
 
 
 def started(precision: str = "fp16", **options: Any) -> tuple[Accelerator, nn.Module, Any]:
-    acc = Accelerator(mixed_precision=precision, cpu=True, kwargs_handlers=[SCALE], **options)
+    acc = make_accelerator(mixed_precision=precision, cpu=True, settings=Settings(scaler_options=SCALE), **options)
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
     model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    back(acc, model)
+    backward_of_threes(acc, model)
     return acc, model, optimizer
 
 
-def back(acc: Accelerator, model: nn.Module) -> None:
+def backward_of_threes(acc: Accelerator, model: nn.Module) -> None:
     """The gradient is 3.0 four times: its norm is 6."""
     acc.backward(model(torch.full((1, 4), 3.0)).sum())
 
@@ -214,7 +221,7 @@ def second(acc: Accelerator, model: nn.Module, optimizer: Any) -> None:
 def cleared(acc: Accelerator, model: nn.Module, optimizer: Any) -> None:
     for clear in (optimizer.zero_grad, model.zero_grad, lambda: model.zero_grad(False)):
         clear()
-        back(acc, model)
+        backward_of_threes(acc, model)
         acc.clip_grad_norm_(model.parameters(), 1.0)
 
 
@@ -255,18 +262,18 @@ def test_unscaled_first_and_then_clipped() -> None:
 def test_a_hook_before_the_step_sees_clipped_gradients() -> None:
     acc, model, optimizer = started()
     with acc:
-        seen = []
-        optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.norm().item()))
+        norms = []
+        optimizer.register_step_pre_hook(lambda *_: norms.append(model.weight.grad.norm().item()))
         acc.clip_grad_norm_(model.parameters(), 1.0)
         moves(optimizer, model, 0.5)
-        assert seen == [pytest.approx(1.0, rel=1e-3)]
+        assert norms == [pytest.approx(1.0, rel=1e-3)]
 
 
 def test_a_backward_after_a_clip_adds_to_clipped_gradients() -> None:
     acc, model, optimizer = started("no")
     with acc:
         acc.clip_grad_norm_(model.parameters(), 1.0)
-        back(acc, model)
+        backward_of_threes(acc, model)
         assert model.weight.grad[0].tolist() == pytest.approx([3.5] * 4)
         moves(optimizer, model, -2.5)
 
@@ -281,12 +288,12 @@ def test_gradients_changed_in_between_are_an_error_that_names_the_way_out() -> N
 
 
 def test_two_optimizers_and_one_clip() -> None:
-    found = []
+    results = []
     for fused in (True, False):
-        with Accelerator(mixed_precision="no", cpu=True, fused=fused) as acc:
+        with Accelerator(mixed_precision="no", cpu=True, settings=Settings(fused=fused)) as acc:
             body, head = make("mlp"), make("mlp")
-            given = torch.optim.AdamW(body.parameters(), lr=0.1), torch.optim.SGD(head.parameters(), lr=0.1)
-            body, head, *optimizers = acc.prepare(body, head, *given)
+            raw_optimizers = torch.optim.AdamW(body.parameters(), lr=0.1), torch.optim.SGD(head.parameters(), lr=0.1)
+            body, head, *optimizers = acc.prepare(body, head, *raw_optimizers)
             parameters = [*body.parameters(), *head.parameters()]
             for _ in range(3):
                 acc.backward((body(torch.ones(2, 12)) * head(torch.ones(2, 12))).sum())
@@ -296,5 +303,5 @@ def test_two_optimizers_and_one_clip() -> None:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            found.append((norm, [p.detach() for p in parameters]))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+            results.append((norm, [p.detach() for p in parameters]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,7 @@
-"""The loss scale under an Accelerator where kernels step: no launch of its own, and a scale that is the same as with one."""
+"""The loss scale under an Accelerator where kernels step.
+
+No launch of its own, and a scale that is the same as with one.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,26 @@ from typing import Any
 import pytest
 import torch
 
-import easymp.optim
-from easymp import Accelerator
+from easymp import Accelerator, Settings
 
 from ..cuda.compiled import CompiledLauncher
 from ..strategies.models import make
+from ..words import make_accelerator
 from .test_engines import SCALE, stepping
 
 
 @pytest.fixture
 def own_launches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Flags with which the scale was moved in a launch of its own."""
-    seen: list[float] = []
+    flags: list[float] = []
     update = torch._amp_update_scale_
 
-    def counted(scale: torch.Tensor, good: torch.Tensor, found: torch.Tensor, *numbers: Any) -> None:
-        seen.append(found.item())
-        update(scale, good, found, *numbers)
+    def counted(scale: torch.Tensor, growth: torch.Tensor, found_inf: torch.Tensor, *numbers: Any) -> None:
+        flags.append(found_inf.item())
+        update(scale, growth, found_inf, *numbers)
 
     monkeypatch.setattr(torch, "_amp_update_scale_", counted)
-    return seen
+    return flags
 
 
 @pytest.fixture
@@ -37,26 +40,23 @@ def kernels() -> Iterator[CompiledLauncher]:
 
 
 def fp16(**options: Any) -> Accelerator:
-    return Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[SCALE], **options)
+    return make_accelerator(mixed_precision="fp16", cpu=True, settings=Settings(scaler_options=SCALE), **options)
 
 
-@pytest.mark.parametrize("ours", [False, True])
-def test_four_launches_and_none_for_the_scale(ours, kernels, own_launches):
-    make_one = easymp.optim.AdamW if ours else torch.optim.AdamW
-    measured = [] if ours else ["squares_f32", "total"]  # under an Accelerator torch measures for ours
+def test_four_launches_and_none_for_the_scale(kernels, own_launches):
     with fp16() as acc:
         model = make("mlp")
-        model, optimizer = acc.prepare(model, make_one(model.parameters(), lr=0.01))
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         scales = []
-        for bad in (False, False, True, False, False, False):
+        for overflow in (False, False, True, False, False, False):
             kernels.launches.clear()
-            acc.backward(model(torch.ones(2, 12) * (1e30 if bad else 1)).square().mean())
+            acc.backward(model(torch.ones(2, 12) * (1e30 if overflow else 1)).square().mean())
             acc.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             scales.append(acc.scaler.get_scale())
-            assert optimizer.step_was_skipped is bad
-            assert kernels.launches == [*measured, "prepare_adam", "adam_f32_f32_f32_f32"]
+            assert optimizer.step_was_skipped is overflow
+            assert kernels.launches == ["squares_f32", "total", "prepare_adam", "adam_f32_f32_f32_f32"]
     assert scales == [1024, 1024, 512, 512, 512, 1024]
     assert own_launches == []
 
@@ -84,22 +84,22 @@ def test_a_save_after_a_step_has_the_scale_of_the_next(kernels, own_launches, tm
 
 
 def test_reading_the_scaler_between_two_steps_moves_nothing() -> None:
-    found = []
+    results = []
     for reads in (False, True):
         with fp16() as acc:
             body, head = make("mlp"), make("mlp")
             optimizers = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (body, head))
-            body, head, one, two = acc.prepare(body, head, *optimizers)
+            body, head, body_optimizer, head_optimizer = acc.prepare(body, head, *optimizers)
             for step, scale in enumerate((1024, 1024, 512, 512, 512)):
                 x = torch.ones(2, 12) * (1e30 if step == 2 else 1)
                 acc.backward((body(x) * head(torch.ones(2, 12))).sum())
-                one.step()
+                body_optimizer.step()
                 if reads:
                     acc.scaler.state_dict()
                     assert acc.scaler.get_scale() == scale
-                two.step()
-                one.zero_grad()
-                two.zero_grad()
+                head_optimizer.step()
+                body_optimizer.zero_grad()
+                head_optimizer.zero_grad()
             weights = [p.detach() for p in [*body.parameters(), *head.parameters()]]
-            found.append((acc.scaler.state_dict(), weights))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+            results.append((acc.scaler.state_dict(), weights))
+    torch.testing.assert_close(*results, rtol=0, atol=0)

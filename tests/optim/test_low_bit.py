@@ -28,8 +28,8 @@ def trained(kind: Any, first: int, last: int, folder: str) -> list[Tensor]:
             optimizer.zero_grad()
         if not first:
             acc.save_state(folder)
-        kinds = {type(value).__name__ for value in optimizer.state[next(iter(model.parameters()))].values()}
-        assert any(name.startswith("OptimState") for name in kinds), kinds
+        state_types = {type(value).__name__ for value in optimizer.state[next(iter(model.parameters()))].values()}
+        assert any(name.startswith("OptimState") for name in state_types), state_types
         return [p.detach().clone() for p in model.parameters()]
 
 

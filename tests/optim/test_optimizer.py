@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+import easymp.compat.accelerate as of_accelerate
 from easymp import Accelerator, GradScalerKwargs, StepError
 from easymp.optim import PreparedOptimizer, fuse
 
 from ..strategies.models import under
+from ..words import make_accelerator
 
 
 def net() -> nn.Sequential:
@@ -24,10 +26,10 @@ def net() -> nn.Sequential:
 
 
 def run(accumulation: int = 1, precision: str = "no", **options: Any) -> tuple[Accelerator, Any, Any]:
-    how: Any = {"gradient_accumulation_steps": accumulation, "kwargs_handlers": [GradScalerKwargs(4.0)]}
-    accelerator, model = Accelerator(cpu=True, mixed_precision=precision, **how), net()
-    given = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
-    return accelerator, *accelerator.prepare(model, given)
+    keywords: Any = {"gradient_accumulation_steps": accumulation, "scaler_options": GradScalerKwargs(4.0)}
+    accelerator, model = make_accelerator(cpu=True, mixed_precision=precision, **keywords), net()
+    raw_optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+    return accelerator, *accelerator.prepare(model, raw_optimizer)
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -75,9 +77,9 @@ def test_it_is_the_users_optimizer_in_everything_else() -> None:
 
 def test_hooks_run_on_real_steps_only() -> None:
     accelerator, model, optimizer = run(2)
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda o, a, k: seen.append(f"pre {type(o).__name__}"))
-    removed = optimizer.register_step_post_hook(lambda o, a, k: seen.append("post"))
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda o, a, k: calls.append(f"pre {type(o).__name__}"))
+    removed = optimizer.register_step_post_hook(lambda o, a, k: calls.append("post"))
     with accelerator:
         for number in range(6):
             if number == 4:
@@ -86,7 +88,7 @@ def test_hooks_run_on_real_steps_only() -> None:
                 accelerator.backward(loss_of(model))
                 optimizer.step()
                 optimizer.zero_grad()
-        assert seen == ["pre SGD", "post", "pre SGD", "post", "pre SGD"]
+        assert calls == ["pre SGD", "post", "pre SGD", "post", "pre SGD"]
         optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mark": 1})
         assert optimizer.state_dict()["mark"] == 1
 
@@ -99,13 +101,13 @@ def test_copies_and_pickles_step_by_themselves(precision: str) -> None:
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model))
                 optimizer.step()
-        for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-            assert isinstance(again, PreparedOptimizer)
-            assert len(again.state) == 4
-            parameter = again.param_groups[0]["params"][0]
+        for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert isinstance(copied, PreparedOptimizer)
+            assert len(copied.state) == 4
+            parameter = copied.param_groups[0]["params"][0]
             before, parameter.grad = parameter.detach().clone(), torch.ones_like(parameter)
-            again.step()
-            again.zero_grad()
+            copied.step()
+            copied.zero_grad()
             assert not torch.equal(parameter, before)
             assert torch.equal(optimizer.param_groups[0]["params"][0], before)
 
@@ -129,8 +131,8 @@ def zero_last(optimizer: Any, step: Callable[[], None]) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_four_micro_batches_are_one_big_batch(idiom: Callable[..., None], set_to_none: bool) -> None:
     accelerator, model, optimizer = run(4)
-    seen: list[list[Tensor]] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in model.parameters()]))
+    window_gradients: list[list[Tensor]] = []
+    optimizer.register_step_pre_hook(lambda *_: window_gradients.append([p.grad.clone() for p in model.parameters()]))
     zero = optimizer.zero_grad
     optimizer.zero_grad = lambda: zero(set_to_none)
     with accelerator:
@@ -139,10 +141,10 @@ def test_four_micro_batches_are_one_big_batch(idiom: Callable[..., None], set_to
                 idiom(optimizer, lambda x=x: accelerator.backward(model(x).pow(2).mean()))
     reference = net()
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for window, found in zip((BATCHES[:4], BATCHES[4:]), seen, strict=True):
+    for window, gradients in zip((BATCHES[:4], BATCHES[4:]), window_gradients, strict=True):
         plain.zero_grad()
         reference(torch.cat(window)).pow(2).mean().backward()
-        torch.testing.assert_close(found, [p.grad for p in reference.parameters()])
+        torch.testing.assert_close(gradients, [p.grad for p in reference.parameters()])
         plain.step()
     torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()))
 
@@ -197,7 +199,9 @@ def test_a_scheduler_counts_updates(make: Callable[[Any], Any], on: str) -> None
 
 @pytest.mark.filterwarnings("ignore:Detected call of")  # stepped before its optimizer, as asked
 def test_a_scheduler_that_is_asked_to_steps_at_every_call() -> None:
-    with under(None, None, 2, cpu=True, step_scheduler_with_optimizer=False) as accelerator:
+    with under(
+        None, None, 2, cpu=True, step_scheduler_with_optimizer=False, kind=of_accelerate.Accelerator
+    ) as accelerator:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, StepLR(optimizer, 1))
@@ -243,20 +247,18 @@ def test_a_gradient_that_comes_later_than_the_others() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [(torch.optim.SGD, torch.float16), (torch.optim.AdamW, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [(torch.optim.SGD, torch.float16), (torch.optim.AdamW, torch.bfloat16)])
 def test_low_precision_steps_are_those_of_the_plain_step(kind, dtype):
     """torch 2.13's fused SGD is not, on CPUs."""
-    found = []
-    for wanted in (True, False):
+    results = []
+    for fused in (True, False):
         generator = torch.Generator().manual_seed(0)
         p = nn.Parameter(torch.randn(70, generator=generator).to(dtype))
         optimizer = kind([p], lr=0.05, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-        if wanted:
+        if fused:
             fuse(optimizer)
         for _ in range(3):
             p.grad = torch.randn(70, generator=generator).to(dtype)
             optimizer.step()
-        found.append(p.detach())
-    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+        results.append(p.detach())
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)

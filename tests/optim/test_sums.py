@@ -1,4 +1,7 @@
-"""Sums over micro-batches: low-precision gradients in fp32, the same on every rank, and losses divided by counts of items."""
+"""Sums over micro-batches.
+
+Low-precision gradients in fp32, the same on every rank, and losses divided by counts of items.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from easymp import Accelerator, StepError
-from easymp.optim import SGD
+from easymp import Accelerator, RefusedError, Settings, StepError
 
 from ..strategies.models import make, under, whole
+from ..words import make_accelerator
 
 BF16 = torch.bfloat16
 
@@ -36,26 +39,26 @@ def window(strategy, kind, dtype, steps, items=False):
         return [None if p.grad is None else whole(p.grad).float() for p in model.parameters()]
 
 
-def off(got: list[Tensor | None], wanted: list[Tensor | None]) -> float:
-    assert [g is None for g in got] == [w is None for w in wanted]
-    found, right = (torch.cat([g.flatten() for g in grads if g is not None]) for grads in (got, wanted))
-    return float((found - right).norm() / right.norm())
+def off(gradients: list[Tensor | None], expected: list[Tensor | None]) -> float:
+    assert [g is None for g in gradients] == [w is None for w in expected]
+    flat, right = (torch.cat([g.flatten() for g in grads if g is not None]) for grads in (gradients, expected))
+    return float((flat - right).norm() / right.norm())
 
 
 def test_many_micro_batches_in_bf16_add_up() -> None:
     """Of 512 equal gradients: in bf16 the sum stops at 256, where one more is half of its last bit."""
 
-    def gradient(ours: bool) -> float:
+    def gradient(by_accelerator: bool) -> float:
         with Accelerator(mixed_precision="no", gradient_accumulation_steps=512, cpu=True) as acc:
             model = acc.prepare(nn.Linear(1, 1, bias=False).to(BF16))
             for _ in range(512):
                 with acc.accumulate(model):
                     loss = model(torch.ones(1, 1, dtype=BF16)).sum() * 512
-                    acc.backward(loss) if ours else (loss / 512).backward()
+                    acc.backward(loss) if by_accelerator else (loss / 512).backward()
             return model.weight.grad.item()
 
-    assert gradient(ours=True) == 512.0
-    assert gradient(ours=False) == 256.0
+    assert gradient(by_accelerator=True) == 512.0
+    assert gradient(by_accelerator=False) == 256.0
 
 
 def windows() -> list[list[Tensor | None]]:
@@ -72,12 +75,12 @@ WINDOWS: list[tuple[Any, ...]] = [
 
 def test_ranks_sum_in_fp32(ranks) -> None:
     first, second = ranks(windows)
-    for (_, kind, *how), one, other in zip(WINDOWS, first, second):
-        alone = window("single", kind, *how)
+    for (_, kind, *arguments), gradients, other_gradients in zip(WINDOWS, first, second):
+        single = window("single", kind, *arguments)
         if kind != "tied":  # whose words are made of the inputs' digits
-            assert off(alone, window("single", kind, torch.float32, *how[1:])) < 0.03
-        assert off(one, alone) < 0.01  # less than the sums' own rounding to bf16
-        assert all(torch.equal(a, b) for a, b in zip(one, other) if a is not None)
+            assert off(single, window("single", kind, torch.float32, *arguments[1:])) < 0.03
+        assert off(gradients, single) < 0.01  # less than the sums' own rounding to bf16
+        assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients) if a is not None)
 
 
 class Unlike(nn.Module):
@@ -94,54 +97,54 @@ class Unlike(nn.Module):
 
 
 def unlike() -> list[Any]:
-    with under("ddp", {"find_unused_parameters": True}, 2) as acc:
+    rounding = Settings(stochastic_rounding=True)
+    with under("ddp", {"find_unused_parameters": True}, 2, settings=rounding) as acc:
         net = Unlike()
-        net, optimizer = acc.prepare(net, SGD(net.parameters(), lr=0.1, stochastic_rounding=True))
+        net, optimizer = acc.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         torch.manual_seed(acc.process_index)
         for step in range(4):
             with acc.accumulate(net):
                 y = net(torch.randn(4, 2).to(BF16), branch=acc.process_index == 1)
                 acc.backward(y.float().square().mean())
                 if step == 3:
-                    seen = [None if p.grad is None else p.grad.float().clone() for p in net.parameters()]
+                    gradients = [None if p.grad is None else p.grad.float().clone() for p in net.parameters()]
                 optimizer.step()
                 optimizer.zero_grad()
         with acc.no_sync(net):
             net(torch.zeros(4, 2, dtype=BF16), branch=False)  # buffers are shared as it begins
-        return [seen, [p.detach().float() for p in net.parameters()], net.parts[3].running_mean.clone()]
+        return [gradients, [p.detach().float() for p in net.parameters()], net.parts[3].running_mean.clone()]
 
 
 def test_ranks_that_use_different_parameters_agree(ranks) -> None:
     a, b = ranks(unlike)
     assert [g is None for g in a[0]] == [False] * 4 + [True] * 2 + [False] * 2
-    torch.testing.assert_close(
-        [g for g in a[0] if g is not None], [g for g in b[0] if g is not None], rtol=0, atol=0
-    )
+    torch.testing.assert_close([g for g in a[0] if g is not None], [g for g in b[0] if g is not None], rtol=0, atol=0)
     torch.testing.assert_close(a[1:], b[1:], rtol=0, atol=1e-6)
 
 
-def two_losses(strategy: str, again: bool) -> list[Tensor]:
+def two_losses(strategy: str, twice: bool) -> list[Tensor]:
     with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=2, cpu=True) as acc:
         model = acc.prepare(make("mlp").to(BF16))
         x = torch.randn(4, 12, generator=torch.Generator().manual_seed(1)).to(BF16)
         x = x.chunk(acc.num_processes)[acc.process_index]
         for _ in range(2):
             with acc.accumulate(model):
-                for _ in range(1 + again):
+                for _ in range(1 + twice):
                     acc.backward(model(x).float().square().mean())
         return [whole(p.grad).float() for p in model.parameters()]
 
 
 def test_two_backwards_a_micro_step(ranks) -> None:
-    once = two_losses("single", again=False)
-    for got in (two_losses("single", again=True), ranks(two_losses, "ddp", True)[0]):
-        assert off(got, [2 * g for g in once]) < 0.01
+    single = two_losses("single", twice=False)
+    for got in (two_losses("single", twice=True), ranks(two_losses, "ddp", True)[0]):
+        assert off(got, [2 * g for g in single]) < 0.01
 
 
 def test_gradients_that_are_cleared_or_kept() -> None:
-    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2, cpu=True) as acc:
+    rounding = Settings(stochastic_rounding=True)
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2, cpu=True, settings=rounding) as acc:
         model = nn.Linear(1, 1, bias=False).to(BF16)
-        model, optimizer = acc.prepare(model, SGD(model.parameters(), lr=1.0, stochastic_rounding=True))
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
         def one(step: bool = True, clear: str = "") -> float | None:
             with acc.accumulate(model):
@@ -173,27 +176,27 @@ def tokens(counts: list[int]) -> list[Tensor]:
 
 def expected(counts: list[int], accumulation: int) -> list[list[Tensor]]:
     """Gradients of one big batch a window."""
-    found = []
+    window_gradients = []
     for begin in range(0, len(counts), accumulation):
         model, batch = net(), torch.cat(tokens(counts)[begin : begin + accumulation])
         (model(batch).pow(2).sum() / max(len(batch), 1)).backward()
-        found.append([p.grad for p in model.parameters()])
-    return found
+        window_gradients.append([p.grad for p in model.parameters()])
+    return window_gradients
 
 
 def train(counts: list[int], accumulation: int, precision: str = "fp32") -> list[list[Tensor]]:
     """Gradients at each optimizer step."""
-    how: dict[str, Any] = {"mixed_precision": precision, "gradient_accumulation_steps": accumulation}
-    with Accelerator(cpu=True, **how) as accelerator:
+    keywords: dict[str, Any] = {"mixed_precision": precision, "gradient_accumulation_steps": accumulation}
+    with make_accelerator(cpu=True, **keywords) as accelerator:
         model, optimizer = accelerator.prepare(m := net(), torch.optim.SGD(m.parameters(), lr=0.0))
-        seen: list[list[Tensor]] = []
-        optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in model.parameters()]))
+        step_gradients: list[list[Tensor]] = []
+        optimizer.register_step_pre_hook(lambda *_: step_gradients.append([p.grad.clone() for p in model.parameters()]))
         for x in tokens(counts):
             with accelerator.accumulate(model):
                 accelerator.backward(model(x).pow(2).sum(), num_items=len(x))
                 optimizer.step()
                 optimizer.zero_grad()
-        return seen
+        return step_gradients
 
 
 @hypothesis_settings(max_examples=8, deadline=None)
@@ -201,8 +204,8 @@ def train(counts: list[int], accumulation: int, precision: str = "fp32") -> list
 def test_any_counts_and_any_window(accumulation: int, counts: list[int]) -> None:
     counts = counts[: len(counts) // accumulation * accumulation]  # whole windows
     if counts:
-        found = train(counts, accumulation)
-        torch.testing.assert_close(found, expected(counts, accumulation), rtol=1e-5, atol=1e-6)
+        gradients = train(counts, accumulation)
+        torch.testing.assert_close(gradients, expected(counts, accumulation), rtol=1e-5, atol=1e-6)
 
 
 def test_a_loss_scale() -> None:
@@ -214,7 +217,10 @@ def test_a_loss_scale() -> None:
     ("again", "words"),
     [
         (False, "without num_items in a window that began with it"),
-        (True, r"second backward\(\) with num_items in one"),  # which would be divided by twice the items
+        (
+            True,
+            r"a second backward\(\) in one micro-step do not go together",
+        ),  # which would be divided by twice the items
     ],
 )
 def test_mixing_and_counting_twice_are_refused(again: bool, words: str) -> None:
@@ -224,7 +230,7 @@ def test_mixing_and_counting_twice_are_refused(again: bool, words: str) -> None:
         with accelerator.accumulate(model):
             accelerator.backward(loss(), num_items=2)
             if again:
-                with pytest.raises(StepError, match=words):
+                with pytest.raises(RefusedError, match=words):
                     accelerator.backward(loss(), num_items=2)
         with accelerator.accumulate(model):
             if again:

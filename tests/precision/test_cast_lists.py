@@ -34,9 +34,7 @@ HALVES: dict[str, Any] = {
     "prelu": lambda x: nn.PReLU()(x),
     "LSTM": lambda x: nn.LSTM(4, 3)(x)[0],
     "GRU": lambda x: nn.GRU(4, 3, num_layers=2)(x)[0],
-    "attention, no weights": lambda x: nn.MultiheadAttention(4, 2)(
-        x[None], x[None], x[None], need_weights=False
-    )[0],
+    "attention, no weights": lambda x: nn.MultiheadAttention(4, 2)(x[None], x[None], x[None], need_weights=False)[0],
     "attention": lambda x: nn.MultiheadAttention(4, 2)(x[None], x[None], x[None])[0],
     "sdpa": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
 }
@@ -63,16 +61,16 @@ OWN: dict[str, Any] = {  # in no list: they keep the type they are given
 }
 
 
-@pytest.mark.parametrize("given", [FP32, FP16, BF16])
-def test_products_are_fp16_functions_that_need_range_fp32_and_others_as_given(given: torch.dtype) -> None:
-    for functions, wanted in ((HALVES, FP16), (FLOATS, FP32), (OWN, given)):
-        for name, function in functions.items() if given != BF16 or wanted == FP16 else ():
-            x = square(given).requires_grad_()
+@pytest.mark.parametrize("input_dtype", [FP32, FP16, BF16])
+def test_products_are_fp16_functions_that_need_range_fp32_and_others_as_given(input_dtype: torch.dtype) -> None:
+    for functions, output_dtype in ((HALVES, FP16), (FLOATS, FP32), (OWN, input_dtype)):
+        for name, function in functions.items() if input_dtype != BF16 or output_dtype == FP16 else ():
+            x = square(input_dtype).requires_grad_()
             with o1():
                 y = function(x)
-            assert y.dtype == wanted, name
+            assert y.dtype == output_dtype, name
             y.float().sum().backward()
-            assert x.grad.dtype == given, name
+            assert x.grad.dtype == input_dtype, name
 
 
 WIDEST: dict[str, Any] = {
@@ -89,8 +87,8 @@ WIDEST: dict[str, Any] = {
 def test_several_tensors_take_the_widest_dtype() -> None:
     with o1():
         for name, function in WIDEST.items():
-            for a, b, wanted in ((FP16, FP16, FP16), (FP16, FP32, FP32), (FP32, FP16, FP32)):
-                assert function(square(a), square(b)).dtype == wanted, name
+            for a, b, expected in ((FP16, FP16, FP16), (FP16, FP32, FP32), (FP32, FP16, FP32)):
+                assert function(square(a), square(b)).dtype == expected, name
         assert (square(FP16) + torch.ones(())).dtype == FP32  # torch's own rule gives fp16 here
         x = square(FP16)
         x += square()
@@ -100,8 +98,8 @@ def test_several_tensors_take_the_widest_dtype() -> None:
 def test_functions_that_write_in_place_keep_the_type() -> None:
     with o1():
         x, y = square(FP16), square()
-        for written in (x.add_(y), x.mul_(y), x.addmm_(y, y), y.atan2_(x), y.exp_(), y.pow_(x)):
-            assert written.dtype == (FP16 if written is x else FP32)
+        for result in (x.add_(y), x.mul_(y), x.addmm_(y, y), y.atan2_(x), y.exp_(), y.pow_(x)):
+            assert result.dtype == (FP16 if result is x else FP32)
         for name in ("exp_", "log_", "reciprocal_", "cumsum_"):
             with pytest.raises(NotImplementedError, match=rf"{name} in place on torch\.float16"):
                 getattr(x, name)(*[0] * (name == "cumsum_"))

@@ -1,4 +1,7 @@
-"""Weights that arrive in bf16 or fp16: raised to fp32 by "bf16" and "fp16", kept by "bf16-true" and "fp16-true", and said in the plan."""
+"""Weights that arrive in bf16 or fp16.
+
+Raised to fp32 by "bf16" and "fp16", kept by "bf16-true" and "fp16-true", and said in the plan.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import easymp
-from easymp import Accelerator, StepError
+from easymp import Accelerator, Settings, StepError
 
 from ..strategies.models import Of, under
+
+pytestmark = pytest.mark.reads_hardware
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INPUTS = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
@@ -32,12 +36,12 @@ def step(acc: Accelerator, model: nn.Module, optimizer: Any) -> Tensor:
     return loss.detach()
 
 
-def fine_tuned(precision: str, dtype: torch.dtype, kind: Any = torch.optim.AdamW) -> tuple[float, float, str]:
-    """Share of weights that 50 steps at a learning rate of 1e-5 move, the loss after 200, and the plan's word about the weights."""
+def fine_tuned(precision: str, dtype: torch.dtype, rounds: bool = False) -> tuple[float, float, str]:
+    """Share of weights that 50 steps at a learning rate of 1e-5 move, the loss after 200, and the plan."""
     model = net().to(dtype)
     before = [p.detach().float().clone() for p in model.parameters()]
-    with Accelerator(mixed_precision=precision, cpu=True) as acc:
-        model, optimizer = acc.prepare(model, kind(model.parameters(), lr=1e-5))
+    with Accelerator(mixed_precision=precision, cpu=True, settings=Settings(stochastic_rounding=rounds)) as acc:
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
         for _ in range(50):
             step(acc, model, optimizer)
         moved = sum(int((p.detach().float() != b).sum()) for p, b in zip(model.parameters(), before))
@@ -48,22 +52,23 @@ def fine_tuned(precision: str, dtype: torch.dtype, kind: Any = torch.optim.AdamW
 
 def test_a_small_learning_rate_moves_the_weights() -> None:
     _, exact, _ = fine_tuned("no", FP32)
-    for precision, kind, share, words in (
-        ("bf16", torch.optim.AdamW, 0.95, "4,225 trainable parameters of Sequential raised from bfloat16"),
-        ("bf16-true", torch.optim.AdamW, 0.95, "AdamW steps fp32 masters of 4,225 low-precision parameters"),
-        # Each weight moves at random by a spacing of bf16, or not at all: right in the mean, and after 50 steps some have not moved.
-        ("bf16-true", easymp.optim.AdamW, 0.7, "4,225 low-precision parameters with stochastic rounding"),
+    for precision, rounds, share, reason in (
+        ("bf16", False, 0.95, "4,225 trainable parameters of Sequential raised from bfloat16"),
+        ("bf16-true", False, 0.95, "AdamW steps fp32 masters of 4,225 low-precision parameters"),
+        # Each weight moves at random by a spacing of bf16, or not at all: right in the mean, and after 50 steps some
+        # have not moved.
+        ("bf16-true", True, 0.7, "4,225 low-precision parameters with stochastic rounding"),
     ):
-        moved, loss, plan = fine_tuned(precision, BF16, kind)
-        assert moved > share, (precision, kind)
-        assert loss == pytest.approx(exact, rel=0.01), (precision, kind)
+        moved, loss, plan = fine_tuned(precision, BF16, rounds)
+        assert moved > share, (precision, rounds)
+        assert loss == pytest.approx(exact, rel=0.01), (precision, rounds)
         (line,) = [line for line in plan.splitlines() if line.startswith("weights")]
-        assert words in line
+        assert reason in line
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp16", "O1", "O2", "fp32", "fp16-true"])
 def test_no_precision_loses_small_updates(precision: str) -> None:
-    with Accelerator(mixed_precision=precision, cpu=True, probe=False) as acc:
+    with Accelerator(mixed_precision=precision, cpu=True) as acc:
         model = nn.Linear(1, 1, bias=False).half()
         nn.init.ones_(model.weight)
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
@@ -101,18 +106,18 @@ def test_what_is_raised_stays_the_same_object() -> None:
         optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)  # on bf16 parameters, with a state of bf16
         plain(torch.arange(4)).float().square().mean().backward()
         optimizer.step()
-        held = list(plain.parameters())
+        parameters = list(plain.parameters())
         model = acc.prepare(plain)
-        assert [p is q for p, q in zip(plain.parameters(), held)] == [True] * len(held)
-        kept = {name: p.dtype for name, p in plain.named_parameters() if p.dtype != FP32}
-        assert kept == {"frozen.weight": BF16, "frozen.bias": BF16}
+        assert [p is q for p, q in zip(plain.parameters(), parameters)] == [True] * len(parameters)
+        low_precision = {name: p.dtype for name, p in plain.named_parameters() if p.dtype != FP32}
+        assert low_precision == {"frozen.weight": BF16, "frozen.bias": BF16}
         assert plain.head.weight is plain.embed.weight
         assert plain.embed.weight.grad.dtype == FP32
         prepared = acc.prepare(optimizer)  # in a later call
         assert {v.dtype for state in prepared.state.values() for v in state.values()} == {FP32}
         acc.backward(model(torch.arange(4)).square().mean())
         prepared.step()
-        count = sum(p.numel() for p in held if p.requires_grad)
+        count = sum(p.numel() for p in parameters if p.requires_grad)
         assert f"{count:,} trainable parameters of Tied" in acc.plan.weights.reason
         plain.frozen.requires_grad_(True)
         acc.backward(model(torch.arange(4)).square().mean())
@@ -123,32 +128,33 @@ def test_what_is_raised_stays_the_same_object() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("affine", [True, False])
 def test_statistics_go_with_their_weights(precision: str, affine: bool) -> None:
-    with Accelerator(mixed_precision=precision, cpu=True, probe=False) as acc:
+    with Accelerator(mixed_precision=precision, cpu=True) as acc:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=affine)).bfloat16()
         model.append(nn.Sequential(nn.Identity(), nn.BatchNorm1d(4).bfloat16().requires_grad_(False)))
         # Not the last layer: torch's fp16 autocast and frozen bf16 layers do not go together.
         first_two = Of(lambda m, x: m.model[1](m.model[0](x)), model=model)
-        called, optimizer = acc.prepare(first_two, torch.optim.SGD(model.parameters(), lr=0.1))
+        prepared, optimizer = acc.prepare(first_two, torch.optim.SGD(model.parameters(), lr=0.1))
         assert [b.dtype for b in model.buffers() if b.is_floating_point()] == [FP32, FP32, BF16, BF16]
-        acc.backward(called(torch.randn(8, 4)).sum())
+        acc.backward(prepared(torch.randn(8, 4)).sum())
         optimizer.step()
 
 
 STRATEGIES = {"local_sgd": {"every": 1}, "hsdp": {"shard_size": 2}}  # options
 
 
-def trained(names: list[str], precision: str, kind: Any) -> dict[str, dict[str, Any]]:
-    return {name: train(name, precision, kind) for name in names}
+def trained(names: list[str], precision: str, rounds: bool = False) -> dict[str, dict[str, Any]]:
+    return {name: train(name, precision, rounds) for name in names}
 
 
-def train(strategy: str, precision: str, kind: Any) -> dict[str, Any]:
-    with under(strategy, STRATEGIES.get(strategy), 1, precision, cpu=True) as acc:
+def train(strategy: str, precision: str, rounds: bool = False) -> dict[str, Any]:
+    rounding = Settings(stochastic_rounding=rounds)
+    with under(strategy, STRATEGIES.get(strategy), 1, precision, cpu=True, settings=rounding) as acc:
         torch.manual_seed(0)
         model = Tied()
         if strategy == "pipeline":
             layers = (nn.Embedding(16, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 16))
             model = nn.Sequential(*layers).bfloat16()
-        optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         model, optimizer = acc.prepare(model, optimizer)
         losses = []
         for _ in range(20):
@@ -170,39 +176,31 @@ def train(strategy: str, precision: str, kind: Any) -> dict[str, Any]:
     ],
 )
 def test_under_every_strategy(ranks: Any, names: list[str], processes: int) -> None:
-    one = train("single", "bf16", torch.optim.AdamW)
-    for found in ranks(trained, names, "bf16", torch.optim.AdamW, processes=processes):
-        for name, got in found.items():
-            assert got["dtypes"] == {FP32}
-            assert "raised from bfloat16" in got["weights"]
-            assert got["losses"][-1] < got["losses"][0] - 0.001
-            assert name == "pipeline" or got["losses"] == pytest.approx(one["losses"], rel=0.01), name
+    one = train("single", "bf16")
+    for results in ranks(trained, names, "bf16", processes=processes):
+        for name, result in results.items():
+            assert result["dtypes"] == {FP32}
+            assert "raised from bfloat16" in result["weights"]
+            assert result["losses"][-1] < result["losses"][0] - 0.001
+            assert name == "pipeline" or result["losses"] == pytest.approx(one["losses"], rel=0.01), name
 
 
 @pytest.mark.parametrize(
-    ("names", "kind", "words"),
-    [
-        (["ddp", "zero1", "local_sgd"], easymp.optim.AdamW, "stochastic rounding"),
-        (["fsdp"], torch.optim.AdamW, "masters"),
-    ],
+    ("names", "rounds", "reason"),
+    [(["ddp", "zero1", "local_sgd"], True, "stochastic rounding"), (["fsdp"], False, "masters")],
 )
-def test_kept_under_strategies(ranks: Any, names: list[str], kind: Any, words: str) -> None:
-    one = train("single", "bf16-true", kind)
-    for found in ranks(trained, names, "bf16-true", kind):
-        for name, got in found.items():
-            assert got["dtypes"] == {BF16}
-            assert words in got["weights"]
-            assert got["losses"] == pytest.approx(one["losses"], rel=0.01), name
+def test_kept_under_strategies(ranks: Any, names: list[str], rounds: bool, reason: str) -> None:
+    one = train("single", "bf16-true", rounds)
+    for results in ranks(trained, names, "bf16-true", rounds):
+        for name, result in results.items():
+            assert result["dtypes"] == {BF16}
+            assert reason in result["weights"]
+            assert result["losses"] == pytest.approx(one["losses"], rel=0.01), name
 
 
 @pytest.mark.parametrize(
     ("precision", "kind"),
-    [
-        ("bf16", torch.optim.AdamW),
-        ("bf16-true", torch.optim.AdamW),
-        ("bf16-true", easymp.optim.AdamW),
-        ("fp16-true", torch.optim.SGD),
-    ],
+    [("bf16", torch.optim.AdamW), ("bf16-true", torch.optim.AdamW), ("fp16-true", torch.optim.SGD)],
 )
 def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, precision: str, kind: Any) -> None:
     def run(steps: int, load: bool, save: bool) -> list[Tensor]:
@@ -215,26 +213,26 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, precision: str, kind: 
                 step(acc, model, optimizer)
             if save:
                 acc.save_state(str(tmp_path / "half"))
-            held = [p for group in optimizer.param_groups for p in group["params"]]  # or masters
-            return [t.detach().clone() for t in (*model.parameters(), *held)]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]  # or masters
+            return [t.detach().clone() for t in (*model.parameters(), *parameters)]
 
     run(5, False, True)
     assert all(map(torch.equal, run(10, False, False), run(5, True, False)))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_frozen_layer_that_is_added_to_train_later_is_refused(when: str) -> None:
+@pytest.mark.parametrize("thawed", ["before", "after"])
+def test_a_frozen_layer_that_is_added_to_train_later_is_refused(thawed: str) -> None:
     with Accelerator(mixed_precision="bf16", cpu=True) as acc:
         model = net().bfloat16()
         model[0].requires_grad_(False)
         model, optimizer = acc.prepare(model, torch.optim.SGD(model[2].parameters(), lr=1e-4))
 
         def train() -> None:
-            model[0].requires_grad_(when == "before")
+            model[0].requires_grad_(thawed == "before")
             optimizer.add_param_group({"params": model[0].parameters()})
             model[0].requires_grad_(True)
             step(acc, model, optimizer)
 
         with pytest.raises(StepError, match=r"'0.weight' trains now, but was .* in no optimizer .* stayed"):
             train()
-        assert len(optimizer.param_groups) == (1 if when == "before" else 2)
+        assert len(optimizer.param_groups) == (1 if thawed == "before" else 2)

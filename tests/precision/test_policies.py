@@ -1,4 +1,7 @@
-"""What fp32, tf32, bf16, fp16 and the levels O0 to O3 do to a model: types inside, types outside, and that each trains."""
+"""What fp32, tf32, bf16, fp16 and the levels O0 to O3 do to a model.
+
+Types inside, types outside, and that each trains.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from easymp import Accelerator, AutocastKwargs, BatchError
+from easymp import Accelerator, AutocastKwargs, BatchError, Settings
 
 from ..strategies.models import Of
 
@@ -26,7 +29,9 @@ def tiny(shape: Any = lambda y: y) -> nn.Module:
 
 
 def prepared(model: nn.Module, precision: str, **options: Any) -> nn.Module:
-    with Accelerator(mixed_precision=precision, cpu=True, kwargs_handlers=[AutocastKwargs(**options)]) as acc:
+    with Accelerator(
+        mixed_precision=precision, cpu=True, settings=Settings(autocast_options=AutocastKwargs(**options))
+    ) as acc:
         return acc.prepare(model)
 
 
@@ -37,48 +42,48 @@ def outputs(precision: str, shape: Any = lambda y: y, **options: Any) -> Any:
 @pytest.mark.parametrize(("precision", "compute"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_products_run_in_half_and_come_out_in_fp32(precision: str, compute: torch.dtype) -> None:
     model = tiny()
-    seen: list[torch.dtype] = []
-    model.layer.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    dtypes: list[torch.dtype] = []
+    model.layer.register_forward_hook(lambda _, inputs, output: dtypes.append(output.dtype))
     y = prepared(model, precision)(torch.randn(2, 4))
-    assert seen == [compute] and y.dtype == FP32
+    assert dtypes == [compute] and y.dtype == FP32
     y.sum().backward()
     assert {t.dtype for p in model.parameters() for t in (p, p.grad)} == {FP32}
     assert not torch.is_autocast_enabled("cpu")
 
 
 CONTAINERS: dict[str, tuple[Any, Any]] = {  # of the output, and how its tensors are read
-    "tuple": (lambda y: (y, [y]), lambda out: [out[0], out[1][0]]),
-    "dict": (lambda y: {"y": y, "more": {"deep": (y,)}}, lambda out: [out["y"], out["more"]["deep"][0]]),
-    "Pair": (lambda y: Pair(y, None), lambda out: [out.logits]),
-    "max": (lambda y: y.max(dim=1), lambda out: [out.values]),
-    "OrderedDict": (lambda y: OrderedDict(y=y), lambda out: [out["y"]]),
-    "UserDict": (lambda y: UserDict(y=y), lambda out: [out["y"]]),
-    "Record": (Record, lambda out: [out.logits]),
-    "PackedSequence": (lambda y: pack_sequence([y, y[:1]]), lambda out: [out.data]),
+    "tuple": (lambda y: (y, [y]), lambda y: [y[0], y[1][0]]),
+    "dict": (lambda y: {"y": y, "more": {"deep": (y,)}}, lambda y: [y["y"], y["more"]["deep"][0]]),
+    "Pair": (lambda y: Pair(y, None), lambda y: [y.logits]),
+    "max": (lambda y: y.max(dim=1), lambda y: [y.values]),
+    "OrderedDict": (lambda y: OrderedDict(y=y), lambda y: [y["y"]]),
+    "UserDict": (lambda y: UserDict(y=y), lambda y: [y["y"]]),
+    "Record": (Record, lambda y: [y.logits]),
+    "PackedSequence": (lambda y: pack_sequence([y, y[:1]]), lambda y: [y.data]),
 }
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_every_floating_output_is_fp32_in_its_own_container(name: str) -> None:
     wrap, tensors = CONTAINERS[name]
-    out = outputs("bf16", wrap)
-    assert type(out) is type(wrap(torch.randn(2, 3)))
-    assert {y.dtype for y in tensors(out)} == {FP32}
+    result = outputs("bf16", wrap)
+    assert type(result) is type(wrap(torch.randn(2, 3)))
+    assert {y.dtype for y in tensors(result)} == {FP32}
 
 
 def test_double_precision_is_not_thrown_away() -> None:
     """Autocast leaves float64 alone; so must what comes after it."""
     extras = (torch.tensor([1, 2]), "word", None, torch.ones(2, dtype=torch.complex64))
-    y, z, *rest = outputs("bf16", lambda y: (y, y.double() + 1e-12, *extras))
+    y, z, *rest_of_outputs = outputs("bf16", lambda y: (y, y.double() + 1e-12, *extras))
     assert (y.dtype, z.dtype) == (FP32, torch.float64)
-    assert all(a is b for a, b in zip(rest, extras))
+    assert all(a is b for a, b in zip(rest_of_outputs, extras))
 
 
 def test_another_output_type_or_none() -> None:
-    for precision, asked in (("bf16", torch.bfloat16), ("fp16", torch.bfloat16), ("bf16", None)):
-        assert outputs(precision, output_dtype=asked).dtype == torch.bfloat16
-    shown = object()
-    assert outputs("bf16", lambda _: shown, output_dtype=None) is shown
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.bfloat16), ("bf16", None)):
+        assert outputs(precision, output_dtype=dtype).dtype == torch.bfloat16
+    result = object()
+    assert outputs("bf16", lambda _: result, output_dtype=None) is result
 
 
 class Odd(UserDict):
@@ -95,9 +100,9 @@ def test_outputs_that_cannot_be_rebuilt_are_said() -> None:
 def test_the_weight_cache_can_be_turned_off() -> None:
     def casts(cache_enabled: bool) -> int:
         layer = nn.Linear(4, 4)
-        called = prepared(nn.Sequential(layer, layer, layer), "bf16", cache_enabled=cache_enabled)
+        model = prepared(nn.Sequential(layer, layer, layer), "bf16", cache_enabled=cache_enabled)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            called(torch.ones(1, 4))
+            model(torch.ones(1, 4))
         return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
 
     assert casts(True) < casts(False)
@@ -126,19 +131,19 @@ def test_the_table_of_levels(level: str) -> None:
         assert acc.scaler.enabled == scaled
         assert acc.scaler.get_scale() == (65536.0 if scaled else 1.0)
         model = net()
-        given = list(model.parameters())
+        parameters = list(model.parameters())
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert all(a is b for a, b in zip(given, model.parameters()))
+        assert all(a is b for a, b in zip(parameters, model.parameters()))
         assert {p.dtype for m in (model[1], model[5]) for p in m.parameters()} == {param}
-        kept = (*model[2].parameters(), *model[2].buffers())
-        assert {t.dtype for t in kept if t.is_floating_point()} == {norm}
+        norm_tensors = (*model[2].parameters(), *model[2].buffers())
+        assert {t.dtype for t in norm_tensors if t.is_floating_point()} == {norm}
         assert model[2].num_batches_tracked.dtype == torch.int64
-        held = {p.dtype for group in optimizer.param_groups for p in group["params"]}
-        assert held == ({FP32} if masters else {param, norm})
-        seen: list[Any] = []
-        model[5].register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
+        stepped_dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+        assert stepped_dtypes == ({FP32} if masters else {param, norm})
+        dtypes: list[Any] = []
+        model[5].register_forward_hook(lambda _, inputs, output: dtypes.append((inputs[0].dtype, output.dtype)))
         assert model(torch.randn(8, 12)).dtype == FP32
-        assert seen[0][1] == (FP32 if level == "O0" else FP16)
+        assert dtypes[0][1] == (FP32 if level == "O0" else FP16)
 
 
 def test_buffers_and_tied_parameters_are_cast_once() -> None:
@@ -152,8 +157,8 @@ def test_buffers_and_tied_parameters_are_cast_once() -> None:
     with Accelerator(mixed_precision="O2", cpu=True) as acc:
         acc.prepare(model)
     assert model.head.weight is model.embed.weight
-    whole = ("index", "plain.num_batches_tracked")
-    assert all(t.dtype == (torch.int64 if n in whole else FP16) for n, t in model.state_dict().items())
+    integers = ("index", "plain.num_batches_tracked")
+    assert all(t.dtype == (torch.int64 if n in integers else FP16) for n, t in model.state_dict().items())
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -161,16 +166,16 @@ def test_nested_inputs_are_cast_in(level: str) -> None:
     reads = Of(lambda m, batch, scale: (batch["x"].dtype, batch["n"].dtype, scale.dtype))
     batch = {"x": torch.ones(2), "n": torch.arange(2)}
     with Accelerator(mixed_precision=level, cpu=True) as acc:
-        seen = acc.prepare(reads)(batch, scale=torch.ones((), dtype=torch.float64))
-    assert seen == (FP16, torch.int64, FP16)
+        dtypes = acc.prepare(reads)(batch, scale=torch.ones((), dtype=torch.float64))
+    assert dtypes == (FP16, torch.int64, FP16)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_outputs_have_the_dtype_that_was_asked_for(level: str) -> None:
-    for asked, wanted in ((None, FP16), (torch.bfloat16, torch.bfloat16)):
-        options = [AutocastKwargs(output_dtype=asked)]
-        with Accelerator(mixed_precision=level, cpu=True, kwargs_handlers=options) as acc:
-            assert acc.prepare(nn.Linear(4, 4))(torch.ones(2, 4)).dtype == wanted
+    for output_dtype, expected in ((None, FP16), (torch.bfloat16, torch.bfloat16)):
+        options = Settings(autocast_options=AutocastKwargs(output_dtype=output_dtype))
+        with Accelerator(mixed_precision=level, cpu=True, settings=options) as acc:
+            assert acc.prepare(nn.Linear(4, 4))(torch.ones(2, 4)).dtype == expected
 
 
 @pytest.mark.parametrize(("level", "product"), [("O0", FP32), ("O1", FP16), ("O2", FP32), ("O3", FP32)])

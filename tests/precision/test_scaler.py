@@ -28,26 +28,26 @@ def sgd(*parameters: nn.Parameter, **options: object) -> torch.optim.SGD:
 
 def values(rule: GradScalerKwargs, steps: str) -> list[float]:
     """The scale after each step."""
-    scaler, found = Scaler(rule), {"o": torch.tensor(1.0), "g": torch.tensor(0.0)}
-    return [(scaler.advance(found[step]), scaler.get_scale())[1] for step in steps]
+    scaler, flags = Scaler(rule), {"o": torch.tensor(1.0), "g": torch.tensor(0.0)}
+    return [(scaler.advance(flags[step]), scaler.get_scale())[1] for step in steps]
 
 
 def model(rule: GradScalerKwargs, steps: str) -> Iterator[float]:
     """DeepSpeed's DynamicGradScalerKwargsr and torch's rule, in plain numbers (growth_delay tells them apart)."""
-    scale, patience, good = rule.init_scale, rule.hysteresis, 0
+    scale, patience, good_steps = rule.init_scale, rule.hysteresis, 0
     for step in steps:
         if step == "o":
-            good = 0
+            good_steps = 0
             if patience > 1:
                 patience -= 1
             else:
                 scale = max(scale * rule.backoff_factor, rule.min_scale)
         else:
-            good += 1
+            good_steps += 1
             if rule.refill_each_step:
                 patience = rule.hysteresis
-            if good == rule.growth_interval + rule.growth_delay:
-                good = rule.growth_delay
+            if good_steps == rule.growth_interval + rule.growth_delay:
+                good_steps = rule.growth_delay
                 scale = min(scale * rule.growth_factor, rule.max_scale)
                 patience = rule.hysteresis
         yield scale
@@ -63,9 +63,9 @@ def model(rule: GradScalerKwargs, steps: str) -> Iterator[float]:
     bounds=st.sampled_from([(0.0, INF), (64.0, 1024.0), (1.0, INF), (0.0, 512.0)]),
 )
 def test_every_rule_is_the_models(steps, interval, delay, hysteresis, refill, bounds):
-    more = {"refill_each_step": refill, "min_scale": bounds[0], "max_scale": bounds[1]}
-    more |= {"growth_interval": interval, "growth_delay": delay, "hysteresis": hysteresis}
-    rule = GradScalerKwargs(256.0, **more)
+    options = {"refill_each_step": refill, "min_scale": bounds[0], "max_scale": bounds[1]}
+    options |= {"growth_interval": interval, "growth_delay": delay, "hysteresis": hysteresis}
+    rule = GradScalerKwargs(256.0, **options)
     assert values(rule, steps) == list(model(rule, steps))
 
 
@@ -91,14 +91,14 @@ def test_impossible_rules_are_refused() -> None:
 
 
 def pair() -> tuple[Scaler, torch.amp.GradScaler]:
-    theirs = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-    return Scaler(GradScalerKwargs(256.0, growth_interval=3)), theirs
+    torch_scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    return Scaler(GradScalerKwargs(256.0, growth_interval=3)), torch_scaler
 
 
 def train(scaler, optimizer, events):
     """The scale after each event: good step, overflow, overflow after unscale_, clipped step."""
     (p,) = optimizer.param_groups[0]["params"]
-    seen = []
+    scales = []
     for event in events:
         optimizer.zero_grad()
         factor = {"overflow": INF, "nan": math.nan}.get(event, 1.0)
@@ -108,8 +108,8 @@ def train(scaler, optimizer, events):
             torch.nn.utils.clip_grad_norm_([p], 0.5)
         scaler.step(optimizer)
         scaler.update()
-        seen.append(scaler.get_scale())
-    return [*seen, p.detach().tolist()]
+        scales.append(scaler.get_scale())
+    return [*scales, p.detach().tolist()]
 
 
 EVENTS = st.lists(st.sampled_from(["good", "good", "overflow", "nan", "clip"]), max_size=25)
@@ -123,25 +123,25 @@ def test_step_for_step_as_torch(before: list[str], after: list[str], kind: str) 
             return torch.optim.Adam([parameter()], lr=0.1, fused=True)
         return sgd(momentum=0.9 if kind == "momentum" else 0.0)
 
-    (ours, theirs), (mine, his) = pair(), (optimizer(), optimizer())
-    assert train(ours, mine, before) == train(theirs, his, before)
-    assert ours.state_dict() == {**theirs.state_dict(), "hysteresis": 1}
+    (scaler, torch_scaler), (our_optimizer, torch_optimizer) = pair(), (optimizer(), optimizer())
+    assert train(scaler, our_optimizer, before) == train(torch_scaler, torch_optimizer, before)
+    assert scaler.state_dict() == {**torch_scaler.state_dict(), "hysteresis": 1}
     # Each goes on from the other's state.
     swapped_ours, swapped_theirs = pair()
-    swapped_ours.load_state_dict(theirs.state_dict())
-    swapped_theirs.load_state_dict(ours.state_dict())
-    assert train(swapped_ours, mine, after) == train(swapped_theirs, his, after)
+    swapped_ours.load_state_dict(torch_scaler.state_dict())
+    swapped_theirs.load_state_dict(scaler.state_dict())
+    assert train(swapped_ours, our_optimizer, after) == train(swapped_theirs, torch_optimizer, after)
 
 
 def test_the_state_has_what_is_left_of_hysteresis() -> None:
     rule = GradScalerKwargs(256.0, hysteresis=3)
-    scaler, again = Scaler(rule), Scaler(rule)
+    scaler, resumed = Scaler(rule), Scaler(rule)
     scaler.advance(torch.tensor(1.0))
-    again.load_state_dict(scaler.state_dict())
-    assert again.state_dict() == scaler.state_dict()
+    resumed.load_state_dict(scaler.state_dict())
+    assert resumed.state_dict() == scaler.state_dict()
     for _ in range(2):
-        again.advance(torch.tensor(1.0))
-    assert again.get_scale() == 128
+        resumed.advance(torch.tensor(1.0))
+    assert resumed.get_scale() == 128
 
 
 def test_each_wrong_order_says_which_call_came_too_early() -> None:
@@ -160,10 +160,10 @@ def test_each_wrong_order_says_which_call_came_too_early() -> None:
         scaler.unscale_(optimizer)
     with pytest.raises(StepError, match=r"step\(\) was called twice"):
         scaler.step(optimizer)
-    half = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    scaler.scale(half.sum()).backward()
+    fp16_parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    scaler.scale(fp16_parameter.sum()).backward()
     with pytest.raises(StepError, match="a gradient is float16"):
-        scaler.unscale_(sgd(half))
+        scaler.unscale_(sgd(fp16_parameter))
 
 
 def test_momentum_of_a_skipped_first_step_is_not_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,10 +180,10 @@ def test_momentum_of_a_skipped_first_step_is_not_left_to_chance(monkeypatch: pyt
     torch.testing.assert_close(p.data, torch.full((3,), 0.9))
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_an_update_by_hand(used: bool) -> None:
+@pytest.mark.parametrize("has_scaled", [False, True])
+def test_an_update_by_hand(has_scaled: bool) -> None:
     scaler = Scaler(GradScalerKwargs(4.0))
-    if used:
+    if has_scaled:
         scaler.scale(torch.ones(()))
     for new in (8.0, torch.tensor(16.0)):
         scaler.update(new)

@@ -1,4 +1,4 @@
-"""Each moment of a step belongs to one phase, on the host and on a device that is not here; the table, and its sentences."""
+"""Each moment of a step belongs to one phase, on the host and on a device that is not here; the table and sentences."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from easymp.profiling import breakdown
-from easymp.profiling.breakdown import Breakdown, Mark, read, timeline
+from easymp.profiling.breakdown import Breakdown, read
 
 # -- events as kineto gives them, made by hand: also those of a GPU that is not here -----------------------------------
 
 ANNOTATION, FUNCTION, BACKWARD = 7, 0, 1
-FACTS = {
+DEFAULTS = {
     "start_thread_id": 1,
     "correlation_id": 0,
     "linked_correlation_id": 0,
     "device_index": -1,
     "nbytes": 0,
+    "is_async": False,
 }
 
 
@@ -27,12 +28,20 @@ class Event:
     """Times in µs; kineto's are in ns."""
 
     def __init__(
-        self, what: str, begin: float, end: float, kind: int = FUNCTION, device: str = "CPU", **more: Any
+        self, name: str, begin: float, end: float, scope: int = FUNCTION, device: str = "CPU", **fields: Any
     ) -> None:
-        start, stop, place = int(begin * 1000), int(end * 1000), SimpleNamespace(name=device)
-        facts = {"name": what, "start_ns": start, "end_ns": stop, "duration_ns": stop - start, "scope": kind}
-        for name, fact in {**facts, "device_type": place, "is_async": False, **FACTS, **more}.items():
-            setattr(self, name, lambda fact=fact: fact)
+        start, stop = int(begin * 1000), int(end * 1000)
+        times = {"start_ns": start, "end_ns": stop, "duration_ns": stop - start}
+        fields = {
+            "name": name,
+            "scope": scope,
+            "device_type": SimpleNamespace(name=device),
+            **times,
+            **DEFAULTS,
+            **fields,
+        }
+        for field, value in fields.items():
+            setattr(self, field, lambda value=value: value)
 
 
 def step(number: int, begin: float, end: float) -> Event:
@@ -43,19 +52,13 @@ def mark(phase: str, begin: float, end: float) -> Event:
     return Event(f"easymp: {phase}", begin, end, ANNOTATION)
 
 
-def gloo(what: str, begin: float, end: float) -> Event:
-    return Event(f"gloo:{what}", begin, end, ANNOTATION, start_thread_id=3, is_async=True)
+def gloo(name: str, begin: float, end: float) -> Event:
+    return Event(f"gloo:{name}", begin, end, ANNOTATION, start_thread_id=3, is_async=True)
 
 
-def kernel(name: str, begin: float, end: float, of: Event | None, index: int = 0) -> Event:
-    return Event(
-        name,
-        begin,
-        end,
-        device="CUDA",
-        device_index=index,
-        linked_correlation_id=of.correlation_id() if of else 99999,
-    )
+def kernel(name: str, begin: float, end: float, launcher: Event | None, index: int = 0) -> Event:
+    launcher_id = launcher.correlation_id() if launcher else 99999
+    return Event(name, begin, end, device="CUDA", device_index=index, linked_correlation_id=launcher_id)
 
 
 def memory(at: float, size: int, device: str = "CPU", index: int = -1) -> Event:
@@ -69,38 +72,36 @@ def count(events: list[Any], steps: set[str], base: int = 0) -> Breakdown:
     return result
 
 
-def us(times: dict[str, int]) -> dict[str, float]:
+def microseconds(times: dict[str, int]) -> dict[str, float]:
     return {phase: ns / 1000 for phase, ns in times.items()}
 
 
-def parsed(text: str) -> list[tuple[str, int, int]]:
-    found = re.findall(r"([a-z ]+) (-?\d+)-(\d+)", text)
-    return [(phase.strip(), int(begin), int(end)) for phase, begin, end in found]
+def marks_of(text: str) -> list[Event]:
+    matches = re.findall(r"([a-z ]+) (-?\d+)-(\d+)", text)
+    return [mark(phase.strip(), int(begin), int(end)) for phase, begin, end in matches]
 
 
 @pytest.mark.parametrize(
     ("marks", "expected"),
     [
-        ("", "other 0-100"),
+        ("", {"other": 100}),
         # The loss lies between forward and backward, also where gradients are cleared in between.
         (
             "forward 10-20, optimizer 22-24, backward 30-60",
-            "other 0-10, forward 10-20, loss 20-22, optimizer 22-24, loss 24-30, backward 30-60, other 60-100",
+            {"forward": 10, "loss": 8, "optimizer": 2, "backward": 30, "other": 50},
         ),
-        (  # another batch in between
+        # another batch in between
+        (
             "forward 10-20, data wait 30-40, backward 50-60",
-            "other 0-10, forward 10-20, other 20-30, data wait 30-40, other 40-50, backward 50-60, other 60-100",
+            {"data wait": 10, "forward": 10, "backward": 10, "other": 70},
         ),
-        (  # a closure: the inner mark counts
-            "optimizer 0-100, forward 10-40, backward 40-80",
-            "optimizer 0-10, forward 10-40, backward 40-80, optimizer 80-100",
-        ),
-        ("forward -50-10, backward 95-130", "forward 0-10, loss 10-95, backward 95-100"),
+        # a closure: the inner mark counts
+        ("optimizer 0-100, forward 10-40, backward 40-80", {"forward": 30, "backward": 40, "optimizer": 30}),
+        ("forward -50-10, backward 95-130", {"forward": 10, "loss": 85, "backward": 5}),
     ],
 )
-def test_the_timeline_has_no_gap(marks: str, expected: str) -> None:
-    found = timeline([Mark(begin, end, phase) for phase, begin, end in parsed(marks)], 0, 100)
-    assert [(part.phase, part.begin, part.end) for part in found] == parsed(expected)
+def test_each_moment_has_one_phase(marks: str, expected: dict[str, int]) -> None:
+    assert microseconds(count([step(0, 0, 100), *marks_of(marks)], {"ProfilerStep#0"}).time) == expected
 
 
 NODE = [
@@ -122,7 +123,7 @@ REGION = [Event("## Call CompiledFxGraph f00 ##", 0, 400, 7)]
 
 
 @pytest.mark.parametrize(
-    ("marks", "flight", "events", "expected", "hidden"),
+    ("marks", "collective", "events", "expected", "hidden"),
     [
         # Behind mm it is hidden, else waited for; the node of backward around both does not count as work.
         ("backward 300-900", (500, 850), NODE, {"other": 400, "backward": 390, "communication": 210}, 140),
@@ -137,17 +138,17 @@ REGION = [Event("## Call CompiledFxGraph f00 ##", 0, 400, 7)]
     ],
 )
 def test_the_host_waits_for_a_collective_only_where_nothing_runs(
-    marks: str, flight: tuple[int, int], events: list[Event], expected: dict[str, int], hidden: int
+    marks: str, collective: tuple[int, int], events: list[Event], expected: dict[str, int], hidden: int
 ) -> None:
-    marked = [mark(phase, begin, end) for phase, begin, end in parsed(marks)]
-    result = count([step(0, 0, 1000), *marked, gloo("all_reduce", *flight), *events], {"ProfilerStep#0"})
-    assert us(result.time) == expected
+    recorded = [step(0, 0, 1000), *marks_of(marks), gloo("all_reduce", *collective), *events]
+    result = count(recorded, {"ProfilerStep#0"})
+    assert microseconds(result.time) == expected
     assert result.hidden == hidden * 1000
 
 
 def on_gpu() -> list[Event]:
     """A step of 1000 µs on the host, with kernels until 1300."""
-    mm, back, reduce, adam, copy = (
+    mm, backward, reduce, adam, copy = (
         Event("aten::mm", 100, 120, correlation_id=1),
         Event("aten::mm", 320, 330, correlation_id=2, start_thread_id=2),
         Event("c10d::allreduce_", 340, 350, correlation_id=3, start_thread_id=2),
@@ -156,17 +157,14 @@ def on_gpu() -> list[Event]:
     )
     host = [
         step(3, 0, 1000),
-        mark("data wait", 0, 100),
-        mark("forward", 100, 300),
-        mark("backward", 300, 650),
-        mark("optimizer", 700, 800),
-        *(mm, back, reduce, adam, copy),
+        *marks_of("data wait 0-100, forward 100-300, backward 300-650, optimizer 700-800"),
+        *(mm, backward, reduce, adam, copy),
         Event("nccl:all_reduce", 340, 345, 7),
     ]
     device = [
         kernel("Memcpy HtoD (Pinned -> Device)", 20, 150, copy),
         kernel("ampere_sgemm_128x64", 130, 400, mm),
-        kernel("ampere_sgemm_128x64", 450, 900, back),
+        kernel("ampere_sgemm_128x64", 450, 900, backward),
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 800, 1100, reduce),
         kernel("multi_tensor_apply_kernel", 1100, 1300, adam),
         kernel("easymp: forward", 130, 400, mm),  # torch repeats annotations in the device's rows
@@ -180,10 +178,11 @@ def test_on_a_device_kernels_belong_to_the_phase_that_launched_them() -> None:
     assert read(on_gpu(), {"ProfilerStep#3"}).device == 1  # the busiest card
     result = count([e for e in on_gpu() if e.device_index() != 1], {"ProfilerStep#3"})
     assert result.steps == [1_000_000]
-    # The copy alone runs for 110 µs; the host waits for data for 20 more. Idle from 400 to 450, while the host is in backward.
+    # The copy alone runs for 110 µs; the host waits for data for 20 more. Idle from 400 to 450, while the host is in
+    # backward.
     expected = {"data wait": 130, "forward": 270, "backward": 500, "communication": 200, "optimizer": 200}
-    assert us(result.time) == expected
-    assert us(result.idle) == {"data wait": 20, "backward": 50}
+    assert microseconds(result.time) == expected
+    assert microseconds(result.idle) == {"data wait": 20, "backward": 50}
     assert result.hidden == 100_000
 
 
@@ -196,8 +195,8 @@ def test_peaks_of_memory(device: str) -> None:
     events += [memory(at, size, device, index) for at, size in sizes.items()]
     events += [kernel("k", 10, 20, None)] if device == "CUDA" else []
     base = 4000 if device == "CUDA" else 0
-    found = count(events, {"ProfilerStep#0"}, base).peak
-    assert found == {"forward": base + 1500, "backward": base + 850, "other": base}
+    peaks = count(events, {"ProfilerStep#0"}, base).peak
+    assert peaks == {"forward": base + 1500, "backward": base + 850, "other": base}
     assert count([e for e in events if e.name() != "[memory]"], {"ProfilerStep#0"}).peak == {}
 
 
@@ -205,7 +204,7 @@ def test_complete_steps_count_and_without_any_all_counts_as_one() -> None:
     events = [step(2, 0, 100), step(3, 100, 180), step(4, 180, 999), mark("forward", 0, 999)]
     result = count(events, {"ProfilerStep#2", "ProfilerStep#3"})
     assert result.steps == [100_000, 80_000]
-    assert us(result.time) == {"forward": 180}
+    assert microseconds(result.time) == {"forward": 180}
     assert count([mark("forward", 50, 90), Event("aten::mm", 90, 130)], set()).steps == [80_000]
     assert count([], set()).total == 0
 
@@ -215,18 +214,17 @@ def test_complete_steps_count_and_without_any_all_counts_as_one() -> None:
 MS = 1_000_000
 
 
-def made(rank: int = 0, device: str = "cpu", idle: dict[str, int] | None = None, **phases: int) -> Breakdown:
+def two_steps(rank: int = 0, device: str = "cpu", idle: dict[str, int] | None = None, **phases: int) -> Breakdown:
     """Two steps, with phases in ms a step and ``_`` for a blank."""
     time = {name.replace("_", " "): ms * 2 * MS for name, ms in phases.items()}
-    return Breakdown(
-        rank, device, [sum(time.values()) // 2] * 2, time, {k: v * 2 * MS for k, v in (idle or {}).items()}
-    )
+    idle_time = {name: ms * 2 * MS for name, ms in (idle or {}).items()}
+    return Breakdown(rank, device, [sum(time.values()) // 2] * 2, time, idle_time)
 
 
 def test_the_table_adds_up_and_stands_in_columns() -> None:
-    own = made(device="cuda:0", data_wait=10, forward=20, backward=60, other=10, idle={"forward": 15})
-    own.peak = {"forward": 3 << 20, "backward": 5 << 20}
-    assert breakdown.table(own).splitlines() == [
+    result = two_steps(device="cuda:0", data_wait=10, forward=20, backward=60, other=10, idle={"forward": 15})
+    result.peak = {"forward": 3 << 20, "backward": 5 << 20}
+    assert breakdown.table(result).splitlines() == [
         "phase      ms a step  share  cuda:0 idle  peak memory",
         "data wait      10.00   10 %         0.00",
         "forward        20.00   20 %        15.00      3.0 MiB",
@@ -237,40 +235,34 @@ def test_the_table_adds_up_and_stands_in_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phases", "workers", "said"),
+    ("phases", "workers", "expected"),
     [
         ({"forward": 30, "backward": 70}, 0, ["70 %"]),
         ({"data_wait": 31, "backward": 69}, 0, ["69 %", "num_workers=2"]),
         ({"data_wait": 31, "backward": 69}, 4, ["69 %", "num_workers=4"]),
-        ({"communication": 20, "backward": 80}, 0, ["80 %", "20.0 ms"]),
+        ({"communication": 20, "backward": 80}, 0, ["80 %", "for 20.0 ms; 9.0 ms more"]),
         ({"optimizer": 40, "backward": 60}, 0, ["60 %", "40.0 ms"]),
         ({"other": 50, "backward": 40}, 0, ["56 %", "50.0 ms"]),
-        ({"forward": 40, "backward": 60, "idle": {"forward": 30}}, 0, ["60 %", "30.0 ms of the step, the most in forward"]),
+        ({"forward": 40, "backward": 60, "idle": {"forward": 30}}, 0, ["60 %", "30.0 ms of the step, the most in f"]),
+        ({}, 0, []),
     ],
 )  # fmt: skip
-def test_causes_of_waiting_have_a_sentence(phases: dict[str, Any], workers: int, said: list[str]) -> None:
-    own = made(**phases)
-    found = breakdown.sentences(own, [own], workers)
-    assert len(found) == len(said)
-    assert all(words in sentence for words, sentence in zip(said, found))
-
-
-def test_hidden_communication_and_unlike_steps() -> None:
-    own = made(communication=20, backward=80)
-    own.hidden, own.steps = 2 * 9 * MS, [20 * MS, 100 * MS]
-    found = breakdown.sentences(own)
-    assert "9.0 ms more" in found[1] and "100.0 ms, the shortest 20.0 ms" in found[-1]
-    assert breakdown.sentences(Breakdown(0, "cpu")) == []
+def test_causes_of_waiting_have_a_sentence(phases: dict[str, Any], workers: int, expected: list[str]) -> None:
+    result = two_steps(**phases)
+    result.hidden = 2 * 9 * MS
+    sentences = breakdown.sentences(result, [result], workers)
+    assert len(sentences) == len(expected)
+    assert all(text in sentence for text, sentence in zip(expected, sentences))
 
 
 def test_ranks_have_a_line_each_and_the_slowest_is_named() -> None:
-    ranks = [made(0, forward=50, communication=50), made(1, forward=60, data_wait=40)]
-    assert breakdown.of_ranks(ranks).splitlines() == [
+    ranks = [two_steps(0, forward=50, communication=50), two_steps(1, forward=60, data_wait=40)]
+    assert breakdown.rank_table(ranks).splitlines() == [
         "rank  ms a step  own work  communication  data wait",
         "0        100.00     50.00          50.00       0.00",
         "1        100.00    100.00           0.00      40.00",
     ]
     assert "Rank 1 is the slowest (its loader)" in breakdown.sentences(ranks[0], ranks)[-1]
-    assert breakdown.straggler([ranks[0], made(1, forward=55, communication=45)]) == []
-    many = breakdown.of_ranks([made(r, forward=100 + r) for r in range(64)]).splitlines()
-    assert len(many) == 1 + breakdown.ROWS + 1 and many[1].startswith("0 ") and many[-2].startswith("63 ")
+    assert breakdown.slowest_rank([ranks[0], two_steps(1, forward=55, communication=45)]) == []
+    lines = breakdown.rank_table([two_steps(r, forward=100 + r) for r in range(64)]).splitlines()
+    assert len(lines) == 1 + breakdown.ROWS + 1 and lines[1].startswith("0 ") and lines[-2].startswith("63 ")

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from easymp import Accelerator
 from easymp.base.dtensor import local
 
+from ..words import make_accelerator
+
 STEPS, BATCH, WIDTH, WORDS, LENGTH = 8, 24, 16, 19, 6
 
 
@@ -79,9 +81,7 @@ def conv() -> nn.Module:
     def stage(a: int, b: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
 
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 3, 4)), stage(1, 6), stage(6, 10), nn.Flatten(), nn.Linear(120, 5)
-    )
+    return nn.Sequential(nn.Unflatten(1, (1, 3, 4)), stage(1, 6), stage(6, 10), nn.Flatten(), nn.Linear(120, 5))
 
 
 MODELS = {"mlp": mlp, "conv": conv, "tied": Tied, "idle": Idle}
@@ -98,10 +98,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def under(
-    strategy: str | None = None, options: Any = None, steps: int = 1, precision: str = "no", **more: Any
+    strategy: str | None = None, options: Any = None, steps: int = 1, precision: str = "no", **settings: Any
 ) -> Accelerator:
-    more |= {"strategy": strategy, "strategy_options": options, "gradient_accumulation_steps": steps}
-    return Accelerator(mixed_precision=precision, **more)
+    words = {"strategy": strategy, "strategy_options": options, "gradient_accumulation_steps": steps, **settings}
+    return make_accelerator(mixed_precision=precision, **words)
 
 
 def part(acc: Accelerator, batch: Tensor) -> Tensor:
@@ -109,29 +109,36 @@ def part(acc: Accelerator, batch: Tensor) -> Tensor:
     return batch.chunk(acc.num_processes)[acc.process_index]
 
 
-def message(error: Any, call: Any, *args: Any, **how: Any) -> str:
+def message(error: Any, call: Any, *args: Any, **keywords: Any) -> str:
     """What the error says that `call` raises."""
     with pytest.raises(error) as caught:
-        call(*args, **how)
+        call(*args, **keywords)
     return str(caught.value)
 
 
-def refuses(error: Any, words: str, call: Any, *args: Any, **how: Any) -> None:
+def refuses(error: Any, pattern: str, call: Any, *args: Any, **keywords: Any) -> None:
     """`call` raises this error, which holds these words."""
-    assert words in (said := message(error, call, *args, **how)), said
+    assert pattern in (error_text := message(error, call, *args, **keywords)), error_text
 
 
 def mean_square(outputs: Tensor) -> Tensor:
     return outputs.square().mean()
 
 
-def train_step(acc: Accelerator, model: nn.Module, loss_fn: Any, x: Any, y: Any = None, **how: Any) -> Tensor:
-    """Forward and backward as a script writes them, or by `forward_backward` where the schedule of a pipeline needs it."""
+def train_step(acc: Accelerator, model: nn.Module, loss_fn: Any, x: Any, y: Any = None, **keywords: Any) -> Tensor:
+    """Forward and backward as a script writes them, or by `forward_backward` where a pipeline's schedule needs it."""
     if getattr(acc._prepared.strategy.options, "schedule", "gpipe") != "gpipe":
-        return acc.forward_backward(model, loss_fn, x, target=y, **how)
+        return acc.forward_backward(model, loss_fn, x, target=y, **keywords)
     loss = loss_fn(model(x)) if y is None else loss_fn(model(x), y)
-    acc.backward(loss, **how)
+    acc.backward(loss, **keywords)
     return loss.detach()
+
+
+def update(acc: Accelerator, optimizer: Any, loss: Tensor) -> None:
+    """One update, as a script writes it."""
+    acc.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -149,11 +156,14 @@ def classes(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def train(
     acc: Accelerator, kind: Any, clip: float | None = None, optimizer: Any = adamw, draw: Any = classes
 ) -> dict[str, Any]:
-    """`STEPS` updates, in which the ranks share each micro-batch: losses, gradient norms and skipped steps, parameters, buffers."""
+    """`STEPS` updates, in which the ranks share each micro-batch.
+
+    Losses, gradient norms and skipped steps, parameters, buffers.
+    """
     model = make(kind)
-    given: Any = optimizer(list(model.parameters()))
-    schedule: Any = torch.optim.lr_scheduler.LinearLR(given, 1.0, 0.2, STEPS)
-    model, given, schedule = acc.prepare(model, given, schedule)
+    prepared: Any = optimizer(list(model.parameters()))
+    schedule: Any = torch.optim.lr_scheduler.LinearLR(prepared, 1.0, 0.2, STEPS)
+    model, prepared, schedule = acc.prepare(model, prepared, schedule)
     spread = acc._prepared.strategy
     generator = torch.Generator().manual_seed(7)
     losses, norms, skipped = [], [], []
@@ -164,13 +174,13 @@ def train(
             with acc.accumulate(model):
                 total += train_step(acc, model, nn.functional.cross_entropy, x, y)
                 norm = acc.clip_grad_norm_(model.parameters(), clip or 1e9)
-                given.step()
+                prepared.step()
                 schedule.step()
-                given.zero_grad()
+                prepared.zero_grad()
         losses.append(float(acc.reduce(total, "mean")))
         norms.append(float(norm))
         skipped.append(acc.optimizer_step_was_skipped)
-    states = [v for per in given.state.values() for v in per.values() if isinstance(v, Tensor) and v.ndim]
+    states = [v for per in prepared.state.values() for v in per.values() if isinstance(v, Tensor) and v.ndim]
     return {
         "losses": losses,
         "norms": norms,
@@ -191,10 +201,10 @@ def trained(
     clip: float | None,
     precision: str = "no",
     options: Any = None,
-    **more: Any,
+    **settings: Any,
 ) -> dict[str, Any]:
     """`train` under a strategy."""
-    with under(strategy, options, steps, precision, **more) as acc:
+    with under(strategy, options, steps, precision, **settings) as acc:
         return train(acc, kind, clip)
 
 

@@ -24,14 +24,14 @@ SHAPES = {2: (3,), 3: (3, 5), 4: (3, 4, 2), 5: (3, 2, 2, 3)}
 
 def norm(dims: int = 4, **options: Any) -> nn.Module:
     torch.manual_seed(1)
-    made = KINDS[dims](3, **options)
-    for parameter in made.parameters():
+    module = KINDS[dims](3, **options)
+    for parameter in module.parameters():
         nn.init.uniform_(parameter, 0.5, 2)
-    return made
+    return module
 
 
 def ran(model: nn.Module, batches: list[Tensor], autocast: bool = False) -> dict[str, Any]:
-    """Outputs, gradients of inputs and parameters, and buffers, after a weighted sum of squares and cubes of the outputs."""
+    """Outputs, gradients of inputs and parameters, and buffers, for a loss of squares and cubes of the outputs."""
     outputs, of_inputs = [], []
     for batch in batches:
         x = batch.clone().requires_grad_()
@@ -60,35 +60,32 @@ def spread(model: nn.Module, batches: list[list[Tensor]], autocast: bool = False
     """`ran` on this rank's part of each batch, synchronised; gradients of parameters are summed over the ranks."""
     with joined() as world:
         convert_sync_batchnorm(model)
-        found = ran(model, [parts[world.rank] for parts in batches], autocast)
-        for name, gradient in found["parameters"].items():
-            found["parameters"][name] = None if gradient is None else world.reduce(gradient)
-        return found
+        results = ran(model, [parts[world.rank] for parts in batches], autocast)
+        for name, gradient in results["parameters"].items():
+            results["parameters"][name] = None if gradient is None else world.reduce(gradient)
+        return results
 
 
 def batches(dims: int, counts: list[int], center: float = 3.0, dtype: Any = None) -> list[list[Tensor]]:
     torch.manual_seed(2)
-    return [
-        [(torch.randn(n, *SHAPES[dims]) * 2 + center).to(dtype or torch.float32) for n in counts]
-        for _ in range(3)
-    ]
+    return [[(torch.randn(n, *SHAPES[dims]) * 2 + center).to(dtype or torch.float32) for n in counts] for _ in range(3)]
 
 
-def compare(ranks: Any, model: nn.Module, given: Any, rtol: float, atol: float, *how: bool) -> list[Any]:
+def compare(ranks: Any, model: nn.Module, inputs: Any, rtol: float, atol: float, *autocast: bool) -> list[Any]:
     """Each rank's results, which are those of one process."""
-    one = ran(copy.deepcopy(model), [torch.cat(parts) for parts in given], *how)
-    several = ranks(spread, model, given, *how, processes=len(given[0]))
+    one = ran(copy.deepcopy(model), [torch.cat(parts) for parts in inputs], *autocast)
+    results = ranks(spread, model, inputs, *autocast, processes=len(inputs[0]))
     for kind in ("outputs", "inputs"):
-        for step, whole in enumerate(one[kind]):
-            parts = torch.cat([got[kind][step] for got in several])
-            assert parts.dtype == whole.dtype
-            torch.testing.assert_close(parts, whole, rtol=rtol, atol=atol)
-    for got in several:
+        for step, expected in enumerate(one[kind]):
+            parts = torch.cat([got[kind][step] for got in results])
+            assert parts.dtype == expected.dtype
+            torch.testing.assert_close(parts, expected, rtol=rtol, atol=atol)
+    for got in results:
         assert len(got["inputs"]) == len(one["inputs"])
         for kind in ("parameters", "buffers"):
             assert got[kind].keys() == one[kind].keys()
             torch.testing.assert_close(got[kind], one[kind], rtol=rtol, atol=20 * atol)
-    return several
+    return results
 
 
 @pytest.mark.parametrize(
@@ -112,30 +109,51 @@ def test_it_is_batch_norm_of_all_ranks_samples(ranks, dims, counts, options, fro
 
 @pytest.mark.parametrize("tracked", [True, False])
 def test_evaluation_is_local(ranks: Any, tracked: bool) -> None:
-    model, given = norm(track_running_stats=tracked).eval(), batches(4, [3, 2])
-    for rank, got in enumerate(ranks(spread, model, given)):
-        alone = ran(copy.deepcopy(model), [parts[rank] for parts in given])["outputs"]
-        assert all(torch.equal(a, b) for a, b in zip(got["outputs"], alone))
+    model, inputs = norm(track_running_stats=tracked).eval(), batches(4, [3, 2])
+    for rank, got in enumerate(ranks(spread, model, inputs)):
+        expected = ran(copy.deepcopy(model), [parts[rank] for parts in inputs])["outputs"]
+        assert all(torch.equal(a, b) for a, b in zip(got["outputs"], expected))
 
 
 def test_a_large_mean_costs_no_digits(ranks: Any) -> None:
     """Sums of squares in fp32 would leave nothing of a variance of 4 beside a mean of 30 000."""
-    given = batches(4, [4, 3], center=30000.0)
-    exact = ran(norm().double(), [torch.cat(parts).double() for parts in given])["outputs"]
-    several = ranks(spread, norm(), given)
-    for step, whole in enumerate(exact):
-        parts = torch.cat([got["outputs"][step] for got in several]).double()
-        torch.testing.assert_close(parts, whole, rtol=1e-3, atol=2e-3)
+    inputs = batches(4, [4, 3], center=30000.0)
+    exact = ran(norm().double(), [torch.cat(parts).double() for parts in inputs])["outputs"]
+    results = ranks(spread, norm(), inputs)
+    for step, expected in enumerate(exact):
+        parts = torch.cat([got["outputs"][step] for got in results]).double()
+        torch.testing.assert_close(parts, expected, rtol=1e-3, atol=2e-3)
 
 
 def test_under_autocast_statistics_are_fp32(ranks: Any) -> None:
-    given = batches(4, [4, 3], center=100.0, dtype=torch.bfloat16)
-    exact = torch.cat(given[-1]).float().mean((0, 2, 3))
-    for got in compare(ranks, norm(), given, 0.02, 0.02, True):
+    inputs = batches(4, [4, 3], center=100.0, dtype=torch.bfloat16)
+    exact = torch.cat(inputs[-1]).float().mean((0, 2, 3))
+    for got in compare(ranks, norm(), inputs, 0.02, 0.02, True):
         assert got["outputs"][0].dtype == torch.bfloat16
         assert got["buffers"]["running_mean"].dtype == torch.float32
         # bf16 sums would be off by tens
         assert (got["buffers"]["running_mean"] / (1 - 0.9**3) - exact).abs().max() < 1
+
+
+def penalty(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    """Gradients of a squared gradient."""
+    x = batch.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((model(x) ** 3).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def synchronized_penalty(model: nn.Module, parts: list[Tensor]) -> dict[str, Tensor]:
+    with joined() as world:
+        grads = penalty(convert_sync_batchnorm(model), parts[world.rank])
+        return {name: world.reduce(grad) for name, grad in grads.items()}
+
+
+def test_the_gradient_of_a_gradient(ranks: Any) -> None:
+    model, (parts, *_) = norm(), batches(4, [3, 2])
+    expected = penalty(copy.deepcopy(model), torch.cat(parts))
+    for grads in ranks(synchronized_penalty, model, parts):
+        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-3)
 
 
 def one_value(count: int) -> None:
@@ -179,18 +197,18 @@ def tensors(model: nn.Module) -> dict[str, int]:
 
 
 def test_conversion_changes_classes_only() -> None:
-    shared, x, seen = nn.BatchNorm2d(2), torch.ones(2, 2, 1, 1), []
+    shared, x, calls = nn.BatchNorm2d(2), torch.ones(2, 2, 1, 1), []
     inner = nn.Sequential(nn.BatchNorm1d(3).eval(), nn.InstanceNorm2d(3), nn.GroupNorm(1, 2))
     model = nn.ModuleDict({"a": shared, "b": inner, "c": shared, "d": Named(2)})
     before = list(map(id, model.modules())), tensors(model)
-    shared.register_forward_hook(lambda *_: seen.append(1))
+    shared.register_forward_hook(lambda *_: calls.append(1))
     expected = shared(x)
     assert convert_sync_batchnorm(model) is model
     assert (list(map(id, model.modules())), tensors(model)) == before
-    kinds = [type(m) for m in (model.a, *model.b, model.d)]
-    assert kinds == [SyncBatchNorm, SyncBatchNorm, nn.InstanceNorm2d, nn.GroupNorm, SyncBatchNorm]
+    classes = [type(m) for m in (model.a, *model.b, model.d)]
+    assert classes == [SyncBatchNorm, SyncBatchNorm, nn.InstanceNorm2d, nn.GroupNorm, SyncBatchNorm]
     assert not model.b[0].training and model.d.eps == 1e-3
-    assert torch.equal(model.c(x), expected) and len(seen) == 2  # one process: plain batch-norm
+    assert torch.equal(model.c(x), expected) and len(calls) == 2  # one process: plain batch-norm
     root = nn.BatchNorm1d(3)
     assert convert_sync_batchnorm(root) is root and type(root) is SyncBatchNorm
     assert type(SyncBatchNorm.convert_sync_batchnorm(nn.SyncBatchNorm(3))) is SyncBatchNorm
@@ -199,18 +217,18 @@ def test_conversion_changes_classes_only() -> None:
 def test_what_would_be_lost_is_refused() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), Activated(2))
     nn.utils.parametrize.register_parametrization(inner := nn.BatchNorm1d(3), "weight", nn.Identity())
-    for given, words in (
+    for module, pattern in (
         (model, "module '1' is a Activated, a batch-norm that adds forward"),
         (nn.LazyBatchNorm1d(), "the model is a LazyBatchNorm1d without a shape yet"),
         (nn.Sequential(inner), "module '0' is a ParametrizedBatchNorm1d"),
     ):
-        assert words in message(PrepareError, convert_sync_batchnorm, given)
+        assert pattern in message(PrepareError, convert_sync_batchnorm, module)
     assert type(model[0]) is nn.BatchNorm2d
 
 
 def norms_in(model: nn.Module) -> list[str]:
-    kinds = {type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    return sorted(kind.__name__ for kind in kinds)
+    classes = {type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    return sorted(kind.__name__ for kind in classes)
 
 
 def check_conversion(size: int) -> None:

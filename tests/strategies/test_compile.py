@@ -21,11 +21,11 @@ def counting(graph: Any, inputs: Any) -> Any:
 
 
 def trained(
-    strategy: str, kind: str, compile: Any, options: Any = None, precision: str = "no", which: Any = False
+    strategy: str, kind: str, compile: Any, options: Any = None, precision: str = "no", checkpointing: Any = False
 ) -> dict[str, Any]:
     GRAPHS.clear()
     torch._dynamo.reset()
-    with under(strategy, options, 2, precision, compile=compile, activation_checkpointing=which) as acc:
+    with under(strategy, options, 2, precision, compile=compile, activation_checkpointing=checkpointing) as acc:
         return {**train(acc, kind, 0.1), "graphs": len(GRAPHS)}
 
 
@@ -33,14 +33,14 @@ EAGER = {what: CompileOptions(what=what, backend=counting) for what in ("model",
 AOT = {what: CompileOptions(what=what, backend="aot_eager") for what in ("model", "blocks")}
 
 
-@pytest.mark.parametrize(("what", "which"), [("model", False), ("blocks", True)])
-def test_alone(what: str, which: bool) -> None:
-    agree(trained("single", "tied", AOT[what], which=which), trained("single", "tied", False))
+@pytest.mark.parametrize(("target", "checkpointing"), [("model", False), ("blocks", True)])
+def test_alone(target: str, checkpointing: bool) -> None:
+    agree(trained("single", "tied", AOT[target], checkpointing=checkpointing), trained("single", "tied", False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "what", "options", "which", "size"),
+    ("strategy", "target", "options", "checkpointing", "size"),
     [
         ("ddp", "model", None, False, 2),
         ("ddp", "blocks", None, True, 2),
@@ -49,23 +49,23 @@ def test_alone(what: str, which: bool) -> None:
         ("hsdp", "blocks", {"shard_size": 2}, True, 4),
     ],
 )
-def test_on_ranks(ranks, strategy: str, what: str, options: Any, which: bool, size: int) -> None:
+def test_on_ranks(ranks, strategy: str, target: str, options: Any, checkpointing: bool, size: int) -> None:
     one = trained("single", "tied", False)
-    for got in ranks(trained, strategy, "tied", AOT[what], options, "no", which, processes=size, timeout=110):
+    for got in ranks(trained, strategy, "tied", AOT[target], options, "no", checkpointing, processes=size, timeout=110):
         agree(got, one)
 
 
 def test_one_graph_for_the_model_and_one_for_all_blocks() -> None:
     for precision in ("no", "bf16"):
-        for what, most in (("model", 1), ("blocks", 2)):  # inputs with and without a gradient
-            assert 1 <= trained("single", "tied", EAGER[what], precision=precision)["graphs"] <= most
+        for target, limit in (("model", 1), ("blocks", 2)):  # inputs with and without a gradient
+            assert 1 <= trained("single", "tied", EAGER[target], precision=precision)["graphs"] <= limit
 
 
 def test_the_model_stays_the_users() -> None:
     model = make("tied")
     names = list(model.state_dict()), [n for n, _ in model.named_modules()]
-    for how in EAGER.values():
-        with under(compile=how) as acc:
+    for options in EAGER.values():
+        with under(compile=options) as acc:
             view = acc.prepare(model)
             assert isinstance(view, Tied)
             assert (list(view.state_dict()), [n for n, _ in view.named_modules()]) == names
@@ -81,31 +81,29 @@ def test_a_model_that_the_user_compiled() -> None:
         model = acc.prepare(torch.compile(make("tied"), backend=counting))
         acc.backward(model(torch.ones(2, 12)).sum())
         assert GRAPHS
-    inside = make("tied")
-    inside.blocks[0].compile(backend="eager")
-    again = "is compiled already, and compile= asks for it again"
-    for what, model, words in (
-        ("model", torch.compile(make("tied"), backend="eager"), again),
-        ("model", inside, again),
+    partly_compiled = make("tied")
+    partly_compiled.blocks[0].compile(backend="eager")
+    refusal = "is compiled already, and compile= asks for it again"
+    for target, model, pattern in (
+        ("model", torch.compile(make("tied"), backend="eager"), refusal),
+        ("model", partly_compiled, refusal),
         ("blocks", make("mlp"), "compile='blocks' means the repeated blocks of a model,"),
     ):
-        with under(compile=what) as acc:
-            assert words in message(PrepareError, acc.prepare, model)
+        with under(compile=target) as acc:
+            assert pattern in message(PrepareError, acc.prepare, model)
 
 
 @pytest.mark.parametrize(
-    ("given", "backend", "words"),
+    ("setting", "pattern"),
     [
-        ("block", None, r"compile='block' is not one of no, model, blocks, did you mean 'blocks'\?"),
-        (1.5, None, "compile=1.5 is neither one of no, model, blocks nor a table"),
-        (True, "inductor", "both compile and dynamo_backend"),
-        (CompileOptions(), "AOT_eager", "both compile and dynamo_backend"),
-        (False, "inducter", r"no backend 'inducter' here, did you mean 'inductor'\?"),
+        ("block", r"compile='block' is not one of no, model, blocks, did you mean 'blocks'\?"),
+        (1.5, "compile=1.5 is neither one of no, model, blocks nor a table"),
+        ({"backend": "inducter"}, r"no backend 'inducter' here, did you mean 'inductor'\?"),
     ],
 )
-def test_wrong_ways_to_ask(given: Any, backend: Any, words: str) -> None:
-    with pytest.raises(SettingError, match=words):
-        Accelerator(compile=given, dynamo_backend=backend)
+def test_wrong_ways_to_ask(setting: Any, pattern: str) -> None:
+    with pytest.raises(SettingError, match=pattern):
+        Accelerator(compile=setting)
 
 
 def graphs_of_a_chain(strategy: str) -> int:

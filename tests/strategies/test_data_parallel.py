@@ -23,7 +23,7 @@ def test_one_device_is_the_plain_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "wanted", "chosen"),
+    ("device", "indices", "expected"),
     [
         ("cpu", None, ()),
         ("cuda:0", None, (0, 1, 2)),
@@ -34,13 +34,13 @@ def test_one_device_is_the_plain_model(kind: str) -> None:
         ("cpu", (0, 1), r"there are 0 accelerators here, counted from 0: leave out \[0, 1\]"),
     ],
 )
-def test_which_devices(monkeypatch: pytest.MonkeyPatch, device: str, wanted: Any, chosen: Any) -> None:
+def test_which_devices(monkeypatch: pytest.MonkeyPatch, device: str, indices: Any, expected: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    if isinstance(chosen, tuple):
-        assert choose_devices(torch.device(device), wanted) == chosen
+    if isinstance(expected, tuple):
+        assert choose_devices(torch.device(device), indices) == expected
     else:
-        with pytest.raises(RefusedError, match=chosen):
-            choose_devices(torch.device(device), wanted)
+        with pytest.raises(RefusedError, match=expected):
+            choose_devices(torch.device(device), indices)
 
 
 @pytest.mark.gpu

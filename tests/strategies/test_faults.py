@@ -1,51 +1,59 @@
-"""What goes wrong on one rank, in every strategy: an overflow skips the step on all, a rank that is killed is named by the others."""
+"""What goes wrong on one rank, in every strategy.
+
+An overflow skips the step on all, a rank that is killed is named by the others.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from easymp import Accelerator
-from easymp.base.dtensor import local
-from easymp.distributed import hang_report
+from easymp.distributed import mailbox
 
+from ..words import make_accelerator
 from .models import make, mean_square, train_step, whole
 from .ways import WAYS, Way
 
 SEVERAL = [label for label, way in WAYS.items() if way.sizes[0] > 1]
 
 
-def accelerator(way: Way, **more: Any) -> Accelerator:
-    return Accelerator(strategy=way.strategy, strategy_options=dict(way.options), **more)
+def accelerator(case: Way, **settings: Any) -> Accelerator:
+    return make_accelerator(strategy=case.strategy, strategy_options=dict(case.options), **settings)
 
 
-def overflow(way: Way) -> list[tuple[bool, float, bool]]:
-    """Of five steps, in the second of which the last rank's loss overflows, and in the fourth its gradients: whether it was
-    skipped, the scale after it, and whether parameters moved."""
-    found = []
-    with accelerator(way, mixed_precision="fp16") as acc:
+def overflowing(outputs: torch.Tensor, factor: float, steep: bool) -> torch.Tensor:
+    loss = outputs.sum() / 1000 * factor
+    return loss + (outputs * 0).sum().sqrt() if steep else loss
+
+
+def overflow(case: Way) -> list[tuple[bool, float, bool]]:
+    """Whether each of five steps was skipped, the scale after it, and whether parameters moved.
+
+    On the last rank the second loss overflows, and the fourth one's gradients.
+    """
+    steps = []
+    with accelerator(case, mixed_precision="fp16") as acc:
         model = make("mlp")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         last = acc.process_index == acc.num_processes - 1
         for step in range(5):
             factor = torch.inf if last and step == 1 else 1
-            loss_fn = lambda outputs, factor=factor: outputs.sum() / 1000 * factor  # noqa: E731
+            steep = last and step == 3  # the root of zero is finite, and its gradient is not
+            loss_fn = partial(overflowing, factor=factor, steep=steep)
             train_step(acc, model, loss_fn, torch.randn(8, 12))
-            here = [p for p in model.parameters() if not p.is_meta]
-            before = [whole(p) for p in here]
-            for p in here if last and step == 3 else ():
-                if p.grad is not None:
-                    local(p.grad).fill_(torch.inf)
+            parameters = [p for p in model.parameters() if not p.is_meta]
+            before = [whole(p) for p in parameters]
             optimizer.step()
             optimizer.zero_grad()
-            moved = any(not torch.equal(whole(p), old) for p, old in zip(here, before))
-            found.append((acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved))
-    return found
+            moved = any(not torch.equal(whole(p), old) for p, old in zip(parameters, before))
+            steps.append((acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved))
+    return steps
 
 
 @pytest.mark.parametrize("label", WAYS)
@@ -54,17 +62,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, label: str) -
     assert ranks(overflow, WAYS[label], processes=WAYS[label].sizes[0]) == [expected] * WAYS[label].sizes[0]
 
 
-def killed(way: Way, victim: int, where: str) -> None:
+def killed(case: Way, victim: int, phase: str) -> None:
     # for the answer of a rank that cannot give one; this process ends with the test
-    hang_report.PATIENCE = timedelta(seconds=1)
-    with accelerator(way, mixed_precision="no", timeout=8) as acc:
+    mailbox.PATIENCE = 1.0
+    with accelerator(case, mixed_precision="no", timeout=8) as acc:
         model = make("tied")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        one_call = way.options.get("schedule", "gpipe") != "gpipe"
+        one_call = case.options.get("schedule", "gpipe") != "gpipe"
         for step in range(4):
 
-            def die(*places: str, now: bool = step == 2 and acc.process_index == victim) -> None:
-                if now and where in places:
+            def die(*phases: str, is_time: bool = step == 2 and acc.process_index == victim) -> None:
+                if is_time and phase in phases:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             die("forward", *["backward"] * one_call)
@@ -80,17 +88,17 @@ def killed(way: Way, victim: int, where: str) -> None:
             optimizer.zero_grad()
 
 
-def check_killed(ranks: Any, label: str, where: str, victim: int) -> None:
+def check_killed(ranks: Any, label: str, phase: str, victim: int) -> None:
     size = WAYS[label].sizes[0]
     victim %= size
-    found = ranks.fails(killed, WAYS[label], victim, where, processes=size)
-    assert found[victim] == ("SIGKILL", "killed by signal 9")
-    for rank, failure in enumerate(found):
+    failures = ranks.fails(killed, WAYS[label], victim, phase, processes=size)
+    assert failures[victim] == ("SIGKILL", "killed by signal 9")
+    for rank, failure in enumerate(failures):
         if rank != victim:
             assert failure.type == "WorldError", failure
-            words = [f"rank {victim}: no answer: it has ended, was killed, or is stopped"]
-            words += ["rank 0, which holds the store"] * (victim == 0)
-            assert any(one in failure.message for one in words), failure
+            patterns = [f"rank {victim}: no answer: it has ended, was killed, or is stopped"]
+            patterns += ["rank 0, which holds the store"] * (victim == 0)
+            assert any(one in failure.message for one in patterns), failure
 
 
 FOUR = [pytest.param(label, marks=pytest.mark.slow) for label in SEVERAL if WAYS[label].sizes[0] > 2]
@@ -102,7 +110,7 @@ def test_a_rank_that_is_killed_in_backward_is_named(ranks: Any, label: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "victim"), [("forward", 0), ("step", -1)])
+@pytest.mark.parametrize(("phase", "victim"), [("forward", 0), ("step", -1)])
 @pytest.mark.parametrize("label", SEVERAL)
-def test_a_rank_that_is_killed_anywhere_is_named(ranks: Any, label: str, where: str, victim: int) -> None:
-    check_killed(ranks, label, where, victim)
+def test_a_rank_that_is_killed_anywhere_is_named(ranks: Any, label: str, phase: str, victim: int) -> None:
+    check_killed(ranks, label, phase, victim)

@@ -18,20 +18,15 @@ from easymp import (
     SettingError,
     StepError,
 )
+from easymp.compat.accelerate import Accelerator
 from easymp.strategies.blocks import find_blocks
 
-from .models import Of, Tied, adamw, agree, make, mean_square, part, refuses, sgd, trained, under, whole
+from .models import Of, Tied, adamw, agree, make, mean_square, part, refuses, sgd, trained, under, update, whole
 
 ROWS = [
     ({"wrap": 500, "cpu_offload": True}, 3, 0.1),
     ({"wrap": ["Linear", "LayerNorm"], "reduce_every_micro_batch": True}, 3, 0.1),
-    (
-        FSDPOptions(
-            wrap=("Block", "Sequential"), reshard_after_forward=False, reduce_every_micro_batch=False
-        ),
-        3,
-        0.1,
-    ),
+    (FSDPOptions(wrap=("Block", "Sequential"), reshard_after_forward=False, reduce_every_micro_batch=False), 3, 0.1),
     ({"ignore": ("blocks.1",)}, 1, None),
     ({"ignore": ("*.bias", "embed.weight")}, 3, 0.1),
 ]
@@ -39,10 +34,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("options", "steps", "clip"), ROWS)
 def test_options_change_no_number(ranks, options: Any, steps: int, clip: float | None) -> None:
-    one, results = (
-        trained("single", "tied", steps, clip),
-        ranks(trained, "fsdp", "tied", steps, clip, "no", options),
-    )
+    one, results = (trained("single", "tied", steps, clip), ranks(trained, "fsdp", "tied", steps, clip, "no", options))
     ignores = isinstance(options, dict) and "ignore" in options
     for got in results:
         agree(got, one)
@@ -53,22 +45,22 @@ def test_options_change_no_number(ranks, options: Any, steps: int, clip: float |
 
 def by_hand(strategy: str) -> list[list[torch.Tensor]]:
     """Gradients after three ways to say when they are averaged."""
-    found = []
-    for how in ("no_sync", "trigger", "each"):
-        plugin = GradientAccumulationPlugin(3, sync_each_batch=True) if how == "each" else None
-        options = {"ignore": "blocks.0"} if (how, strategy) == ("each", "fsdp") else None
-        with under(strategy, options, gradient_accumulation_plugin=plugin) as acc:
+    gradients = []
+    for mode in ("no_sync", "trigger", "each"):
+        plugin = GradientAccumulationPlugin(3, sync_each_batch=True) if mode == "each" else None
+        options = {"ignore": "blocks.0"} if (mode, strategy) == ("each", "fsdp") else None
+        with under(strategy, options, gradient_accumulation_plugin=plugin, kind=Accelerator) as acc:
             model = acc.prepare(make("tied"))
             x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
             backward = lambda: acc.backward(mean_square(model(x)))  # noqa: B023, E731
-            if how == "no_sync":
+            if mode == "no_sync":
                 with acc.no_sync(model):
                     backward()
                     with acc.no_sync(model):
                         backward()
                     backward()
                 backward()
-            elif how == "each":  # what is averaged stays averaged
+            elif mode == "each":  # what is averaged stays averaged
                 for _ in range(3):
                     with acc.accumulate(model):
                         backward()
@@ -79,8 +71,8 @@ def by_hand(strategy: str) -> list[list[torch.Tensor]]:
                     with acc.trigger_sync_in_backward(model):
                         acc.backward(loss)
             acc.clip_grad_value_(model.parameters(), 0.01)
-            found.append([whole(p.grad) for p in model.parameters()])
-    return found
+            gradients.append([whole(p.grad) for p in model.parameters()])
+    return gradients
 
 
 def test_accumulation_by_hand(ranks) -> None:
@@ -90,7 +82,7 @@ def test_accumulation_by_hand(ranks) -> None:
         torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
 
 
-def early(options: Any) -> tuple[bool, str]:
+def first_micro_batch(options: Any) -> tuple[bool, str]:
     """Whether the first of two micro-batches leaves reduced gradients, and what the plan says."""
     with under("fsdp", options, steps=2, cpu=True) as acc:
         model = acc.prepare(Words())
@@ -100,15 +92,15 @@ def early(options: Any) -> tuple[bool, str]:
 
 
 def test_memory_decides_when_gradients_are_reduced(ranks) -> None:
-    many = "2 micro-batches an update"
-    for memory, wanted, words in (("2MiB", True, "do not fit"), ("1GiB", False, "fit")):
-        for reduced, reason in ranks(early, None, env={"EASYMP_MEMORY": memory}):
-            assert reduced is wanted
-            way = "reduced to shards at each" if wanted else "whole and are reduced at the last"
-            pattern = rf"{many}; gradients .*{way}: .* of whole gradients {words} beside .* a rank of .*"
+    prefix = "2 micro-batches an update"
+    for memory, reduces, fit in (("2MiB", True, "do not fit"), ("1GiB", False, "fit")):
+        for reduced, reason in ranks(first_micro_batch, None, env={"EASYMP_MEMORY": memory}):
+            assert reduced is reduces
+            schedule = "reduced to shards at each" if reduces else "whole and are reduced at the last"
+            pattern = rf"{prefix}; gradients .*{schedule}: .* of whole gradients {fit} beside .* a rank of .*"
             assert re.fullmatch(pattern, reason), reason
-    for reduced, reason in ranks(early, {"reduce_every_micro_batch": True}):
-        assert reduced and reason == f"{many}; gradients are reduced to shards at each"
+    for reduced, reason in ranks(first_micro_batch, {"reduce_every_micro_batch": True}):
+        assert reduced and reason == f"{prefix}; gradients are reduced to shards at each"
 
 
 class Reads(nn.Module):
@@ -140,19 +132,19 @@ class Words(nn.Module):
         blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(64, 400, bias=False)
-        self.register_buffer("place", torch.randn(6, 64, generator=torch.Generator().manual_seed(1)))
-        self.seen: set[torch.dtype] = set()
+        self.register_buffer("positions", torch.randn(6, 64, generator=torch.Generator().manual_seed(1)))
+        self.dtypes: set[torch.dtype] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x) + self.place
-        self.seen.add(self.place.dtype)
+        x = self.embed(x) + self.positions
+        self.dtypes.add(self.positions.dtype)
         for block in self.blocks:
             x = x + block(x)
         return self.head(self.norm(x))
 
 
 def traffic(call: Any, model: nn.Module) -> tuple[int, int, int]:
-    """Bytes gathered in forward, bytes of whole weights that are saved when it has ended, and bytes gathered in backward."""
+    """Bytes gathered in forward, of whole weights that are saved when it has ended, and gathered in backward."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     gather, shapes = getattr(dist, name), {p.shape for p in model.parameters() if p.ndim > 1}
     gathered, saved = [0], {}
@@ -169,9 +161,9 @@ def traffic(call: Any, model: nn.Module) -> tuple[int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, name, counted)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = call(torch.arange(12).view(2, 6))
+            output = call(torch.arange(12).view(2, 6))
         forward, alive = gathered[0], sum(storage.nbytes() for storage in saved.values())
-        out.float().square().mean().backward()
+        output.float().square().mean().backward()
     return forward, alive, gathered[0] - forward
 
 
@@ -179,7 +171,7 @@ def beside_plain(strategy: str, options: Any, precision: str) -> tuple[Any, ...]
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with under(strategy, options, precision=precision) as acc:
-        plain, ours = Words(), Words()
+        plain, prepared = Words(), Words()
         mesh = None
         if strategy == "hsdp":
             mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -187,13 +179,13 @@ def beside_plain(strategy: str, options: Any, precision: str) -> tuple[Any, ...]
         for part in (plain.embed, *plain.blocks, plain.head, plain):
             policy = MixedPrecisionPolicy(dtype, torch.float32)
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # type: ignore[call-overload]
-        plain.place = plain.place.to(dtype)
-        ours = acc.prepare(ours)
-        parameter: Any = ours.head.weight
-        found = traffic(plain, plain), traffic(ours, ours)
-        dtypes = ours.seen | {ours(torch.arange(12).view(2, 6)).dtype}
-        dtypes |= {p.dtype for p in ours.parameters()} | {p.grad.dtype for p in ours.parameters()}
-        return *found, dtypes, parameter.to_local().numel()
+        plain.positions = plain.positions.to(dtype)
+        prepared = acc.prepare(prepared)
+        parameter: Any = prepared.head.weight
+        bytes_moved = traffic(plain, plain), traffic(prepared, prepared)
+        dtypes = prepared.dtypes | {prepared(torch.arange(12).view(2, 6)).dtype}
+        dtypes |= {p.dtype for p in prepared.parameters()} | {p.grad.dtype for p in prepared.parameters()}
+        return *bytes_moved, dtypes, parameter.to_local().numel()
 
 
 def gains() -> nn.Module:
@@ -203,18 +195,18 @@ def gains() -> nn.Module:
     return Of(call, gain=nn.Parameter(torch.ones(32)), **parts)
 
 
-def recomputed(strategy: str, which: Any) -> tuple[float, float]:
-    with under(strategy, precision="bf16", activation_checkpointing=which, cpu=True) as acc:
+def recomputed(strategy: str, checkpointing: Any) -> tuple[float, float]:
+    with under(strategy, precision="bf16", activation_checkpointing=checkpointing, cpu=True) as acc:
         torch.manual_seed(0)
         model = acc.prepare(nn.Sequential(*(gains() for _ in range(3))))
-        out = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(1)))
-        acc.backward(out.square().mean())
-        return float(out.detach().sum()), float(whole(model[0].gain.grad).sum())
+        output = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(1)))
+        acc.backward(output.square().mean())
+        return float(output.detach().sum()), float(whole(model[0].gain.grad).sum())
 
 
-@pytest.mark.parametrize("which", [True, "LayerNorm"])
-def test_what_is_computed_again_sees_the_same_weights(ranks, which: Any) -> None:
-    assert ranks(recomputed, "fsdp", which)[0] == pytest.approx(ranks(recomputed, "ddp", False)[0], rel=0.02)
+@pytest.mark.parametrize("checkpointing", [True, "LayerNorm"])
+def test_what_is_computed_again_sees_the_same_weights(ranks, checkpointing: Any) -> None:
+    assert ranks(recomputed, "fsdp", checkpointing)[0] == pytest.approx(ranks(recomputed, "ddp", False)[0], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +216,9 @@ def test_what_is_computed_again_sees_the_same_weights(ranks, which: Any) -> None
 def test_it_gathers_and_keeps_what_plain_fully_shard_does(ranks, strategy, options, processes, precision):
     model = Words()
     size = sum(p.numel() for p in model.parameters()) * (4 if precision == "no" else 2)
-    for plain, ours, dtypes, shard in ranks(beside_plain, strategy, options, precision, processes=processes):
-        assert ours == pytest.approx(plain, rel=0.01)
-        assert ours[:2] == pytest.approx((size, 0), rel=0.01)
+    for plain, prepared, dtypes, shard in ranks(beside_plain, strategy, options, precision, processes=processes):
+        assert prepared == pytest.approx(plain, rel=0.01)
+        assert prepared[:2] == pytest.approx((size, 0), rel=0.01)
         assert dtypes == {torch.float32} and shard == model.head.weight.numel() // 2
 
 
@@ -236,13 +228,11 @@ def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> Non
     model.extra.bias = model.blocks[1].think[0].bias
     assert find_blocks(model, "blocks") == [model.blocks[0], model.blocks[2]]
     assert model.embed not in find_blocks(model, ("Embedding", "Block"))
-
-
-def test_parts_of_another_dtype_are_on_their_own() -> None:
+    # Parts of another dtype are on their own.
     inner = nn.Sequential(nn.BatchNorm2d(8), nn.Linear(8, 8).half())
-    model = nn.Sequential(nn.Conv2d(1, 8, 3).half(), nn.BatchNorm2d(8), inner)
+    mixed = nn.Sequential(nn.Conv2d(1, 8, 3).half(), nn.BatchNorm2d(8), inner)
     for wrap in ("blocks", 10**6, ("BatchNorm2d",)):
-        assert find_blocks(model, wrap) == [model[1], inner[0]]
+        assert find_blocks(mixed, wrap) == [mixed[1], inner[0]]
 
 
 @pytest.mark.on_ranks(2)
@@ -251,39 +241,35 @@ def test_refusals_have_sentences() -> None:
     refuses(SettingError, no_option, under, "fsdp", {"reshard": True})
     no_record = "takes FSDPOptions, or a dict of its fields, not a DistributedDataParallelKwargs"
     refuses(SettingError, no_record, under, "fsdp", DistributedDataParallelKwargs())
-    for option, value, words in (
+    for option, value, pattern in (
         ("wrap", ("Blok",), "no module in this Tied is a 'Blok', did you mean 'Block'?"),
         ("ignore", "blocs", "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'"),
         ("ignore", "*", "leaves no parameter to shard"),
-        (
-            "ignore",
-            "blocks",
-            "AdamW has foreach=True for sharded and ignored parameters together (param group 0)",
-        ),
+        ("ignore", "blocks", "AdamW has foreach=True for sharded and ignored parameters together (param group 0)"),
     ):
         with under("fsdp", {option: value}) as acc:
             model = make("tied")
             lists = torch.optim.AdamW(model.parameters(), foreach=True)
-            refuses(PrepareError, words, acc.prepare, model, lists)
+            refuses(PrepareError, pattern, acc.prepare, model, lists)
     with under("fsdp") as acc:
         model = make("mlp")
-        late, stepped = sgd(list(model.parameters())), adamw(list(model.parameters()))
+        foreign, stepped = sgd(list(model.parameters())), adamw(list(model.parameters()))
         model(torch.ones(1, 12)).sum().backward()
         stepped.step()
         scalar, last = nn.Linear(2, 2), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
         scalar.gain = nn.Parameter(torch.ones(()))
         mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
         refuses(PrepareError, "AdamW has state for parameter '0.weight'", acc.prepare, model, stepped)
-        refuses(PrepareError, "parameter 'gain' is 0-dim", acc.prepare, scalar)
-        refuses(PrepareError, "parameter 'weight' is not contiguous", acc.prepare, last)
+        refuses(PrepareError, "parameter 'gain', which fsdp shards along dimension 0, is 0-dim", acc.prepare, scalar)
+        refuses(PrepareError, "is not contiguous (strides (18, 1, 6, 2))", acc.prepare, last)
         refuses(PrepareError, "'0.weight' is torch.float32, '1.weight' is torch.float64", acc.prepare, mixed)
         refuses(PrepareError, "a ModuleList cannot be called", acc.prepare, nn.ModuleList([nn.Linear(1, 1)]))
         prepared = acc.prepare(model)
-        refuses(PrepareError, "that belongs to no prepared model", acc.prepare, late)
+        refuses(PrepareError, "that belongs to no prepared model", acc.prepare, foreign)
     refuses(StepError, "shards of a run that has let go of it", prepared, torch.ones(1, 12))
     with under("fsdp") as acc:
-        again = acc.unwrap_model(prepared)
-        refuses(PrepareError, "parameter '0.weight' is sharded already", acc.prepare, again)
+        released = acc.unwrap_model(prepared)
+        refuses(PrepareError, "parameter '0.weight' is sharded already", acc.prepare, released)
 
 
 @pytest.mark.on_ranks(2)
@@ -308,17 +294,15 @@ def cleared(strategy: str, options: dict[str, Any], precision: str) -> torch.Ten
             with acc.no_sync(model):
                 acc.backward(100 * mean_square(model(batch)))
             optimizer.zero_grad()
-            acc.backward(mean_square(model(batch)))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(acc, optimizer, mean_square(model(batch)))
         return torch.cat([whole(p).flatten() for p in model.parameters()])
 
 
 def test_zero_grad_drops_gradients_that_are_not_reduced(ranks) -> None:
-    wanted = ranks(cleared, "ddp", {}, "no")[0]
-    for precision, near in (("no", {}), ("bf16", {"rtol": 0.1, "atol": 0.01})):
-        found = ranks(cleared, "fsdp", {"reduce_every_micro_batch": False}, precision)[0]
-        torch.testing.assert_close(found, wanted, **near)
+    expected = ranks(cleared, "ddp", {}, "no")[0]
+    for precision, tolerance in (("no", {}), ("bf16", {"rtol": 0.1, "atol": 0.01})):
+        weights = ranks(cleared, "fsdp", {"reduce_every_micro_batch": False}, precision)[0]
+        torch.testing.assert_close(weights, expected, **tolerance)
 
 
 class Turns(nn.Module):
@@ -339,9 +323,7 @@ def experts_in_turn(strategy: str, precision: str) -> list[torch.Tensor]:
         for batch in range(4):
             with acc.accumulate(net):
                 x = torch.randn(2, 4, generator=torch.Generator().manual_seed(batch))
-                acc.backward(net(x, batch % 2).float().square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
+                update(acc, optimizer, net(x, batch % 2).float().square().mean())
         return [whole(p) for p in acc.unwrap_model(net).parameters()]
 
 

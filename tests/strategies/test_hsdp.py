@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from easymp import EasympError
+from easymp import EasympError, PrepareError
 
-from .models import Of, make, part, under, whole
+from .models import Of, make, message, part, refuses, under, whole
 
 
 def nodes_of(size: int) -> None:
@@ -29,41 +29,37 @@ def test_a_node_is_a_group() -> None:
         weight: Any = next(acc.prepare(make("mlp")).parameters())
         assert [str(p) for p in weight.placements] == ["R", "S(0)"]
         assert tuple(weight.device_mesh.shape) == (2, 2)
-        assert acc.distributed_type == acc.state.distributed_type == "FSDP"
 
 
 def refused(options: Any, local: int) -> str:
     nodes_of(local)
-    with pytest.raises(EasympError) as caught:
-        under("hsdp", options)
-    return f"{caught.type.__name__}: {caught.value}"
+    return message(EasympError, under, "hsdp", options)
 
 
 @pytest.mark.parametrize(
-    ("options", "local", "words"),
+    ("options", "local", "pattern"),
     [
-        (None, 2, "all 2 ranks are on one: pass strategy_options=HSDPOptions"),
-        (None, 1, "RefusedError: .*each has one rank"),
-        ({"shard_size": 2}, 2, "shard_size=2 leaves nothing to replicate among 2 ranks: use strategy='fsdp'"),
-        ({"shard_size": 1}, 2, "SettingError: shard_size=1 is not a whole number of at least 2"),
-        ({"shard_size": 3}, 4, "splits 4 ranks into groups of equal size, which shard_size=3 does not allow"),
+        (None, 1, "2 ranks make no such groups of 1, a node's ranks"),
+        ({"shard_size": 2}, 2, "2 ranks make no such groups of shard_size=2: use strategy='fsdp' or 'ddp'"),
+        ({"shard_size": 1}, 2, "shard_size=1 is not a whole number of at least 2"),
+        ({"shard_size": 3}, 4, r"shard_size=3: pass HSDPOptions\(shard_size=...\) with one of \[2\], or"),
     ],
 )
-def test_refusals(ranks, options: Any, local: int, words: str) -> None:
-    for said in ranks(refused, options, local, processes=max(local, 2)):
-        assert re.search(words, said), said
+def test_refusals(ranks, options: Any, local: int, pattern: str) -> None:
+    for error_text in ranks(refused, options, local, processes=max(local, 2)):
+        assert re.search(pattern, error_text), error_text
 
 
-def now() -> nn.Module:
+def experts() -> nn.Module:
     """Uses another block in each micro-batch, one in all of them, and one in none."""
     torch.manual_seed(3)
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
-    call = lambda m, x, which: m.blocks[0](m.blocks[which](m.first(x)))  # noqa: E731
+    call = lambda m, x, index: m.blocks[0](m.blocks[index](m.first(x)))  # noqa: E731
     return Of(call, first=nn.Linear(12, 16), blocks=blocks)
 
 
 def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]], str]:
-    """Gradients and parameters after two windows of two micro-batches, and how many reductions of each kind each micro-batch had."""
+    """Gradients and parameters after two windows of two micro-batches, and each micro-batch's reductions by kind."""
     calls = [0, 0]
     scatter = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
@@ -79,53 +75,56 @@ def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]
     with under(strategy, options, steps=2) as acc, pytest.MonkeyPatch.context() as patch:
         for i, name in enumerate((scatter, "all_reduce")):
             patch.setattr(dist, name, counted(name, i))
-        model: Any = now()
+        model: Any = experts()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
         model, optimizer = acc.prepare(model, optimizer)
         generator = torch.Generator().manual_seed(1)
-        seen, grads = [], []
+        reductions, grads = [], []
         for step in range(4):
             x = part(acc, torch.randn(8, 12, generator=generator))
             with acc.accumulate(model):
                 output = model(x, 1 + step % 2)
                 before = list(calls)
                 acc.backward(output.square().mean())
-                seen.append((calls[0] - before[0], calls[1] - before[1]))
+                reductions.append((calls[0] - before[0], calls[1] - before[1]))
                 if acc.sync_gradients:
                     grads = [None if p.grad is None else whole(p.grad) for p in model.parameters()]
                 optimizer.step()
                 optimizer.zero_grad()
-        return [*grads, *(whole(p) for p in model.parameters())], seen, acc.plan.accumulation.reason
+        return [*grads, *(whole(p) for p in model.parameters())], reductions, acc.plan.accumulation.reason
 
 
-@pytest.mark.parametrize("early", [None, False])
-def test_a_window_keeps_shards_and_averages_replicas_once(ranks, early: bool | None) -> None:
+@pytest.mark.parametrize("reduces_each", [None, False])
+def test_a_window_keeps_shards_and_averages_replicas_once(ranks, reduces_each: bool | None) -> None:
     one, _, _ = window("single", None)
     assert [g is None for g in one[:10]] == [False] * 8 + [True] * 2
-    options = {"shard_size": 2, "reduce_every_micro_batch": early}
-    for got, seen, reason in ranks(window, "hsdp", options, processes=4):
+    options = {"shard_size": 2, "reduce_every_micro_batch": reduces_each}
+    for got, reductions, reason in ranks(window, "hsdp", options, processes=4):
         for a, b in zip(got, one):
             assert (a is None) == (b is None)
             assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-        within, last = seen[::2], seen[1::2]
+        within, last = reductions[::2], reductions[1::2]
         assert all(among == 0 for _, among in within)
         assert all(among >= 4 for _, among in last)
-        assert all((scattered > 0) == (early is None) for scattered, _ in within)
-        assert ("reduced to shards at each" in reason) == (early is None)
+        assert all((scattered > 0) == (reduces_each is None) for scattered, _ in within)
+        assert ("reduced to shards at each" in reason) == (reduces_each is None)
 
 
 def norms(strategy: str) -> list[float]:
-    """Norms of every kind, and of gradients that are whole and in shards; a rank of four holds nothing of a bias of 5."""
+    """Norms of every kind, and of gradients that are whole and in shards.
+
+    A rank of four holds nothing of a bias of 5.
+    """
     with under(strategy) as acc:
         torch.manual_seed(0)
         model = acc.prepare(make("mlp"))
         x = part(acc, torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
         acc.backward(model(x).square().mean())
-        found = [float(acc.clip_grad_norm_(model.parameters(), 0.5, kind)) for kind in (1.0, 2.0, torch.inf)]
+        values = [float(acc.clip_grad_norm_(model.parameters(), 0.5, kind)) for kind in (1.0, 2.0, torch.inf)]
         plain = nn.Parameter(torch.zeros(3))
         plain.grad = torch.full((3,), 2.0)
-        found.append(float(acc.clip_grad_norm_([*model.parameters(), plain], 0.1)))
-        return [*found, *plain.grad.tolist()]
+        values.append(float(acc.clip_grad_norm_([*model.parameters(), plain], 0.1)))
+        return [*values, *plain.grad.tolist()]
 
 
 def after_another_run(groups: int) -> float:
@@ -147,8 +146,23 @@ def on_four() -> tuple[list[float], float, float]:
 
 @pytest.mark.slow
 def test_norms_of_every_kind_and_a_run_that_does_not_use_the_groups_of_another(ranks) -> None:
-    """torch keeps layouts of tensors in caches, with the mesh that they were made for, and takes equal meshes for the same."""
-    alone = norms("single")
-    for found, one, other in ranks(on_four, processes=4):
-        assert found == pytest.approx(alone, rel=1e-5)
-        assert one == other
+    """torch keeps layouts of tensors in caches, with their mesh, and takes equal meshes for the same."""
+    expected = norms("single")
+    for values, one, second in ranks(on_four, processes=4):
+        assert values == pytest.approx(expected, rel=1e-5)
+        assert one == second
+
+
+@pytest.mark.on_ranks(4)
+def test_adagrad_is_built_after_its_model() -> None:
+    with under("hsdp", {"shard_size": 2}) as acc:
+        plain = torch.nn.Linear(4, 4)
+        early = torch.optim.Adagrad(plain.parameters())
+        refuses(PrepareError, "built from the prepared model's parameters", acc.prepare, plain, early)
+    with under("hsdp", {"shard_size": 2}) as acc:
+        model = acc.prepare(torch.nn.Linear(4, 4))
+        optimizer: Any = acc.prepare(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        before = whole(model.weight).clone()
+        acc.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        torch.testing.assert_close(whole(model.weight), before - 0.1)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from easymp import Accelerator, EasympWarning, LocalSGD, LocalSGDOptions, SettingError
 
-from .models import make, mean_square, part, under, whole
+from .models import make, mean_square, part, under, update, whole
 
 
 def same(acc: Accelerator, tensors: Any) -> bool:
@@ -34,9 +34,7 @@ def test_models_are_averaged_after_every_third_update(precision: str, fused: boo
             if step == 8:
                 acc.wait_for_everyone()
             elif step:
-                acc.backward(mean_square(model(torch.randn(4, 12, generator=generator))) / 100)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(acc, optimizer, mean_square(model(torch.randn(4, 12, generator=generator))) / 100)
             assert same(acc, model.parameters()) == (step % 3 == 0 or step == 8)
             assert same(acc, [model[1].running_mean]) == (step % 3 == 0 or step == 8)
 
@@ -59,26 +57,24 @@ def test_each_optimizer_counts_its_own_updates() -> None:
 
 
 @pytest.mark.on_ranks(2)
-@pytest.mark.parametrize("leave", [False, True])
-def test_a_pass_ends_with_an_averaging_and_a_run_that_ends_before_says_so(leave: bool) -> None:
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_a_pass_ends_with_an_averaging_and_a_run_that_ends_before_says_so(stops_early: bool) -> None:
     data = TensorDataset(torch.randn(40, 12, generator=torch.Generator().manual_seed(1)))
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with under("local_sgd", {"every": 100}, precision="bf16") as acc:
             model = make("mlp")
             optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
             model, optimizer, loader = acc.prepare(model, optimizer, DataLoader(data, batch_size=4))
             for i, (x,) in enumerate(loader):
-                acc.backward(mean_square(model(x)))
-                optimizer.step()
-                optimizer.zero_grad()
-                if leave and i == 2:
+                update(acc, optimizer, mean_square(model(x)))
+                if stops_early and i == 2:
                     break
-            assert same(acc, model.parameters()) == (not leave)
+            assert same(acc, model.parameters()) == (not stops_early)
         optimizer.optimizer.step()  # the run is over: this rank's own business
-    said = " ".join(str(w.message) for w in seen if w.category is EasympWarning)
-    assert bool(said) == leave
-    assert not leave or "they were trained for 3 updates since they were last averaged" in said
+    warning_text = " ".join(str(w.message) for w in caught if w.category is EasympWarning)
+    assert bool(warning_text) == stops_early
+    assert not stops_early or "after 3 updates since they were last averaged" in warning_text
 
 
 @pytest.mark.on_ranks(2)
@@ -86,8 +82,8 @@ def test_a_pass_ends_with_an_averaging_and_a_run_that_ends_before_says_so(leave:
 def test_skipped_steps_do_not_count_on_any_rank(fused: bool | None) -> None:
     """Also where one rank's optimizer is fused, and so steps without an effect, and another's is not."""
     with under("local_sgd", {"every": 2}, precision="fp16") as acc:
-        model, mine = make("mlp"), acc.is_main_process if fused is None else fused
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, fused=mine, foreach=False)
+        model, is_fused = make("mlp"), acc.is_main_process if fused is None else fused
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, fused=is_fused, foreach=False)
         model, optimizer = acc.prepare(model, optimizer)
         for step in range(5):  # the second one overflows on rank 1
             loss = mean_square(model(torch.full((2, 12), 1.0 + acc.process_index))) / 100
@@ -98,41 +94,39 @@ def test_skipped_steps_do_not_count_on_any_rank(fused: bool | None) -> None:
             assert same(acc, model.parameters()) == (step in (2, 4))
 
 
-def block(every: int, strategy: str | None = None, precision: str = "no") -> tuple[list[bool], Any]:
-    """Whether parameters are the same on all ranks after each of 5 steps in a block, after it, and after one more step."""
+def block(steps: int, strategy: str | None = None, precision: str = "no") -> tuple[list[bool], Any]:
+    """Whether parameters are the same on all ranks after each of 5 steps in a block, at its end, and a step later."""
     with under(strategy, precision=precision) as acc:
         model = make("mlp")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         generator = torch.Generator().manual_seed(5)
-        alike = []
+        equal = []
 
-        def update() -> None:
-            acc.backward(model(part(acc, torch.randn(8, 12, generator=generator))).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+        def train_once() -> None:
+            update(acc, optimizer, mean_square(model(part(acc, torch.randn(8, 12, generator=generator)))))
 
-        with LocalSGD(accelerator=acc, model=model, local_sgd_steps=every, enabled=True) as local_sgd:
+        with LocalSGD(accelerator=acc, model=model, local_sgd_steps=steps, enabled=True) as local_sgd:
             for _ in range(5):
-                update()
+                train_once()
                 local_sgd.step()
-                alike.append(same(acc, model.parameters()))
+                equal.append(same(acc, model.parameters()))
             assert local_sgd.num_steps == 5
-        alike.append(same(acc, model.parameters()))
-        update()  # ddp again
-        return [*alike, same(acc, model.parameters())], [whole(p) for p in model.parameters()]
+        equal.append(same(acc, model.parameters()))
+        train_once()  # ddp again
+        return [*equal, same(acc, model.parameters())], [whole(p) for p in model.parameters()]
 
 
-def test_the_block_averages_every_second_step_and_at_its_end(ranks) -> None:
-    for precision in ("no", "bf16"):
-        for alike, _ in ranks(block, 2, None, precision):
-            assert alike == [False, True, False, True, False, True, True]
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_block_averages_every_second_step_and_at_its_end(ranks, precision: str) -> None:
+    for equal, _ in ranks(block, 2, None, precision):
+        assert equal == [False, True, False, True, False, True, True]
 
 
 def test_averaged_after_each_step_the_block_is_ddp(ranks) -> None:
     one = block(1)[1]
-    for alike, parameters in ranks(block, 1):
-        assert all(alike)
-        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(parameters, one))
+    for equal, parameters in ranks(block, 1):
+        assert all(equal)
+        torch.testing.assert_close(parameters, one, rtol=1e-5, atol=1e-6)
 
 
 def test_where_the_block_has_no_place(ranks) -> None:

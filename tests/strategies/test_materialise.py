@@ -1,4 +1,7 @@
-"""Models built on the meta device: the values of a normal construction, in every strategy, and never whole where they are sharded."""
+"""Models built on the meta device.
+
+The values of a normal construction, in every strategy, and never whole where they are sharded.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from easymp import PrepareError
 from easymp.strategies.meta_init import materialise
 
-from .models import Of, Tied, conv, mean_square, mlp, sgd, under, whole
+from .models import Of, Tied, conv, mean_square, mlp, sgd, under, update, whole
 
 
 class Scaled(nn.Module):
@@ -22,13 +25,13 @@ class Scaled(nn.Module):
         self.inner = nn.Linear(3, 3)
         self.scale = nn.Parameter(torch.empty(3))
         self.register_buffer("mask", torch.empty(3, dtype=torch.bool))
-        self.register_buffer("places", torch.arange(3))
+        self.register_buffer("positions", torch.arange(3))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.scale)
         self.mask.fill_(True)
-        self.places = torch.arange(3)
+        self.positions = torch.arange(3)
 
 
 class Rooted(nn.Module):
@@ -119,17 +122,17 @@ def table() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
+    ("build", "pattern"),
     [
         (lambda: nn.Sequential(bare()), "Of '0' has 'weight' on the meta device"),
-        (loose, r"nothing gave 'gain' of Linear values after .*pass Accelerator\(initialize=function\)"),
+        (loose, r"nothing gave 'gain' of Linear values after .*pass Settings\(initialize=function\)"),
         (Named, "initialize=model._init_weights will do"),
         (table, "this Of has a tensor 'table' on the meta device that is neither"),
         (halfway, "this Linear has 'bias' on the meta device and values"),
     ],
 )
-def test_what_gets_no_values_is_named(build: Any, words: str) -> None:
-    with under() as acc, pytest.raises(PrepareError, match=words):
+def test_what_gets_no_values_is_named(build: Any, pattern: str) -> None:
+    with under() as acc, pytest.raises(PrepareError, match=pattern):
         acc.prepare(meta(build))
 
 
@@ -142,34 +145,32 @@ def test_what_had_values_keeps_them() -> None:
 
 
 def test_initialize_fills_what_resetting_does_not() -> None:
-    model, seen = meta(lambda: nn.Sequential(bare(), nn.Linear(2, 2))), []
+    model, classes = meta(lambda: nn.Sequential(bare(), nn.Linear(2, 2))), []
 
     def fill(module: nn.Module) -> None:
-        seen.append(type(module).__name__)
+        classes.append(type(module).__name__)
         nn.init.constant_(module.weight, 2.0)
 
     with under(initialize=fill) as acc:
         acc.prepare(model)
-    assert seen == ["Of", "Linear"]
+    assert classes == ["Of", "Linear"]
     assert all(bool((p == 2.0).all()) for p in (model[0].weight, model[1].weight))
     assert float(model[1].bias.detach().abs().sum()) > 0
 
 
-def prepared(strategy: str, kind: str, alike: bool = True) -> list[dict[str, Tensor]]:
+def prepared(strategy: str, kind: str, same_seed: bool = True) -> list[dict[str, Tensor]]:
     """Weights after two steps of a model built normally, and of one built on the meta device."""
-    found = []
+    states = []
     for on_meta in (False, True):
         with under(strategy) as acc:
-            torch.manual_seed(3 if alike else acc.process_index)
+            torch.manual_seed(3 if same_seed else acc.process_index)
             model: Any = meta(KINDS[kind]) if on_meta else KINDS[kind]()
-            torch.manual_seed(3 if alike else acc.process_index)
+            torch.manual_seed(3 if same_seed else acc.process_index)
             model, optimizer = acc.prepare(model, sgd(list(model.parameters())))
             for _ in range(2):
-                acc.backward(mean_square(model(torch.ones(4, 12))))
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append({name: whole(t) for name, t in model.state_dict().items()})
-    return found
+                update(acc, optimizer, mean_square(model(torch.ones(4, 12))))
+            states.append({name: whole(t) for name, t in model.state_dict().items()})
+    return states
 
 
 @pytest.mark.parametrize(("strategy", "kind"), [("ddp", "conv"), ("fsdp", "tied"), ("fsdp", "rooted")])
@@ -186,23 +187,23 @@ def test_unlike_seeds_take_rank_0s_values(ranks, strategy: str) -> None:
 
 def peak(kind: str) -> tuple[int, int, int]:
     """Most whole elements with values at any time, those of the model, and of its largest block."""
-    model, most = meta(KINDS[kind]), 0
+    model, largest = meta(KINDS[kind]), 0
 
     def count(module: nn.Module) -> None:
-        nonlocal most
-        here = sum(p.numel() for p in model.parameters() if not p.is_meta and not hasattr(p, "to_local"))
-        most = max(most, here)
+        nonlocal largest
+        elements = sum(p.numel() for p in model.parameters() if not p.is_meta and not hasattr(p, "to_local"))
+        largest = max(largest, elements)
 
     with under("fsdp", initialize=count) as acc:
         acc.prepare(model)
         total, block = (sum(p.numel() for p in m.parameters()) for m in (model, model.blocks[0]))
-        return most, total, block
+        return largest, total, block
 
 
 def test_no_rank_ever_holds_the_whole(ranks) -> None:
-    for most, total, block in ranks(peak, "tied"):
-        outside = total - 3 * block
-        assert most <= block + outside < total
+    for largest, total, block in ranks(peak, "tied"):
+        outer = total - 3 * block
+        assert largest <= block + outer < total
     # its root draws all values again, so that none may be sharded before
-    for most, total, _ in ranks(peak, "rooted"):
-        assert most == total
+    for largest, total, _ in ranks(peak, "rooted"):
+        assert largest == total

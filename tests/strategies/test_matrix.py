@@ -1,7 +1,7 @@
 """The matrix: strategy × precision × processes × accumulation × clip × model, one training a row.
 
-In fp32 the losses and gradient norms of each row equal those of one process; in half precision they agree within `HALF`; what does
-not run says why. `make test` runs a cross-section, `make test-slow` most rows: any two values meet.
+In fp32 the losses and gradient norms of each row equal those of one process; in half precision they agree within
+`HALF`; what does not run says why. `make test` runs a cross-section, `make test-slow` most rows: any two values meet.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from easymp import GradScalerKwargs, PrepareError, RefusedError, SettingError
+from easymp import GradScalerKwargs, PrepareError, RefusedError, SettingError, conflicts
 from easymp.strategies import STRATEGIES
 
 from .models import adamw, make, message, sgd, train, under
 from .ways import WAYS, Way
 
 # Numbers of processes that a strategy is not for: the words of its refusal.
-ELSEWHERE = {
-    ("hsdp", 2): r"all 2 ranks are on one: pass strategy_options=HSDPOptions\(shard_size=\.\.\.\), or use"
-}
+ELSEWHERE = {("hsdp", 2): "2 ranks make no such groups of 2, a node's ranks: use strategy='fsdp' or 'ddp'"}
 for _name, _kind in STRATEGIES.items():
     ELSEWHERE[_name, 1 if _kind.several else 2] = (
         rf"'{_name}' {_kind.several}.*there is one; start several"
@@ -31,27 +29,25 @@ for _name, _kind in STRATEGIES.items():
     )
 
 EXACT = ("fp32", "O0")
-# Precisions in which a row's losses may differ from one process's by so much, relatively, and its norms by four times that.
+# Precisions in which a row's losses may differ from one process's by so much, relatively, and its norms by four times
+# that.
 HALF = {"bf16": 0.05, "fp16": 0.02, "O1": 0.02, "O2": 0.05, "O3": 0.2, "bf16-true": 0.1, "fp16-true": 0.05}
 # What no strategy can run on a CPU.
 NOT_HERE = {
     "tf32": r"TF32 is a mode of GPU Tensor Cores and training runs on the CPU; use fp32 or bf16",
     "fp8": "fp8 needs the fp8 Tensor Cores of an NVIDIA GPU .*, and training runs on the CPU; use bf16, fp32 or auto",
-    "mxfp8": "mxfp8 needs an NVIDIA GPU of sm_100 .* and torchao .*, and training runs on the CPU; use bf16, fp32 or auto",
-    "nvfp4": "nvfp4 needs an NVIDIA GPU of sm_100 .* and torchao .*, and training runs on the CPU; use bf16, fp32 or auto",
 }
 # Pairs that are refused: pattern.
 REFUSED: dict[tuple[str, str], str] = {}
 for _name in ("pipeline", "local_sgd"):
     for _precision in ("O2", "fp16-true"):
-        REFUSED[_name, _precision] = (
-            f"{_precision} steps fp32 masters .* for which {_name} has no place; use bf16, or fp16"
-        )
+        REFUSED[_name, _precision] = f"{_name} and {_precision} do not go together: .*masters.*Use bf16, or fp16"
     REFUSED[_name, "bf16-true"] = (
-        rf"would lose small updates .*'{_name}' has no place .* Use easymp.optim.AdamW"
+        rf"would lose small updates .*'{_name}' has no place .* Use Settings\(stochastic_rounding=True\)"
     )
 
 
+JOIN_REFUSED = {row.word for row in conflicts.table() if row.other == "join_uneven_inputs()"}
 # Small enough that no step overflows: whether one does depends on how many samples a rank's gradient is of.
 SCALE = GradScalerKwargs(init_scale=1024.0)
 
@@ -67,36 +63,36 @@ ROWS = [Row(*values) for values in product(("mlp", "conv", "tied", "idle"), (1, 
 WITHOUT_ADAM = ("O3",)
 
 
-def trainings(way: Way, precision: str, adam: bool, rows: Sequence[Row]) -> list[dict[str, Any] | str]:
+def trainings(case: Way, precision: str, adam: bool, rows: Sequence[Row]) -> list[dict[str, Any] | str]:
     """Losses, norms and skipped steps of each row; or the words of its refusal."""
-    found: list[dict[str, Any] | str] = []
+    results: list[dict[str, Any] | str] = []
     for row in rows:
         try:
-            options = {**way.options, **way.more.get(row.kind, {})}
-            more = {"convert_sync_batchnorm": True, "kwargs_handlers": [SCALE], "timeout": 30}
-            with under(way.strategy, options, row.steps, precision, **more) as acc:
+            options = {**case.options, **case.more.get(row.kind, {})}
+            settings = {"convert_sync_batchnorm": True, "scaler_options": SCALE, "timeout": 30}
+            with under(case.strategy, options, row.steps, precision, **settings) as acc:
                 got = train(acc, row.kind, row.clip, adamw if adam else sgd)
-                found.append({name: got[name] for name in ("losses", "norms", "skipped")})
+                results.append({name: got[name] for name in ("losses", "norms", "skipped")})
         except (RefusedError, SettingError, PrepareError) as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
-_alone: dict[tuple[bool, str, Row], Any] = {}
+_trained_once: dict[tuple[bool, str, Row], Any] = {}
 
 
-def alone(ranks: Any, precision: str, adam: bool, rows: Sequence[Row]) -> list[Any]:
+def single_process(ranks: Any, precision: str, adam: bool, rows: Sequence[Row]) -> list[Any]:
     """The same rows on one process, each trained once a session."""
-    missing = [row for row in rows if (adam, precision, row) not in _alone]
+    missing = [row for row in rows if (adam, precision, row) not in _trained_once]
     if missing:  # in a worker, which has one thread: the optimum for models of this size
-        (found,) = ranks(trainings, WAYS["single"], precision, adam, missing, processes=1, timeout=500)
-        _alone.update(((adam, precision, row), got) for row, got in zip(missing, found))
-    return [_alone[adam, precision, row] for row in rows]
+        (results,) = ranks(trainings, WAYS["single"], precision, adam, missing, processes=1, timeout=500)
+        _trained_once.update(((adam, precision, row), got) for row, got in zip(missing, results))
+    return [_trained_once[adam, precision, row] for row in rows]
 
 
-def difference(way: Way, precision: str, got: dict[str, Any] | str, one: Any) -> str | None:
+def difference(case: Way, precision: str, got: dict[str, Any] | str, one: Any) -> str | None:
     """What is wrong with a row, in words."""
-    pattern = REFUSED.get((way.strategy, precision))
+    pattern = REFUSED.get((case.strategy, precision))
     if pattern or isinstance(got, str):
         expected = pattern and isinstance(got, str) and re.search(pattern, got)
         return None if expected else f"{got}, not a refusal with {pattern}"
@@ -105,23 +101,23 @@ def difference(way: Way, precision: str, got: dict[str, Any] | str, one: Any) ->
         bounds = {"losses": HALF[precision], "norms": 4 * HALF[precision]}
     if any(got["skipped"]) or any(one["skipped"]):
         return f"skipped {got['skipped']}, one process {one['skipped']}"
-    for name in ("losses", "norms") if way.norms else ("losses",):
+    for name in ("losses", "norms") if case.norms else ("losses",):
         if got[name] != pytest.approx(one[name], rel=bounds[name]):
             return f"{name} {got[name]}, of one process {one[name]}"
     return None
 
 
 def check(ranks: Any, label: str, size: int, precision: str, rows: Sequence[Row]) -> None:
-    way = WAYS[label]
-    rows = [row for row in rows if way.norms or row.clip is None]
-    adam = way.adam and precision not in WITHOUT_ADAM
-    several = ranks(trainings, way, precision, adam, rows, processes=size, timeout=500)
-    ones = alone(ranks, precision, adam, rows)
+    case = WAYS[label]
+    rows = [row for row in rows if case.norms or row.clip is None]
+    adam = case.adam and precision not in WITHOUT_ADAM
+    results = ranks(trainings, case, precision, adam, rows, processes=size, timeout=500)
+    ones = single_process(ranks, precision, adam, rows)
     wrong = [
-        f"rank {rank}: {row}: {said}"
-        for rank, found in enumerate(several)
-        for row, got, one in zip(rows, found, ones)
-        if (said := difference(way, precision, got, one))
+        f"rank {rank}: {row}: {fault}"
+        for rank, rank_results in enumerate(results)
+        for row, got, one in zip(rows, rank_results, ones)
+        if (fault := difference(case, precision, got, one))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -129,9 +125,7 @@ def check(ranks: Any, label: str, size: int, precision: str, rows: Sequence[Row]
 SLOW = [label for label, way in WAYS.items() if " " in label or way.sizes[0] > 2]
 
 
-@pytest.mark.parametrize(
-    "label", [pytest.param(label, marks=[pytest.mark.slow] * (label in SLOW)) for label in WAYS]
-)
+@pytest.mark.parametrize("label", [pytest.param(label, marks=[pytest.mark.slow] * (label in SLOW)) for label in WAYS])
 def test_cross_section(ranks: Any, label: str) -> None:
     """Two models in fp32 and a third in half precision; over the ways, everything comes up."""
     number, size = list(WAYS).index(label), WAYS[label].sizes[0]
@@ -147,43 +141,46 @@ ALL = [(label, size) for label, way in WAYS.items() for size in way.sizes]
 @pytest.mark.parametrize(("label", "size"), ALL)
 def test_fp32_is_that_of_one_process(ranks: Any, label: str, size: int) -> None:
     """All rows on two processes; on four, which two cores are slow at, those in which any two values meet."""
-    some = [row for row in ROWS if ((row.steps > 1) == bool(row.clip)) == (row.kind in ("mlp", "tied"))]
-    check(ranks, label, size, "fp32", ROWS if size < 4 else some)
+    cross_section = [row for row in ROWS if ((row.steps > 1) == bool(row.clip)) == (row.kind in ("mlp", "tied"))]
+    check(ranks, label, size, "fp32", ROWS if size < 4 else cross_section)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("label", "size"), ALL)
 def test_the_other_precisions_agree(ranks: Any, label: str, size: int) -> None:
-    """Two models a precision, and the next precision and the next way have the other two; every accumulation and clip comes up."""
-    others = sorted({*EXACT, *HALF} - {"fp32"})
-    for number, precision in enumerate(others, ALL.index((label, size))):
+    """Two models a precision, and the next precision and the next way have the other two.
+
+    Every accumulation and clip comes up.
+    """
+    precisions = sorted({*EXACT, *HALF} - {"fp32"})
+    for number, precision in enumerate(precisions, ALL.index((label, size))):
         check(ranks, label, size, precision, ROWS[::5][number % 2 :: 2])
 
 
-def words(strategy: str, precision: str) -> str:
+def refusal(strategy: str, precision: str) -> str:
     return message((RefusedError, SettingError), under, strategy, precision=precision)
 
 
 @pytest.mark.parametrize(("strategy", "size"), ELSEWHERE)
 def test_a_strategy_that_is_not_for_this_number_of_processes_says_so(ranks, strategy, size):
-    for said in [words(strategy, "fp32")] if size == 1 else ranks(words, strategy, "fp32", processes=size):
-        assert re.search(ELSEWHERE[strategy, size], said), said
+    for error_text in [refusal(strategy, "fp32")] if size == 1 else ranks(refusal, strategy, "fp32", processes=size):
+        assert re.search(ELSEWHERE[strategy, size], error_text), error_text
 
 
-def joined(way: Way) -> str:
-    with under(way.strategy, dict(way.options)) as acc:
+def joined(case: Way) -> str:
+    with under(case.strategy, dict(case.options)) as acc:
         model = acc.prepare(make("mlp"))
-        return message(RefusedError, acc.join_uneven_inputs([model]).__enter__)
+        return message(RefusedError, acc.join_uneven_inputs, [model])
 
 
-@pytest.mark.parametrize("strategy", [name for name, kind in STRATEGIES.items() if kind.no_join])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name in JOIN_REFUSED])
 def test_only_some_strategies_join_uneven_inputs(ranks: Any, strategy: str) -> None:
-    way = next(way for way in WAYS.values() if way.strategy == strategy)
-    for said in ranks(joined, way, processes=way.sizes[0]):
-        assert f"strategy '{strategy}' cannot join uneven inputs" in said
+    case = next(case for case in WAYS.values() if case.strategy == strategy)
+    for error_text in ranks(joined, case, processes=case.sizes[0]):
+        assert f"join_uneven_inputs() and {strategy} do not go together" in error_text
 
 
 @pytest.mark.parametrize("precision", NOT_HERE)
 def test_a_precision_that_a_cpu_lacks_says_so(precision: str) -> None:
-    assert re.search(NOT_HERE[precision], words("single", precision))
+    assert re.search(NOT_HERE[precision], refusal("single", precision))

@@ -18,36 +18,23 @@ from easymp import BatchError, CompileOptions, PrepareError, RefusedError, Setti
 from easymp.strategies.pipeline_cuts import candidates, choose, form, survey
 from easymp.strategies.pipeline_run import Pipelined
 
-from .models import (
-    WIDTH,
-    Of,
-    Tied,
-    agree,
-    classes,
-    make,
-    mean_square,
-    refuses,
-    sgd,
-    train_step,
-    trained,
-    under,
-)
+from .models import WIDTH, Of, Tied, agree, classes, make, mean_square, refuses, sgd, train_step, trained, under
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
 
-def agree_in_parts(ours: list[dict[str, Any]], one: dict[str, Any]) -> None:
+def agree_in_parts(results: list[dict[str, Any]], one: dict[str, Any]) -> None:
     """Losses and norms on every rank, and parameters on those that hold them."""
-    seen = set()
-    for got in ours:
+    names = set()
+    for got in results:
         agree(got, one)
         for name, values in got["parameters"].items():
             if not values.is_meta:
-                seen.add(name)
+                names.add(name)
                 # A key's bias has no gradient but rounding, which Adam makes a step of.
                 close = torch.allclose(values, one["parameters"][name], rtol=1e-3, atol=1e-4)
                 assert name.endswith("in_proj_bias") or close, name
-    assert seen == set(one["parameters"])
+    assert names == set(one["parameters"])
 
 
 def slow(*row: Any) -> Any:
@@ -69,14 +56,14 @@ ROWS = [  # gpipe and 1f1b are in the matrix, too
 
 @pytest.mark.parametrize(("kind", "options", "steps", "clip", "size"), ROWS)
 def test_it_trains_as_one_process(ranks, kind: str, options: Any, steps: int, clip: Any, size: int) -> None:
-    ours = ranks(trained, "pipeline", kind, steps, clip, "no", options, processes=size)
-    agree_in_parts(ours, trained("single", kind, steps, clip))
+    results = ranks(trained, "pipeline", kind, steps, clip, "no", options, processes=size)
+    agree_in_parts(results, trained("single", kind, steps, clip))
 
 
 def fp16_norm(strategy: str, options: Any) -> float:
     with under(strategy, options, precision="O3") as acc:
-        given = make(lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU()))
-        model, _ = acc.prepare(given, sgd(list(given.parameters())))
+        plain_model = make(lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU()))
+        model, _ = acc.prepare(plain_model, sgd(list(plain_model.parameters())))
         acc.backward(mean_square(model(torch.ones(4, WIDTH))))
         return acc.clip_grad_norm_(model.parameters(), 0.1).item()
 
@@ -91,7 +78,7 @@ def batch_norm(strategy: str, schedule: str) -> dict[str, Tensor]:
     options = {"schedule": schedule} if strategy == "pipeline" else None
     generator = torch.Generator().manual_seed(7)
     with under(strategy, options, steps=1 if options else 2) as acc:
-        model, optimizer = acc.prepare(given := make("conv"), sgd(list(given.parameters())))
+        model, optimizer = acc.prepare(plain_model := make("conv"), sgd(list(plain_model.parameters())))
         for _ in range(4):
             for x, y in zip(*(t.chunk(acc.gradient_accumulation_steps) for t in classes(generator))):
                 with acc.accumulate(model):
@@ -137,40 +124,40 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def loops(strategy: str) -> list[Any]:
     """Ways to call a model that are no plain loop; what comes out of each."""
-    found: list[Any] = []
+    results: list[Any] = []
     draw = torch.Generator().manual_seed(1)
     batch = lambda rows: torch.randn(rows, 12, generator=draw)  # noqa: E731
     with under(strategy, {"splits": ("blocks.1",)} if strategy == "pipeline" else None) as acc:
         torch.manual_seed(0)
         model = acc.prepare(Tower())
-        out = model({"x": batch(6)}, mask=torch.arange(6) % 2)  # a dictionary, a keyword
-        found.append((out["logits"].detach(), out["mask"], out["top"]))
-        acc.backward(out["logits"].square().mean())
-        found.append(gradients(model))
+        output = model({"x": batch(6)}, mask=torch.arange(6) % 2)  # a dictionary, a keyword
+        results.append((output["logits"].detach(), output["mask"], output["top"]))
+        acc.backward(output["logits"].square().mean())
+        results.append(gradients(model))
         # two forwards, odd sizes
         acc.backward(sum(model({"x": batch(n)}, 0.5)["logits"].square().mean() for n in (5, 1)))
-        found.append(gradients(model))
+        results.append(gradients(model))
         with acc.no_sync(model):
             acc.backward(model({"x": batch(4)})["logits"].square().mean())
             model({"x": batch(4)})  # its output is not used
             with torch.no_grad():
                 model.eval()
-                found.append(model({"x": batch(3)})["logits"])
+                results.append(model({"x": batch(3)})["logits"])
                 model.train()
         acc.backward(model({"x": batch(4)})["logits"][1:].square().mean())
-        found.append(gradients(model))
+        results.append(gradients(model))
         model.shift.requires_grad_(False)
         acc.backward(model({"x": batch(4)})["logits"].relu_().square().sum(), num_items=4)
-        found.append(gradients(model))
+        results.append(gradients(model))
         loss = model({"x": batch(2)})["logits"].sum()
         acc.backward(loss, retain_graph=True)
         if strategy == "pipeline":
             with pytest.raises(StepError, match="a second backward through one forward"):
                 acc.backward(loss)
         norms = [acc.clip_grad_norm_(model.parameters(), 0.5, kind) for kind in (1.0, 2.0, torch.inf)]
-        found.append([float(norm) for norm in norms])
+        results.append([float(norm) for norm in norms])
         acc.clip_grad_value_(model.parameters(), 1e-3)
-        return [*found, gradients(model)]
+        return [*results, gradients(model)]
 
 
 def same(a: Any, b: Any) -> bool:
@@ -179,18 +166,14 @@ def same(a: Any, b: Any) -> bool:
         return all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
-    return (
-        torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-        if isinstance(a, Tensor)
-        else a == pytest.approx(b, rel=1e-5)
-    )
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6) if isinstance(a, Tensor) else a == pytest.approx(b, rel=1e-5)
 
 
 def test_loops_of_other_shapes(ranks) -> None:
-    one, ours = loops("single"), ranks(loops, "pipeline")
-    assert [[same(a, b) for a, b in zip(got, one, strict=True)] for got in ours] == [[True] * len(one)] * 2
-    for first, second, whole in zip(*ours, one):
-        assert not isinstance(whole, dict) or first.keys() | second.keys() == whole.keys()
+    one, results = loops("single"), ranks(loops, "pipeline")
+    assert [[same(a, b) for a, b in zip(got, one, strict=True)] for got in results] == [[True] * len(one)] * 2
+    for first, second, expected in zip(*results, one):
+        assert not isinstance(expected, dict) or first.keys() | second.keys() == expected.keys()
 
 
 def dropout(schedule: str) -> tuple[Any, int, int]:
@@ -200,8 +183,8 @@ def dropout(schedule: str) -> tuple[Any, int, int]:
         loss = acc.forward_backward(model, mean_square, torch.ones(8, 12))
         grads = gradients(model)
         with torch.no_grad():
-            out = model(torch.ones(8, 12))
-        return (loss, out, grads), int(torch.randint(1 << 40, ())), torch.initial_seed()
+            output = model(torch.ones(8, 12))
+        return (loss, output, grads), int(torch.randint(1 << 40, ())), torch.initial_seed()
 
 
 def test_schedules_draw_the_same_random_numbers(ranks) -> None:
@@ -212,13 +195,13 @@ def test_schedules_draw_the_same_random_numbers(ranks) -> None:
 
 
 def scheduled(strategy: str, schedule: str) -> list[Any]:
-    """`forward_backward` with keywords, nested targets, num_items, batches smaller than micro-batches, and evaluation between."""
+    """`forward_backward` with keywords, nested targets, num_items, few samples, and evaluation between."""
     options = {"schedule": schedule, "microbatches": 4} if strategy == "pipeline" else None
-    found: list[Any] = []
+    results: list[Any] = []
     draw = torch.Generator().manual_seed(1)
 
-    def squares(out: Any, target: Any) -> Tensor:
-        return (out["logits"] - target["y"]).square().sum(1).mean()
+    def squares(outputs: Any, target: Any) -> Tensor:
+        return (outputs["logits"] - target["y"]).square().sum(1).mean()
 
     with under(strategy, options, steps=2) as acc:
         torch.manual_seed(0)
@@ -228,16 +211,16 @@ def scheduled(strategy: str, schedule: str) -> list[Any]:
                 for _ in range(2):
                     x, y = torch.randn(rows, 12, generator=draw), torch.randn(rows, 5, generator=draw)
                     loss_fn = (lambda *a: squares(*a) * a[1]["y"].shape[0]) if summed else squares
-                    how = {"target": {"y": y}, "num_items": rows if summed else None, "scale": 0.5}
+                    keywords = {"target": {"y": y}, "num_items": rows if summed else None, "scale": 0.5}
                     with acc.accumulate(model):
-                        found.append(acc.forward_backward(model, loss_fn, {"x": x}, **how))
-                found.append(gradients(model))
+                        results.append(acc.forward_backward(model, loss_fn, {"x": x}, **keywords))
+                results.append(gradients(model))
             with torch.no_grad():
-                found.append(model({"x": torch.randn(5, 12, generator=draw)})["logits"])
+                results.append(model({"x": torch.randn(5, 12, generator=draw)})["logits"])
         if strategy == "pipeline" and schedule != "gpipe":
             with pytest.raises(RefusedError, match="forward_backward"):
                 model({"x": torch.ones(4, 12)})
-    return found
+    return results
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -251,8 +234,8 @@ def runs_and_fails(schedule: str) -> tuple[int, str]:
     """How often blocks ran with values, and what a loss that fails becomes here."""
     calls = []
 
-    def count(module: nn.Module, inputs: Any, out: Any) -> None:
-        if type(out) is Tensor and not out.is_meta:
+    def count(module: nn.Module, inputs: Any, output: Any) -> None:
+        if type(output) is Tensor and not output.is_meta:
             calls.append(1)
 
     with under("pipeline", {"schedule": schedule, "microbatches": 4}) as acc:
@@ -269,9 +252,9 @@ def runs_and_fails(schedule: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_forward_runs_twice_and_a_loss_that_fails_ends_the_batch_on_all_ranks(ranks, schedule):
-    (first, other), (second, last) = ranks(runs_and_fails, schedule)
+    (first, first_error), (second, last) = ranks(runs_and_fails, schedule)
     assert first + second == 4 * 4  # blocks, micro-batches
-    assert last == "division by zero" and "failed on another rank" in other
+    assert last == "division by zero" and "failed on another rank" in first_error
 
 
 @pytest.mark.on_ranks(2)
@@ -283,31 +266,31 @@ def test_each_rank_keeps_its_stage_under_the_names_of_the_model() -> None:
         prepared, optimizer = acc.prepare(model, sgd(objects))
         acc.backward(prepared(torch.randn(4, 12)).sum())
         optimizer.step()
-        state, named = prepared.state_dict(), dict(model.named_parameters())
-        here = [n for n, p in named.items() if not p.is_meta]
-        stages = [{*some} for some in easymp.gather_object([here])]
+        state, parameters = prepared.state_dict(), dict(model.named_parameters())
+        on_this_rank = [n for n, p in parameters.items() if not p.is_meta]
+        stages = [{*stage_names} for stage_names in easymp.gather_object([on_this_rank])]
         assert (stages[0] | stages[1], stages[0] & stages[1]) == ({*names}, {"embed.weight"})
         assert isinstance(prepared, Tied) and model.head.weight is model.embed.weight
-        assert list(state) == list(weights) and all(state[n].is_meta == (n not in here) for n in named)
+        assert list(state) == list(weights) and all(state[n].is_meta == (n not in on_this_rank) for n in parameters)
         assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
-        assert [n for n, p in named.items() if p in optimizer.state] == here
-        assert [n for n, p in named.items() if p.grad is not None] == here
+        assert [n for n, p in parameters.items() if p in optimizer.state] == on_this_rank
+        assert [n for n, p in parameters.items() if p.grad is not None] == on_this_rank
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of values for a parameter on the meta device
             prepared.load_state_dict(weights)
-        assert all(torch.equal(named[n], weights[n]) for n in here)
+        assert all(torch.equal(parameters[n], weights[n]) for n in on_this_rank)
 
 
-def checkpointed(schedule: str, again: bool, outside: bool = False) -> Any:
+def checkpointed(schedule: str, inside_blocks: bool, around_blocks: bool = False) -> Any:
     """Gradients of a model that recomputes its activations in backward, inside of its blocks or around them."""
-    again_ = partial(checkpoint, use_reentrant=False)
+    recompute = partial(checkpoint, use_reentrant=False)
 
     def layer(m: nn.Module, x: Tensor) -> Tensor:
-        return again_(m.inner, x) if again else m.inner(x)
+        return recompute(m.inner, x) if inside_blocks else m.inner(x)
 
     def layers(m: nn.Module, x: Tensor) -> Tensor:
         for block in m.blocks:
-            x = (again_(block, x) if outside else block(x)) + x
+            x = (recompute(block, x) if around_blocks else block(x)) + x
         return x
 
     with under("pipeline", {"splits": ("blocks.2",), "schedule": schedule}, seed=3) as acc:
@@ -323,8 +306,8 @@ def test_a_models_own_checkpoints_change_nothing_inside_of_blocks(ranks) -> None
     assert len(plain[0]) == len(plain[1]) == 4
     for schedule in ("gpipe", "1f1b"):
         assert all(same(a, b) for a, b in zip(ranks(checkpointed, schedule, True), plain))
-    other, failure = ranks.fails(checkpointed, "gpipe", False, True)
-    assert (other.type, failure.type) == ("WorldError", "StepError")
+    first_failure, failure = ranks.fails(checkpointed, "gpipe", False, True)
+    assert (first_failure.type, failure.type) == ("WorldError", "StepError")
     assert "stage 1 of 2 (begins at 'blocks.2') cannot have the values that it begins with" in failure.message
 
 
@@ -338,17 +321,17 @@ def test_what_is_compiled_are_the_parts_of_a_stage() -> None:
         blocks = ["blocks.1", "blocks.2"] if acc.process_index else ["blocks.0"]
         assert names == ["embed", *blocks, "head"]  # the head's weight is the embedding's
     with under("pipeline") as acc:
-        (whole := make("mlp")).compile()
-        refuses(PrepareError, "the model is compiled, as one function", acc.prepare, whole)
+        (compiled := make("mlp")).compile()
+        refuses(PrepareError, "the model is compiled, as one function", acc.prepare, compiled)
 
 
 def cut(model: nn.Module, x: Any, stages: int, splits: tuple[str, ...] | None = None) -> Any:
-    places = candidates(model, splits or ())
+    modules = candidates(model, splits or ())
     with torch.no_grad():
-        return choose(model, survey(model, model, places, (x,), {}, torch.device("cpu")), splits, stages)
+        return choose(model, survey(model, model, modules, (x,), {}, torch.device("cpu")), splits, stages)
 
 
-def three(call: Any) -> nn.Module:
+def three_layers(call: Any) -> nn.Module:
     return Of(call, a=nn.Linear(12, 12), b=nn.Linear(12, 12), c=nn.Linear(12, 12))
 
 
@@ -358,7 +341,7 @@ def skip(m: nn.Module, x: Tensor) -> Tensor:
     return m.c(m.b(x)) + x
 
 
-def look(m: nn.Module, x: Tensor) -> Tensor:
+def branch(m: nn.Module, x: Tensor) -> Tensor:
     x = m.a(x)
     return m.c(x) if x.sum() > 0 else m.b(x)
 
@@ -372,44 +355,39 @@ def write(m: nn.Module, x: Tensor) -> Tensor:
 def test_cuts_balance_parameters_and_leave_the_model_alone() -> None:
     model = make("conv").train()
     before, drawn = {k: t.clone() for k, t in model.state_dict().items()}, torch.get_rng_state()
-    found = cut(model, torch.randn(2, 12, generator=torch.Generator()), 2)
+    cuts = cut(model, torch.randn(2, 12, generator=torch.Generator()), 2)
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
     assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
-    assert found.begins == ("2.1",) and found.users["2.1.running_mean"] == (1,)
+    assert cuts.begins == ("2.1",) and cuts.users["2.1.running_mean"] == (1,)
     tied = cut(make("tied"), torch.randn(2, 12), 2)
     assert tied.begins == ("blocks.1",) and tied.users["embed.weight"] == (0, 1)
     idle = cut(make("idle"), torch.randn(2, 12), 3)
     assert set(idle.users) == {n for n, _ in make("idle").named_parameters()}
     assert all(len(stages) == 1 for stages in idle.users.values())
     for model, splits in (
-        (three(skip), ("b",)),
-        (nn.Sequential(three(skip), nn.Linear(12, 2)), ("0.b", "1")),
+        (three_layers(skip), ("b",)),
+        (nn.Sequential(three_layers(skip), nn.Linear(12, 2)), ("0.b", "1")),
     ):
         assert cut(model, torch.ones(2, 12), len(splits) + 1, splits).begins == splits
 
 
 @pytest.mark.parametrize(
-    ("model", "stages", "splits", "words"),
+    ("model", "stages", "splits", "pattern"),
     [
-        (
-            three(skip),
-            3,
-            ("b", "c"),
-            "at 'c': something computed before is used at or after 'c' without being",
-        ),
-        (three(skip), 4, None, "would need 4 stages, but there are 2 modules at which one can begin: a, b"),
-        (three(skip), 2, ("d",), "splits holds 'd', and no module of this Of has that name"),
+        (three_layers(skip), 3, ("b", "c"), "at 'c': something computed before is used at or after 'c' without being"),
+        (three_layers(skip), 4, None, "would need 4 stages, but there are 2 modules at which one can begin: a, b"),
+        (three_layers(skip), 2, ("d",), "splits holds 'd', and no module of this Of has that name"),
         (Tied(), 2, ("block.1",), "splits holds 'block.1', and no module of this Tied has that name, did"),
         (Tied(), 3, ("blocks.2", "blocks.1"), "not in the order in which forward calls them: blocks.1"),
         (make("idle"), 2, ("blocks.2",), "the forward of this Idle does not call that module"),
         (nn.Linear(12, 2), 2, None, "would need 2 stages, but there are 0 modules at which one can begin"),
-        (three(look), 2, None, "could not be followed without values"),
-        (three(write), 2, None, "writes in place"),
+        (three_layers(branch), 2, None, "could not be followed without values"),
+        (three_layers(write), 2, None, "writes in place"),
     ],
 )
-def test_where_stages_cannot_begin(model: nn.Module, stages: int, splits: Any, words: str) -> None:
-    with pytest.raises((PrepareError, StepError), match=words):
+def test_where_stages_cannot_begin(model: nn.Module, stages: int, splits: Any, pattern: str) -> None:
+    with pytest.raises((PrepareError, StepError), match=pattern):
         cut(model, torch.ones(2, 12), stages, splits)
 
 
@@ -432,12 +410,12 @@ def test_refusals_have_sentences() -> None:
     refuses(StepError, "one stage of a run that has let go of it", model, x)
     assert untouched(x).shape == (4, 5)
     with under("pipeline") as acc:
-        again = "an earlier run left parts of this Sequential to other ranks"
-        refuses(PrepareError, again, acc.prepare, acc.unwrap_model(model))
+        divided = "an earlier run left parts of this Sequential to other ranks"
+        refuses(PrepareError, divided, acc.prepare, acc.unwrap_model(model))
 
 
 def test_an_output_that_is_none_without_values_and_a_tensor_with_them_is_refused() -> None:
     x = torch.ones(2, 3)
     batch: Any = SimpleNamespace(surveys=[SimpleNamespace(outputs=(form(x), None))], outputs={0: (x, x)})
     with pytest.raises(StepError, match="output has another form than in a forward without values"):
-        Pipelined._share(SimpleNamespace(), batch)  # type: ignore[arg-type]
+        Pipelined._broadcast_outputs(SimpleNamespace(), batch)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Ranks that must hold equal parameters compare them: what drifts apart is an error on all ranks, with the parameter's name."""
+"""Ranks that must hold equal parameters compare them.
+
+What drifts apart is an error on all ranks, with the parameter's name.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,7 @@ from easymp import Accelerator, DataLoaderConfiguration, EasympError, PrepareErr
 from .models import Of, under
 from .ways import WAYS
 
-ALL = {
-    label: way for label, way in WAYS.items() if way.sizes[0] > 1 and " " not in label and label != "pipeline"
-}
+ALL = {label: way for label, way in WAYS.items() if way.sizes[0] > 1 and " " not in label and label != "pipeline"}
 
 
 def net() -> nn.Module:
@@ -36,10 +37,10 @@ def started(acc: Accelerator) -> tuple[Any, Any]:
     return acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def in_full(run: Callable[..., Any], strategy: str = "ddp", options: Any = None, **more: Any) -> Any:
+def in_full(run: Callable[..., Any], strategy: str = "ddp", options: Any = None, **settings: Any) -> Any:
     """What `run` makes of an Accelerator, or what easymp said."""
     try:
-        with under(strategy, options, cpu=True, **more) as acc:
+        with under(strategy, options, cpu=True, **settings) as acc:
             return run(acc)
     except EasympError as error:
         return f"{type(error).__name__}: {error}"
@@ -90,29 +91,25 @@ def unprepared(acc: Accelerator, model: Any, optimizer: Any) -> None:
     acc.unwrap_model(model).adapter = nn.Linear(8, 8)  # which no prepared optimizer steps
 
 
-def drifting(how: Callable[..., Any], strategy: str, options: Any, after: int) -> tuple[int, Any]:
-    """How many updates are made before easymp speaks, and what it says, if `how` is done after update number `after`."""
-    done = [0]
+def drifting(fault: Callable[..., Any], strategy: str, options: Any, after: int) -> tuple[int, Any]:
+    """How many updates are made before an error, and its text, if `fault` happens after update number `after`."""
+    updates = [0]
 
     def run(acc: Accelerator) -> None:
         model, optimizer = started(acc)
         call = None
         for i in range(8):
-            call = how(acc, model, optimizer) if i == after else call
+            call = fault(acc, model, optimizer) if i == after else call
             update(acc, model, optimizer, call)
-            done[0] += 1
+            updates[0] += 1
 
-    said = in_full(run, strategy, options)
-    return done[0], said
+    error_text = in_full(run, strategy, options)
+    return updates[0], error_text
 
 
 CASES = {
     "another method": (other_method, "'body.weight'", "another method than the model's call"),
-    "added": (
-        added_behind,
-        "'adapter.weight'",
-        "It was added after prepare(): add it to the model before prepare()",
-    ),
+    "added": (added_behind, "'adapter.weight'", "It was added after prepare(): add it to the model before prepare()"),
     "another rate": (other_rate, "SGD group 0 lr=0.2", "Set the same options on all ranks"),
     "unfrozen": (thawed, "'head.weight'", "a parameter unfrozen after prepare()"),
     "by hand": (by_hand, "'norm.weight'", "weights changed on some ranks only"),
@@ -123,24 +120,24 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_under_ddp_drift_is_an_error_that_names_the_parameter(ranks, name: str) -> None:
-    how, named, cause = CASES[name]
-    zero, one = ranks(drifting, how, "ddp", None, 0)
+    fault, parameter, cause = CASES[name]
+    zero, one = ranks(drifting, fault, "ddp", None, 0)
     assert zero == one and zero[0] == 1  # said while the second one is made
     assert zero[1].startswith("WorldError: after update 1 of SGD")
-    assert named in zero[1] and cause in zero[1]
-    assert "lr=" in named or "rank 1 and rank 0 differ" in zero[1]
+    assert parameter in zero[1] and cause in zero[1]
+    assert "lr=" in parameter or "rank 1 and rank 0 differ" in zero[1]
 
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_under_each_strategy_options_that_drift_apart_are_an_error(ranks, strategy: str) -> None:
-    way = ALL[strategy]
-    found = ranks(drifting, other_rate, strategy, dict(way.options), 2, processes=way.sizes[0])
-    assert found == [found[0]] * way.sizes[0]
-    assert "SGD group 0 lr=" in found[0][1]
+    case = ALL[strategy]
+    results = ranks(drifting, other_rate, strategy, dict(case.options), 2, processes=case.sizes[0])
+    assert results == [results[0]] * case.sizes[0]
+    assert "SGD group 0 lr=" in results[0][1]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "processes", "how", "said"),
+    ("name", "options", "processes", "fault", "pattern"),
     [
         ("zero1", None, 2, swapped, "rank 1 and rank 0 differ in parameter 'head.bias'"),
         ("fsdp", {"ignore": "norm"}, 2, by_hand, "rank 1 and rank 0 differ in parameter 'norm.weight'"),
@@ -149,10 +146,10 @@ def test_under_each_strategy_options_that_drift_apart_are_an_error(ranks, strate
         ("local_sgd", {"every": 2}, 2, unprepared, "after update 4 of SGD rank 1 and rank 0 differ"),
     ],
 )
-def test_copies_are_compared_where_a_strategy_has_some(ranks, name, options, processes, how, said):
-    found = ranks(drifting, how, name, options, 2, processes=processes)
-    assert found == [found[0]] * processes
-    assert said in str(found[0][1])
+def test_copies_are_compared_where_a_strategy_has_some(ranks, name, options, processes, fault, pattern):
+    results = ranks(drifting, fault, name, options, 2, processes=processes)
+    assert results == [results[0]] * processes
+    assert pattern in str(results[0][1])
 
 
 def apart_for_a_while(acc: Accelerator) -> str:
@@ -194,34 +191,34 @@ UNLIKE = {
 
 
 def unlike() -> list[Any]:
-    return [in_full(partial(unlike_in, which), **options_of(which)) for which in UNLIKE]
+    return [in_full(partial(unlike_in, name), **options_of(name)) for name in UNLIKE]
 
 
-def options_of(which: str) -> dict[str, Any]:
+def options_of(setting: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    more: dict[str, Any] = {"seed": 5 + rank, "replica_check": 5 + rank}
-    more["data_seed"] = DataLoaderConfiguration(data_seed=rank)
-    name = "dataloader_config" if which == "data_seed" else which
-    return {"seed": 1, **({name: more[which]} if which in more else {})}
+    values: dict[str, Any] = {"seed": 5 + rank, "replica_check": 5 + rank}
+    values["data_seed"] = DataLoaderConfiguration(data_seed=rank)
+    name = "dataloader_config" if setting == "data_seed" else setting
+    return {"seed": 1, **({name: values[setting]} if setting in values else {})}
 
 
-def unlike_in(which: str, acc: Accelerator) -> None:
+def unlike_in(setting: str, acc: Accelerator) -> None:
     model, rank = net(), acc.process_index
     parameters = list(model.parameters())
-    optimizer: Any = torch.optim.SGD(parameters, lr=0.1 * (1 + rank * (which == "lr")), momentum=0.5)
-    if which == "class":
+    optimizer: Any = torch.optim.SGD(parameters, lr=0.1 * (1 + rank * (setting == "lr")), momentum=0.5)
+    if setting == "class":
         optimizer = (torch.optim.SGD, torch.optim.RMSprop)[rank](parameters, lr=0.1)
-    elif which == "groups" and not rank:
+    elif setting == "groups" and not rank:
         optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
-    gamma = 0.5 if which == "scheduler" and rank else 0.1
+    gamma = 0.5 if setting == "scheduler" and rank else 0.1
     acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma))
 
 
 def test_what_trains_is_compared_at_prepare(ranks) -> None:
     first, second = ranks(unlike)
-    for said, (zero, one) in zip(first, UNLIKE.values(), strict=True):
-        words = f"WorldError: the ranks prepare different things: rank 0 has {zero}, rank 1 has {one}"
-        assert said.startswith(words)
+    for error_text, (zero, one) in zip(first, UNLIKE.values(), strict=True):
+        prefix = f"WorldError: the ranks prepare different things: rank 0 has {zero}, rank 1 has {one}"
+        assert error_text.startswith(prefix)
     assert first == second
 
 
@@ -237,9 +234,9 @@ def unfrozen_after_the_first_updates(acc: Accelerator) -> str:
 
 
 def test_a_model_that_is_unfrozen_after_the_first_updates_is_compared(ranks) -> None:
-    for said in ranks(in_full, unfrozen_after_the_first_updates):
-        assert "after update 6 of SGD rank 1 and rank 0 differ in parameter 'weight' of Linear" in said
-        assert "unfrozen after prepare()" in said
+    for error_text in ranks(in_full, unfrozen_after_the_first_updates):
+        assert "after update 6 of SGD rank 1 and rank 0 differ in parameter 'weight' of Linear" in error_text
+        assert "unfrozen after prepare()" in error_text
 
 
 def ends_by_an_error(acc: Accelerator) -> str:
@@ -265,17 +262,15 @@ def adding(strategy: str, options: Any) -> list[str]:
         acc.unwrap_model(model).adapter = nn.Linear(8, 8)
         through(optimizer).add_param_group({"params": model.adapter.parameters()})
 
-    ways = (lambda o: o, lambda o: o.optimizer, lambda o: o.given)
-    return [in_full(lambda acc, way=way: run(acc, way), strategy, options) for way in ways]
+    accesses = (lambda o: o, lambda o: o.optimizer, lambda o: o.given)
+    return [in_full(lambda acc, access=access: run(acc, access), strategy, options) for access in accesses]
 
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_a_group_of_parameters_that_were_not_prepared_is_refused(ranks, strategy: str) -> None:
-    words = (
-        "PrepareError: SGD.add_param_group got .* shape .8, 8. that belongs to no prepared model.*add it to"
-    )
-    for found in ranks(adding, strategy, dict(ALL[strategy].options), processes=ALL[strategy].sizes[0]):
-        assert all(re.match(words, said, re.DOTALL) for said in found)
+    pattern = "PrepareError: SGD.add_param_group got .* shape .8, 8. that belongs to no prepared model.*add it to"
+    for error_texts in ranks(adding, strategy, dict(ALL[strategy].options), processes=ALL[strategy].sizes[0]):
+        assert all(re.match(pattern, error_text, re.DOTALL) for error_text in error_texts)
 
 
 def test_on_one_process_a_model_may_grow(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import BatchError, PrepareError, RefusedError, SettingError, StepError, TensorParallelOptions
+from easymp import BatchError, PrepareError, SettingError, StepError, TensorParallelOptions
 from easymp.strategies.tensor_parallel import TensorParallel, read_plan
 
 from ..versions import ADDS
@@ -80,19 +80,19 @@ class Own(Language):
     _tp_plan: ClassVar[Any] = {**HUGGING, "layers.*.experts": "grouped_gemm"}  # of a part that this one lacks
 
 
-def words(generator: torch.Generator) -> list[Tensor]:
+def language_batch(generator: torch.Generator) -> list[Tensor]:
     x = torch.randint(0, 11, (4, 9), generator=generator)
     return [x[:, :-1], x[:, 1:]]
 
 
 def language(
-    strategy: str, options: Any, how: Options, steps: int = 1, kind: type[Language] = Language
+    strategy: str, options: Any, keywords: Options, steps: int = 1, kind: type[Language] = Language
 ) -> dict[str, Any]:
     with under(strategy, options, steps) as acc:
-        return train(acc, partial(kind, **how), 0.5, sgd, words)
+        return train(acc, partial(kind, **keywords), 0.5, sgd, language_batch)
 
 
-def alike(got: dict[str, Any], one: dict[str, Any]) -> None:
+def check_equal(got: dict[str, Any], one: dict[str, Any]) -> None:
     agree(got, one)
     for name, values in one["parameters"].items():
         close = torch.allclose(got["parameters"][name], values, rtol=1e-3, atol=1e-4)
@@ -116,12 +116,12 @@ PLANS: dict[str, tuple[Options, Options, type[Language]]] = {
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_change_no_number(ranks, plan: str) -> None:
-    options, how, kind = PLANS[plan]
+    options, keywords, kind = PLANS[plan]
     steps = 3 if plan == "pieces" else 1
-    one = language("single", None, how, steps)
-    first, second = ranks(language, "tensor_parallel", options, how, steps, kind)
+    one = language("single", None, keywords, steps)
+    first, second = ranks(language, "tensor_parallel", options, keywords, steps, kind)
     for got in (first, second):
-        alike(got, one)
+        check_equal(got, one)
     for name, values in one["parameters"].items():  # what is whole stays alike to the last bit
         if first["here"][name].shape == values.shape:
             assert torch.equal(first["here"][name], second["here"][name]), name
@@ -130,10 +130,10 @@ def test_plans_change_no_number(ranks, plan: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["by hand", "pieces"])
 def test_plans_with_fsdp_in_one_mesh(ranks, plan: str) -> None:
-    options, how, _ = PLANS[plan]
-    one = language("single", None, how, 3)
-    for got in ranks(language, "tensor_parallel", {**options, "size": 2}, how, 3, processes=4, timeout=110):
-        alike(got, one)
+    options, keywords, _ = PLANS[plan]
+    one = language("single", None, keywords, 3)
+    for got in ranks(language, "tensor_parallel", {**options, "size": 2}, keywords, 3, processes=4, timeout=110):
+        check_equal(got, one)
 
 
 @pytest.mark.on_ranks(2)
@@ -150,30 +150,30 @@ def test_a_style_of_torchs_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "sequence", "words"),
+    ("plan", "sequence", "pattern", "kind"),
     [
-        ({"layer.*": "colwise"}, False, "' matches no module of this Language, did you mean 'layers"),
-        ({"head": "columnwise"}, False, r"'head' has the style 'columnwise', did you mean 'colwise'\?"),
-        ({"head": "colwise"}, False, "'head' is 'colwise', and dimension 0 of its weight, 11, does"),
-        ({"words": "colwise_rep", "head": "colwise_rep"}, False, "'words' and 'head' share a parameter"),
-        ({"norm": "colwise"}, False, "'colwise' for 'norm', a LayerNorm, and torch splits nn.Linear"),
-        ({"norm": "sequence"}, False, "'sequence' for 'norm', which needs sequence_parallel=True"),
-        ({"layers.0": "replicated_with_grad_allreduce"}, False, "is for single layers, and 'layers.0'"),
-        (None, True, "sequence_parallel=True needs a plan"),
-        (INNER, True, "nothing in the plan splits the sequence"),
-        (PLAN, True, "the plan does not name 'norm.weight'"),
+        ({"layer.*": "colwise"}, False, "' matches no module of this Language, did you mean 'layers", Language),
+        ({"head": "columnwise"}, False, r"'head' has the style 'columnwise', did you mean 'colwise'\?", Language),
+        ({"head": "colwise"}, False, "'head' is 'colwise', and dimension 0 of its weight, 11, does", Language),
+        ({"words": "colwise_rep", "head": "colwise_rep"}, False, "'words' and 'head' share a parameter", Language),
+        ({"norm": "colwise"}, False, "'colwise' for 'norm', a LayerNorm, and torch splits nn.Linear", Language),
+        ({"norm": "sequence"}, False, "'sequence' for 'norm', which needs sequence_parallel=True", Language),
+        (
+            {"layers.0": "replicated_with_grad_allreduce"},
+            False,
+            "is for single layers: name the layers in it",
+            Language,
+        ),
+        (None, True, "sequence_parallel=True needs a plan", Language),
+        (INNER, True, "nothing in the plan splits the sequence", Language),
+        (PLAN, True, "the plan does not name 'norm.weight'", Language),
+        ({"blocks.*": "colwise_rep"}, False, "'blocks.0.attend.out_proj' lies in a MultiheadAttention", Tied),
+        (None, False, "has no nn.Linear and no nn.Embedding of at least 2 features", partial(nn.Conv1d, 3, 3, 3)),
     ],
 )
-def test_what_a_plan_may_not_say(plan: Any, sequence: bool, words: str) -> None:
-    with pytest.raises(PrepareError, match=words):
-        read_plan(Language(), plan, 2, sequence)
-
-
-def test_attention_that_is_not_called_is_left_whole() -> None:
-    with pytest.raises(PrepareError, match=r"'blocks\.0\.attend\.out_proj' lies in a MultiheadAttention"):
-        read_plan(Tied(), {"blocks.*": "colwise_rep"}, 2, False)
-    with pytest.raises(PrepareError, match=r"has no nn\.Linear and no nn\.Embedding of at least 2 features"):
-        read_plan(nn.Sequential(nn.Conv1d(3, 3, 3)), None, 2, False)
+def test_what_a_plan_may_not_say(plan: Any, sequence: bool, pattern: str, kind: Any) -> None:
+    with pytest.raises(PrepareError, match=pattern):
+        read_plan(kind(), plan, 2, sequence)
 
 
 @pytest.mark.on_ranks(2)
@@ -200,9 +200,9 @@ def forgotten(plan: Any) -> str:
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_layer_on_parts_that_the_plan_forgets_is_named(ranks, processes: int) -> None:
-    plan = {name: how for name, how in PLAN.items() if "norm" not in name}
-    for said in ranks(forgotten, plan, processes=processes):
-        assert re.search(r"different gradients for 'layers\.[01]\.attend\.q_norm\.(weight|bias)'", said)
+    plan = {name: style for name, style in PLAN.items() if "norm" not in name}
+    for error_text in ranks(forgotten, plan, processes=processes):
+        assert re.search(r"different gradients for 'layers\.[01]\.attend\.q_norm\.(weight|bias)'", error_text)
 
 
 def muon(strategy: str) -> list[float]:
@@ -225,15 +225,15 @@ def data(size: int) -> dict[str, Any]:
     with under("tensor_parallel", {"size": size}, seed=3) as acc:
         loader = DataLoader(TensorDataset(torch.arange(22.0)[:, None]), batch_size=3, shuffle=True)
         model, loader = acc.prepare(nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5)), loader)
-        seen, metrics = [], []
+        samples, metrics = [], []
         for (x,) in loader:
-            seen.append(x.flatten().tolist())
+            samples.append(x.flatten().tolist())
             metrics += acc.gather_for_metrics(x).flatten().tolist()
         spread = acc._prepared.strategy
         dropped = model(torch.ones(50, 1)).detach()
-        together = torch.distributed.get_process_group_ranks(spread.data_group)
-        found = {"seen": seen, "metrics": metrics, "dropped": dropped, "together": together}
-        return {**found, "slice": (spread.data_rank, spread.data_size)}
+        group_ranks = torch.distributed.get_process_group_ranks(spread.data_group)
+        results = {"seen": samples, "metrics": metrics, "dropped": dropped, "together": group_ranks}
+        return {**results, "slice": (spread.data_rank, spread.data_size)}
 
 
 def test_neighbours_share_their_data_and_their_dropout(ranks) -> None:
@@ -248,7 +248,7 @@ def test_neighbours_share_their_data_and_their_dropout(ranks) -> None:
     assert all(sorted(r["metrics"]) == list(range(22)) for r in results)
 
 
-def held(kind: str, size: int) -> tuple[int, int, int]:
+def elements_held(kind: str, size: int) -> tuple[int, int, int]:
     with under("tensor_parallel", {"size": size}) as acc:
         model = acc.prepare(make(kind))
         parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
@@ -261,9 +261,9 @@ def held(kind: str, size: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("processes", "size"), [(2, 2), (4, 2)])
 def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, size: int) -> None:
-    results = ranks(held, "tied", size, processes=processes)
-    most = max(elements for elements, _, _ in results)
-    assert most <= results[0][2] <= 1.02 * most
+    results = ranks(elements_held, "tied", size, processes=processes)
+    largest = max(elements for elements, _, _ in results)
+    assert largest <= results[0][2] <= 1.02 * largest
     for elements, in_memory, predicted in results:
         assert in_memory <= 4 * 1.1 * predicted
         assert elements < 0.85 * sum(p.numel() for p in make("tied").parameters()) * 2 / processes
@@ -271,18 +271,10 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
 
 @pytest.mark.on_ranks(2)
 def test_refusals_have_sentences() -> None:
-    overlapped = {"sequence_parallel": True, "async_tensor_parallel": True}
-    symmetric, of_devices = {"symmetric_memory": True}, "symmetric_memory=True works between CUDA devices"
-    overlap = "async_tensor_parallel=True works between CUDA devices, and this run is on cpu"
-    refuses(RefusedError, overlap, under, "tensor_parallel", overlapped)
-    refuses(RefusedError, of_devices, under, "tensor_parallel", {"fsdp": symmetric})
-    refuses(RefusedError, of_devices, under, "fsdp", symmetric)
     refuses(SettingError, "size=3 does not divide 2 processes", under, "tensor_parallel", {"size": 3})
-    alone = "pass sequence_parallel=True, too"
-    refuses(SettingError, alone, TensorParallelOptions, async_tensor_parallel=True)
     with under("tensor_parallel") as acc:
         prepared = acc.prepare(make("mlp"))
     refuses(StepError, "shards of a run that has let go of it", prepared, torch.ones(1, 12))
     with under("tensor_parallel") as acc:
-        again = acc.unwrap_model(prepared)
-        refuses(PrepareError, "parameter '0.weight' is sharded already", acc.prepare, again)
+        released = acc.unwrap_model(prepared)
+        refuses(PrepareError, "parameter '0.weight' is sharded already", acc.prepare, released)

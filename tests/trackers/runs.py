@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from easymp import Accelerator
+from easymp import Accelerator, Settings
 
 UPDATES, SAVED, KILLED = 10, 6, 8
 
 
 def train(folder: str, log_with: Any, kill: bool = False, options: Any = None) -> int:
-    """Ten updates, a row each, with a checkpoint after the sixth; dies after the eighth, when rows have gone to the trackers. Returns
-    at which update it began."""
-    acc = Accelerator(cpu=True, probe=False, project_dir=folder, log_with=log_with, timeout=30)
+    """Ten updates, a row each, with a checkpoint after the sixth; dies after the eighth. Returns the first update."""
+    acc = Accelerator(cpu=True, project_dir=folder, log_with=log_with, settings=Settings(timeout=30))
     acc.init_trackers("run", {"lr": 0.1, "model": {"depth": 1}}, init_kwargs=options)
     model = torch.nn.Linear(2, 1)
     model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -33,7 +32,7 @@ def train(folder: str, log_with: Any, kill: bool = False, options: Any = None) -
         if update == SAVED:
             acc.save_state()
         if kill and update == KILLED:
-            acc._logbook.settle()  # as after a second
+            acc._logbook.settle_rows()  # as after a second
             acc.wait_for_everyone()
             os.kill(os.getpid(), signal.SIGKILL)
     acc.end_training()
@@ -42,7 +41,7 @@ def train(folder: str, log_with: Any, kill: bool = False, options: Any = None) -
 
 def log_all(folder: str, log_with: Any = "jsonl") -> None:
     """A row, images and a table, of one step."""
-    with Accelerator(cpu=True, project_dir=folder, log_with=log_with, timeout=30) as acc:
+    with Accelerator(cpu=True, project_dir=folder, log_with=log_with, settings=Settings(timeout=30)) as acc:
         acc.log({"loss": 0.5}, step=3)
         acc.log_images("val/digits", torch.eye(4).repeat(2, 3, 1, 1), step=3)
         acc.log_table("found", ["digit", "as"], [[torch.tensor(1), "one"], [2, None]], step=3)

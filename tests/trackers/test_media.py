@@ -55,7 +55,7 @@ def album(tmp_path: Path) -> Any:
 
 
 def test_each_layout_becomes_nhwc(album: Any) -> None:
-    for shape, wanted in (
+    for shape, nhwc_shape in (
         ((5, 6), (1, 5, 6, 1)),
         ((7, 5, 6), (7, 5, 6, 1)),
         ((5, 6, 3), (1, 5, 6, 3)),
@@ -63,35 +63,33 @@ def test_each_layout_becomes_nhwc(album: Any) -> None:
         ((2, 5, 6, 4), (2, 5, 6, 4)),
         ((2, 4, 5, 6), (2, 5, 6, 4)),
     ):
-        given = torch.randint(256, shape, dtype=torch.uint8)
-        for images in (given, given.numpy()):
-            found = album(images)
-            assert (found.shape, found.dtype) == (wanted, np.uint8)
-            assert sorted(found.ravel()) == sorted(given.flatten().tolist())
-    given = torch.randint(
-        256, (2, 3, 8, 3), dtype=torch.uint8
-    )  # both are possible: tensors have channels first
-    assert np.array_equal(album(given), given.permute(0, 2, 3, 1).numpy())
-    assert np.array_equal(album(given.numpy()), given.numpy())
+        image = torch.randint(256, shape, dtype=torch.uint8)
+        for images in (image, image.numpy()):
+            array = album(images)
+            assert (array.shape, array.dtype) == (nhwc_shape, np.uint8)
+            assert sorted(array.ravel()) == sorted(image.flatten().tolist())
+    image = torch.randint(256, (2, 3, 8, 3), dtype=torch.uint8)  # both are possible: tensors have channels first
+    assert np.array_equal(album(image), image.permute(0, 2, 3, 1).numpy())
+    assert np.array_equal(album(image.numpy()), image.numpy())
     ones = [np.zeros((4, 5, 3), np.uint8), np.full((4, 5, 3), 9, np.uint8)]
     assert album(ones).shape == (2, 4, 5, 3)
-    image = pytest.importorskip("PIL.Image", reason="an optional package is not installed: Pillow")
-    assert np.array_equal(album([image.fromarray(one) for one in ones]), np.stack(ones))
+    pillow = pytest.importorskip("PIL.Image", reason="an optional package is not installed: Pillow")
+    assert np.array_equal(album([pillow.fromarray(array) for array in ones]), np.stack(ones))
 
 
 def test_floats_are_shares_of_the_brightest_and_cut_with_one_warning(album: Any, caplog: Any) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
-        given = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=dtype)
-        assert album(given)[0, :, :, 0].tolist() == [[0, 255], [255, 0]]
+        image = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=dtype)
+        assert album(image)[0, :, :, 0].tolist() == [[0, 255], [255, 0]]
     for _ in range(2):
-        found = album(torch.tensor([[-2.0, 0.5], [3.0, float("nan")]]))
-    assert found[0, :, :, 0].tolist() == [[0, 128], [255, 0]]
-    (said,) = [record.message for record in caplog.records if "are cut to 0 … 1" in record.message]
-    assert said.startswith("log_images('x'): values from -2 to 3 are cut to 0 … 1 and NaN becomes 0.")
+        array = album(torch.tensor([[-2.0, 0.5], [3.0, float("nan")]]))
+    assert array[0, :, :, 0].tolist() == [[0, 128], [255, 0]]
+    (warning,) = [record.message for record in caplog.records if "are cut to 0 … 1" in record.message]
+    assert warning.startswith("log_images('x'): values from -2 to 3 are cut to 0 … 1 and NaN becomes 0.")
 
 
 @pytest.mark.parametrize(
-    ("images", "said"),
+    ("images", "message"),
     [
         ([], "images that are empty"),
         ([np.zeros((4, 4)), np.zeros((4, 5))], "of one size"),
@@ -100,14 +98,14 @@ def test_floats_are_shares_of_the_brightest_and_cut_with_one_warning(album: Any,
         (torch.zeros(3), r"array of shape \(3,\)"),
     ],
 )
-def test_other_images_are_refused(images: Any, said: str, album: Any) -> None:
-    with pytest.raises(SettingError, match=said):
+def test_other_images_are_refused(images: Any, message: str, album: Any) -> None:
+    with pytest.raises(SettingError, match=message):
         album(images)
 
 
 def test_other_tables_are_refused(tmp_path: Path) -> None:
     with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-        for name, columns, data, said in (
+        for name, columns, data, message in (
             ("t", "ab", [], "pass a list of words"),
             ("t", ["a", "a"], [], "pass a list of words, each once"),
             ("t", ["_a"], [], "do not begin with an underscore"),
@@ -115,7 +113,7 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
             ("t", ["a"], [[[1]]], "neither a number nor a word"),
             ("", ["a"], [], "pass a name"),
         ):
-            with pytest.raises(SettingError, match=said):
+            with pytest.raises(SettingError, match=message):
                 acc.log_table(name, columns, data)
     with pytest.raises(StepError, match=r"log_table\(\) after end_training"):
         acc.log_table("t", ["a"], [])
@@ -136,15 +134,15 @@ def test_a_tracker_of_the_script_gets_all_in_order(tmp_path: Path) -> None:
 
 def pixels(path: Path) -> tuple[tuple[int, int], bytes]:
     """Size and raw lines of a PNG file, by the standard alone."""
-    data, place, body, size = path.read_bytes(), 8, b"", (0, 0)
-    while place < len(data):
-        (length,), kind = struct.unpack_from(">I", data, place), data[place + 4 : place + 8]
-        chunk = data[place + 8 : place + 8 + length]
-        assert struct.unpack_from(">I", data, place + 8 + length)[0] == zlib.crc32(kind + chunk)
+    data, offset, body, size = path.read_bytes(), 8, b"", (0, 0)
+    while offset < len(data):
+        (length,), kind = struct.unpack_from(">I", data, offset), data[offset + 4 : offset + 8]
+        chunk = data[offset + 8 : offset + 8 + length]
+        assert struct.unpack_from(">I", data, offset + 8 + length)[0] == zlib.crc32(kind + chunk)
         if kind == b"IHDR":
             size = struct.unpack_from(">II", chunk)  # type: ignore[assignment]
         body += chunk if kind == b"IDAT" else b""
-        place += 12 + length
+        offset += 12 + length
     return size, zlib.decompress(body)
 
 
@@ -180,6 +178,6 @@ def test_trackers_without_them_say_so_once(tmp_path: Path, caplog: Any) -> None:
         for _ in range(2):
             acc.log_images("x", np.zeros((4, 4)))
             acc.log_table("t", ["a"], [[1]])
-    said = [record.message for record in caplog.records if "does not keep" in record.message]
-    words = "tracker plain has no {}(): it does not keep the {} of this run"
-    assert sorted(said) == [words.format("log_images", "images"), words.format("log_table", "tables")]
+    warnings = [record.message for record in caplog.records if "does not keep" in record.message]
+    text = "tracker plain has no {}(): it does not keep the {} of this run"
+    assert sorted(warnings) == [text.format("log_images", "images"), text.format("log_table", "tables")]

@@ -1,4 +1,7 @@
-"""MLflow with a data base, and with a store of files, in the project's folder: what is there afterwards, by MLflow's own client."""
+"""MLflow with a data base, and with a store of files, in the project's folder.
+
+What is there afterwards, by MLflow's own client.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +28,24 @@ WHY = f"optional packages are not installed: {' and '.join(MISSING)} (the extra 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=WHY)]
 
 
-def said(uri: str) -> tuple[Any, dict[str, list[tuple[int, float]]], list[str]]:
+def read_run(uri: str) -> tuple[Any, dict[str, list[tuple[int, float]]], list[str]]:
     """The only run of the experiment, its metrics, and its files."""
     import mlflow
 
     client = mlflow.MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("run").experiment_id])
     number = run.info.run_id
-    metrics = {
-        name: [(m.step, m.value) for m in client.get_metric_history(number, name)]
-        for name in run.data.metrics
-    }
+    metrics = {name: [(m.step, m.value) for m in client.get_metric_history(number, name)] for name in run.data.metrics}
     files = [item.path for folder in (None, "images") for item in client.list_artifacts(number, folder)]
     return run, metrics, files
 
 
-def whole(folder: str) -> None:
+def log_images_tables_and_files(folder: str) -> None:
     """A run with images and a table, to which the script adds a file by MLflow's own function."""
     import mlflow
 
-    heard = io.StringIO()
-    listening = logging.StreamHandler(heard)
+    log_text = io.StringIO()
+    listening = logging.StreamHandler(log_text)
     logging.getLogger("easymp").addHandler(listening)
     with Accelerator(cpu=True, project_dir=folder, log_with="mlflow") as acc:
         options = {"mlflow": {"run_name": "mine", "nested_run": False}}
@@ -54,11 +54,11 @@ def whole(folder: str) -> None:
         acc.log_images("val/digits", torch.eye(4).repeat(2, 3, 1, 1), step=3)
         acc.log_table("found", ["digit", "as"], [[1, "one"], [2, None]], step=3)
         assert acc.get_tracker("mlflow", unwrap=True).info.run_name == "mine"
-        assert "these are cut: long" in heard.getvalue()
+        assert "these are cut: long" in log_text.getvalue()
         mlflow.log_text("text", "note.txt")
     logging.getLogger("easymp").removeHandler(listening)
     assert "MLFLOW_TRACKING_URI" not in os.environ
-    run, metrics, files = said(f"sqlite:///{folder}/mlflow.db")
+    run, metrics, files = read_run(f"sqlite:///{folder}/mlflow.db")
     assert {"note.txt", "images", "tables"} <= set(files) and Path(folder, "mlartifacts").is_dir()
     assert metrics["a_ b"] == [(0, 1.0)] and len(metrics) == 251
     images = [name for name in files if name.endswith(".png")]
@@ -75,11 +75,11 @@ def whole(folder: str) -> None:
 
 
 def test_the_run_is_that_of_mlflows_own_functions(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(whole, str(tmp_path), processes=1, env={"MLFLOW_TRACKING_URI": None})
+    ranks(log_images_tables_and_files, str(tmp_path), processes=1, env={"MLFLOW_TRACKING_URI": None})
 
 
 def killed(uri: str) -> None:
-    run, metrics, _ = said(uri)
+    run, metrics, _ = read_run(uri)
     assert metrics["loss"] == [(n, n) for n in range(1, UPDATES + 1)]
     assert metrics["half/of it"] == [(n, n / 2) for n in range(1, UPDATES + 1)]
     assert run.data.params["lr"] == "0.1" and run.data.params["model/depth"] == "1"

@@ -9,23 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from easymp import Accelerator
 from easymp.cli.compare.runs import Record, read
 
 from ..conftest import Ranks
+from ..words import make_accelerator
 
 
 def train(
-    accumulation: int = 1,
-    batches: int = 6,
-    updates: int = 1,
-    epochs: int = 1,
-    counted: bool = False,
-    **settings: Any,
+    accumulation: int = 1, batches: int = 6, updates: int = 1, epochs: int = 1, counted: bool = False, **settings: Any
 ) -> None:
     """A linear model on `batches` batches of 4, with `updates` of each."""
     settings = {"cpu": True, "log_with": "none", **settings}
-    acc = Accelerator(gradient_accumulation_steps=accumulation, **settings)
+    acc = make_accelerator(gradient_accumulation_steps=accumulation, **settings)
     data = torch.utils.data.TensorDataset(torch.arange(4.0 * batches * acc.num_processes).unsqueeze(1))
     model, loader = torch.nn.Linear(1, 1), torch.utils.data.DataLoader(data, batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -69,10 +64,10 @@ def test_a_run_is_recorded_beside_its_own_trackers(log_with: str, tmp_path: Path
     train(log_with=log_with, project_dir=str(tmp_path))
     assert (tmp_path / "log.jsonl").exists() == (log_with == "jsonl")
     record = found(folder)
-    assert (record.updates, record.samples, record.trainings) == (5, 20, 1)  # after the first update
+    assert (record.updates, record.samples) == (5, 20)  # after the first update
     assert record.seconds is not None and record.first is not None
     assert set(record.curves) == {"loss", "deep/rate", "lost"}
-    assert [point.update for point in record.curves["loss"]] == [1, 2, 3, 4, 5, 6]
+    assert [point.step for point in record.curves["loss"]] == [1, 2, 3, 4, 5, 6]
     seconds = [point.seconds for point in record.curves["loss"]]
     assert seconds == sorted(seconds)
     assert all(point.value != point.value for point in record.curves["lost"])
@@ -86,7 +81,7 @@ def test_accumulation_counts_windows_and_all_their_samples(folder: Path) -> None
     train(accumulation=2)
     record = found(folder)
     assert (record.updates, record.samples) == (2, 16)
-    assert [point.update for point in record.curves["loss"]] == [0, 1, 1, 2, 2, 3]
+    assert [point.step for point in record.curves["loss"]] == [0, 1, 1, 2, 2, 3]
 
 
 def test_each_rank_has_a_file_and_the_main_one_the_values(tmp_path: Path, ranks: Ranks) -> None:

@@ -43,16 +43,16 @@ def test_scalars_texts_and_hyperparameters(tmp_path: Path) -> None:
         assert acc.get_tracker("tensorboard", unwrap=True) is tracker.writer
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert all(path.name.endswith(".mine") for path in (tmp_path / "run").iterdir())
-    found = read(tmp_path / "run")
+    events = read(tmp_path / "run")
     assert scalars(tmp_path / "run", "parts/a") == [(3, 1.0)]
-    first, second = found.Scalars("loss")
+    first, second = events.Scalars("loss")
     assert (first.step, first.value) == (3, 0.5) and first.wall_time > 1e9
     assert second.step == 4 and math.isnan(second.value) and second.wall_time == 7.0
-    tags = found.Tags()
-    texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
+    tags = events.Tags()
+    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
     assert texts["phase/text_summary"] == "train"
     assert '"lr": 0.1' in texts["config/text_summary"] and '"strategy"' in texts["config/text_summary"]
-    content = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"opt/name" in content and b"easymp/plan/precision" in content
     assert tags["images"] == ["image"]
 
@@ -60,11 +60,11 @@ def test_scalars_texts_and_hyperparameters(tmp_path: Path) -> None:
 def test_images_and_tables(tmp_path: Path) -> None:
     pytest.importorskip("PIL", reason="an optional package is not installed: PIL")
     log_all(str(tmp_path), "tensorboard")
-    found = read(tmp_path / "log")
-    (image,) = found.Images("val/digits")
+    events = read(tmp_path / "log")
+    (image,) = events.Images("val/digits")
     assert (image.step, image.width, image.height) == (3, 8, 4)  # side by side
-    (name,) = [tag for tag in found.Tags()["tensors"] if "found" in tag]
-    text = found.Tensors(name)[0].tensor_proto.string_val[0].decode()
+    (name,) = [tag for tag in events.Tags()["tensors"] if "found" in tag]
+    text = events.Tensors(name)[0].tensor_proto.string_val[0].decode()
     assert text.splitlines() == ["| digit | as |", "| --- | --- |", "| 1 | one |", "| 2 | None |"]
 
 
@@ -81,13 +81,13 @@ def test_a_run_that_goes_on_within_a_second_comes_after_what_there_was(tmp_path:
     """Its process may have a smaller number than the one before, which would be read after it."""
     for step, number in enumerate(("999999", "1"), 1):
         with Accelerator(cpu=True, project_dir=tmp_path, log_with="tensorboard") as acc:
-            assert acc.trackers  # asked for before the run is resumed
+            assert acc.get_tracker("tensorboard")  # asked for before the run is resumed
             acc.resume()
             acc.log({"x": float(number)}, step=step)
             acc.save_state()
-        own = f".{os.getpid()}."  # between dots: a time may have these digits, too
-        (file,) = [path for path in (tmp_path / "log").iterdir() if own in path.name]
-        file.rename(file.with_name(file.name.replace(own, f".{number}.")))
+        process_id = f".{os.getpid()}."  # between dots: a time may have these digits, too
+        (file,) = [path for path in (tmp_path / "log").iterdir() if process_id in path.name]
+        file.rename(file.with_name(file.name.replace(process_id, f".{number}.")))
     names = sorted(path.name for path in (tmp_path / "log").iterdir())
     assert [name.split(".")[-2] for name in names] == ["999999", "1"]
     assert scalars(tmp_path / "log", "x") == [(1, 999999.0), (2, 1.0)] and not (tmp_path / "log-2").exists()

@@ -35,18 +35,18 @@ class Theirs(GeneralTracker):
 
     def __init__(self, tag: str = "") -> None:
         super().__init__()
-        self.said: list[Any] = []
+        self.calls: list[Any] = []
 
     @property
     def tracker(self) -> list[Any]:
-        return self.said
+        return self.calls
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.said.append(values)
+        self.calls.append(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, commit: bool = True) -> None:
-        self.said.append((values, step, commit))
+        self.calls.append((values, step, commit))
 
 
 # -- which trackers ----------------------------------------------------------------------------------------------------
@@ -54,12 +54,12 @@ class Theirs(GeneralTracker):
 
 def names(log_with: Any, folder: Path) -> list[str]:
     with Accelerator(cpu=True, project_dir=folder, log_with=log_with) as acc:
-        return [tracker.name for tracker in acc.trackers]
+        return [tracker.name for tracker in acc._logbook.all()]
 
 
 def test_names_members_and_own_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for given in ("jsonl", " JSONL ", [LoggerType.JSONL], LoggerType.JSONL, None):
-        assert names(given, tmp_path) == ["jsonl"]
+    for log_with in ("jsonl", " JSONL ", [LoggerType.JSONL], LoggerType.JSONL, None):
+        assert names(log_with, tmp_path) == ["jsonl"]
     assert names(["jsonl", Theirs(), "jsonl"], tmp_path) == ["jsonl", "theirs"]
     assert names("none", tmp_path) == names([], tmp_path) == []
     for package in PACKAGES:
@@ -76,7 +76,7 @@ def test_names_members_and_own_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("log_with", "words"),
+    ("log_with", "message"),
     [
         ("tensorbord", r"'tensorbord' is not a tracker, did you mean 'tensorboard'"),
         (LoggerType.AIM, "'aim' is not a tracker.* or pass an object with name"),
@@ -85,8 +85,8 @@ def test_names_members_and_own_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (7, "is not a tracker"),
     ],
 )
-def test_wrong_trackers_are_refused(log_with: object, words: str) -> None:
-    with pytest.raises(SettingError, match=words):
+def test_wrong_trackers_are_refused(log_with: object, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
         Accelerator(cpu=True, log_with=log_with)
 
 
@@ -94,16 +94,16 @@ def test_wrong_trackers_are_refused(log_with: object, words: str) -> None:
 
 
 def strict(text: str) -> Any:
-    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    return json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
 
 
 def test_values_of_all_kinds_become_json(tmp_path: Path) -> None:
     plain = {"int": 3, "float": 0.5, "bool": True, "word": "ü\u2028\n", "large": 10**30}
     numpy = {"np": np.float32(0.5), "np0": np.array(2), "np_bool": np.bool_(True)}
-    words = {"a": math.nan, "b": math.inf, "c": -math.inf}
-    others = {"none": None, "d": {"e": {"f": 1}}, "loss": torch.tensor(2.0, requires_grad=True)}
+    nonfinite = {"a": math.nan, "b": math.inf, "c": -math.inf}
+    nested = {"none": None, "d": {"e": {"f": 1}}, "loss": torch.tensor(2.0, requires_grad=True)}
     with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-        acc.log({**plain, **numpy, **words, **others, "fraction": Fraction(1, 4)}, step=np.int64(4))
+        acc.log({**plain, **numpy, **nonfinite, **nested, "fraction": Fraction(1, 4)}, step=np.int64(4))
     (line,) = (tmp_path / "log.jsonl").read_text().split("\n")[:-1]
     row = strict(line)
     assert row.pop("_step") == 4 and row.pop("_time") > 1e9
@@ -113,7 +113,7 @@ def test_values_of_all_kinds_become_json(tmp_path: Path) -> None:
 
 def test_wrong_values_are_refused(tmp_path: Path) -> None:
     with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-        for values, step, words in (
+        for values, step, message in (
             ({1: 2}, 0, "got 1 as a name"),
             ({"x": torch.tensor(1j)}, 0, "it has no real value"),
             ({"x": torch.ones((), device="meta")}, 0, "on meta: it has no real value"),
@@ -121,7 +121,7 @@ def test_wrong_values_are_refused(tmp_path: Path) -> None:
             ({"x": 1}, True, "whole number"),
             ({"x": 1}, "1", "whole number"),
         ):
-            with pytest.raises(SettingError, match=words):
+            with pytest.raises(SettingError, match=message):
                 acc.log(values, step=step)
 
 
@@ -130,23 +130,23 @@ class Model:
     depth: int = 2
     sizes: tuple[int, ...] = (1, 2)
     kind: LoggerType = LoggerType.JSONL
-    more: dict[str, Any] = field(default_factory=lambda: {"path": Path("a/b"), "dtype": torch.float16})
+    extra: dict[str, Any] = field(default_factory=lambda: {"path": Path("a/b"), "dtype": torch.float16})
 
 
 def test_hyperparameters_of_all_kinds(tmp_path: Path) -> None:
-    theirs = Theirs()
+    tracker = Theirs()
     plain = {"lr": 0.1, "name": None}
-    more = {"model": Model(), "tags": {"b", "a"}, "scale": torch.tensor(2.0), "limit": math.inf}
-    with Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path, log_with=[theirs, "jsonl"]) as acc:
-        acc.init_trackers("run", argparse.Namespace(**plain, **more))
+    converted = {"model": Model(), "tags": {"b", "a"}, "scale": torch.tensor(2.0), "limit": math.inf}
+    with Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path, log_with=[tracker, "jsonl"]) as acc:
+        acc.init_trackers("run", argparse.Namespace(**plain, **converted))
         acc.log({"x": 1})
-        cpu = acc.hardware.cpu.name
-    given = strict((tmp_path / "run.json").read_text())["starts"][0]["config"]
-    assert given.pop("easymp")
-    model = {"depth": 2, "sizes": [1, 2], "kind": "jsonl", "more": {"path": "a/b", "dtype": "torch.float16"}}
-    assert given == {**plain, "model": model, "tags": ["a", "b"], "scale": 2.0, "limit": "Infinity"}
-    flat = theirs.said[0]  # for lists of parameters
-    assert flat["model/more/path"] == "a/b" and flat["model/sizes"] == "[1, 2]"
+        cpu = acc.plan.hardware.cpu.name
+    config = strict((tmp_path / "run.json").read_text())["starts"][0]["config"]
+    assert config.pop("easymp")
+    model = {"depth": 2, "sizes": [1, 2], "kind": "jsonl", "extra": {"path": "a/b", "dtype": "torch.float16"}}
+    assert config == {**plain, "model": model, "tags": ["a", "b"], "scale": 2.0, "limit": "Infinity"}
+    flat = tracker.calls[0]  # for lists of parameters
+    assert flat["model/extra/path"] == "a/b" and flat["model/sizes"] == "[1, 2]"
     assert (flat["easymp/plan/precision"], flat["easymp/machine/cpu"]) == ("fp32", cpu)
     assert all(value is None or isinstance(value, (str, int, float, bool)) for value in flat.values())
 
@@ -158,17 +158,17 @@ def test_a_line_that_could_not_be_written_leaves_none_behind(tmp_path: Path) -> 
     with Accelerator(cpu=True, project_dir=tmp_path) as acc:
         tracker = acc.get_tracker("jsonl")
         tracker.log({"a": 1}, 1)
-        whole, left = tracker._file, [20]
+        file, left = tracker._file, [20]
 
         def write(text: Any) -> int:
             if not left:
                 raise OSError("No space left on device")
-            return whole.write(text[: left.pop()])
+            return file.write(text[: left.pop()])
 
-        tracker._file = mock.Mock(wraps=whole, write=write)
+        tracker._file = mock.Mock(wraps=file, write=write)
         with pytest.raises(OSError, match="No space left"):
             tracker.log({"a": 2}, 2)
-        tracker._file = whole
+        tracker._file = file
         tracker.log({"a": 4}, 4)
     assert [row["_step"] for row in rows(tmp_path)] == [1, 4]
 
@@ -190,7 +190,7 @@ def test_a_file_that_is_shorter_than_at_the_checkpoint_goes_on(
     with Accelerator(cpu=True, project_dir=tmp_path) as acc:
         acc.init_trackers("run", init_kwargs={"jsonl": {"flush": 1}})
         with pytest.raises(SettingError, match="it takes no options"):
-            assert acc.trackers
+            acc.get_tracker("jsonl")
 
 
 # -- own ones ----------------------------------------------------------------------------------------------------------
@@ -222,12 +222,12 @@ class Resumable:
 
 
 def test_one_that_is_written_for_accelerate() -> None:
-    mine = Theirs()
-    with Accelerator(cpu=True, log_with=mine) as acc:
+    tracker = Theirs()
+    with Accelerator(cpu=True, log_with=tracker) as acc:
         acc.log({"loss": 1.0}, step=3, log_kwargs={"theirs": {"commit": False}})
         acc.log({"loss": 2.0}, step=4)
-        assert acc.get_tracker("theirs") is mine and acc.get_tracker("theirs", unwrap=True) is mine.said
-    assert mine.said[1:] == [({"loss": 1.0}, 3, False), ({"loss": 2.0}, 4, True)]
+        assert acc.get_tracker("theirs") is tracker and acc.get_tracker("theirs", unwrap=True) is tracker.calls
+    assert tracker.calls[1:] == [({"loss": 1.0}, 3, False), ({"loss": 2.0}, 4, True)]
     assert issubclass(TheirName, GeneralTracker)
 
 
@@ -249,7 +249,7 @@ def test_one_that_resumes(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Any:
+def device_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device, played by the CPU, whose transfers arrive when its event says so."""
     empty, module = torch.empty, mock.MagicMock()
     module.current_stream.return_value = mock.Mock(device=torch.device("cpu"))
@@ -265,8 +265,8 @@ def row(step: int, **values: Any) -> Row:
     return Row(step, 0.0, values)
 
 
-def test_rows_arrive_in_order_when_their_numbers_do(late: Any) -> None:
-    rows, loss, event = Pending(), torch.tensor(1.0), late.Event.return_value
+def test_rows_arrive_in_order_when_their_numbers_do(device_module: Any) -> None:
+    rows, loss, event = Pending(), torch.tensor(1.0), device_module.Event.return_value
     rows.add(row(1, loss=loss, count=torch.tensor(2**60), flag=torch.tensor(True), word="x"))
     loss.add_(1)
     rows.add(row(2, loss=loss, half=torch.tensor(0.5, dtype=torch.bfloat16)))
@@ -281,12 +281,12 @@ def test_rows_arrive_in_order_when_their_numbers_do(late: Any) -> None:
         {"plain": 3},
     ]
     assert (
-        late.Event.call_count == 4 and not event.synchronize.called
+        device_module.Event.call_count == 4 and not event.synchronize.called
     )  # one a dtype, whatever the number of rows
-    other, stream = late.current_stream.return_value, mock.Mock(device=torch.device("cpu"))
-    late.current_stream.return_value = stream
+    first_stream, stream = device_module.current_stream.return_value, mock.Mock(device=torch.device("cpu"))
+    device_module.current_stream.return_value = stream
     rows.send()
-    stream.wait_stream.assert_called_once_with(other)  # the copy of row 4 was made there
+    stream.wait_stream.assert_called_once_with(first_stream)  # the copy of row 4 was made there
     event.query.return_value = False
     assert [r.step for r in rows.arrived(wait=True)] == [4] and event.synchronize.call_count == 1
     assert not rows
@@ -294,18 +294,18 @@ def test_rows_arrive_in_order_when_their_numbers_do(late: Any) -> None:
 
 @pytest.mark.gpu
 def test_log_does_not_wait_for_the_device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Any] = []
+    logged: list[Any] = []
 
     class Keeping:
         name = "keeping"
         start = finish = staticmethod(lambda *_: None)
-        log = staticmethod(lambda values, step: kept.append((step, values["x"], values["y"])))
+        log = staticmethod(lambda values, step: logged.append((step, values["x"], values["y"])))
 
     monkeypatch.setattr("easymp.trackers.logbook.EVERY", 0.0)
     with Accelerator(log_with=Keeping(), project_dir=tmp_path) as acc:
         x, y = torch.zeros((), device=acc.device), torch.zeros((), device=acc.device, dtype=torch.bfloat16)
         acc.log({"x": x, "y": y}, step=0)
-        acc._logbook.settle()  # the first pinned memory of a process is the driver's to give, which may wait
+        acc._logbook.settle_rows()  # the first pinned memory of a process is the driver's to give, which may wait
         torch.cuda.set_sync_debug_mode("error")
         try:
             for step in range(1, 200):
@@ -314,4 +314,4 @@ def test_log_does_not_wait_for_the_device(tmp_path: Any, monkeypatch: pytest.Mon
                 acc.log({"x": x, "y": y}, step=step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert kept == [(step, step, step) for step in range(200)]
+    assert logged == [(step, step, step) for step in range(200)]

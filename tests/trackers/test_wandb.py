@@ -1,4 +1,7 @@
-"""wandb without a network: what its offline runs hold, read back from their files; and what a resumed run of the service is sent."""
+"""wandb without a network.
+
+What its offline runs hold, read back from their files; and what a resumed run of the service is sent.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def records(path: Path) -> Iterator[Any]:
     """The records of a run's file: LevelDB's log format, blocks of 32 KiB after a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole = path.read_bytes(), 7, b""
+    data, at, content = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
@@ -41,12 +44,12 @@ def records(path: Path) -> Iterator[Any]:
         _, length, kind = struct.unpack_from("<IHB", data, at)
         if kind == 0:
             break
-        whole += data[at + 7 : at + 7 + length]
+        content += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
             record = Record()
-            record.ParseFromString(whole)
-            whole = b""
+            record.ParseFromString(content)
+            content = b""
             yield record
 
 
@@ -61,14 +64,14 @@ class Offline:
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 self.id, self.project = record.run.run_id, record.run.project
-                self.config |= named(record.run.config.update)
+                self.config |= values_by_name(record.run.config.update)
             elif kind == "history":
-                self.rows.append((record.history.step.num, named(record.history.item)))
+                self.rows.append((record.history.step.num, values_by_name(record.history.item)))
             elif kind == "exit":
                 self.code = record.exit.exit_code
 
 
-def named(items: Any) -> dict[str, Any]:
+def values_by_name(items: Any) -> dict[str, Any]:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
@@ -105,13 +108,8 @@ def test_the_service_is_sent_no_step_twice(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
     tracker = WandB(tmp_path, {"name": "mine", "project": "other"})
     tracker.start("run", {"lr": 0.1}, {"id": "abc"})
-    given = init.call_args.kwargs
-    assert (given["id"], given["resume"], given["project"], given["name"]) == (
-        "abc",
-        "allow",
-        "other",
-        "mine",
-    )
+    options = init.call_args.kwargs
+    assert (options["id"], options["resume"], options["project"], options["name"]) == ("abc", "allow", "other", "mine")
     tracker.write([Row(step, 0.0, {"x": step}) for step in range(7, 12)])
     tracker.start("run", {"lr": 0.1}, {"id": "abc"})  # back to a checkpoint of this very run
     tracker.write([Row(12, 0.0, {"x": 12})])
@@ -139,11 +137,12 @@ raise SystemError("at the end")
 
 @needs_wandb
 @pytest.mark.slow
+@pytest.mark.cold
 def test_a_script_that_ends_without_end_training(tmp_path: Path) -> None:
     pytest.importorskip("PIL", reason="an optional package is not installed: PIL")
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, env=env.merged(OFFLINE), capture_output=True, text=True, timeout=100)
-    assert "SystemError: at the end" in done.stderr
+    process = subprocess.run(command, env=env.merged(OFFLINE), capture_output=True, text=True, timeout=100)
+    assert "SystemError: at the end" in process.stderr
     (run,) = runs(tmp_path)
     assert [step for step, _ in run.rows][:3] == [0, 1, 2] and run.code == 1
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 6

@@ -14,13 +14,12 @@ adamw = torch.optim.AdamW(net.parameters())
 # -- misspelt names
 
 acc = Accelerator(mixed_precission="bf16")  # type: ignore[call-arg]
-Accelerator(fsdp_plugin=None)  # type: ignore[call-arg]
+Accelerator(kwargs_handlers=[])  # type: ignore[call-arg]
 Settings(mixed_precission="bf16")  # type: ignore[call-arg]
 acc.save_state(asynchronous=True)  # type: ignore[call-arg]
 acc.load_state(map_location="cpu")  # type: ignore[call-arg]
 acc.backward(x.sum(), keep_graph=True)  # type: ignore[call-arg]
 acc.prepare(net, adamw, placement=[True])  # type: ignore[call-overload]
-easymp.optim.AdamW(net.parameters(), lrr=0.1)  # type: ignore[call-arg]
 easymp.optim.Lion(net.parameters(), lrr=0.1)  # type: ignore[call-arg]
 acc.sync_gradient  # type: ignore[attr-defined]  # noqa: B018
 easymp.Acelerator()  # type: ignore[attr-defined]
@@ -43,7 +42,6 @@ easymp.reduce(x, "median")  # type: ignore[arg-type]
 
 Accelerator("bf16")  # type: ignore[call-arg]
 Accelerator(gradient_accumulation_steps="4")  # type: ignore[arg-type]
-Accelerator(kwargs_handlers=[CompileOptions()])  # type: ignore[list-item]
 Accelerator(strategy_options=CompileOptions())  # type: ignore[arg-type]
 acc.backward(0.5)  # type: ignore[arg-type]
 acc.clip_grad_norm_(net, 1.0)  # type: ignore[arg-type]

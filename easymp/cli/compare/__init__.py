@@ -1,9 +1,8 @@
 """Run a script under several plans, in turn, and say which one to take.
 
-Time, memory, loss and accuracy of each: as a table, and as a page with plots.
-SCRIPT needs an Accelerator, and acc.log({"loss": loss}) for curves; accuracy is
-logged alike. Plans win over its own settings. Each combination of the values
-given is one; the results of the others are compared with those of the first.
+Time, memory, loss and accuracy of each: as a table, and as a page with plots. SCRIPT needs an Accelerator, and
+acc.log({"loss": loss}) for curves; accuracy is logged alike. Plans win over its own settings. Each combination of the
+values given is one; the results of the others are compared with those of the first.
 
 examples:
   easymp compare train.py --precision fp32,bf16
@@ -12,16 +11,14 @@ examples:
   easymp compare train.py --vary compile=no,blocks --vary seed=0,1
   easymp compare train.py --vary batch=32,64 -- --batch-size {batch}
   easymp compare train.py --strategy fsdp --vary strategy_options.cpu_offload=false,true
-  easymp compare train.py --strategy ddp,fsdp --predict train:make_model --input 8x1024:int64
   easymp compare fp32=runs/a fp32=runs/b bf16=runs/c     runs that exist
 
-Words after -- are the script's own. Three runs of each plan or more can show
-a difference of times; fewer are a hint. The folder --output gets the page
-(compare.html, one file), a picture, a JSON and the raw records; page and
-picture need matplotlib: pip install 'easymp[report]'.
+Words after -- are the script's own. Three runs of each plan or more can show a difference of times; fewer are a hint.
+The folder --output gets the page (compare.html, one file), a picture, a JSON and the raw records; page and picture need
+matplotlib: pip install 'easymp[report]'.
 
-Exit codes: 0 all runs finished; 1 one did not, and the table says why;
-2 wrong usage; 130 interrupted, after showing the finished runs.
+Exit codes: 0 all runs finished; 1 one did not, and the table says why; 2 wrong usage; 130 interrupted, after showing
+the finished runs.
 """
 
 from __future__ import annotations
@@ -35,92 +32,45 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base import env
-from ...base.lazy import modules_at_first_use
 from ...base.units import duration, rate, size
 from ...base.units import unit as unit_of
-from ...errors import EasympError, SettingError
-from ...launcher.entrypoints import check_script
-from ...settings import OVERRIDE, overrides, read_pairs
-from ..estimate import kind_of
-from ..plot import NOISY, OUTLIER, Line, Panel, colour, curves, draw, logarithmic, missing, page, smoothed
-from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, ended_by_signals, paint, plain, table, width, wrap
-from .runs import (
-    FINISHED,
-    INTERRUPTED,
-    Record,
-    Run,
-    Summary,
-    Task,
-    Variant,
-    is_run,
-    load,
-    middle,
-    read,
-    variants,
-)
-from .runs import run as run_once
-from .verdict import Comparison, conclude, is_busy, ratio
+from ...errors import SettingError
+from ...settings import overrides, read_pairs
+from ..harness import INTERRUPTED, Progress, Script, check_new, count
+from ..harness import reworded as reworded
+from ..harness import run as run_once
+from ..plot import NOISY, RUNNING_MEANS, Line, Panel, Section, colour, draw, draw_lines, render, smooth
+from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, ended_by_signals, missing_packages, paint, plain, table, wrap
+from .runs import Record, Run, Summary, Variant, is_run, load, median, path_of, read, variants
+from .verdict import Comparison, conclude, is_busy, ratio_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ...training.memory import Prediction
-    from ..estimate import rows as estimate_rows
-else:  # it imports torch
-    modules_at_first_use(globals(), estimate_rows=".estimate.rows")
-
-NEEDED = ("matplotlib", "jinja2")
-SHOWN = ("mixed_precision", "strategy", "gradient_accumulation_steps")  # a decision of the plan shows them
-OUTSIDE = "set from outside"
-ALIKE = 1.05  # the largest median as a multiple of the smallest, up to which a column has nothing to tell
-EVERY = 10.0  # seconds between two lines about a run, where no terminal shows one that changes
+REPORT_PACKAGES = ("matplotlib", "jinja2")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "easymp compare SCRIPT [OPTIONS] [-- ARGUMENTS]\n       easymp compare RUN RUN … [OPTIONS]"
-    _options(parser)
-    # PARSER is one word and all that follow it, as they are; SCRIPT and a REMAINDER would lose a "--" between them.
-    words = "its path, and the script's own after --; or folders of runs that exist, each as NAME=FOLDER or FOLDER"
-    parser.add_argument("script", nargs=argparse.PARSER, action=_Rest, metavar="SCRIPT", help=words)
-
-
-class _Rest(argparse.Action):
-    """The script, options of ours as far as ``--``, and the script's own arguments; or runs, and options."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        script, *rest = values[1:] if values[0] == "--" and values[1:] else values
-        cut = rest.index("--") if "--" in rest else len(rest)
-        again = argparse.ArgumentParser(parser.prog, usage=parser.usage, allow_abbrev=False, add_help=False)
-        _options(again)
-        _, unknown = again.parse_known_args(rest[:cut], namespace)
-        namespace.runs = []
-        if not namespace.module and is_run(script) and not any(word.startswith("-") for word in unknown):
-            namespace.runs, unknown = [script, *unknown], []
-        if unknown:
-            again.error(
-                f"{' '.join(unknown)}: no option of easymp compare. The script's own arguments follow --"
-            )
-        namespace.script, namespace.arguments = script, rest[cut + 1 :]
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    add, several = parser.add_argument, {"type": _words, "default": []}
-    precisions = "of fp32, tf32, bf16, fp16, fp8, mxfp8, nvfp4, bf16-true, fp16-true, O0 to O3, auto (the script's own)"
-    add("--precision", **several, metavar="A,B", help=precisions)
-    add("--strategy", **several, metavar="A,B", help="of single, ddp, zero1, fsdp … (the script's own)")
-    add("--processes", **several, metavar="N,M", help="how many (one an accelerator, 1 without any)")
+    add = parser.add_argument
+    script = "its path, and the script's own after --; or folders of runs that exist, each as NAME=FOLDER or FOLDER"
+    add("script", nargs="+", metavar="SCRIPT", help=script)
+    precisions = "of fp32, tf32, bf16, fp16, fp8, bf16-true, fp16-true, O0 to O3, auto (the script's own)"
+    add("--precision", type=_values, default=[], metavar="A,B", help=precisions)
+    add("--strategy", type=_values, default=[], metavar="A,B", help="of single, ddp, zero1, fsdp … (the script's own)")
+    add("--processes", type=_values, default=[], metavar="N,M", help="how many (one an accelerator, 1 without any)")
     vary = (
         "values of any setting, such as gradient_accumulation_steps=1,4 or strategy_options.OPTION=A,B; or of {NAME} "
         "among the script's own arguments; may be repeated"
     )
-    add("--vary", action="append", type=_varied, default=[], metavar="NAME=A,B", help=vary)
+    add("--vary", action="append", type=_option, default=[], metavar="NAME=A,B", help=vary)
     sets = "a setting of all plans, over the script's own; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
     repeats = "number of runs of each, in rounds; medians are compared (1)"
@@ -131,195 +81,85 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, metavar="SECONDS", help=timeout)
     metric = "compare this logged value (loss and accuracy); may be repeated"
     add("--metric", action="append", default=[], metavar="NAME", help=metric)
-    predict = (
-        "the model, as for easymp estimate: shows the predicted time of an update beside the measured one, by AdamW and "
-        "without recomputation, on a GPU that is known"
-    )
-    add("--predict", metavar="MODEL", help=predict)
-    shape = "with --predict: an argument of forward, for the batch of one process, such as 8x1024:int64; repeatable"
-    add("--input", action="append", default=[], metavar="SHAPE", help=shape)
     add("--output", type=Path, metavar="DIR", help="a new folder for the reports (easymp-compare-DATE)")
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("--json", action="store_true", help="print all of it as JSON, in place of the table")
 
 
-def run(args: argparse.Namespace) -> int:
-    folder = args.output or Path(time.strftime("easymp-compare-%Y%m%d-%H%M%S"))
-    flags = [("mixed_precision", args.precision), ("strategy", args.strategy), ("processes", args.processes)]
-    varied = [pair for pair in (*flags, *args.vary) if pair[1]]
-    fixed = read_pairs(args.set)
-    if args.seed is not None and "seed" in {**dict(varied), **fixed}:
-        raise SettingError("--seed is set, and the setting seed too: leave one of them out")
-    if twice := [name for i, (name, _) in enumerate(varied) if name in {**dict(varied[:i]), **fixed}]:
-        raise SettingError(f"{twice[0]} is given twice: give all its values at once, as in A,B,C")
-    if args.runs and (varied or fixed or args.seed is not None or args.arguments or args.repeats > 1):
-        raise SettingError("runs that exist are compared as they are: leave out what would start new ones")
-    if not args.runs:
-        check_script(args.script, args.module)
-    if bool(args.predict) != bool(args.input):
-        raise SettingError("--predict MODEL and --input SHAPE belong together: pass both, or neither")
-    sized = args.predict and estimate_rows.read_model(args.predict, kind_of(args.predict))
-    if sized and not sized.runs:
-        raise SettingError(f"--predict {args.predict} has no forward to count: pass module:callable")
-    sample = estimate_rows.read_sample(args.input) if sized else None
-    if folder.exists() and any(folder.iterdir()):
-        raise SettingError(f"{str(folder)!r} is there, and not empty: name a new folder with --output")
-    if args.runs:
-        found = conclude(None, load(args.runs), folder.absolute(), args.metric)
-        folder.mkdir(parents=True, exist_ok=True)
-    else:
-        chosen = variants(dict(varied), args.arguments)
-        task = Task(args.script, args.arguments, args.module, args.timeout)
-        # SIGTERM ends the running ranks as Ctrl-C does, and the finished runs are shown.
-        with ended_by_signals(), env.override(**overrides(args.set)):
-            found = compare(task, chosen, folder.absolute(), args)
-    if sized:
-        found = predicted(found, sized, sample)
-    written, trouble = write(found)
-    print(json.dumps(as_json(found), indent=2) if args.json else words(found))
-    near = [os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path) for path in written]
-    print("\nwrote " + "\n      ".join(near), file=sys.stderr if args.json else sys.stdout)
-    if trouble:
-        print(wrap(trouble), file=sys.stderr)
-    return 130 if found.interrupted else int(any(plan.troubles for plan in found.summaries))
-
-
-def compare(task: Task, chosen: Sequence[Variant], folder: Path, args: argparse.Namespace) -> Comparison:
-    """Run `task` under each of `chosen`, round by round, so that changes of the machine's load meet all of them."""
-    repeats = args.repeats
-    runs: list[Run] = []
-    count = len(chosen) * repeats
-    for number, (index, variant) in product(range(1, repeats + 1), enumerate(chosen, 1)):
-        again = f", run {number} of {repeats}" if repeats > 1 else ""
-        head = f"{len(runs) + 1}/{count} {plain(variant.name)}{again}"
-        safe = "".join(x if x.isascii() and x.isalnum() else "-" for x in variant.name)[:100]
-        place = folder / "runs" / f"{index}-{safe}-{number}"
-        its_seed = None if args.seed is None else args.seed + number - 1
-        done = [run for run in runs if run.end.status == FINISHED and run.record and run.record.updates]
-        alike = [run.record for run in done if run.variant is variant] or [run.record for run in done]
-        progress = Progress(head, place, alike[-1] if alike else None)
-        end = run_once(task, variant, place, its_seed, progress)
-        runs.append(Run(variant, number, its_seed, end, read(place)))
-        left = (count - len(runs)) * sum(run.end.wall for run in runs) / len(runs)
-        more = f", about {duration(left)} left" if left and end.status != INTERRUPTED else ""
-        progress.say(f"{end.status} after {duration(end.wall)}{more}", last=True)
-        if end.status == INTERRUPTED:
-            break
-    return conclude(task, runs, folder, args.metric)
-
-
-def predicted(found: Comparison, sized: estimate_rows.Sized, sample: Any) -> Comparison:
-    """Predict an update of each plan, from what its record says of plan and machine, by `easymp.memory.predict`."""
-    made: dict[str, Prediction] = {}
-    for summary in found.summaries:
-        record = summary.typical and summary.typical.record
-        if not record or not {"device", "strategy", "precision", "processes"} <= record.plan.keys():
-            continue
-        plan = {name: one["value"] if isinstance(one, dict) else one for name, one in record.plan.items()}
-        devices = [] if plan["device"] == "cpu" else record.machine["devices"]
-        how = {name: plan[name] for name in ("strategy", "precision")}
-        try:
-            need = estimate_rows.estimate(sized.model, **how, world=plan["processes"], sample=sample)
-            device = devices[0]["name"] if devices else ""
-            one = estimate_rows.predict(sized.model, need, device, len(devices) or None)
-        except EasympError as error:  # the runs are kept
-            one = estimate_rows.Prediction(None, why=str(error))
-        made[summary.name] = one.of(plan.get("accumulation", 1))
-    unknown = [f"{name} ({one.why})" for name, one in made.items() if one.seconds is None]
-    said = f" Not predicted: {', '.join(unknown)}." if unknown else ""
-    return dataclasses.replace(found, predicted=made, missing=(found.missing + said).strip())
-
-
-class Progress:
-    """Prints how far a run is: its updates, their speed, and the time left, as far as it or an earlier run tells its length."""
-
-    def __init__(self, head: str, folder: Path, known: Record | None) -> None:
-        self._head, self._path, self._known = head, folder / "rank-0.jsonl", known
-        self._first: dict[str, Any] = {}  # lines of the record: the first update, and the newest
-        self._now: dict[str, Any] = {}
-        self._read, self._live = 0, sys.stderr.isatty()
-        self.say("starting")
-
-    def __call__(self) -> None:
-        self._look()
-        first, now = self._first, self._now
-        if (not self._live and time.perf_counter() - self._said < EVERY) or not first:
-            return
-        made, took = now["updates"] - first["updates"], now["at"] - first["at"]
-        if made < 1 or took <= 0:
-            return
-        total, known = first.get("total"), self._known
-        if total is None and known is not None:  # as many updates as that run made, or for as many samples
-            total = known.updates + 1
-            if now["samples"] and known.samples:
-                total = round(known.samples / known.updates * total / now["samples"] * now["updates"])
-        of = f" of {total:,}, {duration(max(0, total - now['updates']) * took / made)} left" if total else ""
-        self.say(f"update {now['updates']:,}{of}, {rate(made / took)} updates/s")
-
-    def _look(self) -> None:
-        if not self._path.exists():
-            return
-        with open(self._path, "rb") as file:
-            file.seek(self._read)
-            for text in file:
-                if not text.endswith(b"\n"):  # it is being written
-                    break
-                self._read += len(text)
-                line = json.loads(text)
-                if line["event"] == "first":
-                    self._first = self._now = line
-                elif line["event"] == "memory":
-                    self._now = line
-
-    def say(self, words: str, last: bool = False) -> None:
-        self._said = time.perf_counter()
-        line, begin, end = f"{self._head}: {words}", "", "\n"
-        if self._live:
-            line, begin, end = line[: width() - 1], "\r\x1b[K", "\n" * last
-        print(begin + line, end=end, file=sys.stderr, flush=True)
-
-
-def words(found: Comparison) -> str:
-    """The verdict and the table, for a terminal."""
-    verdict, (shown, same) = found.verdict, columns(found)
-    said = [paint(wrap(plain(verdict.sentence)), BOLD), ""]
-    lines, colours = [["", *(column.head for column in shown)]], [BOLD]
-    for i, summary in enumerate(found.summaries):
-        cells = [column.cells[i] for column in shown]
-        taken = summary.name == verdict.take
-        lines.append([f"{'→' if taken else ' '} {summary.name}", *(text for text, _ in cells)])
-        colours.append(GREEN if taken else "" if summary.speeds else RED)
-        if any(below for _, below in cells):
-            lines.append(["", *(below for _, below in cells)])
-            colours.append(DIM)
-    printed = table(lines, right=set(range(1, len(lines[0])))).splitlines()
-    said += [paint(line, code) for line, code in zip(printed, colours)]
-    for summary in found.summaries:
-        said += [wrap(f"{plain(summary.name)} {plain(trouble)}", "  ") for trouble in summary.troubles]
-    said += [wrap(plain(line)) for line in (same, *verdict.evidence, found.missing) if line]
-    said += [paint(wrap(plain(line)), YELLOW) for line in verdict.doubts]
-    return "\n".join(said)
-
-
-def _words(text: str) -> list[str]:
+def _values(text: str) -> list[str]:
     """Values with commas between them; one with commas in it stands in double quotes."""
-    return [word.strip() for word in next(csv.reader([text], skipinitialspace=True), [])]
+    return [value.strip() for value in next(csv.reader([text], skipinitialspace=True), [])]
 
 
-def _varied(text: str) -> tuple[str, list[str]]:
+def _option(text: str) -> tuple[str, list[str]]:
     name, equals, values = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=A,B")
-    return "mixed_precision" if name == "precision" else name, _words(values) or [""]
+    return "mixed_precision" if name == "precision" else name, _values(values) or [""]
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def run(args: argparse.Namespace) -> int:
+    folder = args.output or Path(time.strftime("easymp-compare-%Y%m%d-%H%M%S"))
+    flags = [("mixed_precision", args.precision), ("strategy", args.strategy), ("processes", args.processes)]
+    options = [(name, values) for name, values in (*flags, *args.vary) if values]
+    fixed = read_pairs(args.set)
+    names = [*fixed, *(name for name, _ in options)]
+    if args.seed is not None and "seed" in names:
+        raise SettingError("--seed is set, and the setting seed too: leave one of them out")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise SettingError(f"{repeated[0]} is given twice: give all its values at once, as in A,B,C")
+    script = Script(args.script[0], args.arguments, args.module)
+    existing = not script.module and is_run(script.path)
+    if existing and (names or args.seed is not None or args.arguments or args.repeats > 1):
+        raise SettingError("runs that exist are compared as they are: leave out what would start new ones")
+    if not existing:
+        missing = [path for path in args.script if not path_of(path).exists()]
+        if args.script[1:] and args.script[0] in missing and not script.module:
+            raise SettingError(f"{', '.join(missing)}: there is no such file or folder")
+        if args.script[1:]:
+            raise SettingError(f"{' '.join(args.script[1:])}: one script is compared, and its own arguments follow --")
+        script.check()
+    check_new(folder)
+    if existing:
+        comparison = conclude(None, load(args.script), folder.absolute(), args.metric)
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        plans = variants(dict(options), args.arguments)
+        # SIGTERM ends the running ranks as Ctrl-C does, and the finished runs are shown.
+        with ended_by_signals(), env.override(**overrides(args.set)):
+            comparison = compare(script, plans, folder.absolute(), args)
+    files, problem = write(comparison)
+    print(json.dumps(as_json(comparison), indent=2) if args.json else terminal_text(comparison))
+    paths = [os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path) for path in files]
+    print("\nwrote " + "\n      ".join(paths), file=sys.stderr if args.json else sys.stdout)
+    if problem:
+        print(wrap(problem), file=sys.stderr)
+    return 130 if comparison.interrupted else int(any(plan.problems for plan in comparison.summaries))
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+def compare(script: Script, plans: Sequence[Variant], folder: Path, args: argparse.Namespace) -> Comparison:
+    """Run the script under each plan, round by round, so that changes of the machine's load meet all of them."""
+    runs: list[Run] = []
+    total = len(plans) * args.repeats
+    for number, (index, variant) in product(range(1, args.repeats + 1), enumerate(plans, 1)):
+        repeat = f", run {number} of {args.repeats}" if args.repeats > 1 else ""
+        head = f"{len(runs) + 1}/{total} {plain(variant.name)}{repeat}"
+        safe_name = "".join(x if x.isascii() and x.isalnum() else "-" for x in variant.name)[:100]
+        run_folder = folder / "runs" / f"{index}-{safe_name}-{number}"
+        seed = None if args.seed is None else args.seed + number - 1
+        settings = variant.settings if seed is None else {**variant.settings, "seed": str(seed)}
+        progress = Progress(head, run_folder)
+        end = run_once(variant.command(script), run_folder, settings, args.timeout, progress)
+        runs.append(Run(variant, number, seed, end, read(run_folder)))
+        seconds = (total - len(runs)) * sum(run.end.wall for run in runs) / len(runs)
+        remaining = f", about {duration(seconds)} left" if seconds and end.status != INTERRUPTED else ""
+        progress.show(f"{end.status} after {duration(end.wall)}{remaining}", last=True)
+        if end.status == INTERRUPTED:
+            break
+    return conclude(script, runs, folder, args.metric)
+
+
+# -- the table
 
 
 class Column(NamedTuple):
@@ -329,215 +169,229 @@ class Column(NamedTuple):
     cells: list[tuple[str, str]]
 
 
-def columns(found: Comparison) -> tuple[list[Column], str]:
-    """The columns in which the plans differ, and a sentence about those in which they do not."""
-    plans, standings = found.summaries, found.verdict.standings
-    times = Column("time", [_cell(plan.seconds, duration) for plan in plans])
-    speeds = Column(f"{plans[0].unit}/s", [_cell(plan.speeds, rate) for plan in plans])
-    long = len({count for plan in plans for count in plan.counts}) > 1
-    memory = Column("memory", [(_cell(plan.peaks, size)[0], "") for plan in plans])
-    before = Column("start-up", [(_cell(plan.before, duration)[0], "") for plan in plans])
-    shown = [speeds if long else times]
-    if found.verdict.take:
-        told = [
-            (ratio(s.ratio), " … ".join(map(ratio, s.interval or ()))) if s.ratio else ("–", "")
-            for s in standings
-        ]
-        shown.append(Column("ratio", told))
-    known_times = {name: one.seconds for name, one in found.predicted.items() if one.seconds}
-    if known_times:
-        shown.append(Column("update", [_cell(plan.paces, duration) for plan in plans]))
-        guesses = [(plan, known_times.get(plan.name)) for plan in plans]
-        off = [f"× {ratio(middle(p.paces) / guess)}" if guess and p.paces else "" for p, guess in guesses]
-        told = [duration(guess) if guess else "–" for _, guess in guesses]
-        shown.append(Column("predicted", list(zip(told, off))))
-    results = [Column(m.name, [_cell(plan.finals(m), m.text) for plan in plans]) for m in found.metrics]
-    if any(standing.result for standing in standings):
-        results.append(Column("result", [(standing.result or "–", "") for standing in standings]))
-    same = []
-    for column, values in (
-        (memory, [plan.peaks for plan in plans]),
-        *((column, []) for column in results),
-        (before, [plan.before for plan in plans]),
-    ):
-        known = [middle(value) for value in values if value]
-        texts = [text for text, _ in column.cells if text != "–"]
-        alike = _alike(known) or len({cell for cell in column.cells if cell[0] in texts}) == 1
-        if alike and len(texts) > 1:
-            same.append(f"{column.head} {'about ' * (len(set(texts)) > 1)}{texts[0]}")
-        elif texts:
-            shown.append(column)
-    return shown, f"The same for all that finished: {', '.join(same)}." if same else ""
+def columns(comparison: Comparison) -> list[Column]:
+    """The columns of the table that have a value."""
+    plans, standings = comparison.summaries, comparison.verdict.standings
+    differ_in_length = len({count for plan in plans for count in plan.counts}) > 1
+    ratios = [ratio_text(s.ratio) if s.ratio else "–" for s in standings]
+    intervals = [" … ".join(map(ratio_text, s.interval or ())) for s in standings]
+    candidates = [
+        Column(f"{plans[0].unit}/s", [_cell(plan.speeds, rate) for plan in plans])
+        if differ_in_length
+        else Column("time", [_cell(plan.seconds, duration) for plan in plans]),
+        Column("ratio", list(zip(ratios, intervals))),
+        Column("memory", [(_cell(plan.peaks, size)[0], "") for plan in plans]),
+        *(Column(m.name, [_cell(plan.finals(m), m.text) for plan in plans]) for m in comparison.metrics),
+        Column("result", [(standing.result or "–", "") for standing in standings]),
+        Column("start-up", [(_cell(plan.startups, duration)[0], "") for plan in plans]),
+    ]
+    return [column for column in candidates if any(text != "–" for text, _ in column.cells)]
 
 
-def _alike(values: Sequence[float]) -> bool:
-    return len(values) > 1 and max(values) <= ALIKE * min(values)
-
-
-def _cell(values: Sequence[float], say: Callable[[float], str]) -> tuple[str, str]:
+def _cell(values: Sequence[float], spell: Callable[[float], str]) -> tuple[str, str]:
     if not values:
         return "–", ""
-    least, most = say(min(values)), say(max(values))
-    return say(middle(values)), f"{least} … {most}" if least != most else ""
+    smallest, largest = spell(min(values)), spell(max(values))
+    return spell(median(values)), f"{smallest} … {largest}" if smallest != largest else ""
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """A sentence for each plan that did not finish, each result that has numbers, and missing metrics."""
+    problems = [f"{plan.name} {problem}" for plan in comparison.summaries for problem in plan.problems]
+    return [line for line in (*problems, *comparison.verdict.evidence, comparison.missing) if line]
+
+
+def terminal_text(comparison: Comparison) -> str:
+    verdict, shown = comparison.verdict, columns(comparison)
+    rows, colours = [["", *(column.head for column in shown)]], [BOLD]
+    for i, plan in enumerate(comparison.summaries):
+        recommended = plan.name == verdict.recommended
+        rows.append([f"{'→' if recommended else ' '} {plan.name}", *(column.cells[i][0] for column in shown)])
+        colours.append(GREEN if recommended else "" if plan.speeds else RED)
+        if any(column.cells[i][1] for column in shown):
+            rows.append(["", *(column.cells[i][1] for column in shown)])
+            colours.append(DIM)
+    lines = table(rows, right=set(range(1, len(rows[0])))).splitlines()
+    text = [paint(wrap(plain(verdict.sentence)), BOLD), "", *map(paint, lines, colours)]
+    text += [wrap(plain(line), "  ") for line in remarks(comparison)]
+    return "\n".join([*text, *(paint(wrap(plain(line)), YELLOW) for line in verdict.doubts)])
 
 
 # -- files
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
+def as_json(comparison: Comparison) -> dict[str, Any]:
     """Everything, in JSON's own types; numbers that are not finite are None."""
-    task = found.task
-    commands = {plan.name: task.command(plan.variant) if task else [] for plan in found.summaries}
+    script = comparison.script
     plans = [
         {
             "name": plan.name,
-            "settings": {**plan.variant.settings, **plan.variant.words},
+            "settings": {**plan.variant.settings, **plan.variant.placeholders},
             "processes": plan.variant.processes,
+            "command": plan.variant.command(script) if script else [],
             "seconds": _spread(plan.seconds),
             "speed": _spread(plan.speeds),
-            "seconds_per_update": _spread(plan.paces),
-            "predicted": one._asdict() if (one := found.predicted.get(plan.name)) else None,
             "peak_bytes": _spread(plan.peaks),
-            "seconds_before": _spread(plan.before),
-            "metrics": {metric.name: _spread(plan.finals(metric)) for metric in found.metrics},
+            "seconds_before": _spread(plan.startups),
+            "metrics": {metric.name: _spread(plan.finals(metric)) for metric in comparison.metrics},
             "runs": [
-                {
-                    **vars(run.end),
-                    **{name: getattr(run, name) for name in ("number", "seed", "record")},
-                    "command": commands[plan.name],
-                }
-                for run in plan.runs
+                {**vars(run.end), "number": run.number, "seed": run.seed, "record": run.record} for run in plan.runs
             ],
         }
-        for plan in found.summaries
+        for plan in comparison.summaries
     ]
-    about = {"script": task.script if task else None, "arguments": task.arguments if task else []}
-    kept = ("verdict", "metrics", "machine", "interrupted")
-    return _as_json({**about, **{name: getattr(found, name) for name in kept}, "plans": plans})
+    record = {
+        "script": script.path if script else None,
+        "arguments": script.arguments if script else [],
+        "verdict": comparison.verdict,
+        "metrics": comparison.metrics,
+        "machine": comparison.machine,
+        "interrupted": comparison.interrupted,
+        "plans": plans,
+    }
+    return {name: _json_value(value) for name, value in record.items()}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    numbers = (len(values), middle(values), min(values), max(values)) if values else ()
-    return dict(zip(("count", "median", "least", "most"), numbers)) or None
+    if not values:
+        return None
+    return {"count": len(values), "median": median(values), "least": min(values), "most": max(values)}
 
 
-def _as_json(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, dict):
-        return {str(name): _as_json(held) for name, held in value.items()}
+        return {str(name): _json_value(member) for name, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_as_json(held) for held in value]
+        return [_json_value(member) for member in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write(found: Comparison) -> tuple[list[Path], str]:
-    """Write ``compare.json``, ``compare.html`` and ``compare.png`` to the folder."""
-    path = found.folder / "compare.json"
-    path.write_text(json.dumps(as_json(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    if absent := missing(*NEEDED):
-        return [path], f"No page and no picture: {absent}"
-    html, picture = found.folder / "compare.html", found.folder / "compare.png"
-    made = list(panels(found))
-    html.write_text(_page(found, made), encoding="utf-8")
-    if made:
-        picture.write_bytes(draw(made, 2, "png", found.verdict.sentence))
-    return [path, html, *[picture] * bool(made)], ""
+def write(comparison: Comparison) -> tuple[list[Path], str]:
+    """Write ``compare.json``, ``.html`` and ``.png``; returns their paths, and why one is missing or ""."""
+    path = comparison.folder / "compare.json"
+    path.write_text(json.dumps(as_json(comparison), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if sentence := missing_packages("report", *REPORT_PACKAGES):
+        return [path], f"No page and no picture: {sentence}"
+    html, picture = comparison.folder / "compare.html", comparison.folder / "compare.png"
+    panels = list(make_panels(comparison))
+    html.write_text(_page(comparison, panels), encoding="utf-8")
+    if not panels:
+        return [path, html], ""
+    picture.write_bytes(draw(panels, 2, "png", comparison.verdict.sentence))
+    return [path, html, picture], ""
 
 
-# -- plots -------------------------------------------------------------------------------------------------------------
+# -- plots
 
 
-def panels(found: Comparison) -> Iterator[Panel]:
-    """The plots that have something to show, in their order."""
-    plans, drawn = found.summaries, partial(curves, names=[plan.name for plan in found.summaries])
+def make_panels(comparison: Comparison) -> Iterator[Panel]:
+    plans = comparison.summaries
+    draw_plans = partial(draw_lines, names=[plan.name for plan in plans])
     if any(plan.speeds for plan in plans):
-        yield f"Speed, {plans[0].unit} a second", partial(_speeds, plans)
-    axes = ((0, "updates", "optimizer updates"), (1, "seconds", "seconds from the first update"))
-    for metric, (key, by, across) in product(found.metrics[:2], axes):
-        lines = _lines(plans, lambda r, m=metric, k=key: [(p[k], p.value) for p in r.curves.get(m.name, ())])
+        yield f"Speed, {plans[0].unit} a second", partial(_draw_speeds, plans)
+    for metric, by_time in product(comparison.metrics[:2], (False, True)):
+        lines = _lines(plans, partial(_curve, metric.name, by_time))
         if lines:
-            fill = partial(drawn, lines=lines, across=across, up=metric.name, share=metric.share)
-            yield f"{metric.name} by {by}", fill
-    peaks = [max(plan.peaks) for plan in plans if plan.peaks]
-    name, bytes_ = unit_of(max(peaks, default=1))
-    lines = _lines(plans, lambda record: [(at, count / bytes_) for at, count in record.memory])
-    if lines and not _alike(peaks):
-        device = any(record.device_memory for plan in plans for record in plan.records)
-        title = "Memory allocated on the device" if device else "Memory of the process"
-        yield title, partial(drawn, lines=lines, across=axes[1][2], up=f"memory, {name}", from_zero=True)
+            x_label = "seconds from the first update" if by_time else "optimizer updates"
+            draw_metric = partial(draw_plans, lines=lines, y_label=metric.name, percent=metric.share)
+            yield f"{metric.name} by {'seconds' if by_time else 'updates'}", partial(draw_metric, x_label=x_label)
+    name, bytes_ = unit_of(max((peak for plan in plans for peak in plan.peaks), default=1))
+    lines = _lines(plans, lambda record: [(seconds, count / bytes_) for seconds, count in record.memory])
+    if lines:
+        on_device = any(record.device_memory for plan in plans for record in plan.records)
+        title = "Memory allocated on the device" if on_device else "Memory of the process"
+        options = {"x_label": "seconds from the first update", "y_label": f"memory, {name}", "from_zero": True}
+        yield title, partial(draw_plans, lines=lines, **options)
 
 
-def _lines(plans: Sequence[Summary], read: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
+def _lines(plans: Sequence[Summary], points_of: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
     """The lines of each run, that of the typical one of a plan last, on top."""
     lines: list[Line] = []
     for index, plan in enumerate(plans):
         typical = plan.typical
         for run in sorted(plan.runs, key=lambda run: run is typical):
-            lines += smoothed(index, read(run.record) if run.record else [], run is typical)
+            lines += smooth(index, points_of(run.record) if run.record else [], run is typical)
     return lines
 
 
-def _speeds(plans: Sequence[Summary], axes: Axes) -> None:
-    """A dot for each plan's median, a bar from its slowest to its fastest run."""
-    known = [(i, plan) for i, plan in enumerate(plans) if plan.speeds]
-    outlier = max(plan.speed for _, plan in known) > OUTLIER * min(plan.speed for _, plan in known)
-    if outlier:
-        logarithmic(axes, "x", (1, 2, 5))
-    else:
-        axes.set_xlim(0, 1.05 * max(max(plan.speeds) for _, plan in known))
-    for row, (index, plan) in enumerate(known):
-        wide = [[plan.speed - min(plan.speeds)], [max(plan.speeds) - plan.speed]]
-        axes.errorbar(plan.speed, row, xerr=wide, fmt="o", color=colour(index), capsize=4, markersize=8)
-        words = f"{plan.name}: {rate(plan.speed)}"
-        axes.text(0.02, row - 0.2, words, transform=axes.get_yaxis_transform(), va="bottom")
-    axes.set_xlabel(f"{plans[0].unit} a second{', logarithmic' * outlier}")
-    axes.set_ylim(len(known) - 0.5, -0.7)
-    axes.set_yticks([])
+def _curve(name: str, by_time: bool, record: Record) -> list[tuple[float, float]]:
+    return [(point.seconds if by_time else point.step, point.value) for point in record.curves.get(name, ())]
 
 
-def _page(found: Comparison, made: Sequence[Panel]) -> str:
-    task, threads = found.task, found.machine.get("threads")
-    runs = [run for summary in found.summaries for run in summary.runs]
-    shown, same = columns(found)
-    choices, alike = _choices(found.summaries)
-    return page(
-        "compare/page.html.jinja",
-        made,
-        title=found.verdict.sentence,
-        found=found,
-        command=shlex.join(["python", *["-m"] * task.module, task.script, *task.arguments]) if task else "",
-        when=time.strftime("%-d %B %Y, %H:%M", time.localtime(min(run.end.started for run in runs))),
-        repeats=max(run.number for run in runs),
-        columns=shown,
-        facts=[same, *found.verdict.evidence, found.missing],
-        choices=choices,
-        alike=alike,
-        noisy=any(len(points) > NOISY for run in runs if run.record for points in run.record.curves.values()),
-        busy=lambda run: is_busy(run.end.others, threads),
-        seconds=duration,
-        size=lambda number: "–" if number is None else size(number),
-        count=lambda number: "–" if number is None else f"{number:,}",
+def _draw_speeds(plans: Sequence[Summary], axes: Axes) -> None:
+    """A bar for each plan's median speed, with the range of its runs."""
+    timed = [(series, plan) for series, plan in enumerate(plans) if plan.speeds]
+    bars = axes.barh(
+        [f"{plan.name}" for _, plan in timed],
+        [plan.speed for _, plan in timed],
+        color=[colour(series) for series, _ in timed],
+        xerr=list(zip(*((plan.speed - min(plan.speeds), max(plan.speeds) - plan.speed) for _, plan in timed))),
+        capsize=4,
+    )
+    axes.bar_label(bars, [f" {rate(plan.speed)} " for _, plan in timed])
+    axes.margins(x=0.2)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{plans[0].unit} a second")
+
+
+def _page(comparison: Comparison, panels: Sequence[Panel]) -> str:
+    script, summaries = comparison.script, comparison.summaries
+    runs = [run for summary in summaries for run in summary.runs]
+    start = time.strftime("%-d %B %Y, %H:%M", time.localtime(min(run.end.started for run in runs)))
+    subtitle = f"Runs from {start}"
+    if script:
+        count = max(run.number for run in runs)
+        times = f"{count} times in turn" if count > 1 else "once"
+        subtitle = f"{shlex.join(['python', *script.command()[1:]])}, {times} under each plan, {start}"
+    subtitle += "; interrupted before all had run" * comparison.interrupted
+    return render(
+        comparison.verdict.sentence,
+        [subtitle, *comparison.verdict.doubts],
+        list(_sections(comparison, panels)),
     )
 
 
-def _choices(plans: Sequence[Summary]) -> tuple[list[tuple[str, list[Any]]], list[tuple[str, Any]]]:
-    """Decisions by name, as value and reason: those in which plans differ, with one for each plan, and the others."""
-    made: list[dict[str, tuple[Any, str]]] = []
-    for plan in plans:
-        said = plan.typical.record.plan if plan.typical and plan.typical.record else {}
-        said = {n: one for n, one in said.items() if not isinstance(one, list)}  # candidates
-        words = {n: one if isinstance(one, dict) else {"value": one, "reason": ""} for n, one in said.items()}
-        made.append(
-            {n: (w["value"], OUTSIDE if OVERRIDE in w["reason"] else w["reason"]) for n, w in words.items()}
+def _sections(comparison: Comparison, panels: Sequence[Panel]) -> Iterator[Section]:
+    plans, shown = comparison.summaries, columns(comparison)
+    names = [f"{plan.name}{' (use)' * (plan.name == comparison.verdict.recommended)}" for plan in plans]
+    rows: list[list[Any]] = [[name, *(column.cells[i] for column in shown)] for i, name in enumerate(names)]
+    heads = ["plan", *(column.head for column in shown)]
+    yield Section("Side by side", [heads, *rows], notes=remarks(comparison), series=True)
+    if panels:
+        curves = [curve for plan in plans for record in plan.records for curve in record.curves.values()]
+        noisy = any(len(curve) > NOISY for curve in curves)
+        yield Section("Plots", panels=panels, notes=[RUNNING_MEANS] if noisy else [])
+    choices = [plan.typical.record.plan if plan.typical and plan.typical.record else {} for plan in plans]
+    decisions = dict.fromkeys(name for plan in choices for name, choice in plan.items() if isinstance(choice, dict))
+    rows = [[name, *_choices(choices, name)] for name in decisions]
+    yield Section("The plans", [["decision", *names], *rows], words=True)
+    heads = ["run", "ended", "seed", "time", "start-up", "in all", "updates", "samples", "peak", "others"]
+    rows = [_run_cells(comparison, run) for plan in plans for run in plan.runs]
+    note = "Others: processors that other work on the machine used meanwhile, on average."
+    yield Section("Runs", [heads, *rows], notes=[note])
+    if machine := comparison.machine:
+        devices = [f"{device['name']}, {size(device['memory'])}" for device in machine["devices"]]
+        count = [f"{devices.count(device)} × {device}" for device in dict.fromkeys(devices)]
+        facts = (
+            f"{machine['processor']}: {machine['cores']} cores, {machine['threads']} threads usable, "
+            f"{size(machine['memory'])}; {'; '.join(count) or 'no accelerator'}; {machine['links'] or 'no links'}; "
+            f"{machine['system']}; torch {machine['torch']}, easymp {machine['easymp']}, Python {machine['python']}"
         )
-        outside = {**plan.variant.settings, **plan.variant.words}
-        made[-1] |= {name: (value, OUTSIDE) for name, value in outside.items() if name not in SHOWN}
-    differ, alike = [], []
-    for name in dict.fromkeys(name for said in made for name in said):
-        row = [said.get(name) for said in made]
-        if len({str(one and one[0]) for one, said in zip(row, made) if said}) > 1:
-            differ.append((name, row))
-        else:
-            alike.append((name, next(filter(None, row))))
-    return differ, alike
+        yield Section("Machine", notes=[facts])
+
+
+def _choices(plans: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return [(plan[name]["value"], plan[name]["reason"]) if name in plan else "–" for plan in plans]
+
+
+def _run_cells(comparison: Comparison, run: Run) -> list[str]:
+    record, others = run.record, run.end.others
+    numbers = [run.seed, *((record.updates, record.samples) if record else (None, None))]
+    seed, updates, samples = ("–" if number is None else f"{number:,}" for number in numbers)
+    times = map(duration, (record.seconds if record else None, run.startup, run.end.wall))
+    peak = size(record.peak) if record and record.peak is not None else "–"
+    busy = " (busy)" * is_busy(others, comparison.machine.get("threads"))
+    other_work = "–" if others is None else f"{others:.2f}{busy}"
+    return [f"{run.variant.name} {run.number}", run.end.status, seed, *times, updates, samples, peak, other_work]

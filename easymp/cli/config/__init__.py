@@ -1,6 +1,7 @@
 """Look at this machine, ask at most six questions, each with a default, and write easymp.toml.
 
-An existing file is edited: the changes are shown, and the file before is kept beside it. Nothing is written before the last question.
+An existing file is edited: the changes are shown, and a backup is kept beside it. Nothing is written before the last
+question.
 
 examples:
   easymp config                                  ask
@@ -11,7 +12,7 @@ examples:
   easymp config --from ds_config.json            import a file of DeepSpeed or Accelerate
   easymp config --yes --for 64x80GB              for another machine: 8 nodes of 8 GPUs
 
-Exit codes: 0 written, or nothing to change; 1 an error; 2 wrong usage, or questions and no terminal; 130 left.
+Exit codes: 0 written, or nothing to change; 2 wrong usage, or questions and no terminal; 130 left.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from ...base.lazy import modules_at_first_use
 from ...errors import SettingError
-from ..terminal import ended_by_signals
-from .rules import read_document
+from ..terminal import MACHINE_HELP, ended_by_signals
+from .documents import read_document
 
 if TYPE_CHECKING:
     from . import wizard
@@ -37,33 +38,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="answer ahead, or any other setting")
     add("--dry-run", action="store_true", help="show the file, and write nothing")
     add("--from", dest="foreign", metavar="FILE", help="import a configuration of Accelerate or DeepSpeed")
-    described = "another machine: 8xH100, 2x8xA100-80GB (two nodes), 64x80GB, 4xcpu"
-    add("--for", dest="machine", metavar="MACHINE", help=described)
-    add("--measure", action="store_true", help="time the precisions first, for ten seconds")
-    place = "to write (default: the one that EASYMP_CONFIG names, or easymp.toml here)"
-    add("--file", metavar="PATH", help=place)
+    add("--for", dest="machine", metavar="MACHINE", help=MACHINE_HELP)
+    default = "the one that EASYMP_CONFIG names, or easymp.toml in the working directory"
+    add("--file", metavar="PATH", help=f"to write (default: {default})")
     add("--all", action="store_true", help="ask all questions, also those that change nothing here")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.foreign:
-        read_document(args.foreign)  # before torch is imported
-    if args.machine and args.measure:
-        raise SettingError("--measure times this machine, and --for names another one: leave one of them out")
+        read_document(args.foreign)  # its errors come before torch is imported
+    command_line = wizard.read_settings(args.set)
+    interactive = not args.yes and sys.stdin is not None and sys.stdin.isatty()
+    if not interactive and not args.yes:
+        raise SettingError(
+            "standard input is not a terminal, so no question can be asked. "
+            "Pass --yes to take the defaults, --dry-run with it to see them, and --set KEY=VALUE to change them"
+        )
     try:
-        ahead = wizard.read_ahead(args.set)
-    except SettingError as error:
-        print(f"easymp config: {error}", file=sys.stderr)
-        return 2
-    asks = not args.yes and sys.stdin is not None and sys.stdin.isatty()
-    if not asks and not args.yes:
-        why = "standard input is not a terminal, so no question can be asked"
-        cure = "Pass --yes to take the defaults, --dry-run with it to see them, and --set KEY=VALUE to change them"
-        print(f"easymp config: {why}. {cure}", file=sys.stderr)
-        return 2
-    try:
-        with ended_by_signals():  # prompts clean up
-            wizard.configure(args, ahead, asks)
+        with ended_by_signals():  # prompts restore the terminal
+            wizard.configure(args, command_line, interactive)
     except (KeyboardInterrupt, EOFError):
         print("\nNothing was written.")
         return 130

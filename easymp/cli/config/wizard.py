@@ -1,431 +1,514 @@
-"""The wizard of `easymp config`: look, propose, ask, show the file, write it, and print the next command."""
+"""The wizard of `easymp config`: it proposes settings, asks, shows and writes the file, and names the next command."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import shlex
-import statistics
-import time
+import socket
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+import fsspec
 
+from ... import hardware as hardware_package
 from ... import settings
 from ...base import env
-from ...base.rng import switch
+from ...distributed import Ranks
 from ...errors import RefusedError, SettingError
+from ...hardware import Hardware
 from ...hardware.gpus import describe
-from ...options import DataLoaderConfiguration, GradScalerKwargs
-from ...precision import PRECISIONS
-from ...protocols import Facts
-from ...registry import STRATEGIES
-from ...settings import NAMES, TABLES, as_record, as_table, read_pairs, written
+from ...launcher.rendezvous import read_nodes
+from ...options import AutocastKwargs, DataLoaderConfiguration, GradScalerKwargs
+from ...plan import Plan, make_plan
+from ...protocols import Facts, Source
+from ...registry import PRECISIONS, STRATEGIES
+from ...settings import NAMES, Settings, as_record, as_table, checked, read_pairs, written
 from ...strategies.transforms import CompileOptions
 from ..env import facts
-from ..terminal import BOLD, GREEN, RED, library, paint, plain, table, wrap
+from ..terminal import BOLD, GREEN, RED, paint, plain, require_packages, table, wrap
 from . import file
 from .importers import import_file
-from .questions import AUTO, QUESTIONS, Draft, Machine, Question, look
-from .rules import KNOWN, Importer
+from .rules import FIELDS
 
+AUTO = "auto"
+UNSET = {"processes": AUTO, "nodes": AUTO, "project_dir": "."}  # answers that leave a setting out of the file
+# The number of nodes of a job, in Slurm's variables (man sbatch, "OUTPUT ENVIRONMENT VARIABLES").
+SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 BACK = "back"
-COLOURS = {"+": GREEN, "-": RED}  # by a line's first character
 SCRIPT = "train.py"
-SHOWN = 10  # lines of the file
+MAX_LINES = 10  # of the file that are shown
 OPTIONS = "strategy_options"
 RECORDS = {
+    "autocast_options": AutocastKwargs,
     "scaler_options": GradScalerKwargs,
     "dataloader_config": DataLoaderConfiguration,
     "compile": CompileOptions,
 }
 
-BASE, *OTHERS = ("fp32", "tf32", "bf16", "fp16")
-WIDTH = {"cpu": 256}  # of the layer, by device; else 1024
-SLOW = 4.0  # times as long as fp32: one round is enough
-EQUAL = 1.05  # smaller factors count as equal
-NOISE = 1.5  # quartiles further apart than this factor: other work on the machine decides
-HEAD = 64  # width of a head of attention
+
+# -- a machine, and the settings chosen so far
+
+
+class Machine(NamedTuple):
+    """A machine, and the number of machines announced to take part."""
+
+    hardware: Hardware
+    nodes: int
+    nodes_reason: str
+    name: str = ""  # by which others reach it
+    unknown: tuple[str, ...] = ()  # facts that a description of it leaves open
+
+
+def this_machine() -> Machine:
+    counts = [(env.integer(name) or 0, f"{name} in the environment") for name in SLURM]
+    nodes, reason = max(counts) if max(counts)[0] > 0 else (1, "nothing announced others")
+    return Machine(hardware_package.detect(), nodes, reason, socket.gethostname())
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One machine and some settings, those of `easymp launch` among them; the others have their defaults."""
+
+    machine: Machine
+    values: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)  # of the values: "asked for", "--set", a file
+
+    def with_value(self, name: str, value: Any, origin: str = "asked for") -> Draft:
+        return replace(self, values={**self.values, name: value}, origins={**self.origins, name: origin})
+
+    def get(self, name: str) -> Any:
+        return self.values.get(name, FIELDS[name].default)
+
+    @property
+    def devices(self) -> int:
+        """Accelerators to train on; 0: the CPU does."""
+        return 0 if self.get("cpu") else len(self.machine.hardware.devices)
+
+    @property
+    def threads(self) -> int:
+        return self.machine.hardware.cpu.threads
+
+    @property
+    def processes(self) -> int:
+        """On each node: as set, or one an accelerator, or one."""
+        return self.get("processes") or max(1, self.devices)
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The least and the largest number: as set, or as announced."""
+        return read_nodes(self.get("nodes") or str(self.machine.nodes))
+
+    @property
+    def world_size(self) -> int:
+        """Processes on the largest number of nodes."""
+        return self.processes * self.nodes[1]
+
+    def plan(self) -> Plan:
+        """The plan of rank 0 in the largest world. Raises RefusedError where the values are impossible here."""
+        return self._plan(Ranks(0, self.world_size, 0, self.processes, "asked for"))
+
+    def refusal(self, name: str, value: Any) -> str:
+        """Why `value` is impossible beside the other values, or ``""``."""
+        try:
+            draft = self.with_value(name, checked(FIELDS[name], value, f"{name} = "), f"{name} = {value}")
+            local = draft.processes
+            for nodes in dict.fromkeys(draft.nodes):
+                draft._plan(Ranks(local * nodes - 1, local * nodes, local - 1, local))
+        except (SettingError, RefusedError) as error:
+            return str(error)
+        return ""
+
+    def _plan(self, ranks: Ranks) -> Plan:
+        sources = {name: (Source.ASKED, self.origins[name]) for name in self.values if name in NAMES}
+        settings = Settings(**{name: self.values[name] for name in sources}, sources=sources)
+        return make_plan(settings, self.machine.hardware, ranks)
+
+
+class Question(NamedTuple):
+    """One setting to decide."""
+
+    name: str
+    title: str
+    consequence: Callable[[Draft], str]  # the effect of the answer
+    matters: Callable[[Draft], bool]  # whether the answer changes anything on the draft's machine
+    suggestion: Callable[[Draft], str]  # the machine's, with the reason; "" for none
+    choices: Mapping[str, str] = {}  # name: its meaning; empty: any answer
+
+    @property
+    def help(self) -> str:
+        text = str(FIELDS[self.name].metadata["help"])
+        return text[0].upper() + text[1:]
+
+    @property
+    def default(self) -> Any:
+        return FIELDS[self.name].default
+
+    def shown(self, value: Any) -> str:
+        return UNSET[self.name] if value is None else str(value)
+
+    def parse(self, text: str) -> Any:
+        if text.lower() == UNSET.get(self.name):
+            return None
+        if self.name == "nodes":
+            smallest, largest = read_nodes(text)
+            return f"{smallest}:{largest}" if smallest < largest else str(largest)
+        if self.name == "project_dir":
+            text = os.path.expanduser(text)
+            check_writable(text)
+        return checked(FIELDS[self.name], text, "")
+
+
+def check_writable(path: str) -> None:
+    """Raise SettingError where nothing can be written to `path`, a folder or a URL of fsspec; nothing is created."""
+    if not path.isprintable():
+        raise SettingError(f"{path!r} holds characters that a terminal does not show: use a plain name")
+    if "://" in path:
+        try:
+            fsspec.get_filesystem_class(path.split("://")[0])
+        except (ValueError, ImportError) as error:
+            raise SettingError(f"fsspec cannot open {path}: {error}") from error
+        return
+    parent = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
+    if not parent.is_dir():
+        raise SettingError(f"{str(parent)!r} is a file, so there can be no folder {path}: choose another name")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise SettingError(f"{parent.absolute()} cannot be written to by this user: choose another folder")
+
+
+def _processes_consequence(draft: Draft) -> str:
+    share = f"They share {draft.threads} threads: more processes than that take turns. Each"
+    return f"{'Each trains on a GPU of its own and' if draft.devices else share} sees its own part of the data."
+
+
+def _precisions_differ(draft: Draft) -> bool:
+    hardware = draft.machine.hardware
+    facts = Facts(hardware, hardware.kind if draft.devices else "cpu", draft.world_size)
+    return len({(p.param, p.compute) for p in PRECISIONS.values() if p.refuse(facts) is None}) > 1
+
+
+def _auto(draft: Draft, name: str, decision: str) -> str:
+    choice = draft.with_value(name, AUTO).plan().choices[decision]
+    return f"auto is {choice.value} ({choice.reason})"
+
+
+def _batch_consequence(draft: Draft) -> str:
+    processes = f", times {draft.world_size} processes" if draft.world_size > 1 else ""
+    return f"An update sees a loader's batch, times this{processes}: more than memory holds at once."
+
+
+QUESTIONS = (
+    Question(
+        "processes",
+        "Processes",
+        _processes_consequence,
+        lambda draft: draft.devices > 1 or (not draft.devices and draft.threads > 1),
+        lambda d: f"auto is {d.devices or 1} ({'one a GPU' if d.devices else 'training runs on the CPU'})",
+    ),
+    Question(
+        "nodes",
+        "Nodes",
+        lambda draft: "Each must start the command, and reach the first by the network.",
+        lambda draft: draft.devices > 1 or draft.machine.nodes > 1,
+        lambda draft: f"auto is {draft.machine.nodes} ({draft.machine.nodes_reason})",
+    ),
+    Question(
+        "mixed_precision",
+        "Precision",
+        lambda draft: "Half precision takes less memory, and less time on hardware with units for it.",
+        _precisions_differ,
+        lambda draft: _auto(draft, "mixed_precision", "precision"),
+        {AUTO: "decided by the hardware", **PRECISIONS.words},
+    ),
+    Question(
+        "strategy",
+        "Strategy",
+        lambda draft: "Parts that are divided take less memory on each process, and more communication.",
+        lambda draft: draft.world_size > 1 or draft.devices > 1,
+        lambda draft: _auto(draft, "strategy", "strategy"),
+        {AUTO: "one process alone, several with ddp, or fsdp where a model does not fit", **STRATEGIES.words},
+    ),
+    Question(
+        "gradient_accumulation_steps",
+        "Gradient accumulation",
+        _batch_consequence,
+        lambda draft: True,
+        lambda draft: draft.plan().accumulation.reason,
+    ),
+    Question(
+        "project_dir",
+        "Place of checkpoints",
+        lambda draft: "Checkpoints go to checkpoints/ in it: several times the model's size each.",
+        lambda draft: True,
+        lambda draft: "the working directory" if draft.get("project_dir") is None else "",
+    ),
+)
+NAMES_ASKED = frozenset(question.name for question in QUESTIONS)
+
+
+# -- the wizard
 
 
 class Preset(NamedTuple):
-    """Values that are known before the questions; those that are settled are not asked about."""
+    """Values that are known before the questions."""
 
-    origin: str  # "--set", or the name of a file
+    origin: str  # "--set", "--for …", or the name of a file
     values: Mapping[str, Any]
-    settled: bool = False
 
 
-def read_ahead(pairs: Sequence[str]) -> dict[str, Any]:
+def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
     """``["strategy=ddp", …]`` as settings. Raises SettingError for a wrong name or value."""
-    found: dict[str, Any] = {}
-    for name, value in read_pairs(pairs, known=KNOWN, readers={q.name: q.read for q in QUESTIONS}).items():
+    values: dict[str, Any] = {}
+    parsers = {question.name: question.parse for question in QUESTIONS}
+    for name, value in read_pairs(pairs, known=FIELDS, readers=parsers).items():
         table, dot, option = name.partition(".")
-        found[table] = {**as_table(found.get(table)), option: value} if dot else value
-    return found
+        values[table] = {**as_table(values.get(table)), option: value} if dot else value
+    return values
 
 
-def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) -> None:
-    """Go through all of it; `args` are the command's, `ahead` the values of ``--set``."""
-    place = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
-    there = file.target(place, writable=not args.dry_run)
-    foreign = import_file(args.foreign) if args.foreign else None
-    presets, machine, unknown = [Preset("--set", ahead, settled=True)], look(), list[list[str]]()
+def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interactive: bool) -> None:
+    """Go through all of it; `args` are the command's, `command_line` the values of ``--set``."""
+    path = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
+    target = file.open_target(path, writable=not args.dry_run)
+    imported = import_file(args.foreign) if args.foreign else None
+    presets, machine = [Preset("--set", command_line)], this_machine()
     if args.machine is not None:
-        elsewhere, origin = describe(args.machine), f"--for {args.machine}"
-        machine = Machine(elsewhere.hardware, elsewhere.nodes, origin)
-        unknown = [["not known", words] for words in elsewhere.unknown]
-        # What `easymp launch` cannot find out on those machines by itself.
-        launched = {"nodes": str(elsewhere.nodes)} if elsewhere.nodes > 1 else {}
-        launched |= {} if elsewhere.hardware.devices else {"processes": elsewhere.processes}
-        presets.append(Preset(origin, launched, settled=True))
-    presets += [Preset(args.foreign, foreign.values)] if foreign else []
-    presets += [Preset(str(place), written(settings.read(place)))] if there.before is not None else []
-    start = Draft(machine)
-    if foreign and _needs_several(start, presets, foreign.values.get("strategy")):
-        start = replace(start, assumed=2)
+        machine, launching = _described_machine(args.machine)
+        presets.append(Preset(f"--for {args.machine}", launching))
+    settled = {name for preset in presets for name in preset.values}
+    if imported:
+        presets.append(Preset(args.foreign, imported.values))
+    if target.content is not None:
+        presets.append(Preset(str(path), written(settings.read(path))))
+    start, answers = Draft(machine), dict[str, tuple[Any, str]]()
     for preset in reversed(presets):
         for name, value in preset.values.items():
-            if name in TABLES and isinstance(value, Mapping):
-                value = {**as_table(start.values.get(name)), **value}
-            asked = name == OPTIONS or any(question.name == name for question in QUESTIONS)
-            start = start if asked else start.settle(name, value, preset.origin)
-    title(args.machine or "This machine")
-    nodes = ["nodes", f"{machine.nodes} ({machine.nodes_why})"]
+            if name in NAMES_ASKED:
+                answers[name] = value, preset.origin
+            elif name != OPTIONS:
+                if isinstance(value, Mapping):
+                    value = {**as_table(start.values.get(name)), **value}
+                start = start.with_value(name, value, preset.origin)
+    print_title(args.machine or "This machine")
+    nodes = ["nodes", f"{machine.nodes} ({machine.nodes_reason})"]
+    unknown = [["not known", sentence] for sentence in machine.unknown]
     print(table([*facts(machine.hardware), nodes, *unknown], fold=True))
-    if foreign:
-        _tell_foreign(args.foreign, foreign, start)
-    if args.measure:
-        start = timed(start)
-    draft = proposed = decide(start, presets, strict=args.yes)
-    title("The plan")
-    print(table(_plan(proposed), fold=True))
-
-    def confirmed(draft: Draft) -> bool:
-        if _plan(draft) != _plan(proposed):
-            title("The plan with these answers")
-            print(table(_plan(draft), fold=True))
-        text = _text(draft, there, presets)
-        _show(text, there)
-        if args.dry_run or text.encode() == there.before:
-            return True
-        kept = ", and keep the one before beside it" if there.before is not None else ""
-        answer = ask("select", f"Write {place.absolute()}{kept}?", ["yes", "no", BACK])
+    if imported:
+        print_title(f"The keys of {args.foreign} ({imported.library})")
+        for key, sentence in imported.lines:
+            print_sentence(key)
+            print(wrap(f"    {plain(sentence)}", " " * 4))
+    draft = answer_questions(start, dict(answers), args, settled)
+    print_plan("The plan", draft)
+    if interactive:
+        print_sentence("Enter takes the default, Ctrl-C leaves, back goes to the previous question.")
+    history: History = []
+    while True:
+        if interactive:
+            proposed, draft = draft, answer_questions(start, answers, args, settled, history)
+            if _plan_rows(draft) != _plan_rows(proposed):
+                print_plan("The plan with these answers", draft)
+        text = _file_text(draft, target, presets)
+        _print_changes(text, target)
+        if not interactive or args.dry_run or text.encode() == target.content:
+            break
+        backup = ", with a backup of the present one" if target.content is not None else ""
+        answer = questionary().select(f"Write {path.absolute()}{backup}?", ["yes", "no", BACK]).unsafe_ask()
         if answer == "no":
             raise KeyboardInterrupt
-        return bool(answer == "yes")
-
-    if asks:
-        say("Enter takes the default, Ctrl-C leaves, back goes to the question before.")
-        draft = decide(start, presets, confirmed=confirmed, everything=args.all)
-    text = _text(draft, there, presets)
-    if not asks:
-        _show(text, there)
-    say()
-    if text.encode() == there.before:
-        say(f"{place} says so already, and stays as it is.")
+        if answer == "yes":
+            break
+    print()
+    if text.encode() == target.content:
+        print_sentence(f"{path} has these settings already, and stays as it is.")
     elif args.dry_run:
-        say(f"Nothing is written, as --dry-run asks; it would go to {place.absolute()}.")
+        print_sentence(f"Nothing is written, as --dry-run asks; it would go to {path.absolute()}.")
     else:
-        kept = file.write(there, text)
-        say(f"Written to {place.absolute()}." + (f" The one before is {kept.name}." if kept else ""))
-    _say_next(draft, place, args.machine)
+        backup_path = file.write(target, text)
+        note = f" The backup is {backup_path.name}." if backup_path else ""
+        print_sentence(f"Written to {path.absolute()}.{note}")
+    _print_next_command(draft, path, args.machine)
 
 
-# -- presets and questions
+def _described_machine(text: str) -> tuple[Machine, dict[str, Any]]:
+    """The machine that ``--for`` describes, and the settings that `easymp launch` cannot detect on it."""
+    described = describe(text)
+    launching: dict[str, Any] = {"nodes": str(described.nodes)} if described.nodes > 1 else {}
+    if not described.hardware.devices:
+        launching["processes"] = described.processes
+    return Machine(described.hardware, described.nodes, f"--for {text}", unknown=described.unknown), launching
 
 
-def _needs_several(draft: Draft, presets: Sequence[Preset], strategy: str | None) -> bool:
-    """Whether the strategy of an imported file is possible on two processes, and impossible on those that would start here."""
-    for preset in reversed(presets):
-        for name in ("cpu", "processes", "nodes"):
-            draft = draft.settle(name, preset.values[name]) if name in preset.values else draft
-    if strategy is None or draft.world > 1 or "strategy" in presets[0].values:
-        return False
-    two = replace(draft, assumed=2)
-    return bool(draft.refusal("strategy", strategy)) and not two.refusal("strategy", strategy)
+# -- questions
+
+Answers = dict[str, tuple[Any, str]]  # by setting: its value, and its origin
+History = list[tuple[int, Draft]]  # the number of each question that was asked, and the draft before it
 
 
-def decide(
-    start: Draft,
-    presets: Sequence[Preset],
-    *,
-    strict: bool = False,
-    confirmed: Callable[[Draft], bool] | None = None,
-    everything: bool = False,
+def answer_questions(
+    draft: Draft, answers: Answers, args: argparse.Namespace, settled: Set[str], history: History | None = None
 ) -> Draft:
-    """Answer `QUESTIONS` by presets and the machine's suggestions; returns the draft with all answers.
+    """The draft with all answers. With a `history` the user is asked, from its last question on, and `answers` change.
 
-    Args:
-        strict: an impossible preset is an error; else the machine's suggestion is taken.
-        confirmed: asks those questions that matter here, and is called at the end; the last question is asked again unless it is true.
-        everything: ask about all that is not settled.
+    An impossible answer is an error under --yes; else the machine's suggestion takes its place.
     """
-    drafts, asked = [start], list[int]()  # the drafts before each question; the questions that were asked
-    answers: dict[str, Any] = {}
-
-    def back() -> None:
-        if asked:
-            del drafts[asked.pop() + 1 :]
-        else:
-            say("This is the first question.")
-
-    while True:
-        number, draft = len(drafts) - 1, drafts[-1]
-        if number == len(QUESTIONS):
-            if confirmed is None or confirmed(draft):
-                return draft
-            back()
-            continue
-        question, origin, settled, problem = QUESTIONS[number], "", False, ""
-        name, value, matters = question.name, question.default, question.matters(draft)
-        if preset := next((preset for preset in presets if name in preset.values), None):
-            if problem := draft.refusal(name, preset.values[name]):
-                problem = f"{preset.origin}: {problem}"
-            else:
-                origin, value, settled = preset.origin, preset.values[name], preset.settled
-        if problem and strict:
-            raise RefusedError(f"{problem}; or pass --set {name}={question.shown(question.default)}")
-        if problem and confirmed:
-            say(problem)
-        if confirmed and not settled and (matters or everything):
-            answer = _ask(question, draft, answers.get(name, value), value)
+    number, draft = history.pop() if history else (0, draft)
+    while number < len(QUESTIONS):
+        question = QUESTIONS[number]
+        value, origin = answers.get(question.name, (question.default, ""))
+        refusal = draft.refusal(question.name, value) if origin else ""
+        refusal = refusal and f"{origin}: {refusal}"
+        if refusal and args.yes:
+            remedy = f"or pass --set {question.name}={question.shown(question.default)}"
+            elsewhere = ", or --for MACHINE to write the file for another machine" if draft.machine.name else ""
+            raise RefusedError(f"{refusal}; {remedy}{elsewhere}")
+        if refusal:
+            value, origin = answers[question.name] = question.default, "detected"
+            settled = settled - {question.name}
+        matters = question.matters(draft)
+        if history is not None and question.name not in settled and (args.all or matters):
+            if refusal:
+                print_sentence(refusal)
+            answer = ask(question, draft, value)
             if answer == BACK:
-                back()
+                if not history:
+                    print_sentence("This is the first question.")
+                else:
+                    number, draft = history.pop()
                 continue
-            origin = origin if answer == value and origin else "asked for"
-            value = answers[name] = answer
-            asked.append(number)
-        elif not (origin or problem or matters):
-            drafts.append(draft)
-            continue
-        drafts.append(draft.settle(name, value, origin or "detected"))
+            history.append((number, draft))
+            value, origin = answers[question.name] = answer, origin if answer == value and origin else "asked for"
+        if origin or matters:
+            draft = draft.with_value(question.name, value, origin or "detected")
+        number += 1
+    return draft
 
 
-def ask(kind: str, *args: Any, **options: Any) -> Any:
-    """The answer to a prompt of questionary."""
-    return getattr(library("questionary", "to ask"), kind)(*args, **options).unsafe_ask()
+def questionary() -> Any:
+    require_packages("cli", "questionary")
+    return importlib.import_module("questionary")
 
 
-def _ask(question: Question, draft: Draft, remembered: Any, default: Any) -> Any:
-    """The answer; `remembered` is the default, where it is possible."""
-    title(question.title)
-    say(f"{question.help}. {question.consequence(draft)}")
-    default = default if draft.refusal(question.name, remembered) else remembered
-    while True:
-        if here := question.here(draft):
-            say(f"Here: {here}.")
-        answer = (_choose if question.choices else _type)(question, draft, default)
-        if answer == BACK:
-            return answer
-        if problem := draft.refusal(question.name, answer):  # a filtered list lets it be chosen
-            say(problem)
-            continue
-        if caution := question.caution(draft.settle(question.name, answer)):
-            say(caution)
-        return answer
+def ask(question: Question, draft: Draft, default: Any) -> Any:
+    print_title(question.title)
+    print_sentence(f"{question.help}. {question.consequence(draft)}")
+    if suggestion := question.suggestion(draft):
+        print_sentence(f"Here: {suggestion}.")
+    if question.choices:
+        return _ask_choice(question, draft, default)
 
-
-def _choose(question: Question, draft: Draft, default: Any) -> Any:
-    """One of the choices; those that are impossible here are shown with the reason."""
-    choice, choices = library("questionary", "to ask").Choice, []
-    for word, words in question.choices.items():
-        refusal = draft.refusal(question.name, word)
-        short = refusal.partition("cannot run here: ")[2] or refusal
-        choices.append(choice(f"{word}: {words}", word, disabled=f"not here: {short}" if refusal else None))
-    choices.append(choice("back: to the question before", BACK))
-    return ask("select", question.name, choices, default=default, use_search_filter=True, use_jk_keys=False)
-
-
-def _type(question: Question, draft: Draft, default: Any) -> Any:
-    def problem(text: str) -> str | bool:
-        if not text.strip() or text.strip().lower() == BACK:
+    def validate(text: str) -> str | bool:
+        if text.strip().lower() in ("", BACK):
             return True
         try:
-            return draft.refusal(question.name, question.read(text.strip())) or True
+            return draft.refusal(question.name, question.parse(text.strip())) or True
         except SettingError as error:
             return str(error)
 
-    text = ask("text", f"{question.name} [{question.shown(default)}]:", validate=problem).strip()
-    return BACK if text.lower() == BACK else question.read(text) if text else default
+    message = f"{question.name} [{question.shown(default)}]:"
+    text = questionary().text(message, validate=validate).unsafe_ask().strip()
+    return BACK if text.lower() == BACK else question.parse(text) if text else default
 
 
-# -- timing
-
-
-def timed(draft: Draft, seconds: float = 10.0) -> Draft:
-    """`draft` with its precisions timed: a transformer layer runs forward and backward in each of them.
-
-    They run in turn, so that other work on the machine meets all alike, and the median over the rounds counts. The draft stays as it
-    was where torch cannot use the device.
-    """
-    say("Timing a transformer layer in each precision, for about ten seconds.")
-    hardware, begun = draft.machine.hardware, time.monotonic()
-    device = torch.device("cpu" if draft.get("cpu") else hardware.kind)
-    refusals = {name: PRECISIONS[name].refuse(Facts(hardware, device.type, 1)) for name in OTHERS}
-    left_out = {name: refusal.reason for name, refusal in refusals.items() if refusal}
-    found: dict[str, list[float]] = {}
-    try:
-        layer, inputs = _layer(device)
-        step(BASE, layer, inputs)  # a first call allocates and compiles
-    except RuntimeError as error:
-        say(f"They could not be timed: {error}")
-        return draft
-    for name in (name for name in OTHERS if name not in left_out):
-        try:
-            step(name, layer, inputs)
-            found[name] = [step(BASE, layer, inputs) / step(name, layer, inputs)]
-        except RuntimeError as error:
-            left_out[name] = f"it does not run ({(str(error).splitlines() or [''])[0]})"
-    going = [name for name, ratios in found.items() if ratios[0] * SLOW > 1]
-    while going and time.monotonic() - begun < seconds:
-        base = step(BASE, layer, inputs)
-        for name in going:
-            found[name].append(base / step(name, layer, inputs))
-    measured = [_ratio(name, ratios) for name, ratios in found.items()]
-    for words in (*measured, *(f"{name} was left out: {why}" for name, why in left_out.items())):
-        say(f"  {words}")
-    ran = "forward and backward of a transformer layer"
-    say(f"  measured on {device} in {time.monotonic() - begun:.0f} s: {ran}")
-    return replace(draft, measured="; ".join(measured) or "no other precision is possible here")
-
-
-def _layer(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
-    width = WIDTH.get(device.type, 1024)
-    with torch.random.fork_rng(devices=[]):
-        layer = nn.TransformerEncoderLayer(width, width // HEAD, 4 * width, dropout=0.0, batch_first=True)
-        return layer.to(device), torch.randn(1, 2 * width, width).to(device)
-
-
-def step(name: str, layer: nn.Module, inputs: torch.Tensor) -> float:
-    """Seconds of forward and backward in a precision."""
-    policy, on_cpu = PRECISIONS[name], inputs.device.type == "cpu"
-    wait = (lambda: None) if on_cpu else torch.accelerator.synchronize
-    with ExitStack() as stack:
-        switch(policy.tf32 and not on_cpu, False, stack.callback)
-        wait()
-        begin = time.perf_counter()
-        output = policy().forward(layer, inputs.device)(inputs)
-        torch.autograd.grad(output.float().sum(), list(layer.parameters()))
-        wait()
-        return time.perf_counter() - begin
-
-
-def _ratio(name: str, ratios: list[float]) -> str:
-    """How fast a precision is, for a plan or a comment in a file."""
-    low, times, high = statistics.quantiles(ratios if ratios[1:] else ratios * 2, n=4, method="inclusive")
-    between = f"on this machine (middle half of the rounds: {low:.2f} to {high:.2f})"
-    if high > low * NOISE:
-        return f"{name} beside {BASE} could not be measured: the machine is too busy, or too slow"
-    if 1 / EQUAL <= times <= EQUAL:
-        return f"{name} is as fast as {BASE} {between}"
-    if times > 1:
-        return f"{name} is {times:.2g} times as fast as {BASE} {between}"
-    return f"{name} takes {1 / times:.2g} times as long as {BASE} {between}"
+def _ask_choice(question: Question, draft: Draft, default: Any) -> Any:
+    """One of the choices; those that are impossible are shown with the reason."""
+    choices, choice, refusals = [], questionary().Choice, dict[str, str]()
+    for name, meaning in question.choices.items():
+        refusals[name] = draft.refusal(question.name, name)
+        reason = refusals[name].partition("cannot run here: ")[2] or refusals[name]
+        choices.append(choice(f"{name}: {meaning}", name, disabled=f"not here: {reason}" if reason else None))
+    choices.append(choice("back: to the previous question", BACK))
+    keys = {"use_search_filter": True, "use_jk_keys": False}
+    while True:
+        answer = questionary().select(question.name, choices, default=default, **keys).unsafe_ask()
+        if not refusals.get(answer):
+            return answer
+        print_sentence(refusals[answer])  # a filtered list offers disabled choices
 
 
 # -- the plan and the file
 
 
-def _plan(draft: Draft) -> list[list[str]]:
+def _plan_rows(draft: Draft) -> list[list[str]]:
     """Rows of a decision, and its value with the reason. Two columns: three are too many for 40 characters."""
-    least, most = draft.nodes
-    nodes = "" if most == 1 else f" on {most} nodes" if least == most else f" on {least} to {most} nodes"
-    here = "assumed" if draft.assumed else QUESTIONS[0].here(draft).partition("(")[2].rstrip(")")
-    why = draft.origins["processes"] if draft.get("processes") else here
-    choices = draft.plan().choices.items()
-    decided = [[name, f"{choice.value} ({choice.reason})"] for name, choice in choices]
-    return [["processes", f"{draft.world}{nodes} ({why})"], *decided]
+    smallest, largest = draft.nodes
+    count = str(largest) if smallest == largest else f"{smallest} to {largest}"
+    nodes = f" on {count} nodes" if largest > 1 else ""
+    detected = QUESTIONS[0].suggestion(draft).partition("(")[2].rstrip(")")
+    reason = draft.origins["processes"] if draft.get("processes") else detected
+    decisions = [[name, f"{choice.value} ({choice.reason})"] for name, choice in draft.plan().choices.items()]
+    return [["processes", f"{draft.world_size}{nodes} ({reason})"], *decisions]
 
 
-def _text(draft: Draft, there: file.Target, presets: Sequence[Preset]) -> str:
+def _file_text(draft: Draft, target: file.Target, presets: Sequence[Preset]) -> str:
     """The file with the draft's values: the existing one, edited, or a new one."""
-    values, strategy = dict(draft.values), draft.get("strategy")
-    values[OPTIONS] = {}
+    values, options = dict(draft.values), dict[str, Any]()
     for preset in reversed(presets):  # a strategy's options go with it
-        if preset.settled or preset.values.get("strategy", AUTO) == strategy:
-            values[OPTIONS] |= preset.values.get(OPTIONS) or {}
-    kind = STRATEGIES[draft.plan().strategy.value]
-    as_record(kind.Options, f"strategy {kind.name!r}", values[OPTIONS])
+        if preset.origin.startswith("--") or preset.values.get("strategy", AUTO) == draft.get("strategy"):
+            options |= preset.values.get(OPTIONS) or {}
+    strategy = STRATEGIES[draft.plan().strategy.value]
+    as_record(strategy.Options, f"strategy {strategy.name!r}", options)
     for name, record in RECORDS.items():
         as_record(record, name, as_table(values.get(name)))
-    values = {name: None if value == {} else value for name, value in values.items()}
-    whys = {question.name: question.here(draft) for question in QUESTIONS if question.name in values}
-    before = (there.before or b"").decode()
-    return file.edit(before, values, whys) if before.strip() else file.compose(values, whys)
+    values = {name: None if value == {} else value for name, value in {**values, OPTIONS: options}.items()}
+    reasons = {question.name: question.suggestion(draft) for question in QUESTIONS if question.name in values}
+    text = (target.content or b"").decode()
+    if not text.strip():
+        return file.compose(values, reasons)
+    return file.edit(text, written(settings.read(target.path)), values, reasons)
 
 
-def _show(text: str, there: file.Target) -> None:
-    """What the file sets, or the lines that change, at most `SHOWN`; comments are in the file."""
-    old, new = (file.said(tomllib.loads(words)) for words in ((there.before or b"").decode(), text))
-    lines = [f"-{line}" for line in old if line not in new]
-    lines += [f"+{line}" if there.before else line for line in new if line not in old]
+def _print_changes(text: str, target: file.Target) -> None:
+    """Print the settings of a new file, or the lines that change, at most `MAX_LINES`."""
+    old, new = (file.setting_lines(tomllib.loads(toml)) for toml in ((target.content or b"").decode(), text))
+    lines = [(RED, f"-{line}") for line in old if line not in new]
+    lines += [(GREEN, f"+{line}") if target.content else ("", line) for line in new if line not in old]
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES - 1 :] = [("", f"… and {len(lines) - MAX_LINES + 1} more, in the file")]
     if lines:
-        title(f"Changes in {there.path}" if there.before else str(there.path))
-        more = f"\n… and {len(lines) - SHOWN + 1} more, in the file" if len(lines) > SHOWN else ""
-        print_lines("\n".join(lines[: SHOWN - bool(more)]) + more)
+        print_title(f"Changes in {target.path}" if target.content else str(target.path))
+    for colour, line in lines:
+        print(paint(plain(line), colour))
 
 
 # -- printing
 
 
-def _tell_foreign(name: str, foreign: Importer, draft: Draft) -> None:
-    title(f"The keys of {name} ({foreign.library})")
-    for key, sentence in foreign.lines:
-        print(wrap(plain(key)))
-        print(wrap(f"    {plain(sentence)}", " " * 4))  # without a full stop: it may be code
-    if draft.assumed:
-        say(
-            f"Strategy {foreign.values['strategy']} is for several processes, and this machine would start one: the "
-            f"file is written for machines that start several, and the plan below assumes {draft.assumed}."
-        )
-
-
-def _say_next(draft: Draft, place: Path, machine: str | None) -> None:
-    """The command that starts a script under the file at `place`, on this machine or the one described as `machine`."""
-    title(f"Next, on {machine}, with a copy of the file" if machine else "Next")
-    usual = Path(env.read(settings.VARIABLE) or settings.FILE)
-    same = place.resolve() == usual.resolve()
-    named = "" if same else f"{settings.VARIABLE}={shlex.quote(str(place))} "
-    least, most = draft.nodes
-    if draft.machine.nodes > 1 and most > 1 and not machine:
-        # The job's variables tell each launcher of the others.
+def _print_next_command(draft: Draft, path: Path, machine: str | None) -> None:
+    """Print the command that starts a script under the file at `path`, on this machine or the described `machine`."""
+    print_title(f"Next, on {machine}, with a copy of the file" if machine else "Next")
+    default_path = Path(env.read(settings.VARIABLE) or settings.FILE)
+    is_default = path.resolve() == default_path.resolve()
+    variable = "" if is_default else f"{settings.VARIABLE}={shlex.quote(str(path))} "
+    smallest, largest = draft.nodes
+    if draft.machine.nodes > 1 and largest > 1 and not machine:  # the job's variables tell each launcher of the others
         command = f"srun easymp launch {SCRIPT}"
-    elif most > 1:
-        many = str(most) if least == most else f"{least} to {most}"
-        first = "put the first one's address for FIRST" if machine else "this one is the first"
-        say(f"On each of the {many} machines; {first}:")
+    elif largest > 1:
+        count = str(largest) if smallest == largest else f"{smallest} to {largest}"
+        hint = "put the first one's address for FIRST" if machine else "this one is the first"
+        print_sentence(f"On each of the {count} machines; {hint}:")
         address = "" if draft.get("main_address") else f" --main-address {draft.machine.name or 'FIRST'}"
         command = f"easymp launch{address} {SCRIPT}"
-    elif draft.assumed and not draft.get("processes"):
-        say("On a machine with several accelerators, without --processes; here:")
-        command = f"easymp launch --processes {draft.assumed} {SCRIPT}"
     else:
-        command = f"{'easymp launch' if draft.world > 1 else 'python'} {SCRIPT}"
-    print_lines(f"  {named}{command}")
-    for name in draft.values if not machine else ():
-        variable = env.PREFIX + name.upper()
-        if name in NAMES and env.read(variable):
-            say(f"{variable} in the environment wins over the file.")
+        command = f"{'easymp launch' if draft.world_size > 1 else 'python'} {SCRIPT}"
+    print(f"  {variable}{command}")
+    for name in NAMES.keys() & draft.values.keys() if not machine else ():
+        if env.read(env.PREFIX + name.upper()):
+            print_sentence(f"{env.PREFIX}{name.upper()} in the environment wins over the file.")
 
 
-def say(text: str = "") -> None:
-    words = text.lstrip(" ")
-    indent, words = " " * (len(text) - len(words)), plain(words)
-    words += "." * bool(words and not words.endswith((".", "?", "!", ":")))
-    print(wrap(indent + words, indent))
+def print_sentence(text: str) -> None:
+    print(wrap(plain(text)))
 
 
-def title(text: str) -> None:
-    print()
-    print("\n".join(paint(line, BOLD) for line in wrap(plain(text)).splitlines()))
+def print_plan(title: str, draft: Draft) -> None:
+    print_title(title)
+    print(table(_plan_rows(draft), fold=True))
 
 
-def print_lines(text: str) -> None:
-    for line in text.splitlines():
-        print(paint(plain(line.expandtabs()), COLOURS.get(line[:1], "")))
+def print_title(text: str) -> None:
+    print("\n" + "\n".join(paint(line, BOLD) for line in wrap(plain(text)).splitlines()))

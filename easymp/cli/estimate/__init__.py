@@ -1,18 +1,20 @@
 """Estimate the memory that a training needs on each rank, by strategy, precision and number of processes.
 
-MODEL is a number of parameters; safetensors weights (a file, an index or a folder; only headers are read); or module:callable,
-which is called without arguments to build the model. Nothing is allocated for it where that is possible.
+MODEL is a number of parameters; safetensors weights (a file, an index or a folder; only headers are read); the
+config.json of a Hugging Face model, which transformers builds; or module:callable, which is called without arguments to
+build the model. Nothing is allocated for it where that is possible.
 
 examples:
   easymp estimate 7B                                        a transformer of 7 billion parameters
   easymp estimate 350M --processes 1,8 --memory 80GB        on eight devices of 80 GB elsewhere
   easymp estimate 70B --for 8x8xH100                        on eight nodes of eight H100
-  easymp estimate 7B --for 8xH100 --time 8192               seconds of an update of 8192 tokens a rank
   easymp estimate model.safetensors --optimizer sgd         weights, trained by SGD
-  easymp estimate train:make_model --input 32x3x224x224     with the activations of a batch
+  easymp estimate llama/config.json --input 8x1024:int64    a model of transformers, with the activations of a batch
+  easymp estimate train:make_model --input 32x3x224x224     one of your own
   easymp estimate 7B --strategy fsdp --options '{"cpu_offload": true}'
 
-Not counted: the workspace of kernels, fragmentation, and without --input activations; a fifth of the memory is left to them.
+Not counted: the workspace of kernels, fragmentation, and without --input activations; a fifth of the memory is left to
+them.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from ... import hardware
 from ...base.lazy import modules_at_first_use
-from ...base.units import rate, read_bytes, size, unit
-from ...errors import SettingError, nearest
+from ...base.units import read_bytes, size, unit
+from ...errors import SettingError, check_whole, nearest
 from ...registry import ALIASES, PRECISIONS, STRATEGIES
-from ..config.rules import read_json
-from ..terminal import GREEN, RED, paint, print_json, table, wrap
+from ..config.documents import read_json
+from ..terminal import GREEN, MACHINE_HELP, RED, paint, print_json, table, wrap
 
 if TYPE_CHECKING:
     from ...hardware import gpus
@@ -40,21 +42,24 @@ else:  # they import torch
 
 COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-MOST = 10**13  # parameters
-FORMS = "a number of parameters (1.5B, 350M), weights (model.safetensors, its index.json), or module:callable"
+MAX_PARAMETERS = 10**13
+FORMS = (
+    "a number of parameters (1.5B, 350M), weights (model.safetensors, its index.json), a config.json of Hugging Face, "
+    "or "
+    "module:callable"
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="1.5B, model.safetensors, or module:callable")
+    add("model", metavar="MODEL", help="1.5B, model.safetensors, config.json, or module:callable")
     add("--processes", default="", metavar="N,...", help="how many ranks (1,2,4,8; of --for: all)")
     add("--strategy", default="", metavar="NAME,...", help="which (single,ddp,zero1,fsdp)")
     add("--precision", default="", metavar="NAME,...", help="which (fp32, and that of auto, or bf16)")
     optimizer = "adamw, sgd, momentum, ... or how many tensors it keeps (adamw)"
     add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
     add("--memory", metavar="SIZE", help="of a rank on another machine, such as 80GB; else this machine's")
-    machine = "another machine: 8xH100, 2x8xA100-80GB (two nodes), 64x80GB, 4xcpu-64GB"
-    add("--for", dest="machine", metavar="MACHINE", help=machine)
+    add("--for", dest="machine", metavar="MACHINE", help=f"{MACHINE_HELP}-64GB")
     per_node = "ranks of a node, for hsdp (this machine's devices, or all)"
     add("--per-node", type=int, metavar="N", help=per_node)
     add("--cpu", action="store_true", help="on the CPU, although there is an accelerator")
@@ -62,28 +67,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", metavar="NAME", help=dtype)
     shape = "an argument of forward, such as 8x3x224x224 or 8x1024:int64; repeatable"
     add("--input", action="append", default=[], metavar="SHAPE", help=shape)
-    again = "what is recomputed: blocks (this flag's default), attention, a size such as 16GiB, or patterns"
-    add("--activation-checkpointing", nargs="?", const="blocks", metavar="WHAT", help=again)
+    recomputed = "what is recomputed: blocks (this flag's default), attention, a size such as 16GiB, or patterns"
+    add("--activation-checkpointing", nargs="?", const="blocks", metavar="WHAT", help=recomputed)
     add("--activation-offload", action="store_true", help="kept activations are in the host's memory")
     add("--optimizer-in-backward", action="store_true", help="gradients are freed as they come")
-    time = "predict an update of TOKENS a rank (4096), or of the batch of --input; needs a GPU that is known"
-    add("--time", nargs="?", const="4096", metavar="TOKENS", help=time)
     add("--options", metavar="JSON", help="of the one strategy that is named")
     add("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    there = _described(args)
-    every = str(there.nodes * there.processes) if there else "1,2,4,8"
-    processes = [_count(word, "--processes") for word in _words(args.processes or every)]
+    machine = _described(args)
+    processes = args.processes or (str(machine.nodes * machine.processes) if machine else "1,2,4,8")
+    counts = [_count(text, "--processes") for text in _split(processes)]
     strategies = _names(args.strategy, STRATEGIES, "strategy")
     precisions = _names(args.precision, [*PRECISIONS, *ALIASES], "precision")
     memory = read_bytes(args.memory, "--memory ") if args.memory else None
     options = read_json(args.options, "--options") if args.options else None
-    tokens = _count(args.time, "--time") if args.time else None
-    kind = kind_of(args.model)  # a wrong word is refused before torch is imported
-    sized = estimate_rows.read_model(args.model, kind, args.dtype)
-    how = {
+    kind = kind_of(args.model)  # a wrong argument is refused before torch is imported
+    model = estimate_rows.read_model(args.model, kind, args.dtype)
+    training = {
         "optimizer": _optimizer(args.optimizer),
         "sample": estimate_rows.read_sample(args.input) or None,
         "options": options,
@@ -91,56 +93,57 @@ def run(args: argparse.Namespace) -> int:
         "activation_offload": args.activation_offload,
         "optimizer_in_backward": args.optimizer_in_backward,
     }
-    per_node = there.processes if there else args.per_node
-    asked = processes, strategies, precisions, memory, per_node, args.cpu
-    found = estimate_rows.estimates(
-        sized, there.hardware if there else hardware.detect(), *asked, how, tokens
-    )
+    per_node = machine.processes if machine else args.per_node
+    request = estimate_rows.Request(counts, strategies, precisions, memory, per_node, args.cpu, training)
+    estimates = estimate_rows.estimates(model, machine.hardware if machine else hardware.detect(), request)
     if args.json:
-        return print_json(_record(sized, found))
-    print(f"{sized.name}: {sized.parameters:,} parameters, {args.optimizer}\n")
-    print(_table(found))
-    for line in (*found.refused, *found.notes):
+        return print_json(_record(model, estimates))
+    print(f"{model.name}: {model.parameters:,} parameters, {args.optimizer}\n")
+    print(_table(estimates))
+    for line in (*estimates.refused, *estimates.notes):
         print(wrap(f"- {line}", "  "))
     print()
-    print(paint(wrap(found.suggestion), GREEN if found.smallest else RED))
+    print(paint(wrap(estimates.suggestion), GREEN if estimates.smallest else RED))
     return 0
 
 
 def _described(args: argparse.Namespace) -> gpus.Described | None:
     if not args.machine:
         return None
-    there, given = gpus.describe(args.machine), {"--memory": args.memory, "--per-node": args.per_node}
-    for flag, value in given.items():
+    machine = gpus.describe(args.machine)
+    for flag, value in {"--memory": args.memory, "--per-node": args.per_node}.items():
         if value is not None:
             raise SettingError(f"--for {args.machine} says it, and so does {flag} {value}: leave one out")
-    if not there.hardware.devices and not there.hardware.cpu.memory:
+    if not machine.hardware.devices and not machine.hardware.cpu.memory:
         raise SettingError(f"--for {args.machine} names no memory: write it, as in {args.machine}-64GB")
-    return there
+    return machine
 
 
 def kind_of(text: str) -> int | str:
-    """The kind of MODEL: a number of parameters, "weights" or "callable". Raises SettingError for anything else."""
-    found = COUNT.fullmatch(text.strip())
-    if found:
-        number = float(re.sub("[_,]", "", found[1])) * SCALE[found[2].lower()]
-        if not 1 <= number <= MOST:
-            raise SettingError(f"{text!r} is not a number of parameters from 1 to {MOST:.0e}")
+    """The kind of MODEL: a number of parameters, "weights", "config" or "callable". Raises SettingError for others."""
+    if match := COUNT.fullmatch(text.strip()):
+        number = float(re.sub("[_,]", "", match[1])) * SCALE[match[2].lower()]
+        if not 1 <= number <= MAX_PARAMETERS:
+            raise SettingError(f"{text!r} is not a number of parameters from 1 to {MAX_PARAMETERS:.0e}")
         return round(number)
+    name, exists = os.path.basename(text), os.path.exists(text)
     if text.endswith(".py"):
-        what = f"{os.path.basename(text)[:-3]}:make_model"
-        raise SettingError(
-            f"{text} is a script: name the function in it that returns the model, as in {what}"
-        )
-    if os.path.exists(text) or "://" in text or text.endswith((".safetensors", ".json")):
-        return "weights"
+        example = f"{name[:-3]}:make_model"
+        raise SettingError(f"{text} is a script: name the function in it that returns the model, as in {example}")
+    if exists or "://" in text:
+        return "config" if name == "config.json" else "weights"
     if re.fullmatch(r"[\w.]+:[\w.]+", text):
         return "callable"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and "." not in name[-12:-1]:
+        raise SettingError(
+            f"{text!r} is no file here. Of a model on the Hugging Face hub, fetch the description: "
+            f"hf download {text} config.json --local-dir {name}; then pass {name}/config.json"
+        )
     raise SettingError(f"{text!r} is not a model: pass {FORMS}")
 
 
-def _table(found: estimate_rows.Estimates) -> str:
-    name, scale = unit(max(max(row.need.total, row.available) for row in found.rows))
+def _table(estimates: estimate_rows.Estimates) -> str:
+    name, scale = unit(max(max(row.need.total, row.available) for row in estimates.rows))
     columns = {
         "weights": ("weights", "buffers"),
         "gradients": ("gradients",),
@@ -149,84 +152,65 @@ def _table(found: estimate_rows.Estimates) -> str:
         "activations": ("activations",),
         "total": ("total",),
     }
-    if not any(row.need.activations for row in found.rows):
+    if not any(row.need.activations for row in estimates.rows):
         del columns["activations"]
-    timed = any(row.time and row.time.seconds for row in found.rows)
-    most = any(row.most_time for row in found.rows) and timed
-    again = any(row.again for row in found.rows)
-    head = ["on", "strategy", "precision", *["recomputed"] * again]
-    rows: list[list[Any]] = [[*head, *columns, "spare"]]
-    rows[0] += ["seconds", f"{found.unit}/s"] * timed + ["most", f"{found.unit}/s"] * most
-    for row in found.rows:
-        sizes = [sum(getattr(row.need, part) or 0 for part in parts) for parts in columns.values()]
-        numbers = [f"{bytes_ / scale:,.2f}" if bytes_ else "-" for bytes_ in sizes]
+    with_batch = any(row.largest for row in estimates.rows)
+    head = ["on", "strategy", "precision"]
+    rows: list[list[Any]] = [[*head, *columns, "spare", *["most"] * with_batch]]
+    for row in estimates.rows:
         need = row.need
-        what = [need.world, need.strategy, need.precision, *[row.again or "-"] * again]
-        rows.append([*what, *numbers, f"{row.spare / scale:+,.2f}"])
-        if timed:
-            speed = found.speed(row)
-            rows[-1] += [f"{row.need.world * found.batch / speed:.3g}", rate(speed)] if speed else ["-", "-"]
-        if most:
-            rows[-1] += [f"{row.most:,}" if row.most else "-", rate(found.speed(row, True) or 0)]
-    available = {row.available for row in found.rows}
+        sizes = [sum(getattr(need, field) or 0 for field in fields) for fields in columns.values()]
+        cells = [f"{bytes_ / scale:,.2f}" if bytes_ else "-" for bytes_ in sizes]
+        batch = [f"{row.largest:,}" if row.largest else "-"] * with_batch
+        rows.append([need.world, need.strategy, need.precision, *cells, f"{row.spare / scale:+,.2f}", *batch])
+    available = {row.available for row in estimates.rows}
     shared = ", shared by the processes," if len(available) > 1 else ""
     legend = (
         f"{name} a rank. weights: with buffers; states: with fp32 masters; copies: low-precision weights, and "
-        f"weights and gradients on their way between ranks; spare: of {size(max(available))}{shared} less "
-        f"{estimate_rows.SPARE:.0%} for activations and workspace."
+        f"weights and gradients on their way between ranks; spare: of {size(max(available))}{shared} less a fifth for "
+        f"activations and workspace.{' most: the largest micro-batch that fits.' if with_batch else ''}"
     )
-    legend += f" seconds: of an update of {found.batch:,} {found.unit} a rank, predicted." * timed
-    legend += " most: the largest micro-batch that fits." * most
     return f"{table(rows, right={0, *range(len(head), len(rows[0]))})}\n\n{wrap(legend)}"
 
 
-def _record(sized: estimate_rows.Sized, found: estimate_rows.Estimates) -> dict[str, Any]:
-    def named(row: estimate_rows.Row | None) -> dict[str, Any] | None:
-        keys = {"strategy": "strategy", "processes": "world", "precision": "precision"}
-        return row and {key: getattr(row.need, name) for key, name in keys.items()}
+def _record(model: estimate_rows.Model, estimates: estimate_rows.Estimates) -> dict[str, Any]:
+    def choice(row: estimate_rows.Row | None) -> dict[str, Any] | None:
+        if row is None:
+            return None
+        return {"strategy": row.need.strategy, "processes": row.need.world, "precision": row.need.precision}
 
-    def record(row: estimate_rows.Row) -> dict[str, Any]:
-        facts: dict[str, Any] = {"available": row.available, "fits": row.fits, "spare": row.spare}
-        if row.time:
-            facts |= {"time": row.time._asdict(), f"{found.unit}_per_second": found.speed(row)}
-            facts |= {
-                "recomputed": row.again,
-                "largest": row.most,
-                "largest_per_second": found.speed(row, True),
-            }
-        return {**dataclasses.asdict(row.need), "total": row.need.total, **facts}
-
+    names = ("available", "fits", "spare", "largest")
+    rows = [
+        {**dataclasses.asdict(row.need), "total": row.need.total, **{name: getattr(row, name) for name in names}}
+        for row in estimates.rows
+    ]
     return {
-        "model": sized.name,
-        "parameters": sized.parameters,
-        "rows": [record(row) for row in found.rows],
-        "refused": found.refused,
-        "notes": found.notes,
-        "suggested": named(found.suggested),
-        "smallest": named(found.smallest),
-        "suggestion": found.suggestion,
+        "model": model.name,
+        "parameters": model.parameters,
+        "rows": rows,
+        "refused": estimates.refused,
+        "notes": estimates.notes,
+        "suggested": choice(estimates.suggested),
+        "smallest": choice(estimates.smallest),
+        "suggestion": estimates.suggestion,
     }
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _split(text: str) -> list[str]:
+    return [value.strip() for value in text.split(",") if value.strip()]
 
 
-def _names(text: str, known: Iterable[str], kind: str) -> list[str]:
-    for name in _words(text):
-        if name not in known:
-            raise SettingError(f"{kind} {name!r} is not one of {', '.join(known)}{nearest(name, known)}")
-    return _words(text)
+def _names(text: str, choices: Iterable[str], kind: str) -> list[str]:
+    for name in _split(text):
+        if name not in choices:
+            raise SettingError(f"{kind} {name!r} is not one of {', '.join(choices)}{nearest(name, choices)}")
+    return _split(text)
 
 
-def _count(word: str, flag: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise SettingError(f"{flag} {word!r} is not a whole number of at least 1")
-    return int(word)
+def _count(text: str, flag: str) -> int:
+    return check_whole(f"{flag} {text!r}", int(text) if text.isdecimal() else text)
 
 
-def _optimizer(word: str) -> str | int:
-    if word.isdecimal():
-        return int(word)
-    of_sgd = (name for name in estimate_rows.STATES if name.endswith(f" {word.lower()}"))  # "momentum"
-    return next(of_sgd, word)
+def _optimizer(text: str) -> str | int:
+    """The name or the count that `estimate` takes; "momentum" is SGD's."""
+    return int(text) if text.isdecimal() else "sgd momentum" if text.lower() == "momentum" else text

@@ -1,8 +1,7 @@
 """Show that a script trains under a plan as it does on one process in fp32.
 
-SCRIPT runs twice, for a few updates: under the plan, and on one process in
-fp32 with the same samples and weights. Losses, gradients and weights of each
-update are compared. What differs by more than the precision explains is named,
+SCRIPT runs twice, for a few updates: under the plan, and on one process in fp32 with the same samples and weights.
+Losses, gradients and weights of each update are compared. What differs by more than the precision explains is named,
 with both values. SCRIPT needs an Accelerator, and loaders that it prepares.
 
 examples:
@@ -13,8 +12,8 @@ examples:
 
 Words after -- are the script's own. Options win over the script's settings.
 
-Exit codes: 0 proven; 1 the plan differs; 2 it could not be compared, and the
-sentence says why, or wrong usage; 130 interrupted.
+Exit codes: 0 proven; 1 the plan differs, or the script fails under it; 2 it could not be compared, and the sentence
+says why, or wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -28,102 +27,92 @@ from pathlib import Path
 from typing import Any
 
 from ...base import env
-from ...errors import SettingError
-from ...launcher.entrypoints import check_script
-from ...settings import NAMES, checked, overrides, resolve
-from ..compare import Progress, count
-from ..compare.runs import FINISHED, INTERRUPTED, Task, Variant
-from ..compare.runs import run as run_once
-from ..terminal import BOLD, GREEN, RED, YELLOW, ended_by_signals, paint, plain, print_json, table, wrap
+from ...settings import overrides, resolve
+from ..harness import FAILURE, FINISHED, INTERRUPTED, End, Progress, Script, check_new, count, headline, plan_settings
+from ..harness import arguments as script_arguments
+from ..harness import reworded as reworded
+from ..harness import run as run_once
+from ..terminal import ended_by_signals, plain, print_json, table, wrap
 
-TASK, FIRST, ROWS, REFUSED, SKIPPED = (
-    "task.json",
-    "update-0.safetensors",
-    "rows.json",
-    "refused.txt",
-    "skipped",
-)
-PROVEN, DIFFERS, NOT_COMPARED = "proven", "differs", "not compared"
-CODES, COLOURS = (PROVEN, DIFFERS, NOT_COMPARED), (GREEN, RED, YELLOW)
-PLAN = {"replica_check": "0", "probe": "false"}  # differences of ranks are named here
-# fmt: off
-ONE = {
-    **PLAN, "mixed_precision": "no", "strategy": "single", "strategy_options": "{}", "compile": "no", "fused": "false",
-    "gradient_accumulation_steps": "1", "activation_checkpointing": "no", "activation_offload": "false",
+FIRST, ROWS, REFUSED, SKIPPED = "update-0.safetensors", "rows.json", "refused.txt", "skipped"
+PROVEN, DIFFERS, FAILED, NOT_COMPARED = "proven", "differs", "failed", "not compared"
+CODES = {PROVEN: 0, DIFFERS: 1, FAILED: 1, NOT_COMPARED: 2}
+UNDER_PLAN = "under the plan"
+PLAN = {"replica_check": "0"}  # differences of ranks are named by the proof
+ONE_PROCESS = {
+    **PLAN,
+    "mixed_precision": "no",
+    "strategy": "single",
+    "strategy_options": "{}",
+    "compile": "no",
+    "fused": "false",
+    "gradient_accumulation_steps": "1",
+    "activation_checkpointing": "no",
+    "activation_offload": "false",
 }
-# fmt: on
-DROPOUT = "--no-dropout sets the rates of dropout layers to 0 in both runs; other modules that draw need a rate of 0 in the script."
-SAMPLES = "Read the data by loaders that were passed to prepare(), without random augmentation, and with rows of one length."
+# Causes, and what to do.
+DROPOUT = (
+    "--no-dropout sets the rates of dropout layers to 0 in both runs; other modules that draw need a rate of 0 in the "
+    "script."
+)
+SAMPLES = (
+    "Read the data by loaders that were passed to prepare(), without random augmentation, and with rows of one length."
+)
 STEPPED = "The ranks step other parameters, or with other options: build and change the optimizer alike on all ranks."
 REDUCED = (
-    "No rank averages this gradient: call accelerator.backward(loss) in place of loss.backward(), and the prepared model in place of its "
-    "parts."
+    "No rank averages this gradient: call accelerator.backward(loss) in place of loss.backward(), and the prepared "
+    "model in place of its parts."
 )
 BATCHNORM = (
-    "{} takes the statistics of each process's micro-batch by itself: Accelerator(convert_sync_batchnorm=True) takes those of all "
-    "processes; micro-batches of an accumulation stay apart."
+    "{} takes the statistics of each process's micro-batch by itself: Settings(convert_sync_batchnorm=True) takes "
+    "those of all processes; micro-batches of an accumulation stay apart."
 )
 PREPARED = (
-    "Steps of other libraries and of torch alone are not compared: give the model, the optimizer and the loader to the prepare() of one "
-    "Accelerator. Where the first updates overflow, pass more --steps."
+    "Steps of other libraries and of torch alone are not compared: give the model, the optimizer and the loader to the "
+    "prepare() of one Accelerator. Where the first updates overflow, pass more --steps."
 )
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    script_arguments(parser)
     add = parser.add_argument
-    parser.usage = "easymp prove SCRIPT [OPTIONS] [-- ARGUMENTS]"
-    add("script", metavar="SCRIPT", help="its path; its own arguments follow --")
-    add("--strategy", metavar="NAME", help="single, ddp, zero1, fsdp … (the script's own)")
     add("--processes", type=count, default=1, metavar="N", help="on this machine (%(default)s)")
-    add("--precision", metavar="NAME", help="fp32, bf16 … (the script's own)")
     add("--steps", type=count, default=5, metavar="N", help="updates of each optimizer (%(default)s)")
-    sets = "a setting of the plan, over the script's own; may be repeated"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
     dropout = "set the rates of dropout layers to 0 in both runs, which cannot draw the same masks"
     add("--no-dropout", action="store_false", dest="dropout", help=dropout)
     add("--timeout", type=float, metavar="SECONDS", help="stop a run that takes longer")
     add("--output", type=Path, metavar="DIR", help="a new folder that keeps what the runs print and record")
-    add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
-    add("--json", action="store_true", help="print all of it as JSON")
-
-
-def reworded(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Keep the words after ``--`` for the script."""
-    cut = words.index("--") if "--" in words else len(words)
-    parser.set_defaults(arguments=words[cut + 1 :])
-    return words[:cut]
 
 
 def run(args: argparse.Namespace) -> int:
-    check_script(args.script, args.module)
-    if args.output and args.output.exists() and any(args.output.iterdir()):
-        raise SettingError(f"{str(args.output)!r} is there, and not empty: name a new folder with --output")
-    place = nullcontext(args.output) if args.output else tempfile.TemporaryDirectory(prefix="easymp-prove-")
-    with ended_by_signals(), place as folder:
-        found = prove(args, Path(folder).absolute())
-    code = CODES.index(found["verdict"])
+    script = Script(args.script, args.arguments, args.module)
+    script.check()
+    settings = plan_settings(args)
+    if args.output:
+        check_new(args.output)
+    output = nullcontext(args.output) if args.output else tempfile.TemporaryDirectory(prefix="easymp-prove-")
+    with ended_by_signals(), output as folder:
+        record = prove(script, settings, args, Path(folder).absolute())
+    code = CODES[record["verdict"]]
     if args.json:
-        print_json(found)
-    else:
-        print(paint(wrap(plain(found["sentence"])), f"{BOLD};{COLOURS[code]}"))
-        for hint in found["hints"]:
-            print(wrap(plain(hint)))
-        if found["updates"]:
-            print(f"\n{lines(found['updates'])}")
+        print_json(record)
+        return code
+    print(headline(record["sentence"], code))
+    for hint in record["hints"]:
+        print(wrap(plain(hint)))
+    if record["updates"]:
+        print(f"\n{update_table(record['updates'])}")
     return code
 
 
-def prove(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def prove(script: Script, settings: Mapping[str, str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the script under the plan, then on one process, which compares; and judge."""
-    asked = {"mixed_precision": args.precision, "strategy": args.strategy}
-    asked = {name: checked(NAMES[name], word, f"{name}=") for name, word in asked.items() if word is not None}
     records = folder / "records"
     records.mkdir(parents=True)
-    (records / TASK).write_text(json.dumps({"steps": args.steps, "dropout": args.dropout}), encoding="utf-8")
-    words = [str(records), "module" if args.module else "script", args.script, *args.arguments]
-    task = Task("easymp.cli.prove.rank", words, True, args.timeout)
-    runs = (("under the plan", {**PLAN, **asked}, args.processes), ("on one process", ONE, 1))
-    failed: list[str] = []
+    script.write_task(records, steps=args.steps, dropout=args.dropout)
+    rank = Script("easymp.cli.prove.rank", [str(records)], module=True)
+    runs = ((UNDER_PLAN, {**PLAN, **settings}, args.processes), ("on one process", ONE_PROCESS, 1))
+    failures: dict[str, End] = {}
 
     def read(name: str) -> str:
         return (records / name).read_text(encoding="utf-8") if (records / name).exists() else ""
@@ -131,109 +120,119 @@ def prove(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with env.override(**overrides(args.set)):
         seed = {} if resolve().seed is not None else {f"{env.PREFIX}SEED": "0"}  # the script's own wins
         with env.override(**seed):
-            for number, (name, settings, processes) in enumerate(runs, 1):
+            for number, (name, plan, processes) in enumerate(runs, 1):
                 if number == 2 and (read(REFUSED) or not (records / FIRST).exists()):
                     break
                 if number == 2 and (records / SKIPPED).exists():
-                    settings = {**settings, "nonfinite": "skip"}
-                place = folder / name.replace(" ", "-")
-                progress = Progress(f"{number}/2 {name}", place, None)
-                end = run_once(task, Variant(name, settings, processes), place, None, progress)
-                progress.say(end.status, last=True)
+                    plan = {**plan, "nonfinite": "skip"}
+                run_folder = folder / name.replace(" ", "-")
+                progress = Progress(f"{number}/2 {name}", run_folder)
+                end = run_once(rank.launch(processes), run_folder, plan, args.timeout, progress)
+                progress.show(end.status, last=True)
                 if end.status == INTERRUPTED:
                     raise KeyboardInterrupt
-                failed += [f"the run {name} failed: {end.why.rstrip('.')}"] * (end.status != FINISHED)
-    return judge(json.loads(read(ROWS) or "[]"), read(REFUSED), failed, args.steps)
+                if end.status != FINISHED:
+                    failures[name] = end
+    return judge(json.loads(read(ROWS) or "[]"), read(REFUSED), failures, args.steps)
 
 
-def judge(rows: Sequence[Any], refused: str, failed: Sequence[str], steps: int) -> dict[str, Any]:
-    """The verdict, its sentence, and what to do.
-
-    Args:
-        rows: the updates that were compared, as the rank wrote them.
-        refused: why they could not be.
-        failed: the runs that failed, in words.
-        steps: updates that were asked for.
-    """
-    verdict, hints, done = NOT_COMPARED, [], [row for row in rows if "weights" in row]
+def judge(rows: Sequence[Any], refusal: str, failures: Mapping[str, End], steps: int) -> dict[str, Any]:
+    """The verdict, its sentence, and hints; of the `rows` that the rank wrote, or why there are none."""
+    verdict, hints = NOT_COMPARED, list[str]()
+    compared = [row for row in rows if "weights" in row]
+    sentences = [f"the run {name} failed: {end.why.rstrip('.')}" for name, end in failures.items()]
     row = rows[-1] if rows and rows[-1].get("differs") else None
     if row and not row["apart"] and row["draws"]:
-        why, hints = f"{row['draws']} draws random numbers, others for other parts of a batch", [DROPOUT]
+        reason, hints = f"{row['draws']} draws random numbers, others for other parts of a batch", [DROPOUT]
     elif row and not row["apart"] and not row["same samples"]:
-        why, hints = f"update {row['update']} reads other samples on one process", [SAMPLES]
+        reason, hints = f"update {row['update']} reads other samples on one process", [SAMPLES]
     elif row:
-        verdict, why, hints = DIFFERS, difference(row), causes(row) + [f"Then {words}." for words in failed]
-    elif refused or failed:
-        why = refused or failed[0]
-    elif not done:
-        why = "no update was made with a prepared optimizer, or each one had an overflow, or a window that was not full"
+        verdict, reason = DIFFERS, difference(row)
+        hints = causes(row) + [f"Then {failure}." for failure in sentences]
+    elif refusal:
+        reason = refusal
+    elif failures:
+        reason = sentences[0]
+        if UNDER_PLAN in failures and failures[UNDER_PLAN].status == FAILURE:
+            verdict = FAILED
+    elif not compared:
+        reason = (
+            "no update was made with a prepared optimizer, or each one had an overflow, or a window that was not full"
+        )
         hints = [PREPARED]
     else:
-        every = [row[kind]["largest"] for row in done for kind in ("gradients", "weights")]
-        worst = max(filter(None, every), key=lambda one: one["times"])
-        number, verdict = len({row["update"] for row in done}), PROVEN
-        why = (
-            f"{number} update{'s' * (number > 1)} {under(done[0])} gave the losses, gradients and weights of one process in fp32. "
-            f"The largest difference is {worst['times']:.2g} of what {done[0]['plan']['precision']} explains ({worst['name']})"
+        differences = [row[kind]["largest"] for row in compared for kind in ("gradients", "weights")]
+        largest = max(filter(None, differences), key=lambda d: d["times"])
+        count, verdict = len({row["update"] for row in compared}), PROVEN
+        reason = (
+            f"{count} update{'s' * (count > 1)} {plan_text(compared[0])} gave the losses, gradients and weights of one "
+            f"process in fp32. The largest difference is {largest['times']:.2g} of what "
+            f"{compared[0]['plan']['precision']} explains ({largest['name']})"
         )
-        if number < steps:
+        if count < steps:
             hints = [f"The others of {steps} were not made, overflowed, or lie at the end of an epoch."]
-    sentence = f"{verdict.capitalize()}: {why}."
+    sentence = f"{verdict.capitalize()}: {reason}."
     return {"verdict": verdict, "sentence": sentence, "hints": hints, "updates": list(rows)}
 
 
-def under(row: Mapping[str, Any]) -> str:
-    plan, several = row["plan"], "es" * (row["plan"]["processes"] > 1)
-    return f"under {plan['strategy']} on {plan['processes']} process{several} in {plan['precision']}"
+def plan_text(row: Mapping[str, Any]) -> str:
+    plan = row["plan"]
+    plural = "es" * (plan["processes"] > 1)
+    return f"under {plan['strategy']} on {plan['processes']} process{plural} in {plan['precision']}"
 
 
 def difference(row: Mapping[str, Any]) -> str:
-    """What differs first, with both values."""
-    head = f"at update {row['update']} of {row['class']}, {under(row)}, "
-    if one := row["apart"]:
-        values = f"{one['plan']:.6g} on rank {one['rank']} and {one['one']:.6g} on rank 0"
-        return f"{head}the {one['kind']} of {named(one)} is {values}, and must be equal"
-    parts = []
+    """The first difference of an update, with both values."""
+    head = f"at update {row['update']} of {row['class']}, {plan_text(row)}, "
+    if tensor := row["apart"]:
+        values = f"{tensor['plan']:.6g} on rank {tensor['rank']} and {tensor['one']:.6g} on rank 0"
+        return f"{head}the {tensor['kind']} of {element(tensor)} is {values}, and must be equal"
+    clauses = []
     if not row.get("loss", {"times": 0})["times"] <= 1:
-        parts.append(f"the loss is {row['loss']['plan']:.6g}, and {row['loss']['one']:.6g} on one process")
+        clauses.append(f"the loss is {row['loss']['plan']:.6g}, and {row['loss']['one']:.6g} on one process")
     if row["option"]:
-        parts.append("{} of the optimizer is {:.6g}, and {:.6g} on one process".format(*row["option"]))
+        clauses.append("{} of the optimizer is {:.6g}, and {:.6g} on one process".format(*row["option"]))
     for kind in ("gradients", "weights"):
-        if beyond := row[kind]["beyond"]:
-            one, others = beyond[0], f" ({len(beyond) - 1} others differ, too)" * (len(beyond) > 1)
-            values = f"{one['plan']:.6g}, and {one['one']:.6g} on one process, {one['times']:.2g} times what the precision explains"
-            parts.append(f"the {kind[:-1]} of {named(one)} is {values}{others}")
+        if tensors := row[kind]["beyond"]:
+            tensor, count = tensors[0], len(tensors) - 1
+            clauses.append(
+                f"the {kind[:-1]} of {element(tensor)} is {tensor['plan']:.6g}, and {tensor['one']:.6g} on one "
+                f"process, {tensor['times']:.2g} times what the precision explains"
+                + f" ({count} others differ, too)"
+                * (count > 0)
+            )
             break
-    parts += [f"the first layer whose output differs is {row['layer']}"] * bool(row["layer"])
-    return head + "; ".join(parts)
+    if row["layer"]:
+        clauses.append(f"the first layer whose output differs is {row['layer']}")
+    return head + "; ".join(clauses)
 
 
-def named(one: Mapping[str, Any]) -> str:
-    return f"{one['name']}{one['at']} in {one['layer']}"
+def element(tensor: Mapping[str, Any]) -> str:
+    return f"{tensor['name']}{tensor['at']} in {tensor['layer']}"
 
 
 def causes(row: Mapping[str, Any]) -> list[str]:
-    """A likely cause, and what to do."""
     if row["apart"]:
         return [STEPPED if row["apart"]["kind"] == "weight" else REDUCED]
-    ratio, shares, steps = row["ratio"], row["plan"]["shares"], row["plan"]["accumulation"]
-    if row["batchnorm"] and shares * steps > 1:
+    ratio, shares, accumulation = row["ratio"], row["plan"]["shares"], row["plan"]["accumulation"]
+    if row["batchnorm"] and shares * accumulation > 1:
         return [BATCHNORM.format(row["batchnorm"])]
     if ratio is None or abs(ratio - 1) < 0.1:
         return []
-    by = {"the number of processes": shares, "gradient_accumulation_steps": steps}
-    found = " or ".join(f"{name} ({n})" for name, n in by.items() if n > 1 and abs(ratio * n - 1) < 0.1)
-    words = f"All gradients are {ratio:.3g} × those of one process"
-    return [words + (f": the script divides the loss by {found}, as the Accelerator does." if found else ".")]
+    divisors = {"the number of processes": shares, "gradient_accumulation_steps": accumulation}
+    names = [f"{name} ({n})" for name, n in divisors.items() if n > 1 and abs(ratio * n - 1) < 0.1]
+    cause = f": the script divides the loss by {' or '.join(names)}, as the Accelerator does" if names else ""
+    return [f"All gradients are {ratio:.3g} × those of one process{cause}."]
 
 
-def lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The updates as a table: losses, and the largest differences as multiples of what the precision explains."""
-    cells = [["update", "optimizer", "loss", "on one process", "gradients", "weights"]]
+def update_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The updates: losses, and the largest differences as multiples of what the precision explains."""
+    cells: list[list[Any]] = [["update", "optimizer", "loss", "on one process", "gradients", "weights"]]
     for row in rows:
-        losses = [f"{row['loss'][side]:.6g}" if "loss" in row else None for side in ("plan", "one")]
-        none = "skipped" if row["skipped"] else "not full" if row["short"] else None
-        most = [row[kind]["largest"] if kind in row else None for kind in ("gradients", "weights")]
-        times = [f"{one['times']:.2g}" if one else none for one in most]
-        cells.append([row["update"], row["class"], *losses, *times])
+        losses = [f"{row['loss'][key]:.6g}" if "loss" in row else None for key in ("plan", "one")]
+        missing = "skipped" if row["skipped"] else "not full" if row["short"] else None
+        differences = [row[kind]["largest"] if kind in row else None for kind in ("gradients", "weights")]
+        cells.append(
+            [row["update"], row["class"], *losses, *(f"{d['times']:.2g}" if d else missing for d in differences)]
+        )
     return table(cells, right={0, 2, 3, 4, 5})

@@ -1,281 +1,479 @@
 """The Accelerator with the arguments, their order and the defaults of Accelerate.
 
-Defaults that change the training are Accelerate's: fp32, schedulers that step once a process (scripts count their horizon so), and no
-logs without `log_with`. Settings of the environment and of easymp.toml go before them.
+Defaults that change the training are Accelerate's: fp32, schedulers that step once a process (scripts count their
+horizon so), and no logs without `log_with`. Settings of the environment and of easymp.toml go before them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
-from ... import accelerator
+from ... import accelerator, profiling
 from ...base.pytree import leaves
-from ...checkpoint import accelerate, folders
+from ...checkpoint import accelerate, folders, huggingface, torch_files
 from ...checkpoint.api import Path
 from ...checkpoint.load import Loaded
-from ...checkpoint.save import SaveCalls
+from ...checkpoint.ranks import SaveCalls
 from ...data import SkippedLoader
-from ...distributed import read_ranks
-from ...distributed.processes import DistributedType
+from ...distributed import check_backend, read_ranks
 from ...errors import BatchError, CheckpointError, RefusedError, SettingError, StepError
 from ...logging import get_logger
 from ...optim import PreparedScheduler
 from ...options import (
-    DataLoaderConfiguration,
+    AutocastKwargs,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     LoggerType,
+    ProfileKwargs,
     ProjectConfiguration,
 )
+from ...protocols import Source
 from ...settings import as_record, read_record, resolve
 from ...strategies.ddp import Replica
 from ...trackers import TRACKERS
 from ...trackers.logbook import SILENT
 from ...training.collectives import gather_object
-from ...training.state import GradientState, accelerators
+from ...training.moved import OTHER_ARGUMENTS, SETTING_REMEDIES
+from ...training.prepare import PrepareOptions
+from ...training.state import accelerators
 from ..layer import unless_set
-from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer, made_by_name
-from .utils import extract_model_from_parallel
+from .loaders import DataLoaderConfiguration, make_loader
+from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
+from .processes import (
+    AcceleratorState,
+    AllProcesses,
+    DistributedType,
+    GradientState,
+    InitProcessGroupKwargs,
+    handlers_by_class,
+)
+from .utils import ConvertOutputsToFp32, extract_model_from_parallel
 
 logger = get_logger(__name__)
 EXISTS = "exists already: set ProjectConfiguration(iteration=…) to the next number"
 ALONE = "a parameter of no prepared model"
-KNOWN = (nn.Module, Optimizer, DataLoader, SkippedLoader, PreparedScheduler, type(None))
-
-AS_THEY_ARE = (
-    "device_placement gradient_accumulation_steps cpu deepspeed_plugin deepspeed_plugins parallelism_config torch_tp_plugin "
-    "megatron_lm_plugin project_dir project_config gradient_accumulation_plugin step_scheduler_with_optimizer dynamo_backend"
-)
+PREPARED_TYPES = (nn.Module, Optimizer, DataLoader, SkippedLoader, LRScheduler, PreparedScheduler, type(None))
 NATIVE = """
-acc = Accelerator(mixed_precision={!r}, gradient_accumulation_steps={}, scheduler_steps_per_process=True, log_with={!r})
+acc = Accelerator(mixed_precision={!r}, gradient_accumulation_steps={}, log_with={!r})
+# schedulers step once an update, and not once a process
 """
 
 
 class AcceleratedScheduler(PreparedScheduler):
-    """Scheduler by Accelerate's rule: a call on a synchronizing micro-step steps once a process, unless the update was skipped.
+    """Scheduler by Accelerate's rule: a call at a window's end steps once a process, unless the update was skipped."""
 
-    easymp's own rule counts optimizer updates. This one counts calls, also before the first update and after several ones.
-    """
-
-    def __init__(self, *given: Any, split_batches: bool = False, **how: Any) -> None:
-        super().__init__(*given, **how)
-        self._split_batches = split_batches
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[Any],
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        steps: int = 1,
+    ) -> None:
+        super().__init__(scheduler, optimizers)
+        self._with_optimizer, self._steps, self._split_batches = step_with_optimizer, steps, split_batches
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule. Without `split_batches`, steps past its `total_steps` are left out."""
+        """Step the schedule."""
         if not self._with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
         self.each_update = max(self.behind, default=0) == 1 and not args and not kwargs
         self.behind = [0] * len(self.optimizers)
-        if GradientState().sync_gradients and not any(it.step_was_skipped for it in self.optimizers):
-            total = None if self._split_batches else getattr(self.scheduler, "total_steps", None)
-            for _ in range(self._steps):
-                if total is None or self.scheduler.last_epoch < total:
-                    self.scheduler.step(*args, **kwargs)
+        skipped = any(optimizer.step_was_skipped for optimizer in self.optimizers)
+        if not GradientState().sync_gradients or skipped:
+            return
+        total = None if self._split_batches else getattr(self.scheduler, "total_steps", None)
+        for _ in range(self._steps):
+            if total is None or self.scheduler.last_epoch < total:
+                self.scheduler.step(*args, **kwargs)
 
 
-def _open_here() -> Any:
+def _current() -> Any:
+    """The open Accelerator, for which a pickled one stands."""
     if not accelerators():
         raise StepError("a pickled Accelerator stands for the one that is open, and none is: make one first")
     return accelerators()[-1]
 
 
-def _is_schedule(item: Any) -> bool:
-    return callable(getattr(item, "step", None)) and hasattr(item, "state_dict")
+def adopt(acc: accelerator.Accelerator, items: Sequence[Any], replaces: bool = False) -> None:
+    """Let `acc` prepare optimizers among `items` whose models come later, or never.
 
-
-class Accelerator(accelerator.Accelerator):
-    """`easymp.Accelerator` for scripts of Accelerate; see there. `others` are easymp's further arguments.
-
-    Raises:
-        SettingError: a wrong name or value.
-        RefusedError: something that was asked for cannot run here, or has another place.
+    With `replaces` also those whose parameters another prepared optimizer steps. Not where weights become shards,
+    which an optimizer has to hold.
     """
+    prepared = acc._prepared
+    of_models = {id(p) for model in items if isinstance(model, nn.Module) for p in model.parameters()}
+    for parameter in [parameter for parameter in of_models if prepared.owner.get(parameter) == ALONE]:
+        del prepared.owner[parameter]
+    if prepared.strategy.sharded:
+        return
+    groups = [group for item in items if isinstance(item, Optimizer) for group in item.param_groups]
+    stepped = {id(p) for group in groups for p in group["params"]}
+    prepared.owner.update(dict.fromkeys(stepped - of_models - prepared.owner.keys(), ALONE))
+    for parameter in stepped if replaces else ():
+        prepared.stepped_by.pop(parameter, None)
+
+
+class Accelerator(AllProcesses, accelerator.Accelerator):
+    """`easymp.Accelerator` for scripts of Accelerate. `options` are easymp's further arguments and settings."""
 
     def __init__(
         self, device_placement: bool = True, split_batches: bool | None = None, mixed_precision: Any = None,
         gradient_accumulation_steps: int | None = None, cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None, deepspeed_plugin: Any = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None, torch_tp_plugin: Any = None, megatron_lm_plugin: Any = None,
-        rng_types: Sequence[Any] | None = None, log_with: Any = None, project_dir: str | os.PathLike[str] | None = None,
-        project_config: ProjectConfiguration | None = None, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        step_scheduler_with_optimizer: bool = True, kwargs_handlers: Sequence[Any] | None = None, dynamo_backend: Any = None,
-        dynamo_plugin: TorchDynamoPlugin | None = None, deepspeed_plugins: Any = None, parallelism_config: Any = None, **others: Any,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None, torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None, rng_types: Sequence[Any] | None = None, log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None, project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True, kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None, dynamo_plugin: TorchDynamoPlugin | None = None, deepspeed_plugins: Any = None,
+        parallelism_config: Any = None, **options: Any,
     ) -> None:  # fmt: skip
-        given = dict(locals())
-        asked = resolve(dataloader_config=dataloader_config)
-        read = partial(as_record, DataLoaderConfiguration, "dataloader_config")
-        loading = read_record(asked, "dataloader_config", read)
+        for name, value in {
+            "deepspeed_plugin": deepspeed_plugin,
+            "deepspeed_plugins": deepspeed_plugins,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "parallelism_config": parallelism_config,
+            "torch_tp_plugin": torch_tp_plugin,
+        }.items():
+            if value is not None:
+                raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {OTHER_ARGUMENTS[name]}")
+        handlers = handlers_by_class(kwargs_handlers)
+        group = handlers.get(InitProcessGroupKwargs)
+        self._profiling = handlers.get(ProfileKwargs)
+        steps_per_process = options.pop("scheduler_steps_per_process", None)
+        settings = resolve(
+            options.pop("settings", None),
+            dataloader_config=dataloader_config,
+            device_placement=device_placement,
+            autocast_options=handlers.get(AutocastKwargs),
+            scaler_options=handlers.get(GradScalerKwargs),
+            timeout=options.pop("timeout", None if group is None else group.seconds),
+            **{name: options.pop(name) for name in options.keys() & SETTING_REMEDIES.keys()},
+        )
+        on_cpu = cpu or settings.cpu or not torch.accelerator.is_available()
+        if on_cpu and settings.source("fused")[0] is Source.DEFAULT:
+            # torch's fused steps on CPUs round otherwise than the optimizers that Accelerate leaves as they are.
+            settings = resolve(settings, fused=False)
+        loading = read_record(
+            settings, "dataloader_config", partial(as_record, DataLoaderConfiguration, "dataloader_config")
+        )
         if split_batches is not None:
             loading = dataclasses.replace(loading, split_batches=split_batches)
-        if rng_types is not None:
-            layer.ignore({"rng_types": "the order of data is the same on all ranks by itself"})
-        if dynamo_plugin is None and dynamo_backend is None and "compile" not in others:
-            of_variables = TorchDynamoPlugin()
-            dynamo_plugin = of_variables if of_variables.backend else None
-        if dynamo_plugin is not None:
-            if dynamo_backend is not None:
-                raise SettingError("both dynamo_plugin and dynamo_backend ask for torch.compile: pass one")
-            others["compile"] = dynamo_plugin.compiling()
-        if fsdp_plugin is not None and read_ranks().size > 1:
-            others |= {"strategy": fsdp_plugin.strategy, "strategy_options": fsdp_plugin.options}
-            others["activation_checkpointing"] = fsdp_plugin.activation_checkpointing
-            self._fsdp_plugin = fsdp_plugin
-            if fsdp_plugin.options is not None:
-                before = list(kwargs_handlers or ())
-                kwargs_handlers = [it for it in before if not isinstance(it, DistributedDataParallelKwargs)]
-                if len(kwargs_handlers) < len(before):
-                    why = f"strategy {fsdp_plugin.strategy} has no DDP"
-                    layer.ignore({"DistributedDataParallelKwargs": why})
-        others.setdefault("scheduler_steps_per_process", not loading.split_batches)
-        self._make_scheduler = partial(AcceleratedScheduler, split_batches=loading.split_batches)  # type: ignore[method-assign]
-        project, me = project_config or ProjectConfiguration(project_dir), weakref.ref(self)
-        folder = project.logging_dir or project_dir
-        words = log_with if isinstance(log_with, (list, tuple)) else [log_with]
-        if "tensorboard" in words and folder is None and asked.project_dir is None:
-            raise SettingError(
-                "Logging with `tensorboard` requires a `logging_dir`: pass project_dir, or ProjectConfiguration(logging_dir=…)"
+        if sum(argument is not None for argument in (dynamo_plugin, dynamo_backend, options.get("compile"))) > 1:
+            raise SettingError("dynamo_plugin, dynamo_backend and compile ask for torch.compile: pass one of them")
+        if "compile" not in options:
+            plugin = dynamo_plugin or TorchDynamoPlugin(
+                **({} if dynamo_backend is None else {"backend": dynamo_backend})
             )
-        words = [made_by_name(word, lambda: me()._logbook.run, folder) for word in words]  # type: ignore[union-attr]
-        log_with = words if isinstance(log_with, (list, tuple)) else words[0]
+            options["compile"] = plugin.compile_options() if dynamo_plugin or plugin.backend else None
+        of_ddp = handlers.get(DistributedDataParallelKwargs)
+        if fsdp_plugin is not None and read_ranks().size > 1:
+            self._fsdp_plugin = fsdp_plugin
+            options["strategy"], options["strategy_options"] = fsdp_plugin.strategy, fsdp_plugin.options
+            options["activation_checkpointing"] = fsdp_plugin.activation_checkpointing
+            if fsdp_plugin.options is not None and of_ddp is not None:
+                layer.ignore({"DistributedDataParallelKwargs": f"strategy {fsdp_plugin.strategy} has no DDP"})
+                of_ddp = None
+        if of_ddp is not None:
+            if options.get("strategy_options") is not None:
+                raise SettingError("both strategy_options and kwargs_handlers have options of DDP: pass one of them")
+            options["strategy_options"] = of_ddp
+        project = project_config or ProjectConfiguration()
+        if project_dir is not None:
+            if project.project_dir not in (None, os.fspath(project_dir)):
+                raise SettingError(
+                    f"project_dir={project_dir!r} contradicts project_config's {project.project_dir!r}: pass one of "
+                    "them"
+                )
+            project.set_directories(project_dir)
+        names = log_with if isinstance(log_with, (list, tuple)) else [log_with]
+        if "tensorboard" in names and not (project.logging_dir or settings.project_dir):
+            raise SettingError(
+                "Logging with `tensorboard` requires a `logging_dir`: pass project_dir, or "
+                "ProjectConfiguration(logging_dir=…)"
+            )
+        steps: Any = gradient_accumulation_steps
+        if gradient_accumulation_plugin is not None:
+            if steps not in (None, 1, gradient_accumulation_plugin.num_steps):
+                contradiction = f"contradicts the plugin's num_steps={gradient_accumulation_plugin.num_steps}"
+                raise SettingError(f"gradient_accumulation_steps={steps} {contradiction}: pass one of them")
+            steps = gradient_accumulation_plugin
+        self._loading = loading
+        self._make_loader = partial(make_loader, rng_types=rng_types)
+        self._with_optimizer = step_scheduler_with_optimizer
+        self._steps_per_process = not loading.split_batches if steps_per_process is None else steps_per_process
+        # A second bare Accelerator has the precision of the first.
+        precision = accelerators()[0].mixed_precision if accelerators() else "no"
         super().__init__(
-            mixed_precision=unless_set(asked, "mixed_precision", mixed_precision, "no"),
+            mixed_precision=unless_set(settings, "mixed_precision", mixed_precision, precision),
+            gradient_accumulation_steps=steps,
+            cpu=cpu,
             dataloader_config=loading,
-            log_with=unless_set(asked, "log_with", log_with, "none"),
-            kwargs_handlers=kwargs_handlers or (),
-            **{name: given[name] for name in AS_THEY_ARE.split()},
-            **others,
+            project_dir=project,
+            log_with=unless_set(settings, "log_with", log_with, "none"),
+            settings=settings,
+            **options,
         )
+        if group is not None:
+            self._check_backend(group.backend)
         self._window.full_passes = True
-        self._apart = False  # the last calls of the models were under no_sync
-        self._save_calls = SaveCalls(self._world, lambda there: me()._help(there))  # type: ignore[union-attr]
+        self.device_placement = device_placement
+        self._evaluated: list[nn.Module] = []  # models of prepare_model(evaluation_mode=True)
+        self._forward_was_apart = False  # the last calls of the models were under no_sync
+        accelerator_ref = weakref.ref(self)
+        help_to_save = lambda folder: accelerator_ref()._help(folder)  # type: ignore[union-attr]  # noqa: E731
+        self._save_calls = SaveCalls(self._world, help_to_save)
         native = NATIVE.format(self.mixed_precision, self._window.accumulation, log_with or "none")
         layer.use("Accelerator()", native)
 
+    def _check_backend(self, backend: str | None) -> None:
+        try:
+            check_backend(backend, self.device)
+        except Exception:
+            self.close()
+            raise
+
+    def _change_preparing(self, options: PrepareOptions) -> PrepareOptions:
+        make_scheduler = partial(
+            AcceleratedScheduler,
+            step_with_optimizer=self._with_optimizer,
+            steps=self._world.size if self._steps_per_process else 1,
+            split_batches=self._loading.split_batches,
+        )
+        # Ranks with equal seeds draw equal numbers, before and after prepare().
+        return options._replace(make_loader=self._make_loader, make_scheduler=make_scheduler, diverge=False)
+
     def __reduce__(self) -> Any:
         """Pickled, it is the Accelerator that is open where it is used, as the states are."""
-        return _open_here, ()
+        return _current, ()
 
     def __getattr__(self, name: str) -> Any:
         """What libraries know the lists of prepared objects by; other members of Accelerate's say what to write."""
         if name in ("_optimizers", "_schedulers", "_dataloaders"):
             return getattr(self._prepared, name.replace("data", "").removeprefix("_"))
-        way = f": {MEMBERS[name]}" if name in MEMBERS else ""
-        raise AttributeError(f"Accelerator has no {name!r}{way}")
+        hint = f": {MEMBERS[name]}" if name in MEMBERS else ""
+        raise AttributeError(f"Accelerator has no {name!r}{hint}")
 
-    def prepare(
+    def prepare(  # type: ignore[override]  # takes any objects
         self, *args: Any, device_placement: Sequence[bool | None] | None = None, **options: Any
     ) -> Any:
         """As `easymp.Accelerator.prepare`; objects that it does not know stay as they are."""
-        asked = device_placement or [None] * len(args)
-        if (n := len(asked)) != len(args):
-            raise SettingError(f"device_placement has {n} values for {len(args)} objects: pass one for each")
-        known = [i for i, item in enumerate(args) if isinstance(item, KNOWN) or _is_schedule(item)]
-        items, placed = [args[i] for i in known], [asked[i] for i in known]
-        self._adopt(items)
-        done = super().prepare(*items, device_placement=placed, **options)
-        found = dict(zip(known, (done,) if len(known) == 1 else done))
-        for item in found.values():
+        placement = device_placement or [None] * len(args)
+        if len(placement) != len(args):
+            values = f"device_placement has {len(placement)} values for {len(args)} objects"
+            raise SettingError(f"{values}: pass one for each")
+        indices = [i for i, item in enumerate(args) if isinstance(item, PREPARED_TYPES)]
+        items = [args[i] for i in indices]
+        if self.num_processes == 1:
+            adopt(self, items)
+        prepared = super().prepare(*items, device_placement=[placement[i] for i in indices], **options)
+        results = list(args)
+        for i, item in zip(indices, (prepared,) if len(indices) == 1 else prepared):
+            results[i] = item
             if item is not None:
                 item._is_accelerate_prepared = True  # libraries ask for it
             if isinstance(item, DataLoader):
-                item.gradient_state = self.gradient_state  # type: ignore[attr-defined]
-        result = tuple(found.get(i, item) for i, item in enumerate(args))
-        return result[0] if len(result) == 1 else result
+                vars(item)["gradient_state"] = self.gradient_state
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model.
+
+        With `evaluation_mode` a model that may train is moved and computes in the run's precision. It stays the same
+        object, so that libraries prepare it again for training, and no rank averages its gradients.
+        """
+        if not evaluation_mode or not any(p.requires_grad for p in model.parameters()):
+            prepared: nn.Module = self.prepare(model, device_placement=[device_placement])
+            return prepared
+        if device_placement or (device_placement is None and self.device_placement):
+            model.to(self.device)
+        if self.mixed_precision != "no":
+            forward, casting = model.forward, partial(self._precision.casting, self.device, self._autocast)
+
+            @functools.wraps(forward)
+            def computing(*args: Any, **kwargs: Any) -> Any:
+                with casting():
+                    return forward(*args, **kwargs)
+
+            vars(model).update(_original_forward=forward, forward=ConvertOutputsToFp32(computing))
+        self._evaluated.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Prepare one optimizer, after its models."""
+        return self.prepare(optimizer, device_placement=[device_placement])
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare one scheduler, after its optimizer."""
+        return self.prepare(scheduler)
+
+    # -- the step
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """As `easymp.Accelerator.clip_grad_norm_`; inside a window it clips what this rank has summed up so far."""
+        if self._window.accumulation == 1 or self._window.sync:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        clipped, sums = self._clipped_inside(parameters), self._prepared.sums
+        if not sums.on:
+            return self._prepared.strategy.clip(clipped, max_norm, norm_type)
+        gradients = [gradient for p in clipped if (gradient := sums.gradient(p)) is not None]
+        norm = nn.utils.get_total_norm(gradients, norm_type)
+        for gradient in gradients:
+            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """As `easymp.Accelerator.clip_grad_value_`; inside a window it clamps what this rank has summed up so far."""
+        if self._window.accumulation == 1 or self._window.sync:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        clipped, sums = self._clipped_inside(parameters), self._prepared.sums
+        self._prepared.clamp(clipped, clip_value)
+        for gradient in map(sums.gradient, clipped) if sums.on else ():
+            if gradient is not None:
+                gradient.clamp_(-clip_value, clip_value)
+
+    def _clipped_inside(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        if self._scaler.scales:
+            raise StepError(
+                "gradients are clipped once a window under a loss scale: write `if accelerator.sync_gradients:` before "
+                "the clip"
+            )
+        return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+    def no_sync(  # type: ignore[override]  # a context, and no generator
+        self, model: nn.Module | None = None
+    ) -> AbstractContextManager[None]:
+        """As `easymp.Accelerator.no_sync`.
+
+        The `backward` of a loss from inside may also follow outside, and stays on its rank, too.
+        """
+        self._forward_was_apart = True
+        return super().no_sync(model)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As `easymp.Accelerator.backward`; see `no_sync`."""
+        replicas = [route.module for route in self._prepared.models if isinstance(route.module, Replica)]
+        no_replica_averages = bool(replicas) and not any(replica.armed for replica in replicas)
+        self._forward_was_apart = self._forward_was_apart and no_replica_averages
+        with self._window.ranks_apart(self._window.ranks_differ or self._forward_was_apart):
+            super().backward(loss, **kwargs)
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler under fp16, else None."""
+        return super().scaler if self._scaler.scales else None
+
+    sync_gradients = GradientState.sync_gradients  # which a script may set, and reads `_window`, too
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Reduce gradients in backward inside the block, although `model` was called under `no_sync`."""
+        (route,) = self._prepared.routes((model,))
+        with self._window.ranks_apart(False), self._prepared.strategy.force_sync(route.module):
+            yield
+
+    # -- models and batches
 
     def free_memory(self, *objects: Any) -> list[None]:
         """As `easymp.Accelerator.free_memory`; a list, also of one object or none."""
+        for model in self._evaluated:
+            extract_model_from_parallel(model, keep_fp32_wrapper=False)  # its own forward again
+        self._evaluated.clear()
         super().free_memory(*objects)
         return [None] * len(objects)
 
     clear = free_memory
 
-    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """As `easymp.Accelerator.no_sync`; the `backward` of a loss from inside may also follow outside, and stays on its rank, too."""
-        self._apart = True
-        return super().no_sync(model)
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As `easymp.Accelerator.backward`; see `no_sync`."""
-        replicas = [r.module for r in self._prepared.models if isinstance(r.module, Replica)]
-        self._apart = self._apart and bool(replicas) and not any(replica.armed for replica in replicas)
-        alone, self._alone = self._alone, self._alone or self._apart
-        try:
-            super().backward(loss, **kwargs)
-        finally:
-            self._alone = alone
-
-    def _adopt(self, items: Sequence[Any]) -> None:
-        """One process: optimizers without their models are prepared, too, and the models may come later."""
-        owner = self._prepared.owner
-        own = {id(p) for model in items if isinstance(model, nn.Module) for p in model.parameters()}
-        for known in [known for known in own if owner.get(known) == ALONE]:
-            del owner[known]
-        if self.num_processes == 1:
-            groups = [group for item in items if isinstance(item, Optimizer) for group in item.param_groups]
-            held = {id(p) for group in groups for p in group["params"]}
-            owner.update(dict.fromkeys(held - own - owner.keys(), ALONE))
-
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """As `easymp.Accelerator.prepare_data_loader`; only None is taken as `slice_fn_for_dispatch`."""
+        """Prepare one loader; only None is taken as `slice_fn_for_dispatch`."""
         if slice_fn_for_dispatch is not None:
             raise RefusedError("slice_fn_for_dispatch is not honoured: batches are cut along dimension 0")
-        return super().prepare_data_loader(data_loader, device_placement)
+        return self.prepare(data_loader, device_placement=[device_placement])
 
-    def unwrap_model(
+    def unwrap_model(  # type: ignore[override]  # any module
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """See `extract_model_from_parallel` in ``accelerate.utils``."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `easymp.Accelerator.gather_for_metrics`.
+
+        What it refuses (scalars, calls outside of loops) is gathered, with one warning.
+        """
+        objects: Any = use_gather_object
+        try:
+            return super().gather_for_metrics(input_data, objects)
+        except BatchError as error:
+            layer.ignore({"gather_for_metrics": f"nothing was taken out of what it gathered: {error}"})
+        if use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data)):
+            return gather_object(input_data)
+        return self.gather(input_data)
+
+    # -- logging
+
     def init_trackers(
         self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """As `easymp.Accelerator.init_trackers`; options of trackers that this run does not have wait for one that has."""
-        super().init_trackers(project_name, config, self._for_this_run(init_kwargs))
+        """As `easymp.Accelerator.init_trackers`; options of trackers that this run does not have are left out."""
+        super().init_trackers(project_name, config, self._of_this_run(init_kwargs))
         if not set(self._logbook.names) <= TRACKERS.keys():  # the script's own start here, as in Accelerate
             self._logbook.all()
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """As `easymp.Accelerator.get_tracker`; in a run without trackers an object that takes every call and does nothing."""
+        """As `easymp.Accelerator.get_tracker`.
+
+        In a run without trackers an object that takes every call and does nothing.
+        """
         return super().get_tracker(name, unwrap) if self._logbook.names else SILENT
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """As `easymp.Accelerator.log`; the script's own GeneralTrackers get values and step at once, and as they were passed."""
-        book, options = self._logbook, self._for_this_run(log_kwargs)
-        book.check_open("log")
-        given = [name for name, one in book.own.items() if getattr(one, "as_given", False)]
-        for name in book.trackers.keys() & given:
-            further = book.by_name(options, "log_kwargs").get(name, {})
-            book.attempt(name, partial(book.trackers[name].log, values, step=step, **further), rows=1)
-        if not given or len(given) < len(book.names) or book.attached:
+        """As `easymp.Accelerator.log`.
+
+        The script's own GeneralTrackers get values and step at once, and as they were passed.
+        """
+        logbook, options = self._logbook, self._of_this_run(log_kwargs)
+        logbook.check_open("log")
+        scripts_own = [name for name, tracker in logbook.script_trackers.items() if getattr(tracker, "as_given", False)]
+        for name in logbook.trackers.keys() & scripts_own:
+            keywords = logbook.by_name(options, "log_kwargs").get(name, {})
+            logbook.attempt(name, partial(logbook.trackers[name].log, values, step=step, **keywords), rows=1)
+        if len(scripts_own) < len(logbook.names) or not scripts_own or logbook.run.parts.rows:
             super().log(values, step, options)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `easymp.Accelerator.gather_for_metrics`; what it refuses (scalars, calls outside of loops) is gathered, with one warning."""
-        try:
-            return super().gather_for_metrics(input_data, use_gather_object)
-        except BatchError as error:
-            layer.ignore({"gather_for_metrics": f"nothing was taken out of what it gathered: {error}"})
-        objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
-        return gather_object(input_data) if objects else self.gather(input_data)
+    def _of_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
+        absent = {tracker.value for tracker in LoggerType} - set(self._logbook.names)
+        return {name: values for name, values in (options or {}).items() if str(name).lower() not in absent}
 
-    def save_state(
+    # -- checkpoints
+
+    def save_state(  # type: ignore[override]  # Accelerate's arguments
         self, output_dir: Path | None = None, safe_serialization: bool = True, **options: Any
     ) -> str:
         """As `easymp.Accelerator.save_state`; False writes ``pytorch_model.bin`` beside the checkpoint's own files.
@@ -300,16 +498,22 @@ class Accelerator(accelerator.Accelerator):
         if not self._project.automatic_checkpoint_naming:
             return super()._folder_name(step)
         name = f"checkpoint_{self.save_iteration}"
-        if os.path.exists(folders.inside(self._root, name)):
-            raise CheckpointError(f"{folders.inside(self._root, name)} {EXISTS}")
+        if os.path.exists(folders.join(self._root, name)):
+            raise CheckpointError(f"{folders.join(self._root, name)} {EXISTS}")
         return name
 
-    def load_state(self, input_dir: Path | None = None, load_kwargs: Any = None, **options: Any) -> Loaded:
-        """As `easymp.Accelerator.load_state`; of `load_kwargs` and of `map_location` only None and this device make no difference."""
+    def load_state(  # type: ignore[override]  # Accelerate's arguments
+        self, input_dir: Path | None = None, load_kwargs: Any = None, **options: Any
+    ) -> Loaded:
+        """As `easymp.Accelerator.load_state`.
+
+        Of `load_kwargs` and of `map_location` only None and this device make no difference.
+        """
         if load_kwargs is not None:
             raise RefusedError(f"load_state(load_kwargs={load_kwargs!r}) is not honoured: leave it out")
         if options.pop("map_location", None) is not None:
             layer.ignore({"map_location": "each tensor is read to where its live one is"})
+        self._settle_saves()  # an asynchronous save may be about to make the folder
         if input_dir is not None and "://" not in os.fspath(input_dir) and not os.path.isdir(input_dir):
             raise SettingError(f"load_state({os.fspath(input_dir)!r}): there is no such folder")
         return super().load_state(input_dir=input_dir, **options)
@@ -321,8 +525,9 @@ class Accelerator(accelerator.Accelerator):
         """As `easymp.Accelerator.save_model`; False writes ``pytorch_model.bin``, or shards of it and their index."""
         if self._sharded and self.num_processes > 1 and not self._save_calls.all_called():
             raise RefusedError(
-                f"save_model() under `if accelerator.is_main_process:`: strategy {self.plan.strategy.value!r} shards the weights, and each "
-                "rank sends its part. Take the call out of the condition, so that all ranks make it"
+                f"save_model() under `if accelerator.is_main_process:`: strategy {self.plan.strategy.value!r} shards "
+                "the weights, and each rank sends its part. Take the call out of the condition, so that all ranks "
+                "make it"
             )
         if os.path.isfile(save_directory):
             logger.error("save_model(%r): it is a file, not a folder", save_directory)
@@ -332,14 +537,14 @@ class Accelerator(accelerator.Accelerator):
             return
         state = self.get_state_dict(model)
         if self.is_main_process:
-            accelerate.write_model(state, os.fspath(save_directory), max_shard_size)
+            torch_files.write_model(state, os.fspath(save_directory), max_shard_size)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """As `easymp.Accelerator.save`; False writes by torch.save what ``torch.load(weights_only=True)`` reads."""
         if safe_serialization:
             super().save(obj, f)
         elif self.is_main_process:
-            accelerate.write(obj, f)
+            torch_files.write(obj, f)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """As `easymp.Accelerator.register_for_checkpointing`."""
@@ -352,27 +557,76 @@ class Accelerator(accelerator.Accelerator):
             raise SettingError(f"{'; '.join(unfit)}: pass objects with state_dict and load_state_dict")
         super().register_for_checkpointing(*objects)
 
+    def register_save_state_pre_hook(
+        self, hook: Callable[[list[Any], list[dict[str, Any]], str], object]
+    ) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` on every rank before each save.
+
+        Weights that a hook on rank 0 removes from the list are not saved. Files that it writes into `output_dir`, an
+        empty local folder, become part of the checkpoint. An error of a hook ends the save on all ranks.
+        """
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[[list[Any], str], object]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` on every rank before each load. Models that it takes out are not loaded."""
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Get a model's `state_dict` with whole tensors. All ranks call it if the model is sharded."""
+        return huggingface.get_state_dict(self._world, model, unwrap)
+
+    # -- the run and its settings
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The process and the plan, for scripts that pass a state around."""
+        return AcceleratorState()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The place in the accumulation window and in the loop over the data."""
+        return GradientState(self._window)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers, on the main process; none on others."""
+        trackers: list[Any] = self._logbook.all()
+        return trackers
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> profiling.Profile:
+        """As `easymp.Accelerator.profile`, by default with the ProfileKwargs of `kwargs_handlers`."""
+        return super().profile(profile_handler or self._profiling)
+
+    project_configuration = property(lambda self: self._project)
+    logging_dir = property(lambda self: self._project.logging_dir)
+    save_iteration = property(lambda self: self._project.iteration)
+    split_batches = property(lambda self: self._loading.split_batches)
+    dispatch_batches = property(lambda self: self._loading.dispatch_batches)
+    use_seedable_sampler = property(lambda self: self._loading.use_seedable_sampler)
+    non_blocking = property(lambda self: self._loading.non_blocking)
+    use_stateful_dataloader = property(lambda self: self._loading.use_stateful_dataloader)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether ranks get equally many batches; libraries set it around the preparation of a loader."""
+        return self._loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._loading.even_batches = even
+
+    @property
+    def _sharded(self) -> bool:
+        return self._prepared.strategy.sharded
+
+    # -- what libraries ask
+
     should_save_model = property(lambda self: self.is_main_process)  # whether this process writes weights
-
-    def _for_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
-        known = {word.value for word in LoggerType} - set(self._logbook.names)
-        return {name: given for name, given in (options or {}).items() if str(name).lower() not in known}
-
-    @property
-    def scaler(self) -> Any:
-        """The loss scaler under fp16, else None."""
-        return super().scaler if self._scaler.scales else None
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends its window; a script that counts micro-steps itself sets it."""
-        return self._window.sync
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync: bool) -> None:
-        self._window.sync = sync
-
-    _models = property(lambda self: self._views())  # libraries ask whether there are any
+    _models = property(lambda self: [*self._views(), *self._evaluated])  # libraries ask whether there are any
     multi_device = property(lambda self: self.use_distributed)
     is_fsdp2 = property(lambda self: self.distributed_type == DistributedType.FSDP)
     # Strategy and strategy_options say how models are split, no run here is DeepSpeed's, and fp8 is torch's own.

@@ -1,66 +1,75 @@
-"""Plugins in the words of easymp, stand-ins for absent classes, checkpoints of one sharded object, classes of trackers, and loggers."""
+"""Plugins in the words of easymp, stand-ins for absent classes, checkpoints of one object, trackers and loggers."""
 
 from __future__ import annotations
 
 import functools
 import os
 import tomllib
-import warnings
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ... import logging
 from ...base import env
 from ...checkpoint import folders, load, save
 from ...checkpoint.model_state import ModelState, OptimizerState
-from ...data import PreparedLoader
-from ...data.prepare import prepare_loader
 from ...errors import RefusedError, SettingError, StepError, nearest
-from ...options import DataLoaderConfiguration, KwargsHandler, LoggerType
+from ...options import KwargsHandler, LoggerType
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
 from ...trackers import choose, logbook
 from ...trackers.mlflow import MLflow
 from ...trackers.tensorboard import TensorBoard
 from ...trackers.wandb import WandB
-from ...training.state import GradientState, PartialState, current_world
 from ..layer import Layer
+from .processes import PartialState
 
 layer = Layer("Accelerate")
 
 
 def stand_in(name: str, instead: str) -> type:
-    """A class for imports, annotations and isinstance; a call raises RefusedError, which says what to write `instead`."""
+    """A class for imports, annotations and isinstance.
+
+    A call raises RefusedError, which says what to write `instead`.
+    """
 
     def refuse(kind: type, *args: Any, **kwargs: Any) -> Any:
         raise RefusedError(f"{name} is not part of easymp: {instead}")
 
-    said = f"Not part of easymp: {instead}."
-    return type(name, (), {"__new__": refuse, "__doc__": said, "__module__": __name__})
+    return type(name, (), {"__new__": refuse, "__doc__": f"Not part of easymp: {instead}.", "__module__": __name__})
+
+
+def _by_name(table: str) -> dict[str, str]:
+    """The refused names in a table of refused.toml, each with what to write instead."""
+    return {name: reason for reason, names in REFUSED_NAMES[table].items() for name in names.split()}
 
 
 REFUSED_NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refused.toml").read_text("utf-8"))
-INSTEAD, MEMBERS = (
-    {name: reason for reason, names in REFUSED_NAMES[table].items() for name in names.split()}
-    for table in ("names", "members")
-)
+INSTEAD, MEMBERS = _by_name("names"), _by_name("members")
+FSDP_PLUGIN = REFUSED_NAMES["fsdp_plugin"]
+FIELDS: list[str] = FSDP_PLUGIN["fields"].split()
 
-# Words of torch's FSDP1, with strategy, its record of options, and `reshard_after_forward`; numbers are 1, 2 … in this order.
-SHARDING: dict[str, tuple[str, type[FSDPOptions] | None, bool]] = {
-    "FULL_SHARD": ("fsdp", FSDPOptions, True),
-    "SHARD_GRAD_OP": ("fsdp", FSDPOptions, False),
-    "NO_SHARD": ("ddp", None, True),
-    "HYBRID_SHARD": ("hsdp", HSDPOptions, True),
-    "HYBRID_SHARD_ZERO2": ("hsdp", HSDPOptions, False),
+
+class Sharding(NamedTuple):
+    """A strategy, its record of options, and ``reshard_after_forward`` in it."""
+
+    strategy: str
+    record: type[FSDPOptions] | None
+    reshard: bool = True
+
+
+# Sharding strategies of torch's FSDP1; numbers are 1, 2 … in this order.
+SHARDING = {
+    "FULL_SHARD": Sharding("fsdp", FSDPOptions),
+    "SHARD_GRAD_OP": Sharding("fsdp", FSDPOptions, reshard=False),
+    "NO_SHARD": Sharding("ddp", None),
+    "HYBRID_SHARD": Sharding("hsdp", HSDPOptions),
+    "HYBRID_SHARD_ZERO2": Sharding("hsdp", HSDPOptions, reshard=False),
 }
-_PLUGIN = REFUSED_NAMES["fsdp_plugin"]
-FIELDS, WITHOUT_EFFECT, REFUSED = _PLUGIN["fields"].split(), _PLUGIN["without_effect"], _PLUGIN["refused"]
+WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap")
 
 
 class FullyShardedDataParallelPlugin:
@@ -76,60 +85,64 @@ class FullyShardedDataParallelPlugin:
         RefusedError: an option that has another place here, or none.
     """
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        asked = {**dict(zip(FIELDS, args)), **named}
-        for name, value in asked.items():
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        arguments = {**dict(zip(FIELDS, args)), **keywords}
+        for name, value in arguments.items():
             if name not in FIELDS:
                 raise SettingError(f"FullyShardedDataParallelPlugin has no {name!r}{nearest(name, FIELDS)}")
-            if name in REFUSED and value not in (None, False):
-                raise RefusedError(f"FullyShardedDataParallelPlugin({name}=…): {REFUSED[name]}")
-        given = {name: value for name, value in asked.items() if value is not None}
-        layer.ignore({name: why for name, why in WITHOUT_EFFECT.items() if name in given})
-        vars(self).update({**dict.fromkeys(FIELDS), **asked})
-        asked_for = given.get("sharding_strategy"), given.get("reshard_after_forward")
-        self.strategy, kind, reshard = _sharding(*asked_for)
-        policy, classes = given.get("auto_wrap_policy"), given.get("transformer_cls_names_to_wrap")
-        if policy is not None and str(policy).lower() not in ("transformer_based_wrap", "size_based_wrap"):
+            if name in FSDP_PLUGIN["refused"] and value not in (None, False):
+                raise RefusedError(f"FullyShardedDataParallelPlugin({name}=…): {FSDP_PLUGIN['refused'][name]}")
+        values = {name: value for name, value in arguments.items() if value is not None}
+        layer.ignore({name: reason for name, reason in FSDP_PLUGIN["without_effect"].items() if name in values})
+        vars(self).update({**dict.fromkeys(FIELDS), **arguments})
+        sharding = _sharding(values.get("sharding_strategy"), values.get("reshard_after_forward"))
+        policy = values.get("auto_wrap_policy")
+        if policy is not None and str(policy).lower() not in WRAP_POLICIES:
             raise RefusedError(
-                f"auto_wrap_policy={policy!r} is not honoured: fsdp gathers the repeated blocks that it finds, the classes of "
-                "transformer_cls_names_to_wrap, or modules of min_num_params"
+                f"auto_wrap_policy={policy!r} is not honoured: fsdp gathers the repeated blocks that it finds, the "
+                "classes of transformer_cls_names_to_wrap, or modules of min_num_params"
             )
+        classes = values.get("transformer_cls_names_to_wrap")
         classes = classes.split(",") if isinstance(classes, str) else classes
-        wrap = tuple(classes) if classes else given.get("min_num_params") or "blocks"
+        wrap = tuple(classes) if classes else values.get("min_num_params") or "blocks"
         # A bool, or a record of FSDP1 or FSDP2.
-        offload = given.get("cpu_offload")
+        offload = values.get("cpu_offload")
         offload = getattr(offload, "offload_params", offload)
-        host = offload is True or type(offload).__name__ == "CPUOffloadPolicy"
-        self.options = kind and kind(reshard_after_forward=reshard, wrap=wrap, cpu_offload=host)
-        self.activation_checkpointing = bool(given.get("activation_checkpointing"))
+        on_host = offload is True or type(offload).__name__ == "CPUOffloadPolicy"
+        self.strategy, self.options = sharding.strategy, None
+        arguments_of_record = ""
+        if sharding.record is not None:
+            self.options = sharding.record(reshard_after_forward=sharding.reshard, wrap=wrap, cpu_offload=on_host)
+            if self.options != sharding.record():
+                arguments_of_record = f", strategy_options={self.options!r}"
+        self.activation_checkpointing = bool(values.get("activation_checkpointing"))
         self.fsdp_version = 2
-        self.state_dict_type = asked.get("state_dict_type", "SHARDED_STATE_DICT")
-        words = "" if kind is None or self.options == kind() else f", strategy_options={self.options!r}"
-        words += ", activation_checkpointing=True" if self.activation_checkpointing else ""
-        native = f"acc = Accelerator(strategy={self.strategy!r}{words})"
+        self.state_dict_type = arguments.get("state_dict_type", "SHARDED_STATE_DICT")
+        recompute = ", activation_checkpointing=True" if self.activation_checkpointing else ""
+        native = f"acc = Accelerator(strategy={self.strategy!r}{arguments_of_record}{recompute})"
         layer.use("FullyShardedDataParallelPlugin(…)", native)
 
 
-def _sharding(word: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | None, bool]:
-    if word is None and isinstance(reshard, bool):
-        return "fsdp", FSDPOptions, reshard
-    given = word if word is not None else "FULL_SHARD" if reshard is None else reshard
-    name = str(getattr(given, "name", given)).upper()
+def _sharding(strategy: Any, reshard: Any) -> Sharding:
+    """The entry of SHARDING that FSDP1's `strategy` names, or FSDP2's `reshard`, a bool or such a name."""
+    if strategy is None and isinstance(reshard, bool):
+        return Sharding("fsdp", FSDPOptions, reshard)
+    value = next((value for value in (strategy, reshard) if value is not None), "FULL_SHARD")
+    name = str(getattr(value, "name", value)).upper()
     if name.isdigit() and 0 < int(name) <= len(SHARDING):
         name = list(SHARDING)[int(name) - 1]
     if name not in SHARDING:
-        raise SettingError(
-            f"sharding_strategy={given!r} is not one of {', '.join(SHARDING)}{nearest(name, SHARDING)}"
-        )
+        raise SettingError(f"sharding_strategy={value!r} is not one of {', '.join(SHARDING)}{nearest(name, SHARDING)}")
     return SHARDING[name]
 
 
 # Backends of torch.compile, by the names that scripts pass; the Accelerator refuses one that torch does not have.
 _BACKENDS = (
-    "NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT AOT_TORCHXLA_TRACE_ONCE "
-    "TORCHXLA_TRACE_ONCE TVM HPU_BACKEND NEURON"
-).split()
-DynamoBackend = StrEnum("DynamoBackend", {name: name for name in _BACKENDS}, module=__name__)
+    "NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
+    "AOT_TORCHXLA_TRACE_ONCE TORCHXLA_TRACE_ONCE TVM HPU_BACKEND NEURON"
+)
+_VALUES = {name: name for name in _BACKENDS.split()}
+DynamoBackend: Any = StrEnum("DynamoBackend", _VALUES, module=__name__)  # type: ignore[misc]  # no literal
 
 
 @dataclass
@@ -145,25 +158,30 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        """``ACCELERATE_DYNAMO_BACKEND``, ``_MODE`` … say what was not passed, as the words of `easymp launch --as accelerate`."""
+        """Take what was not passed from ``ACCELERATE_DYNAMO_BACKEND``, ``_MODE`` …, as `easymp launch` sets them."""
         for name in ("backend", "mode", "fullgraph", "dynamic", "use_regional_compilation"):
-            word = env.read(f"ACCELERATE_DYNAMO_{name.upper()}")
-            if getattr(self, name) is None and word is not None:
-                setattr(self, name, word if name in ("backend", "mode") else word.lower() in env.TRUE)
+            text = env.read(f"ACCELERATE_DYNAMO_{name.upper()}")
+            if getattr(self, name) is None and text is not None:
+                setattr(self, name, text if name in ("backend", "mode") else text.lower() in env.TRUE)
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults, those of the environment among them."""
         with env.override(**dict.fromkeys(env.names("ACCELERATE_DYNAMO_"))):
             return super().to_kwargs()
 
-    def compiling(self) -> CompileOptions | bool:
+    def compile_options(self) -> CompileOptions | bool:
         """The argument of `Accelerator(compile=…)`."""
-        backend = str(self.backend or DynamoBackend.NO)
-        if self.disable or backend.upper() == DynamoBackend.NO:
+        backend = str(self.backend or "no").lower()
+        if self.disable or backend == "no":
             return False
-        what = "blocks" if self.use_regional_compilation else "model"
-        mode = None if self.mode == "default" else self.mode
-        return CompileOptions(what, backend.lower(), mode, bool(self.fullgraph), self.dynamic, self.options)
+        return CompileOptions(
+            "blocks" if self.use_regional_compilation else "model",
+            backend,
+            mode=None if self.mode == "default" else self.mode,
+            fullgraph=bool(self.fullgraph),
+            dynamic=self.dynamic,
+            options=self.options,
+        )
 
 
 # -- checkpoints of one sharded model or optimizer, as libraries write them --------------------------------------------
@@ -201,13 +219,13 @@ def _part(accelerator: Any, item: Any) -> Any:
     """The part of a checkpoint that holds a prepared model or optimizer."""
     prepared, kind = accelerator._prepared, ModelState if isinstance(item, nn.Module) else OptimizerState
     if kind is ModelState:
-        there = prepared.models.index(*prepared.routes((item,)))
+        index = prepared.models.index(*prepared.routes((item,)))
     else:
-        there = next((i for i, o in enumerate(prepared.optimizers) if item in (o, o.optimizer)), None)
-    if there is None:
+        index = next((i for i, o in enumerate(prepared.optimizers) if item in (o, o.optimizer)), None)
+    if index is None:
         raise StepError(f"this {type(item).__name__} is not prepared: pass what prepare() returned")
-    parts = accelerator._parts(range(len(prepared.models)))
-    return [part for part in parts if isinstance(part, kind)][there]
+    parts = accelerator._saved_items(range(len(prepared.models)))
+    return [part for part in parts if isinstance(part, kind)][index]
 
 
 def _save(accelerator: Any, item: Any, folder: str, name: str) -> None:
@@ -222,29 +240,7 @@ def _load(accelerator: Any, item: Any, folder: str, name: str) -> None:
     load.load_checkpoint(accelerator._world, storage, name, [_part(accelerator, item)])
 
 
-# -- loaders ----------------------------------------------------------------------------------------------------------
-
-
-def prepare_data_loader(
-    dataloader: DataLoader[Any], device: Any = None, num_processes: int | None = None, process_index: int | None = None,
-    split_batches: bool = False, put_on_device: bool = False, rng_types: Any = None, dispatch_batches: bool | None = None,
-    even_batches: bool = True, slice_fn_for_dispatch: Any = None, use_seedable_sampler: bool = False, data_seed: int | None = None,
-    non_blocking: bool = False, use_stateful_dataloader: bool = False, torch_device_mesh: Any = None,
-) -> PreparedLoader:  # fmt: skip
-    """As `Accelerator.prepare_data_loader`, for any share: `num_processes`, of which this one is `process_index`."""
-    if slice_fn_for_dispatch is not None or torch_device_mesh is not None:
-        raise RefusedError("slice_fn_for_dispatch and torch_device_mesh are not honoured: leave them out")
-    world = current_world()
-    rank, size = world.rank if process_index is None else process_index, num_processes or world.size
-    how = split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking
-    config = DataLoaderConfiguration(*how, use_stateful_dataloader=True)
-    window = GradientState()._window
-    return prepare_loader(dataloader, window, world, rank, size, config, torch.initial_seed(), put_on_device)
-
-
-# -- trackers ---------------------------------------------------------------------------------------------------------
-
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {}  # those that the script registered
+# -- trackers and loggers: those of a script get what it passes, at once -----------------------------------------------
 
 
 class GeneralTracker(logbook.GeneralTracker):
@@ -257,12 +253,13 @@ class GeneralTracker(logbook.GeneralTracker):
     as_given = True  # it gets what the script passes, and nothing more
 
     def __init__(self, _blank: bool = False) -> None:
-        kinds = set(type(self).__mro__) - {GeneralTracker, logbook.GeneralTracker, object}
-        there = {name for kind in kinds for name in vars(kind)} | vars(self).keys()
-        lacks = [name for name in ("name", "requires_logging_directory", "tracker") if name not in there]
-        if lacks and not _blank:
-            said = " and no ".join(lacks)
-            raise NotImplementedError(f"{type(self).__name__} has no {said}: define it in the class")
+        classes = set(type(self).__mro__) - {GeneralTracker, logbook.GeneralTracker, object}
+        defined = {name for kind in classes for name in vars(kind)} | vars(self).keys()
+        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in defined]
+        if missing and not _blank:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no {' and no '.join(missing)}: define it in the class"
+            )
 
 
 class _ByHand:
@@ -271,11 +268,11 @@ class _ByHand:
     run_name: str | None
 
     def __init__(self, run_name: str, logging_dir: Any = os.curdir, **kwargs: Any) -> None:
-        super().__init__(Path(logging_dir), kwargs)  # type: ignore[call-arg]
+        super().__init__(Path(logging_dir), kwargs)  # type: ignore[call-arg]  # of the class that is mixed in
         self.run_name = run_name
 
     def start(self, run: str, config: Any, position: Any = None) -> None:
-        super().start(self.run_name or run, config, position)  # type: ignore[misc]
+        super().start(self.run_name or run, config, position)  # type: ignore[misc]  # of the class that is mixed in
 
 
 class TensorBoardTracker(_ByHand, TensorBoard):
@@ -298,51 +295,15 @@ class MLflowTracker(_ByHand, MLflow):
         MLflow.__init__(self, Path(logging_dir or os.curdir), options)
 
 
-def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let `log_with` name a class of trackers, which is made as ``tracker_class(project_name, **options)``.
-
-    A class with ``requires_logging_directory = True`` gets the folder as its second argument.
-
-    Raises:
-        SettingError: it is not a GeneralTracker, or has no name or no `requires_logging_directory` of its own.
-    """
-    kinds = tracker_class.__mro__ if isinstance(tracker_class, type) else ()
-    said = [kind for kind in kinds if "requires_logging_directory" in vars(kind)]
-    if logbook.GeneralTracker not in kinds or not tracker_class.name or said[0] is logbook.GeneralTracker:
-        raise SettingError(
-            f"{tracker_class!r} cannot be registered: derive it from GeneralTracker, and set name and requires_logging_directory in it"
-        )
-    if tracker_class.name in LOGGER_TYPE_TO_CLASS:
-        warnings.warn(f"the tracker {tracker_class.name!r} is registered anew", stacklevel=2)
-    LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
-
-
-def made_by_name(word: Any, run: Any, folder: Any) -> Any:
-    """`word`, or where a class is registered under it, one that `log_with` takes; `run` and `folder` are asked when it is made."""
-    kind = LOGGER_TYPE_TO_CLASS.get(str(word)) if isinstance(word, str) else None
-    if kind is None:
-        return word
-    if kind.requires_logging_directory and folder is None:
-        raise SettingError(f"log_with={word!r} needs a folder: pass project_dir, or a logging_dir")
-
-    def made(self: Any, **options: Any) -> None:
-        kind.__init__(self, run(), *([folder] if kind.requires_logging_directory else []), **options)  # type: ignore[misc]
-
-    return type(kind.__name__, (kind,), {"__init__": made, "__module__": kind.__module__})
-
-
 def get_available_trackers() -> list[LoggerType]:
     """The trackers whose packages are installed."""
-    return [LoggerType(word) for word in choose("all", "log_with='all'", {})]
-
-
-# -- loggers: for all ranks, on request one after the other -------------------------------------------------------------
+    return [LoggerType(name) for name in choose("all", "log_with='all'", {})]
 
 
 class MultiProcessAdapter(logging.RankLogger):
-    """`easymp.logging`'s logger, with two habits more."""
+    """`easymp.logging`'s logger, which can also log on all ranks one after the other, and warn once."""
 
-    def log(
+    def log(  # type: ignore[override]  # torch's ranks are further arguments
         self, level: int, msg: object, *args: Any, main_process_only: bool = True, in_order: bool = False, **kwargs: Any
     ) -> None:  # fmt: skip
         """`in_order`: with ``main_process_only=False``, rank 0 first, then rank 1 …; all ranks call it."""

@@ -1,25 +1,26 @@
 """NVIDIA Apex for PyTorch: ``from easymp.compat.apex import amp``, on CPUs and GPUs.
 
-Here are `amp` (O0 to O3), `parallel` (DistributedDataParallel, Reducer, SyncBatchNorm, LARC), `optimizers` (Fused*), `normalization`
-and `fp16_utils`, by the addresses of Apex's own files, too. Not here: contrib, transformer, mlp, fused_dense, RNN, pyprof.
+Here are amp, parallel, optimizers, normalization and fp16_utils; not contrib, transformer, mlp, fused_dense, RNN and
+pyprof.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..layer import named, submodules
+from ..layer import by_name, submodules
 from . import amp, fp16_utils, normalization, optimizers, parallel
 from .amp import ApexError, layer
 
 __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
-MIXED = {"FusedMixedPrecisionLamb": "mixed_precision_lamb"}
+OPTIMIZER_FILES = {name: name.removeprefix("Fused").lower() for name in optimizers.__all__}
+OPTIMIZER_FILES["FusedMixedPrecisionLamb"] = "mixed_precision_lamb"
 KERNELS = "use torch._foreach_* functions; clip_grad_norm_ and optimizers here do"
 
 
 class MultiTensorApply:
-    """Calls of Apex's compiled kernels, which are not here: `available` is False, by which scripts choose their own fallback."""
+    """Calls of Apex's compiled kernels, which are not here; scripts choose their own fallback by `available`."""
 
     available = False
     warned = False
@@ -27,11 +28,8 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
-    def check_avail(self) -> None:
-        raise ApexError(f"MultiTensorApply is not available: {KERNELS}")
-
     def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
-        self.check_avail()
+        raise ApexError(f"MultiTensorApply is not available: {KERNELS}")
 
 
 APPLY = {"MultiTensorApply": MultiTensorApply, "multi_tensor_applier": MultiTensorApply(2048 * 32)}
@@ -49,16 +47,12 @@ submodules(
         "multi_tensor_apply.multi_tensor_apply": APPLY,
         "normalization.fused_layer_norm": normalization,
         "normalization.instance_norm": "use torch.nn.InstanceNorm3d",
-        **{
-            f"optimizers.fused_{module}": {name: getattr(optimizers, name)}
-            for name in optimizers.__all__
-            for module in [MIXED.get(name, name[5:].lower())]
-        },
-        "parallel.LARC": named(parallel.LARC),
-        "parallel.distributed": named(parallel.DistributedDataParallel, parallel.Reducer),
+        **{f"optimizers.fused_{file}": {name: getattr(optimizers, name)} for name, file in OPTIMIZER_FILES.items()},
+        "parallel.LARC": by_name(parallel.LARC),
+        "parallel.distributed": by_name(parallel.DistributedDataParallel, parallel.Reducer),
         "parallel.multiproc": "start the script with `easymp launch --processes N script.py`",
-        "parallel.optimized_sync_batchnorm": named(parallel.SyncBatchNorm),
-        "parallel.sync_batchnorm": named(parallel.SyncBatchNorm),
+        "parallel.optimized_sync_batchnorm": by_name(parallel.SyncBatchNorm),
+        "parallel.sync_batchnorm": by_name(parallel.SyncBatchNorm),
         "pyprof": "use Accelerator.profile",
         "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
         "testing": "it is for Apex's own tests",
@@ -67,5 +61,5 @@ submodules(
     layer,
     "apex",
 )
-_warnings = dict.fromkeys(("DeprecatedFeatureWarning", "deprecated_warning"), "nothing here is deprecated")
-__getattr__ = layer.absent("apex", _warnings, lambda: __all__)
+WARNINGS = dict.fromkeys(("DeprecatedFeatureWarning", "deprecated_warning"), "nothing here is deprecated")
+__getattr__ = layer.absent("apex", WARNINGS, lambda: __all__)

@@ -1,17 +1,17 @@
 """``apex.amp``: mixed precision by optimization levels, on CPUs and GPUs.
 
-Models and optimizers are changed in place, as by Apex: a model gets hooks, an optimizer a subclass of its class and, at O2, fp32
-masters (`easymp.optim.Masters`) in place of its half parameters. O1's casts hold from `initialize` on for the thread that called it;
-DataParallel's threads run without. Not here: closures with masters, and the scaling of losses by the handle that `init` returns.
+Models and optimizers are changed in place, as by Apex: a model gets hooks, an optimizer a subclass of its class and, at
+O2, fp32 masters (`easymp.optim.Masters`) in place of its half parameters. O1's casts hold from `initialize` on for the
+thread that called it. Not here: closures with masters, and the scaling of losses by the handle that `init` returns.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import EasympError, RefusedError, SettingError, nearest
-from ...optim.layerwise import LARC
-from ...optim.masters import LOW, Masters
+from ...optim.larc import LARC
+from ...optim.masters import Masters
 from ...options import AutocastKwargs, GradScalerKwargs
 from ...precision import Scaler
 from ...precision.levels import O1, Cast, ListedCasts, as_listed, cast, cast_model, cast_table
-from ..layer import Layer, named, submodules
+from ...precision.policies import LOW
+from ..layer import Layer, by_name, submodules
 
 layer = Layer("Apex")
 
@@ -36,46 +37,54 @@ class ApexError(EasympError, RuntimeError):
     """An error that Apex raises as RuntimeError, or a case that Apex would compute wrongly without an error."""
 
 
+# -- the casts of O1 --------------------------------------------------------------------------------------------------
+
+
 class AmpHandle:
     """O1's casts, on or off, for the thread that turned them on."""
 
     def __init__(self) -> None:
         self._entered = ExitStack()
-        self._running: AbstractContextManager[Any] | None = None
-        self._device, self._half = torch.device("cpu"), torch.float16
+        self._casts: AbstractContextManager[Any] | None = None
+        self._device = torch.device("cpu")
+        self.dtype = torch.float16
 
-    def on(self, device: torch.device, half: torch.dtype = torch.float16, allow_banned: bool = False) -> None:
-        """Torch's functions cast from now on, as `init` says; on a GPU by torch's autocast, where its lists are Apex's."""
+    def activate(self, device: torch.device, dtype: torch.dtype = torch.float16, allow_banned: bool = False) -> None:
+        """Turn the casts on. A GPU gets torch's autocast, which has Apex's lists there."""
         self._deactivate()
-        self._device, self._half = device, half
-        if allow_banned or half != torch.float16:
-            banned = {functional.binary_cross_entropy: Cast.FLOAT} if allow_banned else {}
-            self._running = ListedCasts({**cast_table(), **banned}, half)
+        self._device, self.dtype = device, dtype
+        if allow_banned or dtype != torch.float16:
+            table = dict(cast_table())
+            if allow_banned:
+                table[functional.binary_cross_entropy] = Cast.FLOAT
+            self._casts = ListedCasts(table, dtype)
         else:
-            # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block, and there is none.
-            self._running = O1().casting(device, AutocastKwargs(cache_enabled=False))
-        self._entered.enter_context(self._running)
+            # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block,
+            # and there is none.
+            self._casts = O1().casting(device, AutocastKwargs(cache_enabled=False))
+        self._entered.enter_context(self._casts)
 
     def _deactivate(self) -> None:
         self._entered.close()
-        self._running = None
+        self._casts = None
 
     def is_active(self) -> bool:
-        return self._running is not None
+        return self._casts is not None
 
     @contextmanager
     def _disable_casts(self) -> Iterator[None]:
         """Inside, O1 casts nothing."""
-        running, self._running = self._running, None
-        away: AbstractContextManager[Any] = nullcontext()
-        if running is not None:
-            listed = isinstance(running, ListedCasts)
-            away = running.suspended() if listed else torch.autocast(self._device.type, enabled=False)
+        casts, self._casts = self._casts, None
+        pause: AbstractContextManager[Any] = nullcontext()
+        if isinstance(casts, ListedCasts):
+            pause = casts.suspended()
+        elif casts is not None:
+            pause = torch.autocast(self._device.type, enabled=False)
         try:
-            with away:
+            with pause:
                 yield
         finally:
-            self._running = running
+            self._casts = casts
 
     def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, as by Apex."""
@@ -92,25 +101,22 @@ def init(
     enabled: bool = True, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False,
     allow_banned: bool = False, *, patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle:  # fmt: skip
-    """O1's casts without models and optimizers, until the returned handle's ``_deactivate()``. Products run in `patch_type`, fp16 or bf16.
-
-    With `allow_banned` binary_cross_entropy runs in fp32; otherwise it refuses half precision.
-    """
+    """O1's casts without models and optimizers, until the returned handle's ``_deactivate()``."""
     _handle._deactivate()
     if enabled:
-        _handle.on(torch.device("cuda" if torch.cuda.is_available() else "cpu"), patch_type, allow_banned)
+        _handle.activate(torch.device("cuda" if torch.cuda.is_available() else "cpu"), patch_type, allow_banned)
     return _handle
 
 
-def _casts(how: Cast, word: str) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """A decorator, and a function that puts it on a module's function."""
+def _cast_decorators(rule: Cast, prefix: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """A decorator that casts a function's arguments by `rule`, and a function that puts it on a module's function."""
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not _handle.is_active():
                 return fn(*args, **kwargs)
-            args, kwargs = as_listed(how, fn, args, kwargs, _handle._half)
+            args, kwargs = as_listed(rule, fn, args, kwargs, _handle.dtype)
             # The user's cast goes before the list that the function is on.
             with disable_casts() if fn in cast_table() else nullcontext():
                 return fn(*args, **kwargs)
@@ -122,34 +128,36 @@ def _casts(how: Cast, word: str) -> tuple[Callable[..., Any], Callable[..., None
             raise SettingError(f"No function named {name} in module {module}: nothing can be cast for it")
         setattr(module, name, decorate(getattr(module, name)))
 
-    decorate.__name__, register.__name__ = f"{word}_function", f"register_{word}_function"
-    decorate.__doc__ = f"A decorator. Under O1 floating-point arguments of `fn` are cast: {how.value}."
-    register.__doc__ = f"Under O1 cast arguments of ``module.name``, if looked up there: {how.value}."
+    decorate.__name__, register.__name__ = f"{prefix}_function", f"register_{prefix}_function"
+    decorate.__doc__ = f"A decorator. Under O1 floating-point arguments of `fn` are cast: {rule.value}."
+    register.__doc__ = f"Under O1 cast arguments of ``module.name``, if looked up there: {rule.value}."
     return decorate, register
 
 
-half_function, register_half_function = _casts(Cast.HALF, "half")
-float_function, register_float_function = _casts(Cast.FLOAT, "float")
-promote_function, register_promote_function = _casts(Cast.WIDEST, "promote")
+half_function, register_half_function = _cast_decorators(Cast.HALF, "half")
+float_function, register_float_function = _cast_decorators(Cast.FLOAT, "float")
+promote_function, register_promote_function = _cast_decorators(Cast.WIDEST, "promote")
+
+
+# -- levels and scales ------------------------------------------------------------------------------------------------
 
 
 class LossScaler:
-    """The scale of one loss, which moves at the end of each `scale_loss`; one that was given as a number is constant, and skips no step."""
+    """The scale of one loss, which moves at the end of each `scale_loss`; a number is constant, and skips no step."""
 
-    number = 0  # of the loss
+    index = 0  # of the loss
 
     def __init__(
-        self, loss_scale: float | str, init_scale: float = 2.0**16, scale_factor: float = 2.0, scale_window: int = 2000,
-        min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
-    ) -> None:  # fmt: skip
+        self, loss_scale: float | str, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24
+    ) -> None:
         self.dynamic = loss_scale == "dynamic"
-        first, bounds = (
-            min(init_scale, max_loss_scale),
-            {"min_scale": min_loss_scale or 0.0, "max_scale": max_loss_scale},
-        )
-        rule = GradScalerKwargs(first, scale_factor, 1 / scale_factor, scale_window, **bounds)
-        self.scaler = Scaler(rule if self.dynamic else GradScalerKwargs(float(loss_scale), dynamic=False))
-        self._counted = 0
+        if self.dynamic:
+            first = min(2.0**16, max_loss_scale)
+            rule = GradScalerKwargs(init_scale=first, min_scale=min_loss_scale or 0.0, max_scale=max_loss_scale)
+        else:
+            rule = GradScalerKwargs(init_scale=float(loss_scale), dynamic=False)
+        self.scaler = Scaler(rule)
+        self._blocks = 0  # under a constant scale
 
     def loss_scale(self) -> float:
         """The factor of the loss. Waits for the device."""
@@ -158,18 +166,21 @@ class LossScaler:
     _loss_scale = property(loss_scale, lambda self, scale: self.scaler.update(scale))
 
     @property
-    def _unskipped(
-        self,
-    ) -> int:  # good blocks since the last overflow or growth; of a scale that does not move, all of them
-        return int(self.scaler.state_dict()["_growth_tracker"]) if self.dynamic else self._counted
+    def _unskipped(self) -> int:
+        """Good blocks since the scale last moved; of a constant scale, all blocks."""
+        return int(self.scaler.state_dict()["_growth_tracker"]) if self.dynamic else self._blocks
 
-    def overflowed(self, found: torch.Tensor) -> bool:
-        """Move the scale; whether steps are to be skipped, as `found` is above 0. Waits for the device."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scaler.load_state_dict({"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]})
+        self._blocks = int(state["unskipped"])
+
+    def advance(self, found_inf: Tensor) -> bool:
+        """Move the scale; whether steps are to be skipped, since `found_inf` is above 0. Waits for the device."""
         if not self.dynamic:
-            self._counted += 1
+            self._blocks += 1
             return False
-        self.scaler.advance(found)
-        return bool(found.item())
+        self.scaler.advance(found_inf)
+        return bool(found_inf.item())
 
 
 @dataclass(frozen=True)
@@ -184,8 +195,62 @@ class Properties:
     master_weights: bool | None = None
     loss_scale: float | str = 1.0
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """All of them in a dict, as scripts read them."""
+        return asdict(self)
+
 
 PROPERTIES = [field.name for field in fields(Properties)][2:]
+LEVELS = {
+    "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
+    "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
+    "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
+    "O3": Properties(True, "O3", torch.float16, False, False, False, 1.0),
+}
+O1_REFUSES = {
+    "cast_model_type": "O1 inserts casts around torch's functions, and the weights themselves stay fp32",
+    "keep_batchnorm_fp32": "O1 runs batch-norm in fp32 anyway",
+    "master_weights": "O1's weights are fp32 themselves",
+}
+MODEL_TYPES = (torch.float32, torch.float16, torch.bfloat16, False)
+
+
+def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
+    if level not in LEVELS:
+        raise ApexError(
+            f"Unexpected optimization level {level!r}{nearest(level, LEVELS) or '.'} Options are 'O0', 'O1', 'O2', "
+            "'O3'. Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero"
+        )
+    defaults = LEVELS[level]
+    casts_functions = bool(defaults.patch_torch_functions)
+    values = {name: _read_property(name, value) for name, value in overrides.items()}
+    for name, value in values.items():
+        if name == "patch_torch_functions" and value and not casts_functions:
+            raise ApexError(f"{name}=True with opt_level {level}: only opt_level='O1' casts around functions")
+        casts_nothing = name == "cast_model_type" and value in (torch.float32, False)
+        if casts_functions and name in O1_REFUSES and not casts_nothing:
+            raise ApexError(f"{name}={value!r} with opt_level O1: {O1_REFUSES[name]}. Leave it out, or use O2 or O3")
+    if casts_functions:
+        values.pop("cast_model_type", None)  # fp32, the type of the weights
+    return replace(defaults, **values)
+
+
+def _read_property(name: str, value: Any) -> Any:
+    if name == "cast_model_type":
+        if not any(value is dtype for dtype in MODEL_TYPES):
+            raise ApexError(f"cast_model_type={value!r} is not one of {', '.join(map(str, MODEL_TYPES))}")
+        return value
+    if name == "loss_scale":
+        if value == "dynamic":
+            return value
+        with suppress(TypeError, ValueError):
+            if not isinstance(value, bool) and 0.0 < float(value) < float("inf"):
+                return float(value)
+        raise ApexError(f"loss_scale={value!r} must be a positive number, or 'dynamic'")
+    if str(value) not in ("True", "False"):
+        raise ApexError(f"{name}={value!r} must be a boolean, the string 'True' or 'False', or None")
+    return str(value) == "True"
 
 
 class AmpState:
@@ -198,12 +263,11 @@ class AmpState:
     handle = _handle
     optimizers: ClassVar[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
 
-    def loss(self, number: int) -> LossScaler:
-        """The scaler of loss `number`."""
-        if 0 <= number < len(self.loss_scalers):
-            return self.loss_scalers[number]
-        made = len(self.loss_scalers)
-        raise ApexError(f"loss_id={number}, and there are {made} loss scalers: pass num_losses={number + 1}")
+    def scaler_of(self, loss_id: int) -> LossScaler:
+        count = len(self.loss_scalers)
+        if not 0 <= loss_id < count:
+            raise ApexError(f"loss_id={loss_id}, and there are {count} loss scalers: pass num_losses={loss_id + 1}")
+        return self.loss_scalers[loss_id]
 
 
 _amp_state = AmpState()
@@ -224,81 +288,35 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Take scales and counters; call it after `initialize`. A line says so where there are more or fewer than losses."""
+    """Take scales and counters. Call it after `initialize`."""
     if unknown := [repr(key) for key in state_dict if not str(key).startswith("loss_scaler")]:
         raise ApexError(f"unexpected keys in amp's state_dict: {', '.join(unknown)}: pass amp.state_dict()'s")
-    if (entries := len(state_dict)) != (used := len(_amp_state.loss_scalers)):
-        maybe_print(f"Warning: state_dict contains {entries} entries, while {used} loss_scalers are used")
-    for scaler, entry in zip(_amp_state.loss_scalers, state_dict.values()):
-        scaler.scaler.load_state_dict({"scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]})
-        scaler._counted = int(entry["unskipped"])
+    scalers = _amp_state.loss_scalers
+    if len(state_dict) != len(scalers):
+        entries = f"state_dict contains {len(state_dict)} entries"
+        maybe_print(f"Warning: {entries}, while {len(scalers)} loss_scalers are used")
+    for scaler, state in zip(scalers, state_dict.values()):
+        scaler.load_state_dict(state)
 
 
-LEVELS = {
-    "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
-    "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
-    "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
-    "O3": Properties(True, "O3", torch.float16, False, False, False, 1.0),
-}
-O1_REFUSES = {
-    "cast_model_type": "O1 inserts casts around torch's functions, and the weights themselves stay fp32",
-    "keep_batchnorm_fp32": "O1 runs batch-norm in fp32 anyway",
-    "master_weights": "O1's weights are fp32 themselves",
-}
-TYPES = (torch.float32, torch.float16, torch.bfloat16, False)
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+_NO_OPTIMIZER: Any = SimpleNamespace(param_groups=(), state={})
+GradientVersions = dict[tuple[int, int], Tensor]  # gradients, by identity and version
 
 
-def _properties(level: str, given: dict[str, Any]) -> Properties:
-    if level not in LEVELS:
-        raise ApexError(
-            f"Unexpected optimization level {level!r}{nearest(level, LEVELS) or '.'} Options are 'O0', 'O1', 'O2', 'O3'. Note "
-            "that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero"
-        )
-    start = LEVELS[level]
-    changed = {name: _read(name, value) for name, value in given.items()}
-    for name, value in changed.items():
-        why = O1_REFUSES.get(name) if start.patch_torch_functions else None
-        if why and not (name == "cast_model_type" and value in (torch.float32, False)):
-            raise ApexError(f"{name}={value!r} with opt_level {level}: {why}. Leave it out, or use O2 or O3")
-        if name == "patch_torch_functions" and value and not start.patch_torch_functions:
-            raise ApexError(f"{name}=True with opt_level {level}: only opt_level='O1' casts around functions")
-    if start.patch_torch_functions:
-        changed.pop("cast_model_type", None)  # fp32, the type of the weights
-    return replace(start, **changed)
+class ScaledGradients:
+    """The gradients of one optimizer between two steps: scaled, put aside, or overflowed."""
 
-
-def _read(name: str, value: Any) -> Any:
-    if name == "loss_scale" and value != "dynamic":
-        number = 0.0
-        with suppress(TypeError, ValueError):
-            number = float(value)
-        if isinstance(value, bool) or not 0.0 < number < float("inf"):
-            raise ApexError(f"loss_scale={value!r} must be a positive number, or 'dynamic'")
-        return number
-    if name == "cast_model_type" and not any(value is known for known in TYPES):
-        raise ApexError(f"cast_model_type={value!r} is not one of {', '.join(map(str, TYPES))}")
-    if name in ("loss_scale", "cast_model_type"):
-        return value
-    if str(value) not in ("True", "False"):
-        raise ApexError(f"{name}={value!r} must be a boolean, the string 'True' or 'False', or None")
-    return str(value) == "True"
-
-
-Seen = dict[tuple[int, int], Tensor]  # gradients, by identity and version
-
-
-class Share:
-    """The state of amp for one optimizer between two steps."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, has_masters: bool) -> None:
         self._optimizer: Any = weakref.proxy(optimizer)  # makes no cycle
-        self.mastered = masters
-        none: Any = SimpleNamespace(param_groups=(), state={})
-        self.masters = Masters(self._optimizer if masters else none, {})
-        self.scaler: LossScaler | None = None  # of the present gradients
-        self.overflow: LossScaler | None = None  # on which a gradient overflowed since the last step
-        self._stash: list[tuple[Tensor, Tensor]] = []  # divided gradients of the blocks before
-        self._strange: Seen = {}  # gradients of a loss that this optimizer was not given with
+        self.has_masters = has_masters  # of half parameters
+        mastered: Any = self._optimizer if has_masters else _NO_OPTIMIZER
+        self.masters = Masters(mastered, {})
+        self.scaler: LossScaler | None = None  # of the gradients in `.grad`, if they are not divided by it yet
+        self.overflow: LossScaler | None = None  # with which a gradient overflowed since the last step
+        self._stash: list[tuple[Tensor, Tensor]] = []  # parameters, and divided gradients of the blocks before
+        self._foreign: GradientVersions = {}  # gradients of a loss that this optimizer was not given with
 
     def parameters(self) -> Iterator[Tensor]:
         return (p for group in self._optimizer.param_groups for p in group["params"])
@@ -309,10 +327,10 @@ class Share:
             return
         if self.scaler is not None:
             raise ApexError(
-                f"gradients scaled with loss_id={self.scaler.number} are waiting (delay_unscale=True): end them with one that unscales, "
-                f"before loss_id={scaler.number} begins"
+                f"gradients scaled with loss_id={self.scaler.index} are waiting (delay_unscale=True): end them with "
+                f"one that unscales, before loss_id={scaler.index} begins"
             )
-        self.check()
+        self.refuse_foreign()
         self._stash = [(p, p.grad) for p in self.parameters() if p.grad is not None]
         # Those of the model come from a loss that this optimizer was not given with.
         for parameter in [*self.masters.parameters, *self.parameters()]:
@@ -333,126 +351,103 @@ class Share:
 
     def abort(self) -> None:
         """Restore the gradients that were put aside, after a failed block."""
-        stash = self._stash
-        self.forget()
+        stash = dict(self._stash)
+        self.clear()
         for parameter in self.parameters():
-            parameter.grad = None
-        for parameter, stashed in stash:
-            parameter.grad = stashed
+            parameter.grad = stash.get(parameter)
 
-    def forget(self) -> None:
-        """The gradients were cleared."""
-        self._stash, self._strange, self.scaler = [], {}, None
+    def clear(self) -> None:
+        """Forget all gradients: `zero_grad` cleared them."""
+        self._stash, self._foreign, self.scaler = [], {}, None
         self.masters.clear()
 
-    def seen(self) -> Seen:
-        """The present gradients."""
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
-        return {(id(grad), grad._version): grad for grad in grads}
+    def versions(self) -> GradientVersions:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        return {(id(gradient), gradient._version): gradient for gradient in gradients}
 
-    def compare(self, before: Seen) -> None:
+    def note_foreign(self, before: GradientVersions) -> None:
         """Note gradients that are not those of `before`: they have an unknown scale until they are cleared."""
-        self._strange |= {key: grad for key, grad in self.seen().items() if key not in before}
+        self._foreign |= {key: gradient for key, gradient in self.versions().items() if key not in before}
 
-    def check(self) -> None:
+    def refuse_foreign(self) -> None:
         """Raise ApexError where such gradients were not cleared."""
-        if self._strange.keys() & self.seen().keys():
+        if self._foreign.keys() & self.versions().keys():
             raise ApexError(
-                "this optimizer holds scaled gradients of a loss whose amp.scale_loss it was not given with: pass every optimizer whose "
-                "parameters the loss depends on, as in amp.scale_loss(loss, [a, b]), or clear them with zero_grad() first"
+                "this optimizer holds scaled gradients of a loss whose amp.scale_loss it was not given with: pass "
+                "every optimizer whose parameters the loss depends on, as in amp.scale_loss(loss, [a, b]), or clear "
+                "them with zero_grad() first"
             )
-        self._strange = {}
+        self._foreign = {}
 
-    def check_ready(self) -> None:
+    def check_step(self) -> None:
         """Raise ApexError where gradients are not ready for a step."""
         if self.scaler is not None:
             raise ApexError("step() on scaled gradients: leave delay_unscale=True out of the last scale_loss")
-        self.check()
+        self.refuse_foreign()
         if any(p.grad is not None for p in self.masters.parameters):
             raise ApexError(
-                "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with amp.scale_loss(loss, "
-                "optimizers) as scaled_loss:` around every backward, with every optimizer whose parameters the loss depends on"
+                "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with "
+                "amp.scale_loss(loss, optimizers) as scaled_loss:` around every backward, with every optimizer whose "
+                "parameters the loss depends on"
             )
 
 
-class Stepping:
-    """Comes before the optimizer's own class."""
+class AmpOptimizer:
+    """Methods that come before those of the optimizer's own class."""
 
-    _amp: Share
+    _amp: ScaledGradients
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step, or none after an overflow; parameters become their masters, rounded."""
         self._opt_called = True  # by which torch's schedulers know that a step came before theirs
-        share = self._amp
+        gradients = self._amp
         closure = args[0] if args else kwargs.get("closure")
-        if closure is not None and (share.masters.parameters or share.overflow is not None):
+        if closure is not None and (gradients.masters.parameters or gradients.overflow is not None):
             raise ApexError("Currently, Amp does not support closure use: call the closure before step()")
-        if share.overflow is not None:
-            scaler, share.overflow = share.overflow, None
-            reducing = f"loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
-            maybe_print(f"Gradient overflow.  Skipping step, {reducing}")
-            share.masters.clear()
+        if gradients.overflow is not None:
+            scaler, gradients.overflow = gradients.overflow, None
+            scale = f"loss scaler {scaler.index} reducing loss scale to {scaler.loss_scale()}"
+            maybe_print(f"Gradient overflow.  Skipping step, {scale}")
+            gradients.masters.clear()
             return None
-        share.check_ready()
-        share.masters.pairs()  # take over weights that were loaded into the model since
+        gradients.check_step()
+        gradients.masters.follow()  # weights that were loaded into the model since
         with disable_casts():
-            result = super().step(*args, **kwargs)  # type: ignore[misc]
-        share.masters.give_back()
+            result = super().step(*args, **kwargs)  # type: ignore[misc]  # of the optimizer's class, mixed in
+        gradients.masters.write_back()
         return result
 
     # torch's marks: the inner step calls the hooks, and schedulers read `_opt_called`.
-    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    vars(step).update(hooked=True, _wrapped_by_lr_sched=True)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears gradients, of masters and of the model."""
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
-        self._amp.forget()
+        self._amp.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Half parameters get masters, as those of `initialize` did."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        if self._amp.mastered:
-            self._amp.masters.take(self.param_groups[-1:])  # type: ignore[attr-defined]
+        if self._amp.has_masters:
+            self._amp.masters.add_groups(self.param_groups[-1:])  # type: ignore[attr-defined]
 
 
-def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, Stepping) or len({*map(id, optimizers)}) < len(optimizers):
-            raise ApexError("A given optimizer should only be passed through amp.initialize once")
-        step: Callable[..., Any] | None = vars(optimizer).get("step")
-        if step is not None and "_wrapped_by_lr_sched" not in vars(step):
-            raise ApexError(
-                f"the step of this {type(optimizer).__name__} was replaced by another library, past which no step can be skipped: call "
-                "amp.initialize first"
-            )
-
-
-def _prepare_optimizer(optimizer: Any, level: Properties) -> None:
-    """Give `optimizer` masters, where the level has them, and a step that may be skipped."""
-    kind = type(optimizer)
-    vars(optimizer).pop("step", None)  # a scheduler's counter, which ours replaces
-    optimizer._amp = Share(optimizer, bool(level.master_weights))
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    optimizer.__class__ = type(kind.__name__, (Stepping, kind), names)
-    _amp_state.optimizers.add(optimizer)
-
-
-def _share_of(optimizer: Any) -> Share:
-    """The state of amp for `optimizer`. Raises ApexError where it was not given to `initialize`."""
-    outer = isinstance(optimizer, LARC) and not isinstance(optimizer, Stepping)
-    inside = optimizer.optim if outer else optimizer
-    if not isinstance(inside, Stepping):
+def _gradients_of(optimizer: Any) -> ScaledGradients:
+    """The gradients of `optimizer`, or of the one inside LARC. ApexError where it was not given to `initialize`."""
+    wraps = isinstance(optimizer, LARC) and not isinstance(optimizer, AmpOptimizer)
+    stepped = optimizer.optim if wraps else optimizer
+    if not isinstance(stepped, AmpOptimizer):
         raise ApexError(
-            f"this {type(inside).__name__} was not passed to amp.initialize: model, optimizer = amp.initialize(model, optimizer, "
-            "opt_level=…) comes before amp.scale_loss"
+            f"this {type(stepped).__name__} was not passed to amp.initialize: model, optimizer = amp.initialize(model, "
+            "optimizer, opt_level=…) comes before amp.scale_loss"
         )
-    return inside._amp
+    return stepped._amp
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The tensors that the optimizer steps: fp32 masters, up to date, and parameters without one. For clipping, after `scale_loss`."""
-    if isinstance(optimizer, Stepping):
-        optimizer._amp.masters.pairs()
+    """The tensors that the optimizer steps: fp32 masters, and parameters without one."""
+    if isinstance(optimizer, AmpOptimizer):
+        optimizer._amp.masters.follow()
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
@@ -461,59 +456,56 @@ def scale_loss(
     loss: Tensor, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], loss_id: int = 0,
     model: Any = None, delay_unscale: bool = False, delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Give a ``with`` block the scaled loss, whose ``backward()`` it calls.
-
-    Afterwards gradients (of `master_params`) are divided by the scale, and added to those of the blocks since the last step. An
-    overflow skips the next step of every optimizer given, once, and the step says so.
-
-    Each optimizer whose parameters the loss depends on must be given. With `delay_unscale` gradients stay multiplied by the scale; the next
-    block without it, with the same `loss_id`, divides them all.
-    """
+    """Give a ``with`` block the scaled loss, whose ``backward()`` it calls; overflows skip the next step."""
     if delay_overflow_check:
         raise RefusedError("delay_overflow_check=True: each overflow is looked for at once; leave it out")
     if _amp_state.opt_properties is None:
         raise ApexError(
-            "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. model, optimizer = amp.initialize(model, "
-            "optimizer, opt_level=...) must be called before 'with amp.scale_loss'"
+            "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. model, optimizer = "
+            "amp.initialize(model, optimizer, opt_level=...) must be called before 'with amp.scale_loss'"
         )
     if not _amp_state.opt_properties.enabled:
         yield loss
         return
     if not isinstance(loss, Tensor):
-        raise ApexError(
-            f"scale_loss({loss!r}, …): a {type(loss).__name__} has no backward(); pass the loss as the model's tensor, without .item()"
-        )
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    shares, scaler = [_share_of(optimizer) for optimizer in given], _amp_state.loss(loss_id)
-    masters = any(share.masters.parameters for share in shares)
-    if not (scaler.dynamic or scaler.loss_scale() != 1.0 or masters):
+        raise ApexError(f"scale_loss({loss!r}, …): a {type(loss).__name__} has no backward(); leave out .item()")
+    stepped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    by_optimizer, scaler = [_gradients_of(optimizer) for optimizer in stepped], _amp_state.scaler_of(loss_id)
+    has_masters = any(gradients.masters.parameters for gradients in by_optimizer)
+    if not (scaler.dynamic or scaler.loss_scale() != 1.0 or has_masters):
         yield loss.float()
         return
-    others = [share for share in map(_share_of, _amp_state.optimizers) if share not in shares]
-    before = [share.seen() for share in others]
-    began = [share for share in shares if share.scaler is None]
-    for share in shares:
-        share.begin(scaler)
+    bystanders = [item for item in map(_gradients_of, _amp_state.optimizers) if item not in by_optimizer]
+    versions = [gradients.versions() for gradients in bystanders]
+    begun = [gradients for gradients in by_optimizer if gradients.scaler is None]
+    for gradients in by_optimizer:
+        gradients.begin(scaler)
     try:
         yield scaler.scaler.scale(loss.float())
     except BaseException:
-        for share in began:
-            share.abort()
+        for gradients in begun:
+            gradients.abort()
         raise
-    for share, gradients in zip(others, before):
-        share.compare(gradients)
-    if delay_unscale:
-        return
-    for share in shares:
-        share.masters.gather()
-    gradients = [p.grad for share in shares for p in share.parameters() if p.grad is not None]
-    found = scaler.scaler.divide(gradients, loss.device)
-    for share in shares:
-        share.end()
-    if scaler.overflowed(found):
-        for share in shares:
-            share.overflow = scaler
+    for gradients, before in zip(bystanders, versions):
+        gradients.note_foreign(before)
+    if not delay_unscale:
+        _unscale(by_optimizer, scaler, loss.device)
 
+
+def _unscale(by_optimizer: Iterable[ScaledGradients], scaler: LossScaler, device: torch.device) -> None:
+    """Divide the gradients by the scale and look for overflows, after the last backward of a block."""
+    for gradients in by_optimizer:
+        gradients.masters.gather(free=True)
+    scaled = [p.grad for gradients in by_optimizer for p in gradients.parameters() if p.grad is not None]
+    found_inf = scaler.scaler.divide(scaled, device)
+    for gradients in by_optimizer:
+        gradients.end()
+    if scaler.advance(found_inf):
+        for gradients in by_optimizer:
+            gradients.overflow = scaler
+
+
+# -- initialize -------------------------------------------------------------------------------------------------------
 
 NATIVE = """
 acc = Accelerator(mixed_precision="{level}")
@@ -531,77 +523,94 @@ def initialize(
     loss_scale: float | str | None = None, cast_model_outputs: torch.dtype | None = None, num_losses: int = 1,
     verbosity: int = 1, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
 ) -> Any:  # fmt: skip
-    """`models` and `optimizers`, the same objects, changed in place to train at `opt_level`; wrap for DDP afterwards.
-
-    Dynamic scales begin at 2**16, double after 2,000 good blocks and are halved at an overflow. cast_model_type=False casts nothing.
-    Where it raises TypeError or ApexError, nothing has changed.
-    """
-    nets = list(models) if isinstance(models, list) else [models]
-    steppers = list(optimizers or []) if isinstance(optimizers, list | None) else [optimizers]
-    if not all(isinstance(net, nn.Module) for net in nets):
+    """`models` and `optimizers`, the same objects, changed in place to train at `opt_level`; wrap for DDP after it."""
+    model_list = list(models) if isinstance(models, list) else [models]
+    optimizer_list = list(optimizers or []) if isinstance(optimizers, list | None) else [optimizers]
+    if not all(isinstance(model, nn.Module) for model in model_list):
         raise TypeError("models must be either a single model or a list of models")
-    if not all(isinstance(stepper, torch.optim.Optimizer) for stepper in steppers):
+    if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizer_list):
         raise TypeError("optimizers must be either a single optimizer or a list of optimizers")
+    result = models if optimizers is None else (models, optimizers)
     if not enabled:
         _handle._deactivate()
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
-        return models if optimizers is None else (models, optimizers)
+        return result
     values = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
-    given = {name: value for name, value in zip(PROPERTIES, values) if value is not None}
-    level = _properties(opt_level, given)
-    _check_models(nets)
-    _check_optimizers(steppers)
-    bounds = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
-    scalers = [LossScaler(level.loss_scale, **bounds) for _ in range(num_losses)]
+    overrides = {name: value for name, value in zip(PROPERTIES, values) if value is not None}
+    properties = _properties(opt_level, overrides)
+    for model in model_list:
+        _check_model(model)
+    _check_optimizers(optimizer_list)
+    scalers = [LossScaler(properties.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
     for i, scaler in enumerate(scalers):
-        scaler.number = i
+        scaler.index = i
     _handle._deactivate()
     layer.use("amp", NATIVE.format(level=opt_level))
-    _amp_state.opt_properties, _amp_state.loss_scalers, _amp_state.verbosity = level, scalers, verbosity
-    changed = "".join(f", with {name}={value!r}" for name, value in given.items())
-    maybe_print(f"Selected optimization level {opt_level}: its properties{changed}.", True)
+    _amp_state.opt_properties, _amp_state.loss_scalers, _amp_state.verbosity = properties, scalers, verbosity
+    maybe_print(f"Selected optimization level {opt_level}, whose properties are:", True)
     for name in PROPERTIES:
-        maybe_print(f"{name:22} : {getattr(level, name)}", True)
-    for net in nets:
-        _prepare_model(net, level, cast_model_outputs)
-    for stepper in steppers:
-        _prepare_optimizer(stepper, level)
-    if level.patch_torch_functions:
-        _handle.on(next((p.device for net in nets for p in net.parameters()), torch.device("cpu")))
-    return models if optimizers is None else (models, optimizers)
+        maybe_print(f"{name:22} : {getattr(properties, name)}", True)
+    for model in model_list:
+        _prepare_model(model, properties, cast_model_outputs)
+    for optimizer in optimizer_list:
+        _prepare_optimizer(optimizer, properties)
+    if properties.patch_torch_functions:
+        devices = [p.device for model in model_list for p in model.parameters()]
+        _handle.activate(devices[0] if devices else torch.device("cpu"))
+    return result
 
 
-def _check_models(models: list[nn.Module]) -> None:
-    for model in models:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ApexError(
+            f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to the "
+            "model(s) AFTER the model(s) have been returned from amp.initialize"
+        )
+    if _amp_state.allow_incoming_model_not_fp32:
+        return
+    half_buffers = [("buffer", name, t) for name, t in model.named_buffers() if t.dtype in LOW]
+    parameters = [("param", name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+    for kind, name, tensor in [*parameters, *half_buffers]:
+        if tensor.dtype != torch.float32:
             raise ApexError(
-                f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to the model(s) AFTER "
-                "the model(s) have been returned from amp.initialize"
-            )
-        if _amp_state.allow_incoming_model_not_fp32:
-            continue
-        floating = [("param", *p) for p in model.named_parameters() if p[1].is_floating_point()]
-        wrong = [entry for entry in floating if entry[2].dtype != torch.float32]
-        wrong += [("buffer", *entry) for entry in model.named_buffers() if entry[1].dtype in LOW]
-        for what, name, tensor in wrong:
-            raise ApexError(
-                f"Found {what} {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, you do not "
-                "need to call .half() on your model before passing it, no matter what optimization level you choose"
+                f"Found {kind} {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, you "
+                "do not need to call .half() on your model before passing it, no matter what optimization level you "
+                "choose"
             )
 
 
-def _prepare_model(model: nn.Module, level: Properties, outputs: torch.dtype | None) -> None:
-    """Cast `model`'s parameters, inputs and outputs; for ``outputs=None`` these to fp32 where inputs are cast."""
-    dtype = level.cast_model_type
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, AmpOptimizer) or len({*map(id, optimizers)}) < len(optimizers):
+            raise ApexError("A given optimizer should only be passed through amp.initialize once")
+        step: Callable[..., Any] | None = vars(optimizer).get("step")
+        if step is not None and "_wrapped_by_lr_sched" not in vars(step):
+            subject = f"the step of this {type(optimizer).__name__} was replaced by another library"
+            raise ApexError(f"{subject}, past which no step can be skipped: call amp.initialize first")
+
+
+def _prepare_optimizer(optimizer: Any, properties: Properties) -> None:
+    """Give `optimizer` masters, where the level has them, and a step that may be skipped."""
+    kind = type(optimizer)
+    vars(optimizer).pop("step", None)  # a scheduler's counter, which ours replaces
+    optimizer._amp = ScaledGradients(optimizer, bool(properties.master_weights))
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    optimizer.__class__ = type(kind.__name__, (AmpOptimizer, kind), body)
+    _amp_state.optimizers.add(optimizer)
+
+
+def _prepare_model(model: nn.Module, properties: Properties, output_dtype: torch.dtype | None) -> None:
+    """Cast `model`'s parameters, inputs and outputs; for ``output_dtype=None`` these to fp32 where inputs are cast."""
+    dtype = properties.cast_model_type
     if isinstance(dtype, torch.dtype):
         if dtype in LOW:
-            cast_model(model, dtype, bool(level.keep_batchnorm_fp32))
+            cast_model(model, dtype, bool(properties.keep_batchnorm_fp32))
             for module in model.modules():
                 module.register_state_dict_post_hook(partial(_save_in_fp32, dtype))
         model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-        outputs = outputs or torch.float32
-    if outputs is not None:
-        model.register_forward_hook(partial(_cast_outputs, outputs), prepend=True)
+        output_dtype = output_dtype or torch.float32
+    if output_dtype is not None:
+        model.register_forward_hook(partial(_cast_outputs, output_dtype), prepend=True)
 
 
 # Functions of the module, so that models with these hooks can be pickled.
@@ -613,30 +622,29 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, outputs: Any
     return cast(outputs, dtype)
 
 
-def _save_in_fp32(dtype: torch.dtype, module: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
+def _save_in_fp32(dtype: torch.dtype, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Tensors of `dtype` become fp32 in state dicts, so that checkpoints are alike at every level."""
-    for name, tensor in found.items():
+    for name, tensor in state.items():
         if name.startswith(prefix) and isinstance(tensor, Tensor) and tensor.dtype == dtype:
-            found[name] = tensor.float()
+            state[name] = tensor.float()
 
 
-CASTS = named(
-    *(float_function, half_function, init, promote_function),
-    *(register_float_function, register_half_function, register_promote_function),
-    disable_casts=disable_casts,
-)
+CASTS = by_name(
+    float_function, half_function, init, promote_function, register_float_function, register_half_function,
+    register_promote_function, disable_casts=disable_casts,
+)  # fmt: skip
 __all__ = [*CASTS, "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 OLD = "use amp.initialize(model, optimizer, opt_level='O1') and amp.scale_loss"
 INTERNAL = "it is Apex's own machinery; amp.register_half_function and its kind change how functions are cast"
 submodules(
     __name__,
     {
-        "_amp_state": named(AmpState, master_params, maybe_print, _amp_state=_amp_state),
+        "_amp_state": by_name(AmpState, master_params, maybe_print, _amp_state=_amp_state),
         "amp": CASTS,
-        "frontend": named(Properties, initialize, load_state_dict, state_dict, opt_levels=LEVELS),
-        "handle": named(AmpHandle, scale_loss, disable_casts=disable_casts, absent={"NoOpHandle": OLD}),
+        "frontend": by_name(Properties, initialize, load_state_dict, state_dict, opt_levels=LEVELS),
+        "handle": by_name(AmpHandle, scale_loss, disable_casts=disable_casts, absent={"NoOpHandle": OLD}),
         "opt": OLD,
-        "scaler": named(LossScaler),
+        "scaler": by_name(LossScaler),
         **dict.fromkeys(("_initialize", "_process_optimizer", "compat", "lists", "utils", "wrap"), INTERNAL),
         "rnn_compat": "torch's RNN layers need nothing",
     },

@@ -1,7 +1,4 @@
-"""``apex.fp16_utils``: half-precision models and fp32 masters by hand, for scripts from before `amp`.
-
-FP16_Optimizer is not here: `amp.initialize` with opt_level="O2" replaces it, in Apex too.
-"""
+"""``apex.fp16_utils``: half-precision models and fp32 masters by hand, for scripts from before `amp`."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from ...precision.levels import cast, cast_model
 from .amp import layer
 
 __all__ = [
-    *("BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network"),
-    *("master_params_to_model_params", "model_grads_to_master_grads", "network_to_half", "prep_param_lists"),
-    *("to_python_float", "tofp16"),
-]
+    "BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network",
+    "master_params_to_model_params", "model_grads_to_master_grads", "network_to_half", "prep_param_lists",
+    "to_python_float", "tofp16",
+]  # fmt: skip
 
 MASTERS = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"
-_moved = dict.fromkeys(("FP16_Optimizer", "LossScaler", "DynamicLossScaler"), MASTERS)
-__getattr__ = layer.absent("apex.fp16_utils", _moved, lambda: __all__)
+REPLACED = dict.fromkeys(("FP16_Optimizer", "LossScaler", "DynamicLossScaler"), MASTERS)
+__getattr__ = layer.absent("apex.fp16_utils", REPLACED, lambda: __all__)
 clip_grad_norm = nn.utils.clip_grad_norm_
 
 
@@ -67,8 +64,8 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """The trainable parameters, and fp32 masters of them; with `flat_master` one of one dimension for all, which are of one type."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    """The trainable parameters, and fp32 masters of them; with `flat_master` one for all."""
+    params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     if not flat_master:
         return params, [p.detach().clone().float().requires_grad_() for p in params]
     master = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in params]).float())
@@ -81,8 +78,8 @@ def model_grads_to_master_grads(model_params: Any, master_params: Any, flat_mast
     """Copy the model's gradients to the masters, in fp32."""
     grads = [p.grad for p in model_params]
     if flat_master:
-        whole = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        grads = [torch.cat([g.reshape(-1) for g in whole])]
+        filled = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        grads = [torch.cat([grad.reshape(-1) for grad in filled])]
     for master, grad in zip(master_params, grads):
         master.grad = None if grad is None else grad.detach().clone().float()
 

@@ -1,4 +1,4 @@
-"""``apex.normalization``: torch's layer-norm and RMS-norm by Apex's names and arguments; ``memory_efficient`` has no effect."""
+"""``apex.normalization``: torch's layer-norm and RMS-norm by Apex's names and arguments."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from .amp import layer
 
 __all__ = [
-    *("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm"),
-    *("fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm"),
-    *("mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine"),
-]
+    "FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm",
+    "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine",
+]  # fmt: skip
 __getattr__ = layer.absent("apex.normalization", {}, lambda: __all__)
 
 Shape = int | Sequence[int]
@@ -28,38 +28,41 @@ def _sizes(shape: Shape, memory_efficient: bool = False) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
 
 
-class _Norm:
-    """The constructor of Apex's norms, before torch's class."""
+class _ApexNorm(nn.Module):
+    """Base before torch's class, for Apex's arguments."""
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+        self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(_sizes(normalized_shape, memory_efficient), eps, elementwise_affine)  # type: ignore[call-arg]
+        super().__init__(_sizes(normalized_shape, memory_efficient), eps, elementwise_affine)
 
 
-class FusedLayerNorm(_Norm, nn.LayerNorm):
+class FusedLayerNorm(_ApexNorm, nn.LayerNorm):
     """torch.nn.LayerNorm."""
 
 
-class FusedRMSNorm(_Norm, nn.RMSNorm):
+class FusedRMSNorm(_ApexNorm, nn.RMSNorm):
     """torch.nn.RMSNorm."""
 
 
-class _Mixed:
-    """Casts inputs to the type of the weights, before Apex's norms."""
+class _MixedNorm(_ApexNorm):
+    """Base before one of these, with outputs of the type of the weights."""
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps, True, memory_efficient)  # type: ignore[call-arg]
+    weight: nn.Parameter
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.to(self.weight.dtype))  # type: ignore[misc, attr-defined]
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input.to(self.weight.dtype))
 
 
-class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
     """LayerNorm with outputs of the type of its weights."""
 
 
-class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
     """RMSNorm with outputs of the type of its weights."""
 
 
@@ -77,26 +80,28 @@ def fused_rms_norm_affine(
     return F.rms_norm(input, _sizes(normalized_shape, memory_efficient), weight, eps)
 
 
-def fused_layer_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:  # fmt: skip
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """Layer-norm without weights."""
     return fused_layer_norm_affine(input, None, None, normalized_shape, eps, memory_efficient)
 
 
-def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:  # fmt: skip
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
     """RMS-norm without weights."""
     return fused_rms_norm_affine(input, None, normalized_shape, eps, memory_efficient)
 
 
-def _mixed(affine: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _in_type_of_weight(affine: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(affine)
-    def norm(input: Tensor, weight: Tensor, *others: Any, **named: Any) -> Tensor:
-        return affine(input.to(weight.dtype), weight, *others, **named)
+    def norm(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return affine(input.to(weight.dtype), weight, *args, **kwargs)
 
     return norm
 
 
-mixed_dtype_fused_layer_norm_affine = _mixed(fused_layer_norm_affine)
-mixed_dtype_fused_rms_norm_affine = _mixed(fused_rms_norm_affine)
+mixed_dtype_fused_layer_norm_affine = _in_type_of_weight(fused_layer_norm_affine)
+mixed_dtype_fused_rms_norm_affine = _in_type_of_weight(fused_rms_norm_affine)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:

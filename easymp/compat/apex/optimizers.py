@@ -1,178 +1,223 @@
 """``apex.optimizers``: easymp's optimizers with Apex's arguments and defaults, and torch's keys in their state.
 
-Moments of half parameters are fp32. Not here: gradients and scales as arguments of `step` (amp does it), steps in CUDA graphs, and
-optimizers of ``apex.contrib``.
+Moments of half parameters are fp32. Not here: gradients and scales as arguments of `step`, steps in CUDA graphs.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import required  # type: ignore[attr-defined]
+from torch.optim.optimizer import required
 
-from ...optim.fused import FusedOptimizer, Options
-from ...optim.layerwise import LAMB, NovoGrad
-from ...optim.masters import LOW
-from ...optim.torch_optimizers import ADAGRAD, ADAM, SGD_RULE, TorchOptimizer, swapped
+from ...cuda import complete
+from ...optim import Engine, EngineOptions, OwnOptimizer, fuse, rules
+from ...optim.rule_optimizers import LAMB, NovoGrad, RuleOptimizer
+from ...optim.torch_step import fill_momentum, multiply, parameters_of, step_without_hooks, swapped
+from ...precision.policies import LOW
+from ...precision.scaler import inverse
 from .amp import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
+UNCORRECTED = 2.0**23  # steps, whose successors are exact in float32, after which 1 - beta^steps is 1
 BY_AMP = {"FP16_Optimizer": "use amp.initialize(model, optimizer, opt_level='O2')"}
+REQUIRED: Any = required  # torch's mark of an argument without a default
 __getattr__ = layer.absent("apex.optimizers", BY_AMP, lambda: __all__)
 
 
-class _ApexOptimizer(FusedOptimizer):
-    """Base of Apex's optimizers. Their `step` raises ApexError for sparse gradients."""
+class _ApexOptimizer(OwnOptimizer):
+    """Base of Apex's optimizers."""
 
-    _none = True  # `zero_grad` frees gradients by default
-    _beside = False  # weight decay multiplies the weights by 1 - lr × decay before the rule, without it
-    _master = False  # half parameters are stepped as fp32 copies, which are "master_param" in the state
-    _written: dict[Tensor, int]  # parameter → its version when it was written from its copy
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # that steps; None: our class that is another base
+    _set_grad_none = True  # `zero_grad` frees gradients by default
+    _decoupled_decay = False  # weight decay multiplies the weights by 1 - lr × decay before the rule, without it
+    _keeps_masters = False  # half parameters are stepped as fp32 copies, which are "master_param" in the state
+    _unscales_in_memory = False  # a loss scale is divided out of `.grad`, too
+    _written_versions: dict[Tensor, int]  # parameter → its version when it was written from its copy
+    _engine: tuple[tuple[Any, ...], Engine] | None = None  # with the facts that it was chosen by
 
     @property
-    def options(self) -> Options:  # type: ignore[override]
-        low = any(p.dtype in LOW for p in self._parameters())
-        return Options(state_dtype=torch.float32) if low else Options()
+    def engine(self) -> Engine:
+        """Runs the step inside of this one, with fp32 states, where parameters are now, which amp may make half."""
+        parameters = parameters_of(self)
+        low = any(p.dtype in LOW for p in parameters)
+        first = parameters[0] if parameters else None
+        # A copy of this optimizer chooses for itself.
+        facts = id(self), low, type(first), None if first is None else first.device
+        if self._engine is None or self._engine[0] != facts:
+            if self.torch_class is not None and not low:
+                fuse(self, kind=self.torch_class)
+            own: Any = weakref.proxy(self)  # makes no cycle
+            options = EngineOptions(state_dtype=torch.float32) if low else EngineOptions()
+            free = not any(group.get("fused") is False for group in self.param_groups)
+            plain = partial(type(self)._step_by_torch, own)
+            self._engine = facts, Engine(own, options, self.counting, free=free, rule=self.rule, plain=plain)
+        return self._engine[1]
 
-    @options.setter
-    def options(self, options: Options) -> None:
-        """Follow from the parameters, which amp may make half."""
+    def _step_by_torch(self) -> None:
+        """The step of the class below, by `grad_scale` and `found_inf`."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        factor = None if scale is None else inverse(scale)
+        if self.torch_class is None:
+            return RuleOptimizer.advance(self, factor, found_inf)  # type: ignore[arg-type]  # the other base is one
+        if not all(group.get("fused") for group in self.param_groups):
+            if found_inf is not None and found_inf.item():
+                return None
+            self._multiply_gradients(factor)
+        fill_momentum(self, self.torch_class)
+        step_without_hooks(self.torch_class)(self)
+        return None
 
-    def step(self, closure: Callable[[], Any] | None = None, **given: Any) -> Any:
-        if asked := ", ".join(f"{name}=…" for name, value in given.items() if value is not None):
-            raise ApexError(
-                f"{type(self).__name__}.step({asked}): gradients are read from .grad, and amp.scale_loss scales; call step() alone"
-            )
-        return FusedOptimizer.step(self, closure)  # which no instance's hooks wrap
+    def _multiply_gradients(self, factor: Tensor | None) -> None:
+        if factor is not None:
+            multiply([p.grad for p in parameters_of(self) if p.grad is not None], factor)
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        if used := ", ".join(f"{name}=…" for name, value in options.items() if value is not None):
+            subject = f"{type(self).__name__}.step({used})"
+            raise ApexError(f"{subject}: gradients are read from .grad, and amp.scale_loss scales; call step() alone")
+        return OwnOptimizer.step(self, closure)  # which no instance's hooks wrap
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        super().zero_grad(self._none if set_to_none is None else set_to_none)
+        super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_none", "_beside", "_master", "_written")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        options = ("_set_grad_none", "_decoupled_decay", "_keeps_masters", "_unscales_in_memory", "_written_versions")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
-    def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
-        if any(p.grad is not None and p.grad.is_sparse for p in self._parameters()):
+    def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+        if any(p.grad is not None and p.grad.is_sparse for p in parameters_of(self)):
             raise ApexError(f"{type(self).__name__} does not support sparse gradients: use SparseAdam")
-        with self._masters() if self._master else nullcontext():
-            if not self._beside:
-                super().advance(factor, found_inf, result)
+        if self._unscales_in_memory:
+            self._multiply_gradients(factor)
+            factor = None
+        with self._stepping_masters() if self._keeps_masters else nullcontext():
+            if not self._decoupled_decay:
+                self.engine.step(factor, found_inf)
             elif found_inf is None or not found_inf.item():
                 for group in self.param_groups:
                     moved = [p for p in group["params"] if p.grad is not None]
                     if moved and group["weight_decay"]:
                         torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
                 with swapped(self.param_groups, "weight_decay", 0.0):
-                    super().advance(factor, None, result)
+                    self.engine.step(factor)
 
     @contextmanager
-    def _masters(self) -> Iterator[None]:
+    def _stepping_masters(self) -> Iterator[None]:
         """Inside, groups and state hold the fp32 copies in place of half parameters with gradients."""
-        held = []
+        replaced = []
         for params in (group["params"] for group in self.param_groups):
             for i, p in enumerate(params):
                 if p.grad is None or p.dtype not in LOW:
                     continue
                 state = self.state.pop(p, {})
                 master = state.pop("master_param", None)
-                if master is None or self._written.get(p) != p._version:  # the model has loaded other weights
+                if master is None or self._written_versions.get(p) != p._version:  # other weights were loaded
                     master = p.detach().float()
                 master.grad = p.grad.float()
                 params[i], self.state[master] = master, state
-                held.append((params, i, p, master))
+                replaced.append((params, i, p, master))
         try:
             yield
         finally:
-            for params, i, p, master in held:
+            for params, i, p, master in replaced:
                 params[i], master.grad = p, None
                 self.state[p] = {**self.state.pop(master), "master_param": master}
                 p.detach().copy_(master)
-                self._written[p] = p._version
+                self._written_versions[p] = p._version
 
     def _begin(self, name: str, set_grad_none: bool, amsgrad: bool = False) -> None:
         kind = type(self).__name__
         if amsgrad:
             raise ApexError(f"{kind} does not support the AMSGrad variant: leave out amsgrad=True")
-        native = f"optimizer = easymp.optim.{name}(model.parameters(), …)  # or torch.optim's: the same"
-        layer.use(f"optimizers.{kind}", native)
-        self._none, self._written = set_grad_none, dict[Tensor, int]()
+        home = "easymp" if self.torch_class is None else "torch"
+        layer.use(f"optimizers.{kind}", f"optimizer = {home}.optim.{name}(model.parameters(), …)")
+        self._set_grad_none, self._written_versions = set_grad_none, {}
 
 
-class FusedAdam(_ApexOptimizer, TorchOptimizer, torch.optim.Adam):
-    """Adam, or AdamW with `adam_w_mode`, the default. `capturable` has no effect; a step while a CUDA graph is captured is refused."""
+class FusedAdam(_ApexOptimizer, torch.optim.Adam):
+    """Adam, or AdamW with `adam_w_mode`, the default."""
 
-    rule = ADAM
-    torchs = torch.optim.Adam
+    rule = rules.ADAM
+    torch_class = torch.optim.Adam
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0,
-        amsgrad: bool = False, set_grad_none: bool = True, capturable: bool = False, master_weights: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
+        weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True, capturable: bool = False,
+        master_weights: bool = False,
     ) -> None:  # fmt: skip
         self._begin("AdamW", set_grad_none, amsgrad)
-        self._master = master_weights
+        self._keeps_masters, self._unscales_in_memory = master_weights, capturable
         super().__init__(params, lr, betas, eps, weight_decay)
         for group in (self.defaults, *self.param_groups):
             group["decoupled_weight_decay"] = adam_w_mode
             group.setdefault("bias_correction", bias_correction)
 
-    def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
+    def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ApexError("FusedAdam cannot step in a CUDA graph: use torch.optim.AdamW(capturable=True)")
-        super().advance(factor, found_inf, result)
+        super().advance(factor, found_inf)
 
-    def advance_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        if all(group.get("bias_correction", True) for group in self.param_groups):
-            super().advance_by_torch(factor, found_inf)
-        else:
-            self.step_by_reference(factor, found_inf)  # torch's step has no such option
+    def _step_by_torch(self) -> None:
+        # torch's step has no option bias_correction. After very many steps it corrects nothing.
+        counters = []
+        for group in self.param_groups:
+            for p in group["params"] if not group.get("bias_correction", True) else ():
+                if p.grad is not None:
+                    complete(rules.ADAM, group, p, self.state[p])
+                    counters.append(self.state[p]["step"])
+        for counter in counters:
+            counter += UNCORRECTED
+        super()._step_by_torch()
+        for counter in counters:
+            counter -= UNCORRECTED
 
 
-class FusedSGD(_ApexOptimizer, TorchOptimizer, torch.optim.SGD):
+class FusedSGD(_ApexOptimizer, torch.optim.SGD):
     """SGD with momentum; without `lr` each group must have one. `materialize_master_grads` has no effect."""
 
-    rule = SGD_RULE
-    torchs = torch.optim.SGD
+    rule = rules.SGD
+    torch_class = torch.optim.SGD
 
     def __init__(
-        self, params: Any, lr: float | Tensor = required, momentum: float = 0.0, dampening: float = 0.0,
+        self, params: Any, lr: float | Tensor = REQUIRED, momentum: float = 0.0, dampening: float = 0.0,
         weight_decay: float = 0.0, nesterov: bool = False, wd_after_momentum: bool = False,
         materialize_master_grads: bool = True, set_grad_none: bool = False,
     ) -> None:  # fmt: skip
         self._begin("SGD", set_grad_none)
         if not materialize_master_grads:
             layer.ignore({"materialize_master_grads": "masters have gradients, by which they can be clipped"})
-        self._beside = wd_after_momentum
+        self._decoupled_decay = wd_after_momentum
         params = list(params)
-        if lr is required and not all(isinstance(group, dict) and "lr" in group for group in params):
+        if lr is REQUIRED and not all(isinstance(group, dict) and "lr" in group for group in params):
             raise ValueError("FusedSGD needs a learning rate: pass lr=…, or groups with an 'lr'")
-        first = 0.0 if lr is required else lr
-        super().__init__(params, first, momentum, dampening, weight_decay, nesterov)
+        super().__init__(params, 0.0 if lr is REQUIRED else lr, momentum, dampening, weight_decay, nesterov)
         self.defaults["lr"] = lr  # by which torch asks later groups for theirs
 
 
-class FusedAdagrad(_ApexOptimizer, TorchOptimizer, torch.optim.Adagrad):
+class FusedAdagrad(_ApexOptimizer, torch.optim.Adagrad):
     """Adagrad; `adagrad_w_mode` is weight decay beside the gradient, as in AdamW."""
 
-    rule = ADAGRAD
-    torchs = torch.optim.Adagrad
+    rule = rules.ADAGRAD
+    torch_class = torch.optim.Adagrad
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
         set_grad_none: bool = True, adagrad_w_mode: bool = False,
     ) -> None:  # fmt: skip
         self._begin("Adagrad", set_grad_none)
-        self._beside = adagrad_w_mode
+        self._decoupled_decay = adagrad_w_mode
         super().__init__(params, lr, 0.0, weight_decay, 0.0, eps)
 
 
 class FusedLAMB(_ApexOptimizer, LAMB):
-    """`easymp.optim.LAMB`, with Apex's options and defaults. Raises ApexError for amsgrad."""
+    """`easymp.optim.LAMB`, with Apex's options and defaults."""
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
@@ -181,14 +226,14 @@ class FusedLAMB(_ApexOptimizer, LAMB):
         use_nvlamb: bool = False,
     ) -> None:  # fmt: skip
         self._begin("LAMB", set_grad_none, amsgrad)
-        how = {"adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb}
         super().__init__(
-            *(params, lr, bias_correction, betas, eps, weight_decay), max_grad_norm=max_grad_norm, **how
-        )
+            params, lr, bias_correction, betas, eps, weight_decay, adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging, max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb,
+        )  # fmt: skip
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """`FusedLAMB` that steps fp32 copies of parameters of every half type. Raises ApexError for a first `step`."""
+    """`FusedLAMB` that steps fp32 copies of parameters of every half type."""
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, step: int = 0, bias_correction: bool = True,
@@ -198,13 +243,15 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     ) -> None:  # fmt: skip
         if step:
             raise ApexError(f"step={step} is not here: load_state_dict() sets each parameter's steps")
-        self._master = True
-        how = (lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging)
-        super().__init__(params, *how, True, max_grad_norm, use_nvlamb)
+        self._keeps_masters = True
+        super().__init__(
+            params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging,
+            max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb,
+        )  # fmt: skip
 
 
 class FusedNovoGrad(_ApexOptimizer, NovoGrad):
-    """`easymp.optim.NovoGrad`: one norm a tensor, by `norm_type` 2, or 0 for the largest magnitude. Raises ApexError for amsgrad."""
+    """`easymp.optim.NovoGrad` with one norm a tensor, by `norm_type` 2, or 0 for the largest magnitude."""
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
@@ -213,6 +260,7 @@ class FusedNovoGrad(_ApexOptimizer, NovoGrad):
         set_grad_none: bool = True,
     ) -> None:  # fmt: skip
         self._begin("NovoGrad", set_grad_none, amsgrad)
-        how = {"reg_inside_moment": reg_inside_moment, "grad_averaging": grad_averaging}
-        how |= {"norm_type": norm_type, "init_zero": init_zero}
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, **how)
+        super().__init__(
+            params, lr, bias_correction, betas, eps, weight_decay, reg_inside_moment=reg_inside_moment,
+            grad_averaging=grad_averaging, norm_type=norm_type, init_zero=init_zero,
+        )  # fmt: skip

@@ -1,53 +1,35 @@
 """DeepSpeed's interface on an Accelerator: ``from easymp.compat import deepspeed``.
 
-fp16 is fp16 weights with fp32 masters (O2) and DeepSpeed's loss scale; bf16 is autocast over fp32 weights; ZeRO's stages 1 and 2 are
-strategy "zero1", where each rank holds whole parameters, and stage 3 is "fsdp"; checkpoints are easymp's. Scripts are started by
-`easymp launch`. Not here: pipelines and mixtures of experts, inference, 1-bit optimizers, moving to disks.
+fp16 is fp16 weights with fp32 masters (O2) and DeepSpeed's loss scale; bf16 is autocast over fp32 weights; stages 1 and
+2 are strategy "zero1", where each rank holds whole parameters, and stage 3 is "fsdp"; checkpoints are easymp's.
+Not here: pipelines and mixtures of experts, inference, 1-bit optimizers, moving to disks.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import tomllib
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ... import optim
-from ...distributed import read_ranks
 from ...errors import SettingError
-from ...version import __version__
-from ..layer import submodules
-from .config import ABSENT, ADDRESSES, layer, read
+from ..alias import PACKAGES
+from ..layer import by_name, submodules
+from . import modules
+from .config import DeepSpeedConfig, layer
 from .engine import DeepSpeedEngine, InitializeError
-from .modules import MODULES, get_accelerator, init_distributed, log_dist, logger
-from .optimizers import (
-    SCHEDULES,
-    DeepSpeedCPUAdam,
-    FusedAdam,
-    LRRangeTest,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
-
-_MODULES: dict[str, dict[str, Any]] = {
-    **{address: {} for address in ("ops", "runtime", *filter(None, ABSENT))},
-    **MODULES,
-    "ops.adagrad": {"DeepSpeedCPUAdagrad": optim.Adagrad},
-    "ops.adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": FusedAdam},
-    "ops.lamb": {"FusedLamb": optim.LAMB},
-    "ops.lion": {"DeepSpeedCPULion": optim.Lion, "FusedLion": optim.Lion},
-    "runtime.lr_schedules": SCHEDULES,
-}
-_MODULES = {at: {"absent": ABSENT.get(at, {}), **names} for at, names in sorted(_MODULES.items())}
-submodules(__name__, {**_MODULES, **ADDRESSES}, layer, "deepspeed")
+from .modules import get_accelerator, init_distributed, log_dist, logger
+from .optimizers import SCHEDULES, DeepSpeedCPUAdam, FusedAdam, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
-    "DeepSpeedEngine", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "__version__",
-    "accelerator", "add_config_arguments", "checkpointing", "comm", "get_accelerator", "init_distributed", "initialize", "log_dist",
-    "logger", "ops", "runtime", "utils", "zero",
+    "DeepSpeedConfig", "DeepSpeedEngine", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "__version__",
+    "accelerator", "add_config_arguments", "checkpointing", "comm", "get_accelerator", "init_distributed",
+    "initialize", "log_dist", "logger", "ops", "runtime", "utils", "zero",
 ]  # fmt: skip
 
 
@@ -57,34 +39,27 @@ def initialize(
     dist_init_required: bool | None = None, collate_fn: Any = None, config: Any = None, mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
-    """Make the engine; returns (engine, optimizer, training_dataloader, lr_scheduler), with None for those that are not there.
-
-    `args` may have `deepspeed_config`, a path, and gets `local_rank`. `optimizer` and `lr_scheduler` may be functions that make one;
-    without them the configuration's are made, for `model_parameters` (parameters or param groups; None: all). Each rank reads its share of
-    `training_data`, in shuffled micro-batches. `config` is a dict or a path.
-
-    Raises:
-        AssertionError: no model, or a scheduler of another optimizer.
-        SettingError: no configuration or two, or one that is wrong.
-    """
+    """Make the engine; returns (engine, optimizer, training_dataloader, lr_scheduler), with None for absent ones."""
     if model is None:
         raise InitializeError("deepspeed.initialize requires a model: pass model=")
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"deepspeed.initialize(model={model!r}): pass a torch.nn.Module")
-    for name, made in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-        if not (made is None or callable(made) or hasattr(made, "step")):
-            raise SettingError(f"{name}={made!r} is neither one nor a function that makes one")
-    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    configs = [c for c in (config, config_params, named) if c is not None]
+    for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if not (given is None or callable(given) or hasattr(given, "step")):
+            raise SettingError(f"{name}={given!r} is neither one nor a function that makes one")
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    configs = [c for c in (config, config_params, from_args) if c is not None]
     if not configs:
         raise SettingError("DeepSpeed requires --deepspeed_config FILE, or config= as a dict or a path")
     if len(configs) > 1:
         raise SettingError("the configuration is given twice: pass config=, or args.deepspeed_config")
-    meshes = {"mpu": mpu, "mesh_param": mesh_param}
-    layer.ignore({name: "the strategy arranges ranks" for name, value in meshes.items() if value is not None})
-    found = read(configs[0], read_ranks().size)
-    given = (optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
-    engine = DeepSpeedEngine(model, found, *given)
+    with layer.one_warning():
+        meshes = {"mpu": mpu, "mesh_param": mesh_param}
+        layer.ignore({name: "the strategy arranges ranks" for name, value in meshes.items() if value is not None})
+        record = configs[0] if isinstance(configs[0], DeepSpeedConfig) else DeepSpeedConfig(configs[0])
+        engine = DeepSpeedEngine(
+            model, record, optimizer, model_parameters, training_data, scheduler=lr_scheduler, collate=collate_fn
+        )
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -100,8 +75,52 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+# -- its modules, by their addresses
+
+NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+ABSENT: dict[str, dict[str, str]] = {
+    address: {name: reason for reason, names in table.items() for name in names.split()}
+    for address, table in NAMES["absent"].items()
+}
+REFUSED_MODULES = {address: reason for reason, addresses in NAMES["addresses"].items() for address in addresses.split()}
+
+
+def _public(names: str) -> dict[str, Any]:
+    return {name: getattr(modules, name) for name in names.split()}
+
+
+_zero = _public("GatheredParameters Init ZeroParamStatus") | {"absent": ABSENT["zero"]}
+_checkpointing = _public("CheckpointFunction checkpoint configure is_configured reset")
+_comm = "destroy_process_group get_local_rank get_rank get_world_size init_distributed"
+_safe = [f"safe_{verb}_full_{value}" for verb in ("get", "set") for value in ("fp32_param", "grad", "optimizer_state")]
+_utils = "RepeatingLoader log_dist logger see_memory_usage"
+_weights = """convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
+    load_state_dict_from_zero_checkpoint"""
+MODULES: dict[str, dict[str, Any]] = {
+    "accelerator": by_name(get_accelerator),
+    "checkpointing": _checkpointing | {"model_parallel_cuda_manual_seed": torch.manual_seed},
+    "comm": _public(_comm) | {"absent": partial(getattr, torch.distributed)},
+    "ops": {},
+    "ops.adagrad": {"DeepSpeedCPUAdagrad": torch.optim.Adagrad},
+    "ops.adam": by_name(DeepSpeedCPUAdam, FusedAdam),
+    "ops.lamb": {"FusedLamb": optim.LAMB},
+    "ops.lion": {"DeepSpeedCPULion": optim.Lion, "FusedLion": optim.Lion},
+    "runtime": {},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _checkpointing,
+    "runtime.config": by_name(DeepSpeedConfig),
+    "runtime.dataloader": _public("RepeatingLoader"),
+    "runtime.lr_schedules": SCHEDULES | {"absent": ABSENT[""]},
+    "runtime.utils": _public("see_memory_usage") | {"absent": ABSENT["runtime.utils"]},
+    "runtime.zero": _zero,
+    "runtime.zero.partition_parameters": _zero,
+    "utils": _public(_utils) | _public(" ".join(_safe)) | {"absent": ABSENT["utils"]},
+    "utils.zero_to_fp32": _public(_weights),
+    "zero": _zero,
+}
+submodules(__name__, {**MODULES, **REFUSED_MODULES}, layer, "deepspeed")
 DeepSpeedConfigError = SettingError
+__version__ = PACKAGES["deepspeed"][0]  # for scripts that ask
 __git_hash__ = __git_branch__ = "unknown"  # a release has none
 __version_major__, __version_minor__, __version_patch__ = map(int, re.findall(r"\d+", __version__)[:3])
-
 __getattr__ = layer.absent("deepspeed", ABSENT[""], lambda: __all__)

@@ -1,272 +1,199 @@
-"""DeepSpeed's configuration: a dict, or a JSON file with comments. All of it is checked before anything is made.
-
-An unknown key is an error that names the nearest known one; ``names.toml`` says what each known one does.
-"""
+"""DeepSpeed's configuration: a dict, or a JSON file with comments. `KEYS` has the effect of each known key."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ...cli.config.rules import read_json
+from ...cli.config.documents import read_json
+from ...cli.config.rules import KEYS
 from ...distributed import read_ranks
 from ...errors import RefusedError, SettingError, nearest
 from ..layer import Layer, device_of
 
 layer = Layer("DeepSpeed")
-NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
-
-
-class Key(NamedTuple):
-    """A key of the configuration."""
-
-    default: Any  # DeepSpeed's; a list holds all values that ask for nothing
-    why: str = ""  # the reason for which other values are ignored or refused; "" where they are honoured
-    refused: bool = False  # other values are an error
-
-    def asks(self, value: Any) -> bool:
-        """Whether `value` asks for something: it is neither null, "auto", a default, nor a section that is off."""
-        if value in (None, "auto", {}, []) or (
-            isinstance(value, Mapping) and value.get("enabled") in (False, "auto")
-        ):
-            return False
-        known = self.default if isinstance(self.default, list) else [self.default]
-        return (value.lower() if isinstance(value, str) else value) not in known
-
-
-def _keys(table: Mapping[str, Any], why: str = "", refused: bool = False) -> dict[str, Key]:
-    own = {name: value for name, value in table.items() if name != "null" and not isinstance(value, dict)}
-    found = {name: Key(value, why, refused) for name, value in own.items()}
-    found |= {name: Key(None, why, refused) for name in table.get("null", "").split()}
-    for kind in ("ignored", "refused"):
-        for reason, inner in table.get(kind, {}).items():
-            found |= _keys(inner, reason, kind == "refused")
-    return found
-
-
-KEYS = {section: _keys(table) for section, table in NAMES["keys"].items()}
-# Address of a module → its absent names, with the reasons; and addresses of modules that are refused.
-ABSENT: dict[str, dict[str, str]] = NAMES["absent"]
-ABSENT |= dict.fromkeys(("runtime.zero", "runtime.zero.partition_parameters"), ABSENT["zero"])
-ADDRESSES = {at: why for why, addresses in NAMES["addresses"].items() for at in addresses.split()}
-REFUSED: dict[str, str] = NAMES["engine"]["refused"]
-# Method of the engine → the section and the key that it answers with.
-ANSWERS: dict[str, tuple[str, str]] = {
-    **{f"zero_{key}": ("zero_optimization", key) for key in KEYS["zero_optimization"]},
-    **{f"flops_profiler_{key}": ("flops_profiler", key) for key in KEYS["flops_profiler"]},
-}
-for _name, _keyed in NAMES["engine"]["answers"].items():
-    _section, _dot, _key = _keyed.rpartition(".")
-    ANSWERS |= {_name: (_section, _key)} if _dot else {key: (_name, key) for key in _keyed.split()}
-ANSWERED_FALSE = frozenset(NAMES["engine"]["off"]["names"].split())
+Content = Mapping[str, Any] | str | os.PathLike[str]  # a configuration, or its path
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 BF16 = ("bf16", "bfloat16", "torch.bfloat16")
 FP16 = ("fp16", "float16", "torch.float16", "half")
 # Bounds of numbers; others are 0 or more.
-LEAST = dict.fromkeys((*SIZES, "fp16.loss_scale_window", "fp16.hysteresis"), 1)
-MOST = {"zero_optimization.stage": 3, "fp16.initial_scale_power": 127}
+MINIMA = dict.fromkeys((*SIZES, "fp16.loss_scale_window", "fp16.hysteresis"), 1)
+MAXIMA = {"zero_optimization.stage": 3, "fp16.initial_scale_power": 127}
+QUOTED_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
-NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
+class DeepSpeedConfig:
+    """A configuration that has been checked; `mpu` and `mesh_device` have no effect."""
 
-
-class Batch(NamedTuple):
-    """Samples of one update: ``train = micro × steps × world``."""
-
-    train: int
-    micro: int
-    steps: int
-    world: int
-
-
-@dataclass(frozen=True)
-class Config:
-    """The whole configuration."""
-
-    content: Mapping[str, Any]  # the sections and keys as they were given
-    batch: Batch
-    half: str  # "fp16", "bf16" or ""
-    precision: str  # of the Accelerator: "O2" under fp16, whose weights are fp16
-    skips: bool  # steps with gradients that are not finite are skipped without a loss scale, too
-    offload: bool  # weights and optimizer states are in host memory
-    optimizer: tuple[str, dict[str, Any]] | None  # type and parameters
-    scheduler: tuple[str, dict[str, Any]] | None
-    ignored: dict[str, str]  # keys without effect, with the reason
+    def __init__(self, config: Content, mpu: Any = None, mesh_device: Any = None) -> None:
+        self.content = content = read_content(config)  # as it was given
+        if isinstance(content.get("zero_optimization"), bool):  # an older spelling
+            content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
+        if content.get("steps_per_print") == math.inf:
+            content["steps_per_print"] = 0
+        self.ignored = check_keys(content)  # keys without effect, with the reasons
+        self.world_size = read_ranks().size
+        self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = batch_sizes(
+            content, self.world_size
+        )
+        self.steps_per_print = int(self.value("steps_per_print"))
+        self.gradient_clipping = float(self.value("gradient_clipping"))
+        self.dataloader_drop_last = bool(self.value("dataloader_drop_last"))
+        self.zero_optimization_stage = int(self.value("stage", "zero_optimization"))
+        self.zero_enabled = self.zero_optimization = self.zero_optimization_stage > 0
+        self.zero_optimization_partition_gradients = self.zero_optimization_stage >= 2
+        self.zero_optimization_partition_weights = self.zero_optimization_stage >= 3
+        self.zero_cpu_offload = _offloads(content)
+        self.loss_scale, self.fp16_auto_cast = self.value("loss_scale", "fp16"), self.value("auto_cast", "fp16")
+        self.dynamic_loss_scale = self.loss_scale == 0
+        self.initial_dynamic_scale = 2 ** self.value("initial_scale_power", "fp16")
+        self.optimizer_name, self.optimizer_params = _named_section(content, "optimizer")
+        self.scheduler_name, self.scheduler_params = _named_section(content, "scheduler")
+        self._read_precision()
+        tag_validation = str(self.value("tag_validation", "checkpoint"))
+        if tag_validation.lower() not in ("ignore", "warn", "fail"):
+            raise SettingError(f"checkpoint.tag_validation={tag_validation!r} is not one of ignore, warn and fail")
 
     def value(self, key: str, section: str = "") -> Any:
         """The value of a key, or DeepSpeed's default."""
         return _value(self.content, key, section)
 
-    @property
-    def stage(self) -> int:
-        """Of ZeRO, 0 to 3."""
-        return int(self.value("stage", "zero_optimization"))
+    def _read_precision(self) -> None:
+        enabled = [name for name in ("fp16", "bf16", "torch_autocast") if self.value("enabled", name)]
+        if len(enabled) > 1:
+            raise SettingError(f"{' and '.join(enabled)} are enabled at once: turn one of them off")
+        self.fp16_enabled, self.bfloat16_enabled = enabled == ["fp16"], enabled == ["bf16"]
+        self.bf16_enabled, self.torch_autocast_enabled = self.bfloat16_enabled, enabled == ["torch_autocast"]
+        checks_overflow = not self.zero_enabled or self.value("check_grad_overflow", "bf16")
+        self.skips_nonfinite = self.bfloat16_enabled and checks_overflow  # without a loss scale, too
+        self.precision = "O2" if self.fp16_enabled else "bf16" if self.bfloat16_enabled else "fp32"
+        if self.torch_autocast_enabled:
+            default = torch.get_autocast_dtype(device_of(read_ranks()).type)
+            dtype = str(self.value("dtype", "torch_autocast") or default)
+            if dtype not in (*BF16, *FP16):
+                raise SettingError(f"torch_autocast.dtype={dtype!r} is neither 'bfloat16' nor 'float16'")
+            self.precision = "bf16" if dtype in BF16 else "fp16"
 
-    @property
-    def clip(self) -> float:
-        """Largest norm of the gradients; 0 for no limit."""
-        return float(self.value("gradient_clipping"))
-
-    def scale(self) -> dict[str, Any]:
-        """Arguments of `GradScalerKwargs`: DeepSpeed's scale grows one good step later than torch's.
-
-        Without ZeRO each overflow halves it, down to the smallest scale, where training goes on.
-        """
-        keys = "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
-        static, power, window, overflows, refill, least = (self.value(key, "fp16") for key in keys.split())
-        if static:
-            return {"init_scale": float(static), "dynamic": False}
+    def scaler_options(self) -> dict[str, Any]:
+        """Arguments of `GradScalerKwargs`; without ZeRO each overflow halves the scale, and none ends the run."""
+        if not self.dynamic_loss_scale:
+            return {"init_scale": float(self.loss_scale), "dynamic": False}
         return {
-            "init_scale": 2.0**power,
-            "growth_interval": int(window),
-            "hysteresis": int(overflows) if self.stage else 1,
-            "refill_each_step": refill and self.stage > 0,
-            "min_scale": float(least),
-            "growth_delay": 1,
-            "raise_at_minimum": self.stage > 0,
+            "init_scale": float(self.initial_dynamic_scale),
+            "growth_interval": int(self.value("loss_scale_window", "fp16")),
+            "hysteresis": int(self.value("hysteresis", "fp16")) if self.zero_enabled else 1,
+            "refill_each_step": self.value("consecutive_hysteresis", "fp16") and self.zero_enabled,
+            "min_scale": float(self.value("min_loss_scale", "fp16")),
+            "growth_delay": 1,  # one good step later than torch's
+            "raise_at_minimum": self.zero_enabled,
         }
 
 
 def _value(content: Mapping[str, Any], key: str, section: str) -> Any:
-    inside: Any = content
+    values: Any = content
     for name in section.split(".") if section else ():
-        inside = inside.get(name) or {}
-    default, found = (
-        KEYS[section][key].default,
-        inside.get(key, inside.get(f"stage3_{key}")),
-    )  # an older spelling
-    return (default[0] if isinstance(default, list) else default) if found in (None, "auto") else found
+        values = values.get(name) or {}
+    value = values.get(key, values.get(f"stage3_{key}"))  # an older spelling
+    if value not in (None, "auto"):
+        return value
+    default = KEYS[section][key].default
+    return default[0] if isinstance(default, list) else default
 
 
-def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Config:
-    """The configuration `given`, for `world` ranks.
-
-    Raises:
-        SettingError: an unknown key or a wrong value.
-        RefusedError: a key that asks for something that is not here.
-    """
-    content: Any = given
-    if isinstance(given, (str, os.PathLike)):
-        if not Path(given).is_file():
-            raise SettingError(f"no DeepSpeed configuration at {os.fspath(given)!r}: pass a path, or a dict")
-        content = read_json(Path(given).read_text(encoding="utf-8"), str(given))
+def read_content(config: Content) -> dict[str, Any]:
+    """The keys of a configuration, with today's name of bf16."""
+    content: Any = config
+    if isinstance(config, (str, os.PathLike)):
+        if not Path(config).is_file():
+            raise SettingError(f"no DeepSpeed configuration at {os.fspath(config)!r}: pass a path, or a dict")
+        content = read_json(Path(config).read_text(encoding="utf-8"), str(config))
     if not isinstance(content, Mapping):
         raise SettingError(f"the configuration is a {type(content).__name__}; it must be a dict, or a path")
-    content = {"bf16" if key == "bfloat16" else key: value for key, value in content.items()}
-    if isinstance(content.get("zero_optimization"), bool):  # an older spelling
-        content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
-    if content.get("steps_per_print") == math.inf:
-        content["steps_per_print"] = 0
-    ignored, batch = _look_through(content), triangle(content, world)
-    if str(tag := _value(content, "tag_validation", "checkpoint")).lower() not in ("ignore", "warn", "fail"):
-        raise SettingError(f"checkpoint.tag_validation={tag!r} is not one of ignore, warn and fail")
-    typed = [_typed(content, name) for name in ("optimizer", "scheduler")]
-    return Config(content, batch, *_precision(content), _offloads(content), *typed, ignored)
+    return {"bf16" if key == "bfloat16" else key: value for key, value in content.items()}
 
 
-def _look_through(content: Mapping[str, Any], section: str = "") -> dict[str, str]:
-    """The keys of `content` that ask for something and have no effect, with the reasons; checks the others' values."""
-    found, known = {}, KEYS[section]
+def check_keys(content: Mapping[str, Any], section: str = "") -> dict[str, str]:
+    """Check keys and values; returns the keys that ask for something and have no effect, with the reasons."""
+    ignored, keys = {}, KEYS[section]
     for name, value in content.items():
-        where = f"{section}.{name}" if section else name
-        if name not in known:
-            whole = section or "a DeepSpeed configuration"
-            near = nearest(name, known) or "."
-            raise SettingError(f"{whole} has no key {name!r}{near} Known: {', '.join(known)}")
-        key = known[name]
-        if where in KEYS and value is not None:
+        path = f"{section}.{name}" if section else name
+        if name not in keys:
+            owner = section or "a DeepSpeed configuration"
+            hint = nearest(name, keys) or "."
+            raise SettingError(f"{owner} has no key {name!r}{hint} Known: {', '.join(keys)}")
+        key = keys[name]
+        if path in KEYS and value is not None:
             if not isinstance(value, Mapping):
-                raise SettingError(f"{where}={value!r} must be a dict of its settings")
-            inner = _look_through(value, where)
-            found |= inner if value.get("enabled") is not False else {}
-        elif not key.why and value is not None:
-            _check(where, value, key.default)
+                raise SettingError(f"{path}={value!r} must be a dict of its settings")
+            inner_ignored = check_keys(value, path)
+            ignored.update(inner_ignored if value.get("enabled") is not False else {})
+        elif key.kind == "honoured" and value is not None:
+            _check_value(path, value, key.default)
         elif key.asks(value):
-            if key.refused:
-                raise RefusedError(f"{where}={value!r} is not honoured: {key.why}")
-            found[where] = key.why
-    return found
+            if key.kind == "refused":
+                raise RefusedError(f"{path}={value!r} is not honoured: {key.reason}")
+            ignored[path] = key.reason
+    return ignored
 
 
-def _check(name: str, value: Any, default: Any) -> None:
-    """A switch or number like DeepSpeed's default; SettingError for another value."""
-    if name in SIZES:
+def _check_value(path: str, value: Any, default: Any) -> None:
+    """Raise SettingError for a value that is not a switch or number like DeepSpeed's default."""
+    if path in SIZES:
         default = None if value == "auto" else 0
     elif value == "auto":
-        raise SettingError(f"{name}='auto' is for tools that fill it in: write a value, or leave it out")
+        raise SettingError(f"{path}='auto' is for tools that fill it in: write a value, or leave it out")
     if isinstance(default, bool) and value not in (True, False):
-        raise SettingError(f"{name}={value!r} is neither true nor false")
+        raise SettingError(f"{path}={value!r} is neither true nor false")
     if isinstance(default, bool) or not isinstance(default, (int, float)):
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise SettingError(f"{name}={value!r} is not a finite number")
+        raise SettingError(f"{path}={value!r} is not a finite number")
     if isinstance(default, int) and value != int(value):
-        raise SettingError(f"{name}={value!r} is not an integer")
-    least, most = LEAST.get(name, 0), MOST.get(name, math.inf)
-    if not least <= value <= most:
-        bounds = f"is below {least:g}" if most == math.inf else f"must lie in {least:g} … {most:g}"
-        raise SettingError(f"{name}={value!r} {bounds}")
-
-
-def _precision(content: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """`half`, `precision` and `skips` of a `Config`."""
-    on = [name for name in ("fp16", "bf16", "torch_autocast") if _value(content, "enabled", name)]
-    if len(on) > 1:
-        raise SettingError(f"{' and '.join(on)} are enabled at once: turn one of them off")
-    if on == ["fp16"]:
-        return "fp16", "O2", False
-    if on == ["bf16"]:
-        stage = _value(content, "stage", "zero_optimization")
-        return "bf16", "bf16", not stage or _value(content, "check_grad_overflow", "bf16")
-    if on == ["torch_autocast"]:
-        usual = torch.get_autocast_dtype(device_of(read_ranks()).type)
-        word = str(_value(content, "dtype", "torch_autocast") or usual)
-        if word not in (*BF16, *FP16):
-            raise SettingError(f"torch_autocast.dtype={word!r} is neither 'bfloat16' nor 'float16'")
-        return "", "bf16" if word in BF16 else "fp16", False
-    return "", "fp32", False
+        raise SettingError(f"{path}={value!r} is not an integer")
+    minimum, maximum = MINIMA.get(path, 0), MAXIMA.get(path, math.inf)
+    if not minimum <= value <= maximum:
+        bounds = f"is below {minimum:g}" if maximum == math.inf else f"must lie in {minimum:g} … {maximum:g}"
+        raise SettingError(f"{path}={value!r} {bounds}")
 
 
 def _offloads(content: Mapping[str, Any]) -> bool:
-    zero = "zero_optimization"
-    asked = any(_value(content, f"cpu_offload{more}", zero) in (True,) for more in ("", "_param", "_params"))
+    section = "zero_optimization"
+    offloads = any(_value(content, name, section) is True for name in ("cpu_offload", "cpu_offload_param"))
     for key in ("offload_optimizer", "offload_param"):
-        device = _value(content, "device", f"{zero}.{key}")
+        device = _value(content, "device", f"{section}.{key}")
         if device == "nvme":
-            raise RefusedError(f'{zero}.{key}.device="nvme": nothing is moved to disks; use "cpu"')
+            raise RefusedError(f'{section}.{key}.device="nvme": nothing is moved to disks; use "cpu"')
         if device not in ("cpu", "none", None):
-            raise SettingError(f"{zero}.{key}.device={device!r} is not one of cpu, nvme and none")
-        asked |= device == "cpu"
-    return asked
+            raise SettingError(f"{section}.{key}.device={device!r} is not one of cpu, nvme and none")
+        offloads |= device == "cpu"
+    return offloads
 
 
-def _typed(content: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]] | None:
+def _named_section(content: Mapping[str, Any], name: str) -> tuple[str | None, dict[str, Any] | None]:
+    """Type and parameters of the optimizer or scheduler."""
     section = content.get(name) or {}
     kind, params = section.get("type"), section.get("params") or {}
     if kind is None:
-        return None
+        return None, None
     if not isinstance(kind, str) or not isinstance(params, Mapping):
         raise SettingError(f"{name} needs a type by name and params as a dict, not {kind!r} and {params!r}")
     for key, value in params.items():
-        _check(f"{name}.params.{key}", value, None)
-        if isinstance(value, str) and NUMBER.fullmatch(value):
+        _check_value(f"{name}.params.{key}", value, None)
+        if isinstance(value, str) and QUOTED_NUMBER.fullmatch(value):
             raise SettingError(f"{name}.params.{key}={value!r} is a string: write the number without quotes")
     return kind, dict(params)
 
 
-def triangle(content: Mapping[str, Any], world: int) -> Batch:
-    """The three batch sizes from those that are given."""
-    train, micro, steps = (_value(content, name, "") for name in SIZES)
-    said = ", ".join(f"{name}={value}" for name, value in zip(SIZES, (train, micro, steps)))
+def batch_sizes(content: Mapping[str, Any], world: int) -> tuple[int, int, int]:
+    """Samples of an update, those of a micro-batch, and micro-batches of an update, from those that are given."""
+    train, micro, steps = sizes = [_value(content, name, "") for name in SIZES]
     if train is None and micro is None:
         raise SettingError(f"neither {SIZES[0]} nor {SIZES[1]} is given: give at least one of them")
     if train is None:
@@ -276,6 +203,15 @@ def triangle(content: Mapping[str, Any], world: int) -> Batch:
     steps = steps or max(1, train // max(1, micro * world))
     if train != micro * steps * world:
         raise SettingError(
-            f"train_batch_size is not micro-batch × accumulation × ranks: {said}, {world} ranks ({train} != {micro} * {steps} * {world})"
+            "train_batch_size is not micro-batch × accumulation × ranks: "
+            + ", ".join(f"{name}={size}" for name, size in zip(SIZES, sizes))
+            + f", {world} ranks ({train} != {micro} * {steps} * {world})"
         )
-    return Batch(*map(int, (train, micro, steps, world)))
+    return int(train), int(micro), int(steps)
+
+
+def nonempty_folder(path: str | os.PathLike[str], call: str) -> str:
+    """`path`, unless it is empty, which would stand for the working directory."""
+    if not os.fspath(path):
+        raise SettingError(f"{call}(''): an empty path; pass a folder, or '.' for the working directory")
+    return os.fspath(path)

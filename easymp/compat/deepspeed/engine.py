@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from operator import index
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 
 from ...accelerator import Accelerator
 from ...base.pytree import leaves
+from ...checkpoint import torch_files
 from ...checkpoint.codec import unpack
 from ...checkpoint.folders import open_checkpoint
+from ...checkpoint.huggingface import get_state_dict
 from ...checkpoint.weights import load_weights
 from ...distributed import read_ranks
 from ...errors import EasympWarning, RefusedError, SettingError, StepError
 from ...logging import get_logger
 from ...optim import PreparedOptimizer
 from ...options import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from ...settings import Settings
 from ...training.state import current_world
 from . import optimizers
-from .config import ANSWERED_FALSE, ANSWERS, REFUSED, Config, layer
+from .config import DeepSpeedConfig, layer, nonempty_folder
+from .modules import PARTITIONED_GRADS, gradient_of, hide_gradients, mark_sharded, reveal_gradients
 
 logger = get_logger(__name__)
 
 COUNTERS, SCHEDULE = "state/object_0", "state/scheduler_0"  # in a checkpoint
-# Up to stage 2 each rank holds whole parameters, which scripts read and save.
+# Stage → strategy and options. Up to stage 2 each rank holds whole parameters, which scripts read and save.
 STRATEGIES: dict[int, tuple[str, dict[str, Any] | None]] = {
     0: ("auto", None),
     1: ("zero1", None),
@@ -45,7 +46,7 @@ STRATEGIES: dict[int, tuple[str, dict[str, Any] | None]] = {
     3: ("fsdp", None),
 }
 NATIVE = """
-acc = Accelerator(mixed_precision={0.precision!r}, strategy={1!r}, gradient_accumulation_steps={0.batch.steps})
+acc = Accelerator(mixed_precision={0.precision!r}, strategy={1!r}, gradient_accumulation_steps={3})
 model, optimizer, loader = acc.prepare(model, optimizer, loader)
 for inputs, targets in loader:
     with acc.accumulate(model):
@@ -55,44 +56,15 @@ for inputs, targets in loader:
         optimizer.zero_grad()
 acc.save_state()                                       # engine.save_checkpoint
 """
-# What the engine tells by attributes, and by methods without arguments, beside those in `config.ANSWERS`.
-VALUES: dict[str, Callable[[Any], Any]] = {
-    "device": lambda engine: engine.accelerator.device,
-    "local_rank": lambda engine: engine.accelerator.local_process_index,
-    "global_rank": lambda engine: engine.accelerator.process_index,
-    "is_compiled": lambda engine: engine.module._compiled_call_impl is not None,
-    **dict.fromkeys(("world_size", "dp_world_size"), lambda engine: engine.accelerator.num_processes),
-}
-COUNTED = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "": torch.float32}
-METHODS: dict[str, Callable[[Any], Any]] = {
-    "train_batch_size": lambda engine: engine._config.batch.train,
-    "train_micro_batch_size_per_gpu": lambda engine: engine._config.batch.micro,
-    "gradient_accumulation_steps": lambda engine: engine._config.batch.steps,
-    "get_batch_info": lambda engine: engine._config.batch[:3],
-    "is_gradient_accumulation_boundary": lambda engine: engine._in_window + 1 >= engine._config.batch.steps,
-    "was_step_applied": lambda engine: engine._applied,
-    "get_global_grad_norm": lambda engine: None if engine._norm is None else float(engine._norm),
-    "get_lr": lambda engine: [float(group["lr"]) for group in engine._groups()],
-    "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in engine._groups()],
-    "get_data_types": lambda engine: (DTYPES[engine._config.half], torch.float32),
-    "get_data_parallel_rank": lambda engine: engine.global_rank,
-    **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank"), lambda engine: 0),
-    "fp16_enabled": lambda engine: engine._config.half == "fp16",
-    "bfloat16_enabled": lambda engine: engine._config.half == "bf16",
-    "dynamic_loss_scale": lambda engine: engine.loss_scale() == 0,
-    "initial_dynamic_scale": lambda engine: 2 ** engine._config.value("initial_scale_power", "fp16"),
-    "postscale_gradients": lambda engine: not engine._config.value("prescale_gradients"),
-    "zero_optimization": lambda engine: engine._config.stage > 0,
-    "zero_optimization_stage": lambda engine: engine._config.stage,
-    "zero_optimization_partition_gradients": lambda engine: engine._config.stage >= 2,
-    "zero_optimization_partition_weights": lambda engine: engine._config.stage >= 3,
-    "zero_cpu_offload": lambda engine: engine._config.offload,
-    "optimizer_name": lambda engine: (engine._config.optimizer or (None,))[0],
-    "optimizer_params": lambda engine: (engine._config.optimizer or (None, None))[1],
-    "scheduler_name": lambda engine: (engine._config.scheduler or (None,))[0],
-    "scheduler_params": lambda engine: (engine._config.scheduler or (None, None))[1],
-}
+# Methods that return the attribute of this name of the configuration.
+GETTERS = frozenset(
+    """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print gradient_clipping
+    dataloader_drop_last fp16_enabled fp16_auto_cast bfloat16_enabled bf16_enabled torch_autocast_enabled
+    loss_scale dynamic_loss_scale initial_dynamic_scale zero_optimization zero_optimization_stage
+    zero_optimization_partition_gradients zero_optimization_partition_weights zero_cpu_offload optimizer_name
+    optimizer_params scheduler_name scheduler_params""".split()
+)
+TESTED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion")  # DeepSpeed's own list for ZeRO
 NAME_ONE = "name one in the configuration, or pass it to initialize()"
 
 
@@ -104,18 +76,48 @@ class InitializeError(SettingError, AssertionError):
     """Arguments of `initialize` that DeepSpeed refuses by an assertion."""
 
 
-class Counters(SimpleNamespace):
-    """The engine's counters and the caller's own state; in every checkpoint."""
+class Counters:
+    """The engine's counters and the caller's own state, in every checkpoint."""
+
+    NAMES = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "client_state")
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine: Any = weakref.proxy(engine)
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {name: getattr(self._engine, name) for name in self.NAMES}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        for name in self.NAMES:
+            setattr(self._engine, name, state[name])
 
 
 class EngineOptimizer(PreparedOptimizer):
-    """A prepared optimizer that also tells the loss scale, by DeepSpeed's names."""
+    """A prepared optimizer that also tells the loss scale, by the names of DeepSpeed's optimizers and loss scalers."""
+
+    trained: Sequence[Tensor]  # the model's parameters
+    dynamic_loss_scale = dynamic = False
+    scale_window, min_scale, scale_factor = 1000, 1.0, 2.0
+
+    def follow(self, config: DeepSpeedConfig, parameters: Sequence[Tensor]) -> None:
+        """Take the options of the loss scale from `config`."""
+        self.trained = parameters
+        self.dynamic_loss_scale = self.dynamic = config.fp16_enabled and config.dynamic_loss_scale
+        self.scale_window = config.value("loss_scale_window", "fp16")
+        self.min_scale = self.min_loss_scale = config.value("min_loss_scale", "fp16")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, hidden ones too, unless they are part of an unfinished update."""
+        were_hidden = reveal_gradients(self.trained)
+        super().zero_grad(set_to_none)
+        if were_hidden:
+            hide_gradients(self.trained)
+
+    @property
+    def loss_scaler(self) -> EngineOptimizer:
+        return self
+
+    loss_scale_config = loss_scaler
 
     @property
     def cur_scale(self) -> float:
@@ -125,321 +127,346 @@ class EngineOptimizer(PreparedOptimizer):
     loss_scale = cur_scale
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
-        """For `isinstance`: scripts ask for the class of the optimizer that they passed or named."""
-        return type(self.optimizer)
+    def cur_iter(self) -> int:
+        return self.updates
 
     @property
     def overflow(self) -> bool:
         return self.step_was_skipped
 
+    @property  # type: ignore[misc]  # for isinstance(optimizer, FusedAdam)
+    def __class__(self) -> type:
+        """The class of the optimizer that the script passed or named."""
+        return type(self.optimizer)
+
 
 class DeepSpeedEngine(nn.Module):
-    """The engine that `initialize` returns; call it as the model.
-
-    Attributes:
-        module, config: the user's model, and the configuration as it was given.
-        optimizer, training_dataloader: prepared, or None.
-        lr_scheduler: itself, or None.
-        accelerator: the Accelerator that does the work.
-        global_steps, micro_steps, skipped_steps, global_samples: updates, micro-batches, updates that an overflow skipped, samples.
-
-    `VALUES`, `METHODS` and ``names.toml`` have further attributes and methods.
-    """
+    """The engine that `initialize` returns; call it as the model. Its `accelerator`, an Accelerator, does the work."""
 
     def __init__(
-        self, model: nn.Module, config: Config, optimizer: Any = None, parameters: Any = None, data: Any = None,
-        scheduler: Any = None, collate: Any = None,
+        self, model: nn.Module, config: DeepSpeedConfig, optimizer: Any = None, parameters: Any = None,
+        data: Any = None, scheduler: Any = None, collate: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.module, self._config, self.config = model, config, config.content
-        self.client_optimizer, self.client_lr_scheduler = optimizer, scheduler
         layer.ignore(config.ignored)
         self.accelerator = acc = _accelerator(config)
-        native = NATIVE.format(config, acc.plan.strategy.value, config.clip or None)
-        layer.use("initialize, backward and step", native)
-        given = parameters if parameters is not None else model.parameters()
-        if optimizer is None and config.optimizer is not None:
-            optimizer = optimizers.optimizer(*config.optimizer, given)
+        self.device, self.world_size = acc.device, acc.num_processes
+        self.global_rank, self.local_rank = acc.process_index, acc.local_process_index
+        choices = acc.plan.strategy.value, config.gradient_clipping or None, config.gradient_accumulation_steps
+        layer.use("initialize, backward and step", NATIVE.format(config, *choices))
+        optimizer = self._make_optimizer(optimizer, model.parameters() if parameters is None else parameters)
+        scheduler = self._make_scheduler(scheduler, optimizer)
+        self._collate = collate
+        loader = None if data is None else self._loader(data, config.train_micro_batch_size_per_gpu, collate)
+        prepared_model, self.optimizer, self._schedule, self.training_dataloader = acc.prepare(
+            model, optimizer, scheduler, loader
+        )
+        object.__setattr__(self, "_model", prepared_model)  # not a submodule: its parameters are the module's
+        self.lr_scheduler = getattr(self._schedule, "scheduler", None)
+        self._trained = tuple(model.parameters())
+        if self.optimizer is not None:
+            self.optimizer.__class__ = EngineOptimizer
+            self.optimizer.follow(config, self._trained)
+        if acc.plan.strategy.value == "fsdp":
+            mark_sharded(self._trained)
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self.client_state: dict[str, Any] = {}
+        acc.register_for_checkpointing(Counters(self))
+        self._micro_step: AbstractContextManager[None] | None = None
+        self._micro_batches = 0  # since the last update
+        self._norm: Tensor | None = None
+        self._called_backward = False  # since the last step
+        self._called_scale = False
+        self._in_backward = False  # of the engine
+        self._in_own_backward = False  # of the script
+        self._in_no_sync = False
+        self._step_applied = False
+        self._has_low_weights = any(p.dtype in (torch.float16, torch.bfloat16) for p in self._trained)
+
+    def _make_optimizer(self, optimizer: Any, parameters: Any) -> Any:
+        config = self._config
+        if optimizer is None and config.optimizer_name is not None:
+            optimizer = optimizers.optimizer(config.optimizer_name, config.optimizer_params or {}, parameters)
         elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer(given)
-        if scheduler is None and config.scheduler is not None:
-            scheduler = optimizers.scheduler(*config.scheduler)
-        if scheduler is not None and optimizer is None:
+            optimizer = optimizer(parameters)
+        kind = type(optimizer).__name__
+        checks = config.zero_enabled and config.content.get("zero_allow_untested_optimizer") is False
+        if checks and optimizer is not None and kind not in TESTED_OPTIMIZERS:
+            remedy = "zero_allow_untested_optimizer is false. Set it to true, or leave it out"
+            raise InitializeError(f"You are using an untested ZeRO Optimizer, {kind}: {remedy}")
+        return optimizer
+
+    def _make_scheduler(self, scheduler: Any, optimizer: Any) -> Any:
+        config = self._config
+        if scheduler is None and config.scheduler_name is not None:
+            scheduler = optimizers.scheduler(config.scheduler_name, config.scheduler_params or {})
+        if scheduler is None:
+            return None
+        if optimizer is None:
             raise InitializeError(f"a scheduler without an optimizer: {NAME_ONE}")
-        if scheduler is not None and not hasattr(scheduler, "step"):
+        if not hasattr(scheduler, "step"):
             scheduler = scheduler(optimizer)
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            raise InitializeError(
-                "lr_scheduler drives another optimizer: pass that one too, or a function that makes the scheduler"
-            )
-        self.basic_optimizer, self._collate = optimizer, collate
-        loader = None if data is None else self._loader(data, config.batch.micro, collate)
-        prepared = acc.prepare(model, optimizer, scheduler, loader)
-        called, self.optimizer, self._schedule, self.training_dataloader = prepared
-        self.lr_scheduler = getattr(self._schedule, "scheduler", None)  # itself, as there
-        if self.optimizer is not None:
-            self.optimizer.__class__ = EngineOptimizer  # a PreparedOptimizer with names more
-        object.__setattr__(self, "_called", called)  # not a submodule: its parameters are the module's
-        self._counters = Counters(**dict.fromkeys(COUNTED, 0), client={})
-        acc.register_for_checkpointing(self._counters)
-        self._micro: AbstractContextManager[None] | None = None
-        self._in_window = 0  # micro-batches since the last update
-        self._norm: Tensor | None = None
-        self._boundary = self._applied = self._inside = self._scaled = self._apart = False
-        self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-        self._seconds: dict[str, list[float]] = {}  # by phase, with wall_clock_breakdown
-        profiled = config.value("enabled", "flops_profiler")
-        self._profile_step = config.value("profile_step", "flops_profiler") if profiled else None
+            remedy = "pass that one too, or a function that makes the scheduler"
+            raise InitializeError(f"lr_scheduler drives another optimizer: {remedy}")
+        return scheduler
 
-    # -- the step -----------------------------------------------------------------------------------------------------
+    # -- the step
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's outputs, in its own precision; floating-point inputs are cast to it."""
-        training = self.training and torch.is_grad_enabled() and self.optimizer is not None
-        if not training:
-            with self._timed("forward"):
-                return self._called(*inputs, **kwargs)
-        self._begin()
-        flops = self._count_flops() if self._profile_step == self.global_steps else nullcontext()
-        with self._timed("forward"), flops, self._unsynced():
-            outputs = self._called(*inputs, **kwargs)
-        for leaf in leaves(outputs) if self._config.batch.steps > 1 else ():
+        if not (self.training and torch.is_grad_enabled() and self.optimizer is not None):
+            return self._model(*inputs, **kwargs)
+        self._begin_micro_step()
+        with self._unsynced():
+            outputs = self._model(*inputs, **kwargs)
+        self._in_own_backward = False
+        for leaf in leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._divide)
+                leaf.register_hook(self._output_gradient)
         return outputs
 
-    def _divide(self, gradient: Tensor | None) -> Tensor | None:
-        """Divide a gradient of the script's own ``loss.backward()``; None is that of an output without use."""
-        return gradient if gradient is None or self._inside else gradient / self._config.batch.steps
-
-    @property
-    def _late(self) -> bool:
-        """Whether `backward` averages gradients at the boundary, and not the strategy while backward runs."""
-        # So several backward passes before a step, and parameters without a gradient, are right. Sharded gradients take both
-        # anyway, and the Accelerator averages sums of low-precision gradients at the end of a window.
-        summed = self._config.batch.steps > 1 and self._low
-        return self.accelerator.num_processes > 1 and self._config.stage < 2 and not summed
-
-    def _unsynced(self) -> AbstractContextManager[None]:
-        """Gradients stay on this rank until the boundary, up to stage 1."""
-        return self.accelerator.no_sync(self._called) if self._late else nullcontext()
-
-    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Average gradients over the ranks, once or again; a parameter without one takes part with zeros, as in DeepSpeed."""
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        current_world().average_([p.grad for p in parameters])  # type: ignore[misc]
-
-    def _begin(self) -> None:
-        if self._micro is None:
-            self._micro = self.accelerator.accumulate(self._called)
-            self._micro.__enter__()
-
-    def _end(self) -> None:
-        if self._micro is not None:
-            self._micro.__exit__(None, None, None)
-            self._micro = None
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for ``engine.scale(loss).backward()``."""
-        self._scaled = True
-        return self.accelerator.scaler.scale(loss) if self.accelerator.scaler.scales else loss
-
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Gradients of `loss`, divided by the accumulation steps; returns the divided loss."""
+        """Compute the gradients of `loss`, divided by the accumulation steps; returns the divided loss."""
         if self.optimizer is None:
             raise EngineError(f"backward() on an engine without an optimizer: {NAME_ONE}")
-        self._begin()
-        steps = self._config.batch.steps
+        self._begin_micro_step()
+        acc, steps = self.accelerator, self._config.gradient_accumulation_steps
         loss = loss if scale_wrt_gas else loss * steps
-        self._inside = True
+        self._in_backward = True
+        reveal_gradients(self._trained)
+        acc._prepared.forget_gradients()  # the script and `safe_set_full_grad` may change scaled ones
         try:
-            with self._timed("backward"), self._unsynced():
-                self.accelerator.backward(loss, retain_graph=retain_graph)
-                if self._late and self.accelerator.sync_gradients and not self._apart:
-                    self.allreduce_gradients()
+            with self._unsynced():
+                acc.backward(loss, retain_graph=retain_graph)
+                if self._averages_at_boundary and acc.sync_gradients and not self._in_no_sync:
+                    current_world().average_(self._fill_gradients())
+                    acc._prepared.note_gradients()  # a change of ours
+            if self._config.zero_optimization_partition_gradients:
+                hide_gradients(self._trained)
         finally:
-            self._inside = False
-        self._boundary = True
+            self._in_backward = False
+        self._called_backward = True
         return loss.detach() / steps
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; on the last one of an update also clip, and step the optimizer and the scheduler."""
-        if self._apart:
-            raise EngineError(
-                "It is illegal to call Engine.step() inside no_sync context manager: step after the block"
-            )
-        if not self._boundary:  # after the script's own loss.backward()
-            if self._micro is None:
-                if all(p.grad is None for p in self.module.parameters()):
-                    raise EngineError(
-                        "engine.step() before a backward: call engine(…) and backward(loss) first"
-                    )
-                self._begin()
-                self._scaled = True  # gradients that the script set, times the loss scale
-            if self.accelerator.scaler.scales and not self._scaled:
-                raise StepError("loss.backward() leaves the loss scale out: engine.scale(loss).backward()")
-            # A backward that adds nothing hands the gradients to the Accelerator.
-            self.backward(torch.zeros((), device=self.device, requires_grad=True))
-        self._boundary = self._scaled = False
-        acc, counters, config = self.accelerator, self._counters, self._config
-        ended = acc.sync_gradients
-        with self._timed("step"):
-            if ended:
-                self._norm = acc.clip_grad_norm_(self._called.parameters(), config.clip or float("inf"))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            skipped = ended and acc.optimizer_step_was_skipped
-            self._applied = ended and not skipped
-            counters.global_steps += ended
-            counters.skipped_steps += skipped
-            if self._applied and self._schedule is not None:
-                self._schedule.step(**(lr_kwargs or {}))
-        self._end()
-        counters.micro_steps += 1
-        counters.global_samples += ended * config.batch.train
-        self._in_window = 0 if ended else self._in_window + 1
-        every = config.value("steps_per_print")
-        if ended and every and counters.global_steps % every == 0:
-            told = counters.global_steps, counters.skipped_steps, self.get_lr(), self.get_mom()
-            logger.info("step=%d, skipped=%d, lr=%s, mom=%s", *told)
-            means = [f"{name}: {1e3 * sum(s) / len(s):.2f}" for name, s in self._seconds.items()]
-            if means:
-                logger.info("time (ms) | %s", " | ".join(means))
-            self._seconds.clear()
+        if self._in_no_sync:
+            raise EngineError("It is illegal to call Engine.step() inside no_sync context manager: step after it")
+        if not self._called_backward:
+            self._finish_own_backward()
+        self._called_backward = self._called_scale = False
+        acc, config = self.accelerator, self._config
+        updates = acc.sync_gradients
+        if updates:
+            reveal_gradients(self._trained)
+            self._fill_gradients()
+            acc._prepared.forget_gradients()
+            self._norm = acc.clip_grad_norm_(self._model.parameters(), config.gradient_clipping or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        skipped = updates and acc.optimizer_step_was_skipped
+        self._step_applied = updates and not skipped
+        if self._step_applied and self._schedule is not None:
+            self._schedule.step(**(lr_kwargs or {}))
+        self._end_micro_step()
+        self.micro_steps += 1
+        self.global_steps += updates
+        self.skipped_steps += skipped
+        self.global_samples += config.train_batch_size if updates else 0
+        self._micro_batches = 0 if updates else self._micro_batches + 1
+        if updates and config.steps_per_print and self.global_steps % config.steps_per_print == 0:
+            counts = self.global_steps, self.skipped_steps
+            logger.info("step=%d, skipped=%d, lr=%s, mom=%s", *counts, self.get_lr(), self.get_mom())
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for ``engine.scale(loss).backward()``."""
+        self._called_scale = True
+        return self.accelerator.scaler.scale(loss) if self.accelerator.scaler.scales else loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients stay on this rank, and no step is made. Stages 2 and 3 reduce at each backward, and refuse it."""
-        if self._config.stage >= 2:
-            raise EngineError(
-                "no_sync context manager is incompatible with stages 2 and 3, which reduce at each backward"
-            )
-        if self._apart:
+        """Inside, gradients stay on this rank, and no step is made; refused at stages 2 and 3."""
+        if self._config.zero_optimization_partition_gradients:
+            raise EngineError("no_sync context manager: stages 2 and 3 reduce at each backward. Leave it out")
+        if self._in_no_sync:
             raise EngineError("no_sync context manager reentry is unsupported: leave the inner one out")
-        self._apart = True
+        self._in_no_sync = True
         try:
-            with self.accelerator.no_sync(self._called):
+            with self.accelerator.no_sync(self._model):
                 yield
         finally:
-            self._apart = False
-
-    def empty_partition_cache(self) -> None:
-        """Does nothing: weights are gathered for a block at a time, and freed behind it."""
+            self._in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
+        reveal_gradients(self._trained)
         self.module.zero_grad(set_to_none)
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Samples of an update, by the number of micro-batches; a ValueError for no multiple of micro-batch × ranks."""
-        batch = self._config.batch
-        train_batch_size = index(train_batch_size)
-        if train_batch_size % (batch.micro * batch.world) or train_batch_size < 1:
-            raise ValueError(f"train_batch_size={train_batch_size} is not {batch.micro} × {batch.world} × n")
-        steps = train_batch_size // (batch.micro * batch.world)
-        self.accelerator.gradient_accumulation_steps = steps
-        self._config = replace(self._config, batch=batch._replace(train=train_batch_size, steps=steps))
+    def _begin_micro_step(self) -> None:
+        if self._micro_step is None:
+            self._micro_step = self.accelerator.accumulate(self._model)
+            self._micro_step.__enter__()
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Samples of a micro-batch, with as many micro-batches in an update as before."""
-        batch = self._config.batch
-        if index(micro_batch_size) < 1:
-            raise ValueError(f"micro_batch_size={micro_batch_size} is below 1")
-        train = micro_batch_size * batch.steps * batch.world
-        self._config = replace(self._config, batch=batch._replace(train=train, micro=micro_batch_size))
+    def _end_micro_step(self) -> None:
+        if self._micro_step is not None:
+            self._micro_step.__exit__(None, None, None)
+            self._micro_step = None
 
-    def compile(
-        self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **others: Any
-    ) -> None:
-        """torch.compile of the model, in place."""
-        if any(others.values()):
-            _refuse("engine.compile", remedy="leave it out", **others)
-        self.module.compile(**({"backend": backend} if backend else {}), **(compile_kwargs or {}))
+    @property
+    def _averages_at_boundary(self) -> bool:
+        """Whether `backward` averages gradients at the boundary, and not the strategy while backward runs.
 
-    # -- times and operations ---------------------------------------------------------------------------------------------
+        So several backward passes before a step, and parameters without a gradient, are right. Sharded gradients take
+        both anyway; the Accelerator averages sums of low-precision gradients.
+        """
+        config = self._config
+        summed = config.gradient_accumulation_steps > 1 and self._has_low_weights
+        return self.world_size > 1 and not config.zero_optimization_partition_gradients and not summed
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds inside to those of `phase`, for `wall_clock_breakdown`."""
-        if not self._config.value("wall_clock_breakdown"):
-            yield
-            return
-        begin = self._now()
-        yield
-        self._seconds.setdefault(phase, []).append(self._now() - begin)
+    def _unsynced(self) -> AbstractContextManager[None]:
+        return self.accelerator.no_sync(self._model) if self._averages_at_boundary else nullcontext()
 
-    def _now(self) -> float:
-        """Seconds, once the device has done its work."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter()
+    def _fill_gradients(self) -> list[Tensor]:
+        """All gradients; a parameter without one takes part with zeros, as in DeepSpeed, so that it decays."""
+        gradients = []
+        for parameter in self._trained:
+            if parameter.requires_grad and gradient_of(parameter) is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        return gradients
 
-    @contextmanager
-    def _count_flops(self) -> Iterator[None]:
-        """Report the operations of the forward inside: matrix products, convolutions, attention."""
-        begin, self._profile_step = self._now(), None  # once
-        with FlopCounterMode(display=False) as counter:
-            yield
-        flops, seconds = counter.get_total_flops(), self._now() - begin
-        report = (
-            f"flops profiler, one forward: {flops:,} floating-point operations, {sum(p.numel() for p in self.module.parameters()):,} "
-            f"parameters, {seconds * 1e3:.2f} ms; the counting itself takes time"
-        )
-        if file := self._config.value("output_file", "flops_profiler"):
-            Path(file).write_text(report + "\n", encoding="utf-8")
-        else:
-            print(report)  # noqa: T201 (as asked for by the configuration)
+    # -- a backward of the script's own
 
-    # -- attributes ---------------------------------------------------------------------------------------------------
+    def _output_gradient(self, gradient: Tensor | None) -> Tensor | None:
+        """Hook of an output: divides its gradient (None without use) in the script's own backward, and follows that."""
+        if self._in_backward:
+            return gradient
+        if not self._in_own_backward:
+            self._in_own_backward = True
+            reveal_gradients(self._trained)
+            self.optimizer.backward_begins()
+            self.accelerator._prepared.sums.begin()
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._after_own_backward))  # behind the callbacks of the strategy
+        steps = self._config.gradient_accumulation_steps
+        return gradient if gradient is None or steps == 1 else gradient / steps
+
+    def _after_own_backward(self) -> None:
+        """Average gradients after the last backward of an update, or hide them."""
+        self._in_own_backward = False
+        if self.accelerator.sync_gradients and not self._in_no_sync and not self._lacks_scale:
+            with torch.enable_grad():
+                self._backward_of_zero()
+        elif self._config.zero_optimization_partition_gradients:
+            hide_gradients(self._trained)
+
+    def _finish_own_backward(self) -> None:
+        """In a step without `backward`: hand over the gradients of the script's own backward, or those that it set."""
+        if self._micro_step is None:
+            if all(p.grad is None and p not in PARTITIONED_GRADS for p in self._trained):
+                raise EngineError("engine.step() before a backward: call engine(…) and backward(loss) first")
+            self._begin_micro_step()
+            self._called_scale = True  # gradients that the script set, times the loss scale
+        if self._lacks_scale:
+            raise StepError("loss.backward() leaves the loss scale out: engine.scale(loss).backward()")
+        self._backward_of_zero()
+
+    @property
+    def _lacks_scale(self) -> bool:
+        """Whether the script's own backward left the loss scale out."""
+        return self.accelerator.scaler.scales and not self._called_scale
+
+    def _backward_of_zero(self) -> None:
+        """Hand the gradients to the Accelerator by a backward that adds nothing."""
+        self.backward(torch.zeros((), device=self.device, requires_grad=True))
+
+    # -- what the engine tells
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this micro-batch is the last one of an update."""
+        return self._micro_batches + 1 >= self._config.gradient_accumulation_steps
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` updated the weights."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the gradients of the last update, before the clip."""
+        return None if self._norm is None else float(self._norm)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_mom(self) -> list[Any]:
+        """The betas or the momentum of each param group."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """`train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`."""
+        config = self._config
+        return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
 
     def __getattr__(self, name: str) -> Any:
-        """Counters, answers about the configuration, and the attributes of the user's model."""
+        """Getters of the configuration, and the attributes of the user's model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in COUNTED:
-                return getattr(self._counters, name)
-            if name in VALUES:
-                return VALUES[name](self)
-            if name in METHODS:
-                return partial(METHODS[name], self)
+            if name in GETTERS:
+                return partial(getattr, self._config, name)
             if hasattr(module := self.__dict__.get("_modules", {}).get("module"), name):
                 return getattr(module, name)
-            if name in ANSWERS:
-                section, key = ANSWERS[name]
-                return lambda: self._config.value(key, section)
-            if name in REFUSED:
-                return partial(_refuse, f"engine.{name}", remedy=REFUSED[name])
-            if name in ANSWERED_FALSE:
-                return lambda: False
             raise
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups if self.optimizer else []
+    # -- what scripts change
 
-    def deepspeed_io(
-        self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **others: Any
-    ) -> Any:
-        """A prepared loader of `dataset`."""
-        if others:
-            remedy = "make the DataLoader, and pass it to engine.accelerator.prepare"
-            _refuse("deepspeed_io", remedy=remedy, **others)
-        size = batch_size or self._config.batch.micro
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the samples of an update, by the number of micro-batches."""
+        config = self._config
+        micro, world = config.train_micro_batch_size_per_gpu, self.world_size
+        steps, remainder = divmod(index(train_batch_size), micro * world)
+        if remainder or steps < 1:
+            raise ValueError(f"train_batch_size={train_batch_size} is not {micro} × {world} × n")
+        self.accelerator.gradient_accumulation_steps = steps
+        config.train_batch_size, config.gradient_accumulation_steps = train_batch_size, steps
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Refused: updates come by the number of micro-batches."""
+        raise RefusedError("set_gradient_accumulation_boundary: call step() after each micro-batch; the last updates")
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """torch.compile of the model, in place."""
+        self.module.compile(**({"backend": backend} if backend else {}), **(compile_kwargs or {}))
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: weights are gathered for a block at a time."""
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Any:
+        """A prepared loader of `dataset`; for other options pass a DataLoader to ``engine.accelerator.prepare``."""
+        size = batch_size or self._config.train_micro_batch_size_per_gpu
         return self.accelerator.prepare(self._loader(dataset, size, collate_fn or self._collate))
 
     def _loader(self, data: Any, size: int, collate: Any) -> DataLoader[Any]:
-        drop = self._config.value("dataloader_drop_last")
-        return DataLoader(data, batch_size=size, shuffle=True, collate_fn=collate, drop_last=drop)
+        drop_last = self._config.dataloader_drop_last
+        return DataLoader(data, batch_size=size, shuffle=True, collate_fn=collate, drop_last=drop_last)
+
+    def destroy(self) -> None:
+        """Close the run; another engine can be made afterwards."""
+        self._end_micro_step()
+        self.accelerator.close()
+
+    # -- weights and checkpoints
 
     def module_state_dict(
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False,
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
-        """The module's own."""
-        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        """The module's own state dict."""
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -450,42 +477,49 @@ class DeepSpeedEngine(nn.Module):
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
-    def destroy(self) -> None:
-        """Close the run; another engine can be made afterwards."""
-        self._end()
-        self.accelerator.close()
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """Write whole weights to one file of torch.save, or of safetensors by its name's end; on all ranks."""
+        save_dir = nonempty_folder(save_dir, "save_16bit_model")
+        state = get_state_dict(self.accelerator._world, self._model)
+        if self.global_rank == 0:
+            state = self._without_frozen(state) if exclude_frozen_parameters else state
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            write: Any = self.accelerator.save if save_filename.endswith(".safetensors") else torch_files.write
+            write(state, Path(save_dir, save_filename))
+        self.accelerator.wait_for_everyone()
+        return True
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
+    save_fp16_model = save_16bit_model
 
     def save_checkpoint(
         self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Write everything to ``save_dir/tag``, a checkpoint of easymp's, and its name to ``save_dir/latest``; on all ranks.
-
-        `tag` is ``global_step`` and the number of updates by default. `client_state` holds numbers, strings, and lists, tuples and dicts of
-        them; `load_checkpoint` returns it. Between two micro-batches of an update no gradients are saved, as in DeepSpeed.
-        """
+        """Write a checkpoint to ``save_dir/tag``, a path or URL, and `tag` to ``save_dir/latest``; on all ranks."""
         if exclude_frozen_parameters:
             raise RefusedError("exclude_frozen_parameters=True: only save_16bit_model takes it")
+        save_dir = nonempty_folder(save_dir, "save_checkpoint")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        checked = self._config.value("tag_validation", "checkpoint").lower()
-        if checked != "ignore" and len(tags := dict.fromkeys(current_world().gather_objects(tag))) > 1:
-            said = f"the tag of save_checkpoint differs between ranks: {', '.join(tags)}. Pass the same one on all ranks"
-            if checked == "fail":
-                raise EngineError(said)
-            warnings.warn(f"{said}; rank 0's counts", EasympWarning, stacklevel=2)
-        self._counters.client = dict(client_state or {})
+        validation = self._config.value("tag_validation", "checkpoint").lower()
+        if validation != "ignore" and len(tags := dict.fromkeys(current_world().gather_objects(tag))) > 1:
+            message = f"the tag of save_checkpoint differs between ranks: {', '.join(tags)}. Pass one on all ranks"
+            if validation == "fail":
+                raise EngineError(message)
+            warnings.warn(f"{message}; rank 0's counts", EasympWarning, stacklevel=2)
+        self.client_state = dict(client_state or {})
         window = self.accelerator._window
-        before, window.sync = window.sync, True  # the script asks for a save here
+        sync, window.sync = window.sync, True  # saves between two micro-batches, too
         try:
             self.accelerator.save_state(os.path.join(save_dir, tag))  # a Path would break a URL
         finally:
-            window.sync = before
+            window.sync = sync
         if save_latest and self.global_rank == 0:
-            fresh = Path(save_dir, "latest.tmp")
-            fresh.write_text(tag, encoding="utf-8")
-            fresh.replace(Path(save_dir, "latest"))
+            temporary = Path(save_dir, "latest.tmp")
+            temporary.write_text(tag, encoding="utf-8")
+            temporary.replace(Path(save_dir, "latest"))
         self.accelerator.wait_for_everyone()
         return True
 
@@ -494,97 +528,72 @@ class DeepSpeedEngine(nn.Module):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, Any]:  # fmt: skip
-        """The path that was loaded and its `client_state`; or (None, None) with a warning, where there is no ``latest``.
-
-        The next micro-batch begins an update. `load_module_only` leaves optimizer and counters as they are. Without optimizer states,
-        `client_state` may hold no tensors. A CheckpointError is raised before anything has changed.
-        """
+        """Load a checkpoint; returns its path and `client_state`, or (None, None) with a warning without ``latest``."""
         if custom_load_fn is not None:
-            raise RefusedError("custom_load_fn=…: use easymp.load_weights(engine.module, place)")
+            raise RefusedError("custom_load_fn=…: use easymp.load_weights(engine.module, path)")
         latest = Path(load_dir, "latest")
         if tag is None and not latest.is_file():
-            said = f"Unable to find latest file at {latest}: pass the folder of save_checkpoint, or a tag"
-            warnings.warn(said, EasympWarning, stacklevel=2)
+            message = f"Unable to find latest file at {latest}: pass the folder of save_checkpoint, or a tag"
+            warnings.warn(message, EasympWarning, stacklevel=2)
             return None, None
         tag = latest.read_text(encoding="utf-8").strip() if tag is None else str(tag)
-        place = os.path.join(load_dir, tag)
-        self._drop_window()
-        schedule = self._schedule if load_lr_scheduler_states else None
-        if load_module_only or not load_optimizer_states:
-            return place, self._load_weights(place, load_module_strict, load_module_only, schedule)
-        keep = self._schedule is not None and schedule is None
-        kept = copy.deepcopy(self._schedule.state_dict()) if keep else None
-        self.accelerator.load_state(place, strict=load_module_strict)
-        if keep:
-            self._schedule.load_state_dict(kept)
-        return place, self._counters.client
+        path = os.path.join(load_dir, tag)
+        self._drop_gradients()
+        if load_module_only:
+            load_weights(self._model, path, strict=load_module_strict)
+            return path, _read_states(path)[COUNTERS]["client_state"]
+        if not load_optimizer_states:
+            states = _read_states(path)
+            load_weights(self._model, path, strict=load_module_strict)
+            Counters(self).load_state_dict(states[COUNTERS])
+            if load_lr_scheduler_states and self._schedule is not None and SCHEDULE in states:
+                self._schedule.load_state_dict(states[SCHEDULE])
+            return path, self.client_state
+        schedule = None if load_lr_scheduler_states else self._schedule
+        schedule_state = copy.deepcopy(schedule.state_dict()) if schedule is not None else None
+        self.accelerator.load_state(path, strict=load_module_strict)
+        if schedule is not None:
+            schedule.load_state_dict(schedule_state)
+        return path, self.client_state
 
-    def _drop_window(self) -> None:
+    def _drop_gradients(self) -> None:
         """Forget the gradients of an unfinished update."""
-        self._end()
+        self._end_micro_step()
         window = self.accelerator._window
         window.micro, window.backwards, window.sync = 0, 0, True
-        self._in_window, self._boundary = 0, False
+        self._micro_batches, self._called_backward = 0, False
+        reveal_gradients(self._trained)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    def _load_weights(self, place: str, strict: bool, module_only: bool, schedule: Any) -> Any:
-        """Load weights, and unless `module_only` counters and the schedule; return the client's state."""
 
-        def no_tensors(name: str) -> Any:
-            raise RefusedError(f"{name} is a tensor, which is read with the optimizer's states: load all")
+def _read_states(path: str) -> dict[str, Any]:
+    """Counters and schedule of a checkpoint."""
 
-        states = open_checkpoint(place).manifest.states
-        counters = unpack(states[COUNTERS], no_tensors)
-        has_rates = schedule is not None and SCHEDULE in states and not module_only
-        rates = unpack(states[SCHEDULE], no_tensors) if has_rates else None
-        load_weights(self._called, place, strict=strict)
-        if not module_only:
-            self._counters.load_state_dict(counters)
-        if rates is not None:
-            schedule.load_state_dict(rates)
-        return counters["client"]
+    def refuse_tensor(name: str) -> Any:
+        raise RefusedError(f"{name} is a tensor, which is read with the optimizer's states: load all")
 
-    def save_16bit_model(
-        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False,
-    ) -> bool:  # fmt: skip
-        """Whole weights in one file, fp16 under fp16, else fp32; on all ranks: of torch.save, unless named ``.safetensors``."""
-        state = self.accelerator.get_state_dict(self._called)
-        if self.global_rank == 0:
-            state = self._without_frozen(state) if exclude_frozen_parameters else state
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            write = self.accelerator.save if save_filename.endswith(".safetensors") else save_whole
-            write(state, Path(save_dir, save_filename))
-        self.accelerator.wait_for_everyone()
-        return True
-
-    save_fp16_model = save_16bit_model
+    states = open_checkpoint(path).manifest.states
+    return {name: unpack(states[name], refuse_tensor) for name in (COUNTERS, SCHEDULE) if name in states}
 
 
-def _accelerator(config: Config) -> Accelerator:
-    steps = config.batch.steps
-    strategy, options = STRATEGIES[config.stage if read_ranks().size > 1 else 0]
-    if config.offload and strategy != "fsdp":
+def _accelerator(config: DeepSpeedConfig) -> Accelerator:
+    strategy, options = STRATEGIES[config.zero_optimization_stage if read_ranks().size > 1 else 0]
+    if strategy == "fsdp":
+        options = {"cpu_offload": config.zero_cpu_offload}
+    elif config.zero_cpu_offload:
         layer.ignore({"zero_optimization.offload_…": "with stage 3 on several processes only"})
-    handlers: list[Any] = [AutocastKwargs(output_dtype=None)]
-    if config.half == "fp16":
-        handlers.append(GradScalerKwargs(**config.scale()))
-    return Accelerator(
-        mixed_precision=config.precision,  # type: ignore[arg-type]
-        strategy=strategy,  # type: ignore[arg-type]
-        strategy_options={"cpu_offload": config.offload} if strategy == "fsdp" else options,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(steps, sync_with_dataloader=False),
-        kwargs_handlers=handlers,
-        nonfinite="skip" if config.skips else None,
+    settings = Settings(
+        autocast_options=AutocastKwargs(output_dtype=None),
+        scaler_options=GradScalerKwargs(**config.scaler_options()) if config.fp16_enabled else None,
     )
-
-
-def _refuse(call: str, *args: Any, remedy: str, **others: Any) -> None:
-    raise RefusedError(f"{call}({', '.join(others)}) is not part of easymp.compat: {remedy}")
-
-
-def save_whole(state: Any, path: Path) -> None:
-    """Write a file of torch.save that is there as a whole or not at all."""
-    fresh = path.with_name(f"{path.name}.tmp")
-    torch.save(state, fresh)
-    fresh.replace(path)
+    return Accelerator(
+        mixed_precision=config.precision,  # type: ignore[arg-type]  # a word of `_read_precision`
+        strategy=strategy,  # type: ignore[arg-type]  # a word of `STRATEGIES`
+        strategy_options=options,
+        gradient_accumulation_steps=GradientAccumulationPlugin(
+            config.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        nonfinite="skip" if config.skips_nonfinite else None,
+        settings=settings,
+    )

@@ -1,10 +1,16 @@
-"""DeepSpeed's small modules: ``deepspeed.comm``, ``accelerator``, ``checkpointing``, ``utils`` and ``zero``, as `MODULES` lists them."""
+"""DeepSpeed's small modules: ``deepspeed.comm``, ``accelerator``, ``checkpointing``, ``utils`` and ``zero``.
+
+From stage 2 on gradients are hidden between backward and step, where DeepSpeed leaves ``.grad`` None, too. At stage 3
+parameters are DTensors with DeepSpeed's ``ds_id``, ``ds_shape``, ``ds_numel`` and ``ds_status``. All ranks call the
+functions of ``utils`` and ``zero`` together, with the same values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from enum import Enum
+from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,29 +20,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...base.dtensor import local
-from ...checkpoint.conversion import convert, read_weights
+from ...base.pytree import map_leaves
+from ...checkpoint import torch_files
+from ...checkpoint.huggingface import convert, read_weights
 from ...checkpoint.weights import load_weights
 from ...distributed import World, locate, read_ranks
-from ...errors import RefusedError
+from ...errors import RefusedError, SettingError
 from ...logging import get_logger
-from ...training.state import accelerators
-from ..layer import device_of, named
-from .config import NAMES, layer
-from .engine import save_whole
+from ...training.state import accelerators, current_world
+from ..layer import device_of
+from .config import Content, check_keys, layer, nonempty_folder, read_content
 
 logger = get_logger("easymp.compat.deepspeed.utils")
 
-# -- comm ----------------------------------------------------------------------------------------------------------------
+# -- comm; its other names are those of torch.distributed
 
 _world: World | None = None
 
 
 def init_distributed(
-    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500, verbose: bool = True,
-    timeout: Any = None, init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
-    world_size: int = -1,
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500,
+    verbose: bool = True, timeout: Any = None, init_method: str | None = None, dist_init_required: bool | None = None,
+    config: Any = None, rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
     """Join the processes that a launcher announced; a process alone is a group of one. A group that runs is kept."""
     global _world
@@ -70,10 +78,6 @@ def get_local_rank() -> int:
     return read_ranks().local_rank
 
 
-def log_summary(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: `Accelerator.profile` shows the time of communication."""
-
-
 def destroy_process_group(group: Any = None) -> None:
     """Leave the group."""
     global _world
@@ -84,102 +88,71 @@ def destroy_process_group(group: Any = None) -> None:
         dist.destroy_process_group(group)
 
 
-# -- accelerator ---------------------------------------------------------------------------------------------------------
+# -- accelerator
 
 
-def _answer(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
-
-
-# Names of torch.cuda and its like, for the CPU.
-CPU = SimpleNamespace(
-    **dict.fromkeys(NAMES["accelerator"]["cpu"]["nothing"].split(), _answer(None)),
-    **dict.fromkeys(NAMES["accelerator"]["cpu"]["zero"].split(), _answer(0)),
-    **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
-    **dict.fromkeys(("stream", "device"), lambda index=None: nullcontext()),
-    device_count=_answer(1),
-    memory_stats=_answer({}),
-    initial_seed=torch.initial_seed,
-    get_rng_state=lambda device_index=None: torch.get_rng_state(),
-    set_rng_state=lambda new_state, device_index=None: torch.set_rng_state(new_state),
-    default_generators=[torch.default_generator],
-)
-
-
-class Device:
-    """The device of this process, by DeepSpeed's names. Other names are those of torch.cuda or its like."""
+class DeviceInterface:
+    """The device of this process. Names that are not here are those of torch.cuda or its like."""
 
     def __init__(self) -> None:
-        self._name = device_of(read_ranks()).type
+        self._type = device_of(read_ranks()).type
+        self._module = torch.get_device_module(self._type)
 
     def device_name(self, device_index: int | None = None) -> str:
         """``"cuda"``, ``"cuda:1"``, ``"cpu"``."""
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+        return self._type if device_index is None or self._type == "cpu" else f"{self._type}:{device_index}"
 
     def current_device_name(self) -> str:
-        return self.device_name(self.current_device())
+        return self.device_name(self._module.current_device())
 
     def communication_backend_name(self) -> str:
-        return "nccl" if self._name == "cuda" else "gloo"
+        return "nccl" if self._type == "cuda" else "gloo"
 
     def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if self._name == "cuda" else True
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._name
-
-    def random(self) -> Any:
-        return torch.random
-
-    def default_generator(self, device_index: int) -> Any:
-        return self.default_generators[device_index]
-
-    def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
-        return tensor if self._name == "cpu" else tensor.pin_memory()
+        return self._type == "cpu" or torch.cuda.is_bf16_supported()
 
     def __getattr__(self, name: str) -> Any:
-        """device_count, get_rng_state, manual_seed, memory_allocated …; on the CPU there is one device, and memory is 0."""
-        if name in NAMES["accelerator"]["same"]:
-            return _answer(NAMES["accelerator"]["same"][name])
-        if name.endswith("Tensor") and hasattr(torch, name):
-            return getattr(torch, name)
-        there = CPU if self._name == "cpu" else torch.get_device_module(self._name)
-        if name.startswith("_") or not hasattr(there, name):
+        """`device_count`, `synchronize`, `memory_allocated` and so on; on the CPU memory is 0."""
+        if hasattr(self._module, name):
+            return getattr(self._module, name)
+        if self._type != "cpu" or name.startswith("_") or not hasattr(torch.cuda, name):
             raise AttributeError(f"get_accelerator().{name} is not here: use torch.accelerator")
-        return getattr(there, name)
+        if "memory" in name:
+            return lambda *args: 0
+        return getattr(torch, name.removesuffix("_all"), lambda *args: None)  # manual_seed_all, …; empty_cache, …
 
 
-def get_accelerator() -> Device:
+def get_accelerator() -> DeviceInterface:
     """The device of this process."""
-    return Device()
+    return DeviceInterface()
 
 
-# -- checkpointing -------------------------------------------------------------------------------------------------------
+# -- checkpointing
 
-_cpu: bool | None = None  # whether inputs are kept in host memory; None before `configure`
+_saves_on_cpu: bool | None = None  # whether inputs are kept in host memory; None before `configure`
 
 
 def configure(
-    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: Any = None, contiguous_checkpointing: Any = None,
-    num_checkpoints: Any = None, checkpoint_in_cpu: bool | None = None, synchronize: Any = None, profile: Any = None,
+    mpu_: Any = None, deepspeed_config: Content | None = None, partition_activations: Any = None,
+    contiguous_checkpointing: Any = None, num_checkpoints: Any = None, checkpoint_in_cpu: bool | None = None,
+    synchronize: Any = None, profile: Any = None,
 ) -> None:  # fmt: skip
     """Set whether the inputs of checkpointed functions are kept in host memory; the other options have no effect."""
-    global _cpu
-    given = deepspeed_config if isinstance(deepspeed_config, dict) else {}
-    named = bool(given.get("activation_checkpointing", {}).get("cpu_checkpointing"))
-    _cpu = named if checkpoint_in_cpu is None else checkpoint_in_cpu
-    others = {"partition_activations": partition_activations, "profile": profile}
-    layer.ignore(
-        {f"checkpointing.configure({n}=…)": "torch keeps inputs whole" for n, v in others.items() if v}
-    )
+    global _saves_on_cpu
+    section = read_content(deepspeed_config or {}).get("activation_checkpointing") or {}
+    if not isinstance(section, dict):
+        raise SettingError(f"activation_checkpointing={section!r} must be a dict of its settings")
+    with layer.one_warning():
+        layer.ignore(check_keys(section, "activation_checkpointing"))
+        options = {"partition_activations": partition_activations, "profile": profile}
+        reason = "torch keeps inputs whole"
+        layer.ignore({f"checkpointing.configure({name}=…)": reason for name, value in options.items() if value})
+    _saves_on_cpu = bool(section.get("cpu_checkpointing")) if checkpoint_in_cpu is None else checkpoint_in_cpu
 
 
 def is_configured() -> bool:
     """Whether `configure` has been called."""
-    return _cpu is not None
+    return _saves_on_cpu is not None
 
 
 def reset() -> None:
@@ -188,151 +161,13 @@ def reset() -> None:
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args)``, computed again in backward with the same random numbers; only the arguments are kept."""
-    with torch.autograd.graph.save_on_cpu() if _cpu else nullcontext():
+    with torch.autograd.graph.save_on_cpu() if _saves_on_cpu else nullcontext():
         return recompute(function, *args, use_reentrant=False, **kwargs)
 
 
-# -- utils: whole values; where tensors are in parts, all ranks call these, with the same values ---------------------------------
+CheckpointFunction = SimpleNamespace(apply=checkpoint)
 
-
-def _held(param: Tensor, state: str = "", grad: bool = False) -> Any:
-    """The tensor, or its part on this rank, that is stepped for `param`, or its `state` or `grad`; None where there is none."""
-    run = next((acc._prepared for acc in accelerators() if id(param) in acc._prepared.stepped_by), None)
-    held = param if run is None else run.masters.get(id(param), param)
-    if grad:
-        return param.grad if held.grad is None else held.grad
-    if run is None or not param.requires_grad:
-        return None
-    if not state:
-        return held
-    (optimizer,) = run.optimizers_of([held])
-    states = optimizer.state.get(held, {})
-    if state not in states:
-        raise ValueError(f"{state!r} is not a state of this parameter, which has {list(states)}")
-    return states[state]
-
-
-def _get(param: Tensor, state: str = "", grad: bool = False, whole: bool = True) -> Any:
-    there = _held(param, state, grad)
-    if there is None:
-        return None
-    there = there.full_tensor() if whole and hasattr(there, "full_tensor") else local(there)
-    return (there if grad or state else there.float()).detach()
-
-
-@torch.no_grad()
-def _set(param: Tensor, value: Tensor, state: str = "", grad: bool = False, whole: bool = True) -> None:
-    there = _held(param, state, grad)
-    if there is None:
-        raise ValueError(
-            "there is nothing to set: the parameter is frozen, or it is not between backward() and step()"
-        )
-    if whole and hasattr(there, "placements"):
-        from torch.distributed.tensor import distribute_tensor
-
-        mesh, placements = there.device_mesh, there.placements
-        value = distribute_tensor(value.to(there.device), mesh, placements, src_data_rank=None)
-    local(there).copy_(local(value))
-
-
-def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The whole parameter in fp32, its master where it has one; None before `initialize`, and of a frozen one."""
-    return _get(param)
-
-
-def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The whole gradient between backward and step, averaged over the ranks; None where there is none."""
-    return _get(param, grad=True)
-
-
-def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """A whole state of the optimizer, by torch's names (``"exp_avg"``); a ValueError where it has none of that name."""
-    return _get(param, optim_state_key)
-
-
-def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set the parameter, or its master, which the next step copies to it."""
-    _set(param, value)
-
-
-def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Set the gradient, between backward and step."""
-    _set(param, value, grad=True)
-
-
-def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set a state of the optimizer."""
-    _set(param, value, optim_state_key)
-
-
-def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """This rank's part of the parameter in fp32, under stage 3."""
-    return _get(param, whole=False)
-
-
-def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """This rank's part of the gradient, under stage 3."""
-    return _get(param, grad=True, whole=False)
-
-
-def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """This rank's part of a state of the optimizer."""
-    return _get(param, optim_state_key, whole=False)
-
-
-def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set this rank's part of the parameter, or of its master."""
-    _set(param, value, whole=False)
-
-
-def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Set this rank's part of the gradient."""
-    _set(param, value, grad=True, whole=False)
-
-
-def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of a state of the optimizer."""
-    _set(param, value, optim_state_key, whole=False)
-
-
-# -- utils: weights of a checkpoint ------------------------------------------------------------------------------------------
-
-
-def _place(checkpoint_dir: Any, tag: Any, exclude: bool = False) -> Path:
-    if exclude:
-        layer.ignore({"exclude_frozen_parameters": "a checkpoint does not say which weights are frozen"})
-    found = Path(checkpoint_dir, "latest").read_text(encoding="utf-8").strip() if tag is None else str(tag)
-    return Path(checkpoint_dir, found)
-
-
-def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
-) -> dict[str, Tensor]:  # fmt: skip
-    """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32, read at once; frozen ones, too."""
-    state = read_weights(_place(checkpoint_dir, tag, exclude_frozen_parameters))
-    return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
-
-
-def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: Any, tag: str | None = None) -> Any:
-    """Load these weights into `model`, on the CPU; into one whose parameters are sharded where it is, on all ranks."""
-    if any(hasattr(p, "placements") for p in model.parameters()):
-        load_weights(model, _place(checkpoint_dir, tag), strict=False, dtype="live")
-        return model
-    model.cpu().load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
-    return model
-
-
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: Any, output_dir: Any, max_shard_size: str = "5GB", safe_serialization: bool = False, tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-) -> None:  # fmt: skip
-    """Write these weights as ``pytorch_model.bin``, or as ``model.safetensors`` and shards."""
-    if safe_serialization:
-        convert(_place(checkpoint_dir, tag, exclude_frozen_parameters), output_dir, "fp32", max_shard_size)
-    else:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-        save_whole(state, Path(output_dir, "pytorch_model.bin"))
+# -- utils
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = 20) -> None:
@@ -359,59 +194,221 @@ class RepeatingLoader:
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log `message` and the device memory of this rank if `force` is True."""
     if force:
-        used, most = (f() / 2**30 for f in (Device().memory_allocated, Device().max_memory_allocated))
-        logger.info("%s: memory allocated %.2f GiB, at most %.2f GiB", message, used, most)
+        device = DeviceInterface()
+        allocated, peak = device.memory_allocated() / 2**30, device.max_memory_allocated() / 2**30
+        logger.info("%s: memory allocated %.2f GiB, at most %.2f GiB", message, allocated, peak)
 
 
-# -- zero ----------------------------------------------------------------------------------------------------------------
+# -- zero: gradients from stage 2 on, parameters at stage 3
+
+PARTITIONED_GRADS: Any = WeakTensorKeyDictionary()  # parameter → its gradient, hidden between backward and step
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole: ``ds_status`` of a parameter at stage 3."""
+
+    AVAILABLE, NOT_AVAILABLE, INFLIGHT = 1, 2, 3
+
+
+def mark_sharded(parameters: Iterable[Tensor]) -> None:
+    """Give sharded parameters the attributes by which scripts tell them."""
+    for number, parameter in enumerate(parameters):
+        marks = {"ds_id": number, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+        vars(parameter).update(marks, ds_status=ZeroParamStatus.NOT_AVAILABLE)
+
+
+def hide_gradients(parameters: Sequence[Tensor]) -> None:
+    """Set ``.grad`` to None, since a rank's part would pass for the whole."""
+    reveal_gradients(parameters)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            PARTITIONED_GRADS[parameter], parameter.grad = parameter.grad, None
+
+
+def reveal_gradients(parameters: Sequence[Tensor]) -> bool:
+    """Give parameters their hidden gradients, plus those that came since; returns whether any were hidden."""
+    hidden = [parameter for parameter in parameters if parameter in PARTITIONED_GRADS]
+    for parameter in hidden:
+        gradient = PARTITIONED_GRADS.pop(parameter)
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+    return bool(hidden)
 
 
 @contextmanager
 def Init(module: Any = None, *args: Any, enabled: bool = True, **kwargs: Any) -> Iterator[None]:
-    """Inside, the model is built whole; `initialize` shards it. To build without memory use ``torch.device("meta")``."""
+    """Build the model whole; `initialize` shards it. To build without memory use ``torch.device("meta")``."""
     if enabled:
         layer.ignore({"zero.Init": "the model is built whole, and sharded by initialize"})
     yield
+
+
+@cache
+def _gathered_type() -> type:
+    from torch.distributed.tensor import DTensor
+
+    class Gathered(DTensor):
+        """A sharded parameter inside of `GatheredParameters`: every operation takes its `whole` tensor."""
+
+        __slots__ = ()
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            whole_args, whole_kwargs = map_leaves(
+                lambda leaf: vars(leaf)["whole"] if type(leaf) is cls else leaf, (args, kwargs or {})
+            )
+            return func(*whole_args, **whole_kwargs)
+
+    return Gathered
 
 
 @contextmanager
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Inside, parameters are whole, as they are before `initialize` and up to stage 2; sharded ones are refused."""
-    chosen = [params] if isinstance(params, torch.Tensor) else list(params)
-    if enabled and any(hasattr(p, "full_tensor") for p in chosen):
-        raise RefusedError("zero.GatheredParameters: use utils.safe_get_full_fp32_param(p), on all ranks")
-    yield
+    """Inside, parameters are whole on every rank; at the end those of `modifier_rank`, if any, are written back."""
+    parameters = [params] if isinstance(params, Tensor) else list(params)
+    status = ZeroParamStatus
+    sharded: list[Any] = [p for p in parameters if enabled and getattr(p, "ds_status", None) is status.NOT_AVAILABLE]
+    classes = [type(parameter) for parameter in sharded]
+    for parameter in sharded:
+        whole = parameter.full_tensor().detach().requires_grad_(parameter.requires_grad)
+        vars(parameter).update(whole=whole, ds_status=status.AVAILABLE)
+    for parameter in sharded:
+        parameter.__class__ = _gathered_type()
+    try:
+        yield
+    finally:
+        for parameter, sharded_class in zip(sharded, classes):
+            parameter.__class__ = sharded_class
+            vars(parameter).update(ds_status=status.NOT_AVAILABLE)
+        whole_tensors = [vars(parameter).pop("whole") for parameter in sharded]
+    if modifier_rank is None:
+        return
+    for parameter, whole in zip(sharded, whole_tensors):
+        value = current_world().broadcast(whole, modifier_rank)
+        for tensor in {id(t): t for t in (parameter, _stepped(parameter)[1])}.values():
+            _fill(tensor, value)
 
 
-EXPORT = (get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint)
-SAFE = (
-    *(safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state),
-    *(safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state),
-    *(safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state),
-    *(safe_set_local_fp32_param, safe_set_local_grad, safe_set_local_optimizer_state),
-)
-CHECKPOINTING = (checkpoint, configure, is_configured, reset)
-MODULES: dict[str, dict[str, Any]] = {
-    "accelerator": named(get_accelerator),
-    "checkpointing": named(
-        *CHECKPOINTING,
-        CheckpointFunction=SimpleNamespace(apply=checkpoint),
-        model_parallel_cuda_manual_seed=torch.manual_seed,
-    ),
-    # Every other name of `comm` is torch.distributed's: all_reduce, broadcast, barrier, ReduceOp and so on.
-    "comm": named(
-        *(destroy_process_group, get_local_rank, get_rank, get_world_size, init_distributed, log_summary),
-        absent=partial(getattr, dist),
-    ),
-    "utils": named(*SAFE, RepeatingLoader, log_dist, see_memory_usage, logger=logger),
-    "utils.zero_to_fp32": named(*EXPORT, convert_zero_checkpoint_to_fp32_state_dict),
-    "zero": named(GatheredParameters, Init),
-    "runtime.activation_checkpointing": {},
-    "runtime.activation_checkpointing.checkpointing": named(*CHECKPOINTING),
-    "runtime.dataloader": named(RepeatingLoader),
-    "runtime.utils": named(see_memory_usage),
-    "runtime.zero": named(GatheredParameters, Init),
-    "runtime.zero.partition_parameters": named(GatheredParameters, Init),
-}
+# -- utils: values of one parameter
+
+
+def _stepped(param: Tensor) -> tuple[Any, Tensor]:
+    """The run that steps `param`, or None, and the tensor that it steps: the parameter, or its master."""
+    run = next((acc._prepared for acc in accelerators() if id(param) in acc._prepared.stepped_by), None)
+    return run, param if run is None else run.masters.get(id(param), param)
+
+
+def _weight(param: Tensor) -> Tensor | None:
+    run, stepped = _stepped(param)
+    return None if run is None or not param.requires_grad else stepped
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """The gradient on this rank, of the parameter or its master, hidden or not."""
+    stepped = _stepped(param)[1]
+    gradient: Tensor | None = PARTITIONED_GRADS.get(param, param.grad if stepped.grad is None else stepped.grad)
+    return gradient
+
+
+def _state(param: Tensor, key: str) -> Tensor | None:
+    run, stepped = _stepped(param)
+    if run is None or not param.requires_grad:
+        return None
+    (optimizer,) = run.optimizers_of([stepped])
+    states: dict[str, Tensor] = optimizer.state.get(stepped, {})
+    if key not in states:
+        raise ValueError(f"{key!r} is not a state of this parameter, which has {list(states)}")
+    return states[key]
+
+
+def _whole(tensor: Any) -> Tensor | None:
+    whole: Tensor | None = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return None if whole is None else whole.detach()
+
+
+@torch.no_grad()
+def _fill(tensor: Any, value: Tensor) -> None:
+    if tensor is None:
+        raise ValueError("there is nothing to set: the parameter is frozen, or it is not between backward() and step()")
+    if hasattr(tensor, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(tensor.device)
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    local(tensor).copy_(local(value))
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The whole parameter in fp32, its master where it has one; None before `initialize`, and of a frozen one."""
+    weight = _whole(_weight(param))
+    return None if weight is None else weight.float()
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The whole gradient between backward and step, averaged over the ranks; None where there is none."""
+    return _whole(gradient_of(param))
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """A whole state of the optimizer, by torch's names (``"exp_avg"``); a ValueError where it has none of that name."""
+    return _whole(_state(param, optim_state_key))
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the parameter, or its master, which the next step copies to it."""
+    _fill(_weight(param), value)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Set the gradient, between backward and step, times the loss scale where there is one."""
+    _fill(gradient_of(param), value)
+    run = _stepped(param)[0]
+    if run is not None:
+        run.note_gradients()  # a change of ours
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set a state of the optimizer."""
+    _fill(_state(param, optim_state_key), value)
+
+
+# -- utils.zero_to_fp32: weights of a checkpoint
+
+
+def _checkpoint(checkpoint_dir: Any, tag: Any, exclude_frozen: bool = False) -> Path:
+    if exclude_frozen:
+        layer.ignore({"exclude_frozen_parameters": "a checkpoint does not say which weights are frozen"})
+    tag = Path(checkpoint_dir, "latest").read_text(encoding="utf-8").strip() if tag is None else str(tag)
+    return Path(checkpoint_dir, tag)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32, frozen ones too."""
+    state = read_weights(_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters))
+    return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
+
+
+def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: Any, tag: str | None = None) -> Any:
+    """Load these weights into `model`, on the CPU; into one whose parameters are sharded where it is, on all ranks."""
+    if any(hasattr(p, "placements") for p in model.parameters()):
+        load_weights(model, _checkpoint(checkpoint_dir, tag), strict=False, dtype="live")
+        return model
+    model.cpu().load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Any, output_dir: Any, max_shard_size: str = "5GB", safe_serialization: bool = False,
+    tag: str | None = None, exclude_frozen_parameters: bool = False,
+) -> None:  # fmt: skip
+    """Write these weights as ``pytorch_model.bin``, or as ``model.safetensors`` and shards."""
+    output_dir = nonempty_folder(output_dir, "convert_zero_checkpoint_to_fp32_state_dict")
+    if safe_serialization:
+        convert(_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters), output_dir, "fp32", max_shard_size)
+    else:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+        torch_files.write(state, Path(output_dir, "pytorch_model.bin"))

@@ -1,15 +1,18 @@
 """Horovod's PyTorch interface on torch.distributed: ``import easymp.compat.horovod as hvd``.
 
-Processes are started by `easymp launch` (in place of horovodrun), torchrun, srun or mpirun. Operations go by name, so ranks may ask in
-different orders; gradients travel while backward runs. Not here: MPI as transport, and the timeline.
+Processes are started by `easymp launch` (in place of horovodrun), torchrun, srun or mpirun. Operations go by name, so
+ranks may ask in different orders; gradients travel while backward runs. Not here: MPI as transport, the timeline, and
+``hvd.elastic``.
 """
 
 # ruff: noqa: F401 (names of __all__)
 from __future__ import annotations
 
+from typing import Any
+
 from ...strategies.batchnorm import SyncBatchNorm
 from ..layer import submodules
-from . import elastic, mpi_ops, optimizer
+from . import mpi_ops, optimizer
 from .basics import layer
 from .mpi_ops import *  # noqa: F403
 from .optimizer import (
@@ -21,27 +24,21 @@ from .optimizer import (
 )
 
 _functions = "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters".split()
-__all__ = [*mpi_ops.__all__, *_functions, "DistributedOptimizer", "SyncBatchNorm", "elastic"]
+_compressors = "Compression FP16Compressor NoneCompressor".split()
+__all__ = [*mpi_ops.__all__, *_functions, "DistributedOptimizer", "SyncBatchNorm"]
 
-TIMELINE = dict.fromkeys(("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces")  # fmt: skip
-FUNCTIONS = [f"Horovod{g}{n}" for n in "Allreduce Allgather Broadcast Alltoall Reducescatter".split() for g in ("", "Grouped")]  # fmt: skip
-HANDLERS = [f"{kind}StateHandler" for kind in ("Model", "Optimizer", "Sampler", "")]
-HANDLERS += ["get_handler_registry", "set_handler_registry"]
-KEPT = dict.fromkeys(HANDLERS, "give the object state_dict and load_state_dict, by which TorchState keeps it")
+TIMELINE = dict.fromkeys(("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces")
+KINDS = "Allreduce Allgather Broadcast Alltoall Reducescatter".split()
+FUNCTIONS = [f"Horovod{grouped}{kind}" for kind in KINDS for grouped in ("", "Grouped")]
+ELASTIC = "restart a run that failed by `easymp launch --max-restarts 3`; acc.resume() goes on at its last checkpoint"
 RUN = "start the script with `easymp launch --processes N script.py`, or use easymp.notebook_launcher"
-_named = {n: vars(mpi_ops)[n] for n in ("Compression", "FP16Compressor", "NoneCompressor")}
-submodules(
-    __name__,
-    {
-        "functions": {n: vars(optimizer)[n] for n in _functions},
-        "compression": {**_named, "Compressor": mpi_ops.NoneCompressor},
-        "sync_batch_norm": {"SyncBatchNorm": SyncBatchNorm},
-        "elastic.sampler": {"ElasticSampler": elastic.ElasticSampler},
-        "elastic.state": {"TorchState": elastic.TorchState, "absent": KEPT},
-    },
-    layer,
-    "horovod.torch",
-)
+MODULES: dict[str, Any] = {
+    "functions": {name: vars(optimizer)[name] for name in _functions},
+    "compression": {**{name: vars(mpi_ops)[name] for name in _compressors}, "Compressor": mpi_ops.NoneCompressor},
+    "sync_batch_norm": {"SyncBatchNorm": SyncBatchNorm},
+    "elastic": ELASTIC,
+}
+submodules(__name__, MODULES, layer, "horovod.torch")
 vars(mpi_ops)["__getattr__"] = layer.absent(
     "horovod.torch.mpi_ops",
     {**TIMELINE, **dict.fromkeys(FUNCTIONS, "call the operation, which is differentiable")},

@@ -1,4 +1,4 @@
-"""`init` and `shutdown`, ranks and sizes, and process sets: parts of the ranks that run operations together."""
+"""`init` and `shutdown`, ranks and sizes, and process sets: subsets of the ranks that run operations together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ __all__ = [
     *"local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built rank remove_process_set".split(),
     *"rocm_built shutdown size".split(),
 ]
+T = TypeVar("T")
 layer = Layer("Horovod")
 NATIVE = """
 acc = Accelerator(strategy="ddp")  # hvd.init, broadcast_parameters, DistributedOptimizer
@@ -43,26 +44,22 @@ class NotInitializedError(EasympError, ValueError):
 
 
 class ProcessSet:
-    """Ranks that run operations together: pass it to `init` or `add_process_set`, then to operations.
-
-    `process_set_id` is None before it is added, and after it is removed; 0 of `global_process_set`. Raises ValueError for anything but a
-    list of ranks, each once; such as an MPI communicator.
-    """
+    """Subset of the ranks: pass it to `init` or `add_process_set`, then to operations."""
 
     mpi_comm = None
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
-        self.process_set_id: int | None = None
-        given = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
-        if any(not isinstance(rank, int) for rank in given):
+        self.process_set_id: int | None = None  # while it is not added; 0 of all ranks
+        ranks: list[Any] = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
+        if any(not isinstance(rank, int) for rank in ranks):
             raise ValueError(f"ProcessSet({ranks_or_comm!r}): pass a list of ranks. {NO_MPI}")
-        self.ranks = sorted(given)
-        if len(set(self.ranks)) < len(self.ranks):
-            raise ValueError(f"ProcessSet names a rank twice: {self.ranks}; pass each rank once")
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"ProcessSet names a rank twice: {sorted(ranks)}; pass each rank once")
+        self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
         """Number of its ranks; None before it is added."""
-        return None if self.process_set_id is None else len(self.ranks) if self.process_set_id else size()
+        return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
         """Rank of this process among its ranks, of which it must be one; None before it is added."""
@@ -86,49 +83,44 @@ global_process_set.process_set_id = 0
 
 @dataclass
 class Run:
-    """The world and engine that `init` made, process sets by number, and operations by handle, with whether they are a group."""
+    """The world and engine that `init` made."""
 
     world: World
     engine: Engine
-    process: int
-    sets: dict[int, ProcessSet]
-    numbers: count[int] = field(default_factory=lambda: count(1))
-    handles: dict[int, tuple[list[Pending], bool]] = field(default_factory=dict)
-    objects: dict[ProcessSet, Any] = field(default_factory=dict)  # the groups of objects
-    asked: Counter[Any] = field(default_factory=Counter)
+    process: int  # id of the process that called `init`; a forked child has no part in the run
+    process_sets: dict[int, ProcessSet]  # by their numbers
+    handle_numbers: count[int] = field(default_factory=lambda: count(1))
+    handles: dict[int, tuple[list[Pending], bool]] = field(default_factory=dict)  # operations; whether they are a group
+    name_counts: Counter[Any] = field(default_factory=Counter)  # operations without a name, by kind and process set
 
-    def unnamed(self, kind: str, among: ProcessSet) -> str:
-        """A name for an operation without one; the same on all ranks that ask in the same order."""
-        self.asked[kind, among.process_set_id] += 1
-        return f"noname.{self.asked[kind, among.process_set_id]}"
+    def next_name(self, kind: str, process_set: ProcessSet) -> str:
+        """Name of an operation without one; the same on all ranks that request in the same order."""
+        self.name_counts[kind, process_set.process_set_id] += 1
+        return f"noname.{self.name_counts[kind, process_set.process_set_id]}"
 
-    def members(self, among: ProcessSet) -> tuple[int, ...]:
-        """The ranks of a process set that was added and that this process is part of, ``()`` for all."""
-        if not isinstance(among, ProcessSet):
-            raise ValueError(f"process_set={among!r}: pass an hvd.ProcessSet that hvd.init was given")
-        if self.sets.get(among.process_set_id or 0) is not among:
-            raise ValueError(f"{among} does not exist, or has not been registered: pass it to hvd.init")
-        if not among.included():
-            raise ValueError(f"Rank {self.world.rank} is not a member of the provided process set: {among}")
-        return tuple(among.ranks) if among.process_set_id else ()
+    def members(self, process_set: ProcessSet) -> tuple[int, ...]:
+        """Ranks of a process set that was added and that this process is part of; ``()`` for all."""
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(f"process_set={process_set!r}: pass an hvd.ProcessSet that hvd.init was given")
+        if self.process_sets.get(process_set.process_set_id or 0) is not process_set:
+            raise ValueError(f"{process_set} does not exist, or has not been registered: pass it to hvd.init")
+        if not process_set.included():
+            raise ValueError(f"Rank {self.world.rank} is not a member of the provided process set: {process_set}")
+        return tuple(process_set.ranks) if process_set.process_set_id else ()
 
 
 _run: Run | None = None
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the other processes, which `easymp launch`, torchrun, srun, mpirun or a launcher that sets RANK and WORLD_SIZE started.
-
-    Called again, it only adds process sets that are new. "dynamic" has no effect: `add_process_set` always works. Raises WorldError where
-    announced processes did not arrive, and RefusedError for a `comm` that leaves ranks out.
-    """
+    """Join the other processes, which a launcher started; a second call only adds process sets that are new."""
     global _run
     timeout = resolve().timeout
     ranks = locate(read_ranks(), timeout) if _run is None else _run.world.ranks
     if comm and sorted(comm if isinstance(comm, Iterable) else ()) != list(range(ranks.size)):
         raise RefusedError(
-            f"hvd.init(comm={comm}): the launcher started {ranks.size} processes, and all of them take part; {NO_MPI}. Leave comm out, "
-            "and pass parts of the ranks as process_sets=[hvd.ProcessSet([…])]"
+            f"hvd.init(comm={comm}): the launcher started {ranks.size} processes, and all of them take part; {NO_MPI}. "
+            "Leave comm out, and pass subsets of the ranks as process_sets=[hvd.ProcessSet([…])]"
         )
     if _run is None:
         layer.use("init, DistributedOptimizer, allreduce", NATIVE)
@@ -136,24 +128,25 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         global_process_set.ranks = list(range(world.size))
         _run = Run(world, Engine(world), os.getpid(), {0: global_process_set})
         atexit.register(shutdown)
+    # "dynamic" has no effect: `add_process_set` always works.
     for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
-        if _run.sets.get(process_set.process_set_id or 0) is not process_set:
+        if _run.process_sets.get(process_set.process_set_id or 0) is not process_set:
             add_process_set(process_set)
 
 
 def shutdown() -> None:
-    """Leave the other ranks, where operations in flight and later ones raise HorovodInternalError. The end of the process calls it, too."""
+    """Leave the other ranks, whose operations raise HorovodInternalError from then on; also called at exit."""
     global _run
-    if _run is None or _run.process != os.getpid():  # a forked child has no part in it
+    if _run is None or _run.process != os.getpid():
         return
     run, _run = _run, None
     atexit.unregister(shutdown)
-    for process_set in run.sets.values():
+    for process_set in run.process_sets.values():
         process_set.process_set_id = None
     global_process_set.process_set_id = 0
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    why = f"{type(error).__name__}: {error}" if error else "hvd.shutdown(), or the end of its script"
-    run.engine.close(why.splitlines()[0], PATIENCE if error is None else 0.0)
+    reason = f"{type(error).__name__}: {error}" if error else "hvd.shutdown(), or the end of its script"
+    run.engine.close(reason.splitlines()[0], PATIENCE if error is None else 0.0)
     run.world.close()
 
 
@@ -165,52 +158,51 @@ def running() -> Run:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add and return a process set, or one of these ranks, which must be new; every rank of the world calls it alike."""
+    """Add and return a new process set, or one of these ranks; every rank of the world calls it alike."""
     run = running()
-    new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    asked = run.world.gather_objects(new.ranks)
-    if any(ranks != new.ranks for ranks in asked):
-        raise HorovodInternalError(f"add_process_set: the ranks pass different sets: {odd_one_out(asked)}")
-    if not new.ranks or not set(new.ranks) <= set(range(run.world.size)):
-        raise ValueError(f"{new} holds ranks that are not among 0 … {run.world.size - 1}, or none")
-    if any(new.ranks == other.ranks for other in run.sets.values()):
-        raise ValueError(f"Attempted to add a duplicate process set: {new}")
-    run.engine.open(new.ranks)
-    run.objects[new] = run.world.group(new.ranks) if run.world.size > 1 else None
-    new.process_set_id = max(run.sets) + 1
-    run.sets[new.process_set_id] = new
-    return new
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks_by_rank = run.world.gather_objects(added.ranks)
+    if any(ranks != added.ranks for ranks in ranks_by_rank):
+        difference = odd_one_out(ranks_by_rank)
+        raise HorovodInternalError(f"add_process_set: the ranks pass different sets: {difference}")
+    if not added.ranks or not set(added.ranks) <= set(range(run.world.size)):
+        raise ValueError(f"{added} holds ranks that are not among 0 … {run.world.size - 1}, or none")
+    if any(added.ranks == process_set.ranks for process_set in run.process_sets.values()):
+        raise ValueError(f"Attempted to add a duplicate process set: {added}")
+    run.engine.open(added.ranks)
+    added.process_set_id = max(run.process_sets) + 1
+    run.process_sets[added.process_set_id] = added
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set, and return whether it was there; every rank of the world calls it. The set of all ranks stays."""
+    """Remove a process set other than that of all ranks, and return whether it was there; every rank calls it."""
     run = running()
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"remove_process_set({process_set!r}): pass what add_process_set returned")
-    if not process_set.process_set_id or run.sets.get(process_set.process_set_id) is not process_set:
+    number = process_set.process_set_id
+    if not number or run.process_sets.get(number) is not process_set:
         return False
     run.world.barrier()
-    del run.sets[process_set.process_set_id]
+    del run.process_sets[number]
     process_set.process_set_id = None
     run.engine.close_set(process_set.ranks)
-    group = run.objects.pop(process_set)
-    if process_set.included() and group is not None:
-        dist.destroy_process_group(group)
     return True
 
 
-def _fact(name: str, words: str, read: Callable[[], Any]) -> Callable[[], Any]:
-    """`read`, with a name and a doc string."""
-    read.__name__, read.__qualname__, read.__doc__ = name, name, words
-    return read
+# -- facts about the run and this installation
+
+
+def _query(name: str, summary: str, answer: Callable[[], T]) -> Callable[[], T]:
+    """`answer`, with a name and a docstring."""
+    answer.__name__, answer.__qualname__, answer.__doc__ = name, name, summary
+    return answer
 
 
 def nccl_built() -> int:
     """NCCL's version as its own number (22703 for 2.27.3); 0 where this torch has no NCCL."""
-    major, minor, patch = (
-        torch.cuda.nccl.version()[:3] if dist.is_nccl_available() and cuda_built() else (0, 0, 0)
-    )
-    return major * 10000 + minor * 100 + patch
+    major, minor, patch = torch.cuda.nccl.version()[:3] if dist.is_nccl_available() and cuda_built() else (0, 0, 0)
+    return int(major * 10000 + minor * 100 + patch)
 
 
 def mpi_threads_supported() -> bool:
@@ -218,18 +210,16 @@ def mpi_threads_supported() -> bool:
     raise ValueError("Horovod MPI is not enabled; operations go over torch.distributed's own backends")
 
 
-rank = _fact("rank", "Rank of this process.", lambda: running().world.rank)
-size = _fact("size", "Number of processes.", lambda: running().world.size)
-local_rank = _fact("local_rank", "Rank on this node.", lambda: running().world.local_rank)
-local_size = _fact("local_size", "Processes of this node.", lambda: running().world.local_size)
-cross_rank = _fact("cross_rank", "This node's number.", lambda: rank() // max(1, local_size()))
-cross_size = _fact("cross_size", "Nodes.", lambda: running().world.ranks.nodes)
-is_homogeneous = _fact("is_homogeneous", "True: all nodes have as many processes.", lambda: bool(running()))
-is_initialized = _fact("is_initialized", "Whether `init` has been called.", lambda: _run is not None)
-cuda_built = _fact("cuda_built", "Whether this torch has CUDA.", lambda: torch.version.cuda is not None)
-rocm_built = _fact("rocm_built", "Whether this torch has ROCm.", lambda: torch.version.hip is not None)
-mpi_built = _fact(
-    "mpi_built", "False: data goes over torch's backends; mpirun may start processes.", lambda: False
-)
+rank = _query("rank", "Rank of this process.", lambda: running().world.rank)
+size = _query("size", "Number of processes.", lambda: running().world.size)
+local_rank = _query("local_rank", "Rank on this node.", lambda: running().world.local_rank)
+local_size = _query("local_size", "Processes of this node.", lambda: running().world.local_size)
+cross_rank = _query("cross_rank", "This node's number.", lambda: rank() // max(1, local_size()))
+cross_size = _query("cross_size", "Nodes.", lambda: running().world.ranks.nodes)
+is_homogeneous = _query("is_homogeneous", "True: all nodes have as many processes.", lambda: bool(running()))
+is_initialized = _query("is_initialized", "Whether `init` has been called.", lambda: _run is not None)
+cuda_built = _query("cuda_built", "Whether this torch has CUDA.", lambda: torch.version.cuda is not None)
+rocm_built = _query("rocm_built", "Whether this torch has ROCm.", lambda: torch.version.hip is not None)
+mpi_built = _query("mpi_built", "False: data goes over torch's backends; mpirun may start processes.", lambda: False)
 gloo_built = gloo_enabled = dist.is_gloo_available  # gloo carries CPU tensors
 mpi_enabled = ddl_built = ccl_built = mpi_built

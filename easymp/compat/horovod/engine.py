@@ -1,8 +1,8 @@
-"""Operations by name, in one sequence on all ranks, while the program goes on.
+"""Operations by name: ranks may request them in different orders, and all ranks execute them in one sequence.
 
-Ranks may ask in different orders, as backward passes do. Each rank writes its requests to the store, rank 0 writes orders for the
-operations that every rank has asked for, and each rank's thread carries out the orders in sequence, by torch.distributed. There is no
-polling: a thread sleeps in the store until there is a next line. Operations that come together are reduced together.
+Each rank writes its requests to the store. Rank 0 writes an order for each operation that every rank has requested. A
+thread of each rank executes the orders by torch.distributed while the program goes on. Threads sleep in the store, so
+there is no polling. Reductions that are ordered together are executed as one.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from torch._utils import _unflatten_dense_tensors
 from ...distributed import World
 from ...distributed.process_group import MOVABLE, OPS, odd_one_out
 from ...errors import WorldError
-from ...logging import get_logger
 
-logger = get_logger(__name__)
 FOREVER = timedelta(days=30)
-STALLED = 60.0  # seconds of waiting before a warning
-FUSED = 64 << 20  # bytes that are reduced at a time
-ROWS = ("allgather", "alltoall")  # dimension 0 may differ
-# Fields that must be equal on all ranks, by kind of operation.
-ALIKE = {
-    **dict.fromkeys(
-        ("allreduce", "reducescatter"), ("shape", "dtype", "op", "prescale", "postscale", "device")
-    ),
-    **dict.fromkeys(ROWS, ("dtype", "device")),
+FUSION_BYTES = 64 << 20  # reduced as one at most
+RAGGED = ("allgather", "alltoall")  # dimension 0 may differ between the ranks
+REDUCTION_FIELDS = ("shape", "dtype", "op", "prescale", "postscale", "device")
+# Fields of a request that must be equal on all ranks, by kind of operation.
+EQUAL_FIELDS: dict[str, tuple[str, ...]] = {
+    "allreduce": REDUCTION_FIELDS,
+    "reducescatter": REDUCTION_FIELDS,
+    "allgather": ("dtype", "device"),
+    "alltoall": ("dtype", "device"),
     "broadcast": ("shape", "dtype", "root", "device"),
     "barrier": (),
 }
+
+
+class HorovodInternalError(WorldError):
+    """An operation failed on all ranks, or the ranks' requests did not fit together."""
 
 
 class Op(IntEnum):
@@ -49,11 +51,14 @@ class Op(IntEnum):
     Average, Sum, Adasum, Min, Max, Product = range(6)
 
 
+# -- what the ranks agree on
+
+
 class Request(NamedTuple):
     """One operation of one rank."""
 
-    name: str  # brings the requests of the ranks together, in any order; the reason, of a rank that leaves
-    kind: str  # a key of `ALIKE`, "join" or "leave"
+    name: str  # the same on all ranks; the reason for leaving, for the kind "leave"
+    kind: str  # a key of `EQUAL_FIELDS`, "join" or "leave"
     ranks: Sequence[int] = ()  # of its process set; empty for all ranks
     shape: Sequence[int] = ()
     dtype: str = ""
@@ -71,11 +76,11 @@ class Request(NamedTuple):
 
 
 class Order(NamedTuple):
-    """An agreed operation, which its ranks carry out next."""
+    """An operation that its ranks execute next."""
 
-    request: Request  # that of the first rank that asked
+    request: Request  # that of the first rank
     rows: Sequence[Sequence[int]] = ()  # by rank: the length of an allgather, the splits of an alltoall
-    error: str = ""  # why it is not carried out, on all ranks
+    error: str = ""  # why it fails on all ranks
 
 
 class Table:
@@ -83,9 +88,9 @@ class Table:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.joined: list[int] = []  # ranks without more data, in the order in which they said so
-        self.left: dict[int, str] = {}  # ranks that shut down, and why; from then on nothing can be agreed on
-        self._leaving: list[Order] = []
+        self.joined: list[int] = []  # ranks without more data, in the order of their calls of `join`
+        self.departures: dict[int, str] = {}  # rank that shut down → its reason; later requests fail
+        self._leave_orders: list[Order] = []
         self._waiting: dict[Any, dict[int, Request]] = {}
 
     def add(self, rank: int, requests: Sequence[Request]) -> None:
@@ -93,154 +98,161 @@ class Table:
             if request.kind == "join":
                 self.joined.append(rank)
             elif request.kind == "leave":
-                self.left[rank] = request.name
-                self._leaving.append(Order(Request(request.name, "leave", root=rank)))
+                self.departures[rank] = request.name
+                self._leave_orders.append(Order(Request(request.name, "leave", root=rank)))
             else:
                 self._waiting.setdefault(request.key, {})[rank] = request
 
-    def complete(self) -> list[Order]:
-        """Remove and return operations that every rank asked for (or joined before), or that a rank left; then the ranks that left."""
+    def ready_orders(self) -> list[Order]:
+        """Remove and return the operations that every rank has requested, then the departures of ranks."""
         orders = []
-        for (name, ranks), asked in list(self._waiting.items()):
+        for (name, ranks), requests in list(self._waiting.items()):
             joined = [] if ranks else self.joined  # a rank that joined still takes part in its process sets
-            if len(asked.keys() | set(joined)) == (len(ranks) or self.size):
-                orders.append(agree(self._waiting.pop((name, ranks)), joined))
+            if len(requests.keys() | set(joined)) == (len(ranks) or self.size):
+                orders.append(make_order(self._waiting.pop((name, ranks)), joined))
         if len(self.joined) == self.size:
             orders.append(Order(Request("join", "join", root=self.joined[-1])))
             self.joined.clear()
-        if self.left:
-            why = "; ".join(f"rank {rank} has left ({why})" for rank, why in self.left.items())
-            why += ". A rank that only runs out of data calls hvd.join() first"
+        if self.departures:  # every waiting operation fails
+            reason = "; ".join(f"rank {rank} has left ({reason})" for rank, reason in self.departures.items())
+            reason += ". A rank that only runs out of data calls hvd.join() first"
             waiting = [next(iter(requests.values())) for requests in self._waiting.values()]
-            waiting += [Request("join", "join")] * bool(self.joined)
-            orders += [Order(request, error=f"{request.name}: {why}") for request in waiting]
+            if self.joined:
+                waiting.append(Request("join", "join"))
+            orders += [Order(request, error=f"{request.name}: {reason}") for request in waiting]
             self._waiting.clear()
             self.joined.clear()
-        orders, self._leaving = orders + self._leaving, []
+        orders += self._leave_orders
+        self._leave_orders.clear()
         return orders
 
 
-def agree(asked: Mapping[int, Request], joined: Sequence[int] = ()) -> Order:
-    """The order that follows from the ranks' requests of one name."""
-    ranks, several = zip(*sorted(asked.items()))
-    if error := _fault(ranks, several, joined):
-        return Order(several[0], error=f"{several[0].name}: {error}")
-    rows = {"allgather": [request.shape[:1] for request in several], "alltoall": [r.splits for r in several]}
-    return Order(several[0], rows.get(several[0].kind, ()))
+def make_order(requests_by_rank: Mapping[int, Request], joined: Sequence[int] = ()) -> Order:
+    """The order for the ranks' requests of one name, with an error where they do not fit together."""
+    ranks, requests = zip(*sorted(requests_by_rank.items()))
+    request: Request = requests[0]
+    kind, shapes = request.kind, [request.shape for request in requests]
+    fields = {name: [getattr(request, name) for request in requests] for name in EQUAL_FIELDS[kind]}
+    if kind in RAGGED:
+        fields["shape, beyond dimension 0"] = [shape[1:] for shape in shapes]
+    different = next((name for name, values in fields.items() if any(value != values[0] for value in values)), None)
+    error = ""
+    if kind in RAGGED and not all(shapes):
+        error = "a scalar has no dimension 0: pass tensor[None]"
+    elif different is not None:
+        error = f"the ranks' calls differ in {different}: {odd_one_out(fields[different], ranks=ranks)}"
+    elif joined and kind not in ("allreduce", "barrier"):
+        error = f"{kind} needs every rank, and rank {', '.join(map(str, joined))} joined: it has no more data"
+    if error:
+        return Order(request, error=f"{request.name}: {error}")
+    return Order(request, [shape[:1] for shape in shapes] if kind == "allgather" else [r.splits for r in requests])
 
 
-def _fault(ranks: Sequence[int], asked: Sequence[Request], joined: Sequence[int]) -> str:
-    """Why the requests do not fit together, or ``""``."""
-    kind, shapes = asked[0].kind, [request.shape for request in asked]
-    facts = {word: [getattr(request, word) for request in asked] for word in ALIKE[kind]}
-    if kind in ROWS:
-        facts["shape, beyond dimension 0"] = [shape[1:] for shape in shapes]
-        if not all(shapes):
-            return "a scalar has no dimension 0: pass tensor[None]"
-    for word, values in facts.items():
-        if any(value != values[0] for value in values):
-            return f"the ranks' calls differ in {word}: {odd_one_out(values, ranks=ranks)}"
-    if joined and kind not in ("allreduce", "barrier"):
-        return f"{kind} needs every rank, and rank {', '.join(map(str, joined))} joined: it has no more data"
-    return ""
-
-
-def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
-    """`orders` in their sequence; neighbours that one reduction can carry out are together, up to 64 MiB."""
+def fusion_batches(orders: Sequence[Order]) -> Iterator[list[Order]]:
+    """`orders` in their sequence, in batches; neighbouring reductions of one kind are together, up to 64 MiB."""
     batch: list[Order] = []
-    last, held = None, 0
+    batch_kind, batch_bytes = None, 0
     for order in orders:
         request = order.request
         fuses = request.kind == "allreduce" and request.op != "Adasum" and not order.error
-        how = request._replace(name="", shape=()) if fuses else None
+        kind = request._replace(name="", shape=()) if fuses else None
         size = getattr(torch, request.dtype or "uint8").itemsize * torch.Size(request.shape).numel()
-        if batch and (how is None or how != last or held + size > FUSED):
+        if batch and (kind is None or kind != batch_kind or batch_bytes + size > FUSION_BYTES):
             yield batch
-            batch, held = [], 0
+            batch, batch_bytes = [], 0
         batch.append(order)
-        last, held = how, held + size
+        batch_kind, batch_bytes = kind, batch_bytes + size
     if batch:
         yield batch
 
 
-class Carrier:
-    """Carries operations out among the ranks of a process set; `group` is None where this process is alone."""
+# -- their execution
+
+
+class Collectives:
+    """Executes orders among the ranks of a process set; `group` is None in a world of one."""
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
         self.group, self._size = group, len(ranks)
         self._rank = list(ranks).index(rank)
 
-    def carry(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Outputs of `orders` that `fusable` put together, as new tensors."""
-        how = orders[0].request
+    def execute(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """New tensors with the results of a batch of `fusion_batches`."""
+        request = orders[0].request
         if len(tensors) == 1:
-            return [getattr(self, how.kind)(orders[0], tensors[0])]
-        flat = self._reduced(torch.cat([tensor.reshape(-1) for tensor in tensors]), how)
-        # Clones: a small one does not hold the memory of all.
-        return [part.clone() for part in _unflatten_dense_tensors(flat, tensors)]
+            return [getattr(self, request.kind)(orders[0], tensors[0])]
+        flat = self._reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), request)
+        # Clones, so that a small result does not hold the memory of all.
+        return [result.clone() for result in _unflatten_dense_tensors(flat, tensors)]
 
     def allreduce(self, order: Order, tensor: Tensor) -> Tensor:
-        return self._reduced(_copy(tensor), order.request)
-
-    def _reduced(self, flat: Tensor, how: Request) -> Tensor:
-        """A reduction in place, or by way of a type that every backend has; averages of integers are rounded toward zero."""
-        dtype = flat.dtype
-        if dtype not in MOVABLE:
-            flat = flat.to(torch.float32 if dtype.is_floating_point else torch.int64)
-        flat = _scaled(flat, how.prescale)
-        if how.op == "Adasum":
-            flat = adasum(self._all(flat))
-        elif self.group is not None:
-            dist.all_reduce(flat, OPS["sum" if how.op == "Average" else how.op.lower()], group=self.group)
-        if how.op == "Average":
-            flat = flat.div(self._size, rounding_mode=None if flat.is_floating_point() else "trunc")
-        return _scaled(flat, how.postscale).to(dtype)
-
-    def barrier(self, order: Order, tensor: Tensor) -> None:
-        self._all(tensor)
-
-    def _all(self, tensor: Tensor) -> list[Tensor]:
-        """The ranks' tensors of one shape."""
-        if self.group is None:
-            return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(self._size)]
-        dist.all_gather(parts, tensor, group=self.group)
-        return parts
+        return self._reduce(_contiguous_copy(tensor), order.request)
 
     def reducescatter(self, order: Order, tensor: Tensor) -> Tensor:
         # Earlier ranks get one row more, where the size does not divide.
-        return _copy(self._reduced(_copy(tensor), order.request).tensor_split(self._size)[self._rank])
+        reduced = self._reduce(_contiguous_copy(tensor), order.request)
+        return _contiguous_copy(reduced.tensor_split(self._size)[self._rank])
 
-    # Moves go as bytes: backends do not have all types.
+    def barrier(self, order: Order, tensor: Tensor) -> None:
+        self._all_gather(tensor)
+
+    def _reduce(self, tensor: Tensor, request: Request) -> Tensor:
+        dtype = tensor.dtype
+        if dtype not in MOVABLE:
+            tensor = tensor.to(torch.float32 if dtype.is_floating_point else torch.int64)
+        tensor = _scaled(tensor, request.prescale)
+        if request.op == "Adasum":
+            tensor = adasum(self._all_gather(tensor))
+        elif self.group is not None:
+            dist.all_reduce(tensor, OPS["sum" if request.op == "Average" else request.op.lower()], group=self.group)
+        if request.op == "Average":
+            tensor = tensor.div(self._size, rounding_mode=None if tensor.is_floating_point() else "trunc")
+        return _scaled(tensor, request.postscale).to(dtype)
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        if self.group is None:
+            return [tensor]
+        tensors = [torch.empty_like(tensor) for _ in range(self._size)]
+        dist.all_gather(tensors, tensor, group=self.group)
+        return tensors
+
+    # Moves go as bytes: backends do not have all dtypes.
 
     def allgather(self, order: Order, tensor: Tensor) -> Tensor:
-        lengths, rest = [rows for (rows,) in order.rows], tensor.shape[1:]
+        lengths, row_shape = [rows for (rows,) in order.rows], tensor.shape[1:]
         longest = max(lengths)
-        padded = tensor.new_zeros((longest, *rest))
+        padded = tensor.new_zeros((longest, *row_shape))
         padded[: tensor.shape[0]] = tensor
-        parts = zip(self._all(padded.reshape(-1).view(torch.uint8)), lengths)
-        return torch.cat([part.view(tensor.dtype).view(longest, *rest)[:rows] for part, rows in parts])
+        gathered = self._all_gather(padded.reshape(-1).view(torch.uint8))
+        tensors = (data.view(tensor.dtype).view(longest, *row_shape) for data in gathered)
+        return torch.cat([padded[:length] for padded, length in zip(tensors, lengths)])
 
     def broadcast(self, order: Order, tensor: Tensor) -> Tensor:
-        done = _copy(tensor)
-        if self.group is not None and done.numel():
-            dist.broadcast(done.reshape(-1).view(torch.uint8), order.request.root, group=self.group)
-        return done
+        result = _contiguous_copy(tensor)
+        if self.group is not None and result.numel():
+            dist.broadcast(result.reshape(-1).view(torch.uint8), order.request.root, group=self.group)
+        return result
 
     def alltoall(self, order: Order, tensor: Tensor) -> Tensor:
-        rows, own = [splits[self._rank] for splits in order.rows], order.rows[self._rank]
-        sent = _copy(tensor[: sum(own)])
+        rows_in = [splits[self._rank] for splits in order.rows]
+        rows_out = order.rows[self._rank]
+        sent = _contiguous_copy(tensor[: sum(rows_out)])
         if self.group is None:
             return sent
-        out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-        row = torch.Size(tensor.shape[1:]).numel() * tensor.element_size()  # bytes
-        flat = [each.reshape(-1).view(torch.uint8) for each in (out, sent)]
-        dist.all_to_all_single(*flat, [row * n for n in rows], [row * n for n in own], group=self.group)
-        return out
+        received = tensor.new_empty((sum(rows_in), *tensor.shape[1:]))
+        row_bytes = torch.Size(tensor.shape[1:]).numel() * tensor.element_size()
+        dist.all_to_all_single(
+            received.reshape(-1).view(torch.uint8),
+            sent.reshape(-1).view(torch.uint8),
+            output_split_sizes=[row_bytes * rows for rows in rows_in],
+            input_split_sizes=[row_bytes * rows for rows in rows_out],
+            group=self.group,
+        )
+        return received
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy: callers may change results in place, under autograd too."""
+def _contiguous_copy(tensor: Tensor) -> Tensor:
+    """A copy, since callers may change results in place, under autograd too."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -252,7 +264,7 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
 
 
 def adasum(tensors: Sequence[Tensor]) -> Tensor:
-    """Adasum of the ranks' tensors, a power of two of them, in rank order, as a tree; dot products in double precision."""
+    """Adasum of a power of two of tensors, in rank order, as a tree. Dot products are in double precision."""
     if len(tensors) > 2:
         return adasum([adasum(tensors[i : i + 2]) for i in range(0, len(tensors), 2)])
     if len(tensors) == 1:
@@ -264,8 +276,7 @@ def adasum(tensors: Sequence[Tensor]) -> Tensor:
     return mixed.to(tensors[0].dtype)
 
 
-class HorovodInternalError(WorldError):
-    """An operation failed on all ranks, or the ranks could not agree on it."""
+# -- one rank's part
 
 
 @dataclass
@@ -274,72 +285,70 @@ class Pending:
 
     request: Request
     tensor: Tensor | None = None  # the input; None for a barrier and a join
-    into: Tensor | None = None  # the target of an operation in place
+    target: Tensor | None = None  # of an operation in place
     finish: Callable[[Any, Order], Any] | None = None  # makes the caller's result of the output and the order
-    ready: Any = None  # on a GPU: event after which the input is computed
-    done: threading.Event = field(default_factory=threading.Event)
+    input_event: Any = None  # on a GPU: recorded once the input is computed
+    ended: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: str = ""
 
 
 class Engine:
-    """One rank's part: `submit`, then `wait`. In a `world` of one, operations are done at once."""
+    """One rank's part: `submit` an operation, then `wait` for it. In a world of one it is executed at once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._pending: dict[Any, Pending] = {}
         self._lock = threading.Lock()
-        self._broken = ""
+        self._failure = ""  # of all later operations
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._table = Table(world.size)
-        self._carriers: dict[tuple[int, ...], Carrier] = {}
+        self._collectives: dict[tuple[int, ...], Collectives] = {}
         self.open(())
         if world.size == 1:
             return
         number = world.store().add(f"horovod/{world.rank}", 1)
-        self._start("requests", self._send, number)
-        self._start("orders", self._follow, number)
+        self._start("requests", self._send_requests, number)
+        self._start("orders", self._execute_orders, number)
         if world.rank == 0:
-            self._start("table", self._decide, number)
+            self._start("table", self._write_orders, number)
 
     def open(self, ranks: Sequence[int]) -> None:
         """Connect these ranks, or all of them for ``()``; every rank calls it."""
         members = ranks or range(self._world.size)
         group = self._world.group(members) if self._world.size > 1 else None
         if self._world.rank in members:
-            self._carriers[tuple(ranks)] = Carrier(group, members, self._world.rank)
+            self._collectives[tuple(ranks)] = Collectives(group, members, self._world.rank)
 
     def close_set(self, ranks: Sequence[int]) -> None:
-        """Forget what `open` connected."""
-        carrier = self._carriers.pop(tuple(ranks), None)
-        if carrier is not None and carrier.group is not None:
-            dist.destroy_process_group(carrier.group)
+        collectives = self._collectives.pop(tuple(ranks), None)
+        if collectives is not None and collectives.group is not None:
+            dist.destroy_process_group(collectives.group)
 
-    def _start(self, name: str, run: Callable[[dist.Store], None], number: int) -> None:
-        # Its own connection: the thread sleeps in it.
-        store = dist.PrefixStore(f"horovod/{number}", self._world.store())
+    def _start(self, name: str, loop: Callable[[dist.Store], None], number: int) -> None:
+        store = dist.PrefixStore(f"horovod/{number}", self._world.store())  # the thread's own connection
 
         def guarded() -> None:
             try:
-                run(store)
+                loop(store)
             except Exception as error:
-                self._break(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                self._fail_all(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
         thread = threading.Thread(target=guarded, name=f"easymp-horovod-{name}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    # -- the program's side -------------------------------------------------------------------------------------------
+    # -- on the program's thread
 
     def submit(self, pending: Pending) -> None:
-        """Ask for an operation; it may be done before earlier ones."""
+        """Request an operation; it may be executed before earlier ones."""
         request = pending.request
         if pending.tensor is not None and pending.tensor.is_cuda:
-            pending.ready = torch.cuda.current_stream(pending.tensor.device).record_event()
+            pending.input_event = torch.cuda.current_stream(pending.tensor.device).record_event()
         with self._lock:
-            if self._broken:
-                raise HorovodInternalError(self._broken)
+            if self._failure:
+                raise HorovodInternalError(self._failure)
             if request.key in self._pending:
                 raise ValueError(f"{request.name!r} is in flight: synchronize it before one of this name")
             self._pending[request.key] = pending
@@ -347,94 +356,89 @@ class Engine:
             self._requests.put(request)
         else:
             self._table.add(0, [request])
-            self._carry_all(self._table.complete())
+            self._execute(self._table.ready_orders())
 
     def wait(self, pending: Pending) -> Any:
-        """Its result, once all ranks have asked for it."""
-        name, limit = pending.request.name, self._world.timeout
-        if pending.request.kind == "join":
-            pending.done.wait()  # until the others have no more data
-        elif not pending.done.wait(min(STALLED, limit)):
-            if limit > STALLED:
-                logger.warning("%s waits for other ranks since %g s\n%s", name, STALLED, self._report())
-            if not pending.done.wait(max(0.0, limit - STALLED)):
-                late = f"not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT sets the limit)"
-                raise HorovodInternalError(f"{name}: {late}\n{self._report()}")
+        """The result, once all ranks have requested the operation."""
+        request = pending.request
+        limit = None if request.kind == "join" else self._world.timeout  # a join waits for the other ranks' data to end
+        if not pending.ended.wait(limit):
+            reason = f"not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT sets the limit)"
+            raise HorovodInternalError(f"{request.name}: {reason}\n{self._report()}")
         if pending.error:
             raise HorovodInternalError(pending.error)
-        for part in pending.result if isinstance(pending.result, tuple) else (pending.result,):
-            if isinstance(part, Tensor) and part.is_cuda:
-                # Its memory is the other stream's, which must not use it again before this stream has read it.
-                part.record_stream(torch.cuda.current_stream(part.device))
+        for tensor in pending.result if isinstance(pending.result, tuple) else (pending.result,):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                # The engine's stream, which owns the memory, must not use it again before this stream has read it.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return pending.result
 
     def _report(self) -> str:
         return self._world.watch.report() if self._world.watch is not None else ""
 
-    def close(self, why: str, patience: float) -> None:
-        """Tell the others why this rank leaves, and end the threads; rank 0 waits `patience` seconds for the others to leave, too."""
+    def close(self, reason: str, patience: float) -> None:
+        """Tell the other ranks why this one leaves, and end the threads; rank 0 waits `patience` seconds for theirs."""
         if not self._threads:
             return
-        self._requests.put(Request(why, "leave"))
+        self._requests.put(Request(reason, "leave"))
         for thread in self._threads:
             thread.join(patience if thread.name.endswith("table") else 5.0)
-        self._break(f"this rank has left: {why}")
+        self._fail_all(f"this rank has left: {reason}")
 
-    # -- the threads' side --------------------------------------------------------------------------------------------
+    # -- on the engine's threads
 
-    def _send(self, store: dist.Store) -> None:
-        """Write requests, one line for all that have come meanwhile."""
+    def _send_requests(self, store: dist.Store) -> None:
+        """Write requests to the store, one ticket for all that are queued."""
         while True:
-            batch = [self._requests.get()]
+            requests = [self._requests.get()]
             while not self._requests.empty():
-                batch.append(self._requests.get())
-            store.set(f"ticket/{store.add('tickets', 1)}", json.dumps([self._world.rank, batch]))
-            if batch[-1].kind == "leave":
+                requests.append(self._requests.get())
+            store.set(f"ticket/{store.add('tickets', 1)}", json.dumps([self._world.rank, requests]))
+            if requests[-1].kind == "leave":
                 return
 
-    def _decide(self, store: dist.Store) -> None:
-        """Rank 0: from tickets, in the order in which they were drawn, to lines that all ranks follow."""
-        line = count(1)
+    def _write_orders(self, store: dist.Store) -> None:
+        """On rank 0: read the tickets in the order of their numbers, and write batches of orders for all ranks."""
+        numbers = count(1)
         for ticket in count(1):
             key = f"ticket/{ticket}"
             store.wait([key], FOREVER)
             rank, requests = json.loads(store.get(key))
             store.delete_key(key)
             self._table.add(rank, [Request(*fields) for fields in requests])
-            orders = self._table.complete()
+            orders = self._table.ready_orders()
             if orders:
-                store.set(f"order/{next(line)}", json.dumps(orders))
-            if len(self._table.left) == self._world.size:
+                store.set(f"order/{next(numbers)}", json.dumps(orders))
+            if len(self._table.departures) == self._world.size:
                 return
 
-    def _follow(self, store: dist.Store) -> None:
-        """Carry out the orders, line by line."""
+    def _execute_orders(self, store: dist.Store) -> None:
         cuda = self._world.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self._world.device)
         # Beside the program's stream; torch.cuda.stream(None) does nothing.
         with torch.cuda.stream(torch.cuda.Stream() if cuda else None):
             readers = self._world.size
-            for line in count(1):
-                key = f"order/{line}"
+            for number in count(1):
+                key = f"order/{number}"
                 store.wait([key], FOREVER)
-                orders = [Order(Request(*request), *more) for request, *more in json.loads(store.get(key))]
-                if store.add(f"read/{line}", 1) == readers:
+                orders = [Order(Request(*request), *fields) for request, *fields in json.loads(store.get(key))]
+                if store.add(f"read/{number}", 1) == readers:
                     store.delete_key(key)
-                    store.delete_key(f"read/{line}")
-                self._carry_all([order for order in orders if order.request.kind != "leave"])
-                left = [order.request.root for order in orders if order.request.kind == "leave"]
-                readers -= len(left)
-                if self._world.rank in left:
+                    store.delete_key(f"read/{number}")
+                self._execute([order for order in orders if order.request.kind != "leave"])
+                departed = [order.request.root for order in orders if order.request.kind == "leave"]
+                readers -= len(departed)
+                if self._world.rank in departed:
                     return
 
-    def _carry_all(self, orders: list[Order]) -> None:
-        """Carry out those orders that concern this rank."""
-        for batch in fusable([o for o in orders if tuple(o.request.ranks) in self._carriers]):
-            found = [self._pending.get(order.request.key) for order in batch]
-            skipped = batch[0].error or batch[0].request.kind == "join"
-            outputs = [None] * len(batch) if skipped else self._carry(batch, found)
-            for order, pending, output in zip(batch, found, outputs):
+    def _execute(self, orders: list[Order]) -> None:
+        for batch in fusion_batches([o for o in orders if tuple(o.request.ranks) in self._collectives]):
+            pendings = [self._pending.get(order.request.key) for order in batch]
+            outputs: list[Tensor | None] = [None] * len(batch)
+            if not batch[0].error and batch[0].request.kind != "join":
+                outputs = self._execute_batch(batch, pendings)
+            for order, pending, output in zip(batch, pendings, outputs):
                 if pending is None:
                     continue
                 pending.error, pending.result = order.error, output
@@ -442,41 +446,39 @@ class Engine:
                     pending.result = pending.finish(output, order)
                 with self._lock:
                     del self._pending[order.request.key]
-                pending.done.set()
+                pending.ended.set()
 
     @torch.no_grad()
-    def _carry(self, batch: list[Order], found: list[Pending | None]) -> list[Tensor | None]:
-        """Outputs, computed: the program's stream need not wait for this one."""
-        carrier = self._carriers[tuple(batch[0].request.ranks)]
-        events = [pending.ready for pending in found if pending is not None and pending.ready is not None]
+    def _execute_batch(self, batch: list[Order], pendings: list[Pending | None]) -> list[Tensor | None]:
+        """Results, computed: the program's stream need not wait for this one."""
+        collectives = self._collectives[tuple(batch[0].request.ranks)]
+        events = [pending.input_event for pending in pendings if pending is not None and pending.input_event]
         for event in events:
             event.wait()
-        outputs = list(carrier.carry(batch, list(map(self._input, batch, found))))
-        for i, (pending, output) in enumerate(zip(found, outputs)):
-            if pending is not None and pending.into is not None and output is not None:
-                outputs[i] = pending.into
-                pending.into.detach().copy_(output)
+        outputs = list(collectives.execute(batch, list(map(self._input, batch, pendings))))
+        for i, (pending, output) in enumerate(zip(pendings, outputs)):
+            if pending is not None and pending.target is not None and output is not None:
+                outputs[i] = pending.target
+                pending.target.detach().copy_(output)
         if events and self._threads:
             torch.cuda.current_stream().synchronize()
         return outputs
 
     def _input(self, order: Order, pending: Pending | None) -> Tensor:
-        """The tensor; the zeros of a rank that joined, and of a barrier."""
+        """The tensor of the request; zeros for a barrier and on a rank that joined."""
         if pending is not None and pending.tensor is not None:
             return pending.tensor
-        request, own = order.request, self._world.device
-        kind = getattr(torch, request.dtype or "float32")
-        place = own if request.device in ("", own.type) else request.device
-        return torch.zeros(tuple(request.shape), dtype=kind, device=place)
+        request, device = order.request, self._world.device
+        if request.device not in ("", device.type):
+            device = torch.device(request.device)
+        return torch.zeros(tuple(request.shape), dtype=getattr(torch, request.dtype or "float32"), device=device)
 
-    def _break(self, why: str) -> None:
-        """The ranks no longer talk: end every operation in flight with an error."""
-        with self._lock:
-            self._broken = self._broken or f"the ranks no longer talk ({why})"
+    def _fail_all(self, reason: str) -> None:
+        """End every operation in flight, and each later one, with an error."""
         report = f"\n{self._report()}" if self._pending else ""
         with self._lock:
-            self._broken += report
+            self._failure = (self._failure or f"the ranks no longer talk ({reason})") + report
             for pending in self._pending.values():
-                pending.error = self._broken
-                pending.done.set()
+                pending.error = self._failure
+                pending.ended.set()
             self._pending.clear()

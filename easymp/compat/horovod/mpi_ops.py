@@ -1,7 +1,7 @@
-"""Collectives by Horovod's names: out of place and differentiable, in place, asynchronous, and of several tensors at once.
+"""Collectives by Horovod's names: out of place and differentiable, in place, asynchronous, and of several tensors.
 
-Gradients are Horovod's: those of a gather and a broadcast are means over the ranks, that of a reducescatter is the ranks' gradients one
-after the other, times their number for a sum.
+Gradients are Horovod's: those of a gather and a broadcast are means over the ranks, that of a reducescatter is the
+ranks' gradients one after the other, times their number for a sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from .basics import *  # noqa: F403 (the names of horovod.torch.mpi_ops)
 from .basics import ProcessSet, global_process_set, rank, running, size
 from .basics import __all__ as basics
-from .engine import Op, Pending, Request
+from .engine import Op, Order, Pending, Request
 
 __all__ = [
     *basics,
@@ -40,121 +40,122 @@ class NoneCompressor:
 
 
 class FP16Compressor:
-    """Floating-point tensors travel as fp16, which holds 6e-8 to 65,504, and come back in their own type."""
+    """Floating-point tensors travel as fp16, which holds 6e-8 to 65,504, and come back in their own dtype."""
 
-    compress = staticmethod(
-        lambda tensor: (tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype)
-    )
+    compress = staticmethod(lambda tensor: (tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype))
     decompress = staticmethod(lambda tensor, ctx: tensor.to(ctx))
 
 
 class Compression:
     """The choices: ``Compression.none``, ``Compression.fp16``; or a class with the same two functions."""
 
-    none = NoneCompressor
-    fp16 = FP16Compressor
+    none, fp16 = NoneCompressor, FP16Compressor
+
+
+# -- handles
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for the result of an asynchronous operation: a tensor, or a tuple of them for a group. The second time it is None."""
+    """Wait for the result of a handle: a tensor, or a tuple of them for a group; None the second time."""
     run = running()
     if handle not in run.handles:
         return None
-    pending, several = run.handles.pop(handle)
-    results = tuple(run.engine.wait(each) for each in pending)
-    return results if several else results[0]
+    operations, grouped = run.handles.pop(handle)
+    results = tuple(run.engine.wait(pending) for pending in operations)
+    return results if grouped else results[0]
 
 
 def poll(handle: int) -> bool:
-    """Whether it has ended, so that `synchronize` will not wait. Raises ValueError once it was synchronized."""
+    """Whether the operation has ended. Raises ValueError for a handle that was synchronized."""
     if handle not in running().handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
-    return all(pending.done.is_set() for pending in running().handles[handle][0])
+    return all(pending.ended.is_set() for pending in running().handles[handle][0])
 
 
 class _InPlace(NamedTuple):
-    """Tensors that the results go into."""
+    """One tensor or several that the results go into."""
 
     tensors: Any
 
 
-def _enqueue(
-    kind: str, given: Any, name: str | None, among: ProcessSet, finish: Any = None, **fields: Any
+def _request(
+    kind: str, inputs: Any, name: str | None, process_set: ProcessSet, finish: Any = None, **fields: Any
 ) -> int:
-    """A handle of operations on one tensor, on several (then `synchronize` returns a tuple), or on either as `_InPlace`.
-
-    `finish` makes a result of the output and the order; `fields` are those of `Request`.
-    """
-    into = isinstance(given, _InPlace)
-    given = given.tensors if into else given
-    run, several, tensors = running(), not isinstance(given, Tensor), _listed(given)
-    ranks, whole, made = run.members(among), f"{kind}.{name or run.unnamed(kind, among)}", []
+    """Request operations on a tensor, an iterable of them or either as `_InPlace`; returns their handle."""
+    in_place = isinstance(inputs, _InPlace)
+    inputs = inputs.tensors if in_place else inputs
+    run, grouped, tensors = running(), not isinstance(inputs, Tensor), _tensor_list(inputs)
+    ranks, full_name = run.members(process_set), f"{kind}.{name or run.next_name(kind, process_set)}"
+    operations = []
     for i, tensor in enumerate(tensors):
         if tensor.is_sparse or tensor.is_complex():
-            instead = "view_as_real(tensor)" if tensor.is_complex() else "tensor.to_dense()"
-            raise ValueError(f"{kind}: Tensor type {tensor.type()} is not supported: pass {instead}")
+            remedy = "view_as_real(tensor)" if tensor.is_complex() else "tensor.to_dense()"
+            raise ValueError(f"{kind}: Tensor type {tensor.type()} is not supported: pass {remedy}")
         if kind == "reducescatter" and not tensor.ndim:
             raise ValueError("Reducescatter does not support scalar inputs: pass tensor[None]")
-        each = f"{whole}_{i + 1}of{len(tensors)}" if several else whole
+        member_name = f"{full_name}_{i + 1}of{len(tensors)}" if grouped else full_name
         dtype = str(tensor.dtype).removeprefix("torch.")
-        request = Request(each, kind, ranks, tuple(tensor.shape), dtype, tensor.device.type, **fields)
-        made.append(Pending(request, tensor.detach(), tensor if into else None, finish))
-    return _submit(made, several)
+        request = Request(member_name, kind, ranks, tuple(tensor.shape), dtype, tensor.device.type, **fields)
+        operations.append(Pending(request, tensor.detach(), tensor if in_place else None, finish))
+    return _submit(operations, grouped)
 
 
-def _listed(given: Any) -> list[Tensor]:
+def _tensor_list(inputs: Any) -> list[Tensor]:
     """One tensor, or several, as a list."""
-    tensors = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [given]
-    for each in tensors:
-        if not isinstance(each, Tensor):
-            raise ValueError(f"{each!r} is a {type(each).__name__}: pass a tensor, as torch.tensor({each!r})")
+    tensors = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor) else [inputs]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{tensor!r} is a {type(tensor).__name__}: pass a tensor, as torch.tensor({tensor!r})")
     return tensors
 
 
-def _submit(made: list[Pending], several: bool = False) -> int:
+def _submit(operations: list[Pending], grouped: bool = False) -> int:
     run = running()
-    for pending in made:
+    for pending in operations:
         run.engine.submit(pending)
-    handle = next(run.numbers)
-    run.handles[handle] = made, several
+    handle = next(run.handle_numbers)
+    run.handles[handle] = operations, grouped
     return handle
 
 
-def _variant(
-    function: Any, name: str, how: str, into: bool = False, wait: bool = False
-) -> Callable[..., Any]:
-    """`function` by another name: of several tensors, into its tensors, or waited for."""
+def _variant(function: Any, name: str, note: str, in_place: bool = False, wait: bool = False) -> Callable[..., Any]:
+    """`function` by another name, which takes several tensors, writes into its tensors, or waits for its handle."""
     signature = inspect.signature(function)
-    first, *others = signature.parameters.values()
     if name.startswith("grouped"):
-        signature = signature.replace(parameters=[first.replace(name="tensors"), *others])
+        tensor, *parameters = signature.parameters.values()
+        signature = signature.replace(parameters=[tensor.replace(name="tensors"), *parameters])
 
     @functools.wraps(function)
     def variant(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        tensor, *rest = bound.args
-        result = function(_InPlace(tensor) if into else tensor, *rest, **bound.kwargs)
+        inputs, *arguments = bound.args
+        result = function(_InPlace(inputs) if in_place else inputs, *arguments, **bound.kwargs)
         return synchronize(result) if wait else result
 
     variant.__name__ = variant.__qualname__ = name
-    variant.__doc__ = f"As `{function.__name__}`, {how}."
+    variant.__doc__ = f"As `{function.__name__}`, {note}."
     vars(variant)["__signature__"] = signature
     return variant
 
 
-def _reduce(kind: str, tensors: Any, name: Any, op: Any, pre: float, post: float, among: Any) -> int:
+# -- asynchronous operations
+
+
+def _request_reduction(
+    kind: str, tensors: Any, name: str | None, op: Op, prescale: float, postscale: float, process_set: ProcessSet
+) -> int:
     if op not in tuple(Op) or (kind == "reducescatter" and op not in (Average, Sum)):
-        known = "Average, Sum, Adasum, Min, Max, Product" if kind == "allreduce" else "Average, Sum"
-        raise ValueError(f"{kind}: op={op!r} is not one of {known} of hvd")
-    if op == Adasum and among is not global_process_set:
+        ops = "Average, Sum, Adasum, Min, Max, Product" if kind == "allreduce" else "Average, Sum"
+        raise ValueError(f"{kind}: op={op!r} is not one of {ops} of hvd")
+    if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     if op == Adasum and size().bit_count() != 1:
         raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
-    fields = {"op": Op(op).name, "prescale": float(pre), "postscale": float(post)}
-    return _enqueue(kind, tensors, name, among, **fields)
+    scales = {"prescale": float(prescale), "postscale": float(postscale)}
+    return _request(kind, tensors, name, process_set, op=Op(op).name, **scales)
 
 
-def _op(op: Op | None, average: bool | None) -> Op:
+def _reduce_op(op: Op | None, average: bool | None) -> Op:
     if average is None:
         return Average if op is None else op
     if op is not None:
@@ -167,53 +168,49 @@ def allreduce_async(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
-    """A handle of a reduction into a new tensor."""
-    how = _op(op, average), prescale_factor, postscale_factor, process_set
-    return _reduce("allreduce", tensor, name, *how)
+    """Request a reduction into a new tensor; returns a handle for `synchronize`."""
+    op = _reduce_op(op, average)
+    return _request_reduction("allreduce", tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: Op, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """A function that waits for the reduction of a sparse tensor, and returns it: the ranks' entries, gathered."""
-    parts = _enqueue("allgather", [tensor._indices().T, tensor._values()], name, process_set)
+    """Request the reduction of a sparse tensor; returns a function that waits for the ranks' entries, gathered."""
+    entries = _request("allgather", [tensor._indices().T, tensor._values()], name, process_set)
 
     def handle() -> Tensor:
-        indices, values = synchronize(parts)
+        indices, values = synchronize(entries)
         values = values / process_set.size() if op == Average else values
         return torch.sparse_coo_tensor(indices.T, values, tensor.shape, check_invariants=False)
 
     return handle
 
 
-def allgather_async(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """A handle; the result has the ranks' tensors one after the other along dimension 0, where they may differ in length."""
-    return _enqueue("allgather", tensor, name, process_set)
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Request the ranks' tensors one after the other along dimension 0, where their lengths may differ."""
+    return _request("allgather", tensor, name, process_set)
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """A handle; the result is a new tensor with the values of `root_rank`, a rank of the world."""
+    """Request a new tensor with the values of `root_rank`, a rank of the world."""
     running().members(process_set)
     if root_rank not in process_set.ranks:
         raise ValueError(f"broadcast received invalid root rank {root_rank} for {process_set}")
-    return _enqueue("broadcast", tensor, name, process_set, root=int(root_rank))
+    return _request("broadcast", tensor, name, process_set, root=int(root_rank))
 
 
 def alltoall_async(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
-    """A handle; rank i gets the i-th of the parts into which `splits` (rows; equal ones by default) divides dimension 0.
-
-    The result is a pair: a tensor, and the rows that came from each rank, as int32.
-    """
+    """Request an exchange of the parts into which `splits` divides dimension 0, and of the rows that ranks send."""
     running().members(process_set)
-    length, ranks, place = tensor.shape[:1].numel(), len(process_set.ranks), "cpu"
+    length, ranks, device = tensor.shape[:1].numel(), len(process_set.ranks), torch.device("cpu")
     if isinstance(splits, Tensor):
-        place = splits.device
+        device = splits.device
         if splits.dtype != torch.int32 or splits.ndim != 1:
             raise ValueError(f"alltoall expects 1D splits of int32, got {splits.dtype} {splits.shape}")
     if splits is None and length % ranks:
@@ -222,25 +219,25 @@ def alltoall_async(
     if len(rows) != ranks or min(rows) < 0 or sum(rows) > length:
         raise ValueError(f"alltoall: splits {rows} do not divide {length} rows among {ranks} ranks")
 
-    def finish(output: Tensor, order: Any) -> tuple[Tensor, Tensor]:
-        came = [each[process_set.ranks.index(rank())] for each in order.rows]
-        return output, torch.tensor(came, dtype=torch.int32, device=place)
+    def finish(output: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+        received_rows = [splits[process_set.ranks.index(rank())] for splits in order.rows]
+        return output, torch.tensor(received_rows, dtype=torch.int32, device=device)
 
-    return _enqueue("alltoall", tensor, name, process_set, finish=finish, splits=rows)
+    return _request("alltoall", tensor, name, process_set, finish=finish, splits=rows)
 
 
 def reducescatter_async(
     tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
-    """A handle; the result is this rank's part of the reduction along dimension 0; earlier ranks may have one row more."""
-    return _reduce("reducescatter", tensor, name, op, prescale_factor, postscale_factor, process_set)
+    """Request this rank's part of a reduction along dimension 0; earlier ranks may have one row more."""
+    return _request_reduction("reducescatter", tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 INTO, WAITED, SEVERAL = "into `tensor` itself", "waited for", "of several tensors, with one handle or list"
-allreduce_async_ = _variant(allreduce_async, "allreduce_async_", INTO, into=True)
+allreduce_async_ = _variant(allreduce_async, "allreduce_async_", INTO, in_place=True)
 allreduce_ = _variant(allreduce_async_, "allreduce_", WAITED, wait=True)
-broadcast_async_ = _variant(broadcast_async, "broadcast_async_", INTO, into=True)
+broadcast_async_ = _variant(broadcast_async, "broadcast_async_", INTO, in_place=True)
 broadcast_ = _variant(broadcast_async_, "broadcast_", WAITED, wait=True)
 grouped_allreduce_async = _variant(allreduce_async, "grouped_allreduce_async", SEVERAL)
 grouped_allreduce_async_ = _variant(allreduce_async_, "grouped_allreduce_async_", SEVERAL)
@@ -249,97 +246,101 @@ grouped_allgather_async = _variant(allgather_async, "grouped_allgather_async", S
 grouped_reducescatter_async = _variant(reducescatter_async, "grouped_reducescatter_async", SEVERAL)
 
 
+# -- differentiable operations
+
+
 class _Flow(torch.autograd.Function):
     """Tensors by `forward`, and their gradients by `backward`; both map a list of tensors to as many."""
 
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> Any:
-        ctx.back = backward
+        ctx.flow_back = backward
         return tuple(forward(list(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *ctx.back(list(grads))
+        return None, None, *ctx.flow_back(list(grads))
 
 
-def _through(given: Any, forward: Any, backward: Any, compression: Any = Compression.none) -> Any:
-    """`forward` of a tensor or of several, `backward` of the list of their gradients, and a compression around `forward`."""
-    one, tensors = isinstance(given, Tensor), _listed(given)
+def _differentiable(inputs: Any, forward: Any, backward: Any, compression: Any = Compression.none) -> Any:
+    """`forward` of one tensor or several, inside of a compression; `backward` maps the list of their gradients."""
+    single, tensors = isinstance(inputs, Tensor), _tensor_list(inputs)
     if not tensors:
         return []
-    small, contexts = zip(*map(compression.compress, tensors))
-    run = (lambda tensors: [forward(tensors[0])]) if one else forward
-    outputs = list(map(compression.decompress, _Flow.apply(run, backward, *small), contexts))
-    return outputs[0] if one else outputs
+    compressed, contexts = zip(*map(compression.compress, tensors))
+    forward_list = (lambda tensors: [forward(tensors[0])]) if single else forward
+    results = _Flow.apply(forward_list, backward, *compressed)  # type: ignore[no-untyped-call]  # torch has no types
+    outputs = list(map(compression.decompress, results, contexts))
+    return outputs[0] if single else outputs
 
 
 def allreduce(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none, op: Op | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Tensor:  # fmt: skip
-    """A new tensor of the same shape and type: `op` over the ranks, the average by default. Gradients are reduced alike."""
-    how = _op(op, average), prescale_factor, postscale_factor, process_set
-    return _through(
+    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
+    op: Op | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
+    """Reduce over the ranks into a new tensor, to the average by default. Gradients are reduced alike."""
+    options = _reduce_op(op, average), prescale_factor, postscale_factor, process_set
+    return _differentiable(
         tensor,
-        lambda given: synchronize(_reduce("allreduce", given, name, *how)),
-        lambda grads: allreduce(grads, None, None, Compression.none, *how),
+        lambda inputs: synchronize(_request_reduction("allreduce", inputs, name, *options)),
+        lambda grads: grouped_allreduce(grads, None, None, Compression.none, *options),
         compression,
     )
 
 
-def allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """As `allgather_async`, waited for. Its gradient is this rank's rows of the mean over the ranks."""
 
     def backward(grads: list[Tensor]) -> list[Tensor]:
-        lengths = torch.tensor([[each.shape[0] for each in _listed(tensor)]])
-        rows = allgather(lengths, process_set=process_set).T.tolist()
-        means = allreduce(grads, process_set=process_set)
-        return [mean.split(row)[process_set.rank()] for mean, row in zip(means, rows)]
+        lengths = torch.tensor([[len(tensor) for tensor in _tensor_list(tensor)]])
+        rows_by_tensor = allgather(lengths, process_set=process_set).T.tolist()
+        means = grouped_allreduce(grads, process_set=process_set)
+        return [mean.split(rows)[process_set.rank()] for mean, rows in zip(means, rows_by_tensor)]
 
-    return _through(tensor, lambda given: synchronize(allgather_async(given, name, process_set)), backward)
+    return _differentiable(tensor, lambda inputs: synchronize(allgather_async(inputs, name, process_set)), backward)
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """A new tensor with root's values. The mean of the ranks' gradients flows through it, to root."""
-    return _through(
+) -> Any:
+    """As `broadcast_async`, waited for. The mean of the ranks' gradients flows to root."""
+    return _differentiable(
         tensor,
-        lambda given: synchronize(broadcast_async(given, root_rank, name, process_set)),
-        lambda grads: [grad * (rank() == root_rank) for grad in allreduce(grads, process_set=process_set)],
+        lambda inputs: synchronize(broadcast_async(inputs, root_rank, name, process_set)),
+        lambda grads: [grad * (rank() == root_rank) for grad in grouped_allreduce(grads, process_set=process_set)],
     )
 
 
 def alltoall(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:  # fmt: skip
     """As `alltoall_async`, waited for; without `splits` the tensor alone. Each gradient goes back to the row's rank."""
-    received: list[Tensor] = []
+    received_rows: Any = None
 
-    def forward(given: Tensor) -> Tensor:
-        output, rows = synchronize(alltoall_async(given, splits, name, process_set))
-        received.append(rows)
-        return output
+    def forward(inputs: Tensor) -> Tensor:
+        nonlocal received_rows
+        output, received_rows = synchronize(alltoall_async(inputs, splits, name, process_set))
+        return output  # type: ignore[no-any-return]
 
-    output = _through(tensor, forward, lambda grads: alltoall(grads[0], received[0], None, process_set)[:1])
-    return output if splits is None else (output, received[0])
+    output = _differentiable(tensor, forward, lambda grads: alltoall(grads[0], received_rows, None, process_set)[:1])
+    return output if splits is None else (output, received_rows)
 
 
 def reducescatter(
     tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: Op = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """As `reducescatter_async`, waited for. The gradient is the ranks' gradients one after the other, times their number for a sum."""
-    how, factor = (op, process_set, prescale_factor, postscale_factor), prescale_factor * postscale_factor
-    return _through(
-        tensor,
-        lambda given: synchronize(reducescatter_async(given, name, *how)),
-        lambda grads: allgather(
-            [grad * factor * (process_set.size() if op == Sum else 1) for grad in grads], None, process_set
-        ),
-        compression,
+) -> Any:  # fmt: skip
+    """As `reducescatter_async`, waited for."""
+
+    def backward(grads: list[Tensor]) -> Any:
+        factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
+        return grouped_allgather([grad * factor for grad in grads], None, process_set)
+
+    options = op, process_set, prescale_factor, postscale_factor
+    return _differentiable(
+        tensor, lambda inputs: synchronize(reducescatter_async(inputs, name, *options)), backward, compression
     )
 
 
@@ -348,19 +349,19 @@ grouped_allgather = _variant(allgather, "grouped_allgather", SEVERAL)
 grouped_reducescatter = _variant(reducescatter, "grouped_reducescatter", SEVERAL)
 
 
-def join(device: int = -1) -> int:
-    """Say that this rank has no more data. Until all ranks say so, it takes part in reductions of all ranks with zeros.
+# -- all ranks together
 
-    Averages are still over all ranks; other operations of all ranks fail meanwhile. Zeros are made where the other ranks' tensors are, so
-    that `device` decides nothing. Returns the rank that was the last to join.
-    """
-    last = synchronize(_submit([Pending(Request("join", "join"), finish=lambda _, o: o.request.root)]))
-    running().asked.clear()  # the ranks have asked for different numbers of operations without a name
-    return last
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data: it reduces zeros until all say so. Returns the rank that joined last."""
+    operation = Pending(Request("join", "join"), finish=lambda _, order: order.request.root)
+    last_rank: int = synchronize(_submit([operation]))
+    running().name_counts.clear()  # the ranks have requested different numbers of operations without a name
+    return last_rank
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank is here."""
     run = running()
-    name = f"barrier.{run.unnamed('barrier', process_set)}"
+    name = f"barrier.{run.next_name('barrier', process_set)}"
     synchronize(_submit([Pending(Request(name, "barrier", run.members(process_set), (1,)))]))

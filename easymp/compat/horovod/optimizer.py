@@ -1,7 +1,8 @@
-"""DistributedOptimizer, whose step uses the gradients of all ranks; and parameters, states and objects from rank to rank."""
+"""DistributedOptimizer, whose step uses the gradients of all ranks; and parameters, states and objects of one rank."""
 
 from __future__ import annotations
 
+import pickle
 import warnings
 import weakref
 from collections import Counter
@@ -9,18 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from ...base.pytree import leaves, map_leaves
 from ...errors import RefusedError, SettingError
-from .basics import HorovodInternalError, ProcessSet, global_process_set, layer, rank, running
+from .basics import ProcessSet, global_process_set, layer, rank, running
+from .engine import HorovodInternalError, Op
 from .mpi_ops import (
     Adasum,
     Average,
     Compression,
-    Op,
     Sum,
+    allgather,
     allreduce,
     allreduce_async_,
     broadcast_async_,
@@ -30,22 +33,16 @@ from .mpi_ops import (
 
 
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None, compression: Any = Compression.none,
-    backward_passes_per_step: int = 1, op: Op = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
-    sparse_as_dense: bool = False, process_set: ProcessSet = global_process_set,
-) -> torch.optim.Optimizer:  # fmt: skip
-    """`optimizer`, with its state and param groups, as an instance of its own class that reduces gradients over the ranks.
-
-    Each gradient travels while backward goes on with the next; `step` waits for all of them. The ranks may have them in different
-    orders. A parameter without a gradient on this rank takes part with zeros. To clip: ``optimizer.synchronize()``, clip, and then
-    ``with optimizer.skip_synchronize(): optimizer.step()``. In ``step(closure)`` gradients and the loss are reduced after each call of
-    the closure, so that the ranks of an LBFGS decide alike.
-
-    Sparse gradients travel as they are; with `sparse_as_dense` as dense ones, which come back sparse. Adasum combines the changes that each
-    rank's own step makes. `groups` and `num_groups` are checked, and without effect. Ranks outside `process_set` step alone.
-    """
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: Op = Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
+    """An optimizer of the same class, state and param groups as `optimizer` that reduces gradients over the ranks."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer takes an optimizer, not a {type(optimizer).__name__}")
+    if isinstance(optimizer, _Distributed):
+        raise SettingError("DistributedOptimizer of another one: pass the optimizer that it was made of")
     if not hasattr(compression, "compress"):
         raise ValueError(f"compression={compression!r}: pass hvd.Compression.fp16 or hvd.Compression.none")
     if op not in (Average, Sum, Adasum):
@@ -54,121 +51,128 @@ def DistributedOptimizer(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
-    if isinstance(optimizer, _Distributed):
-        raise SettingError("DistributedOptimizer of another one: pass the optimizer that it was made of")
     if num_groups:
         warnings.warn("`num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
     if groups := groups or num_groups:
         if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
             raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        members = [p for group in groups for p in group] if isinstance(groups, list) else []
-        if any(not isinstance(p, Tensor) for p in members):
+        parameters = [p for group in groups for p in group] if isinstance(groups, list) else []
+        if any(not isinstance(parameter, Tensor) for parameter in parameters):
             raise ValueError("groups must consist of torch.Tensor.")
-        if len(set(members)) < len(members):
+        if len(set(parameters)) < len(parameters):
             raise ValueError("A parameter can only appear once in groups.")
         layer.ignore({"DistributedOptimizer(groups)": "gradients that come together travel together anyway"})
     adasum = op == Adasum and running().world.size > 1
     if adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     kind = type(optimizer)
-    made_of = (_Adasum if adasum else _Distributed, kind)
-    made: Any = object.__new__(type(kind.__name__, made_of, {"__module__": kind.__module__}))
-    # Not by its constructor, which may not take the values of `defaults`; groups and state are the same objects, as schedulers expect.
-    made.__dict__.update(optimizer.__dict__)
-    made.__dict__.pop("step", None)  # a scheduler's counter, around the plain step
-    made.backward_passes_per_step, made.op, made.process_set = backward_passes_per_step, op, process_set
-    made.gradient_predivide_factor, made.sparse_as_dense = gradient_predivide_factor, sparse_as_dense
-    made._compression, made._names = compression, _named(optimizer, named_parameters)
-    made._seen, made._flying, made._hooked = Counter(), {}, set()
-    made._synchronized = made._skip = False
-    made._active = running().world.size > 1 and process_set.included()
-    made._hook()
-    return made
+    bases = (_Adasum if adasum else _Distributed, kind)
+    # Not by its constructor, which may not take the values of `defaults`. Groups and state are the same objects, as
+    # schedulers that were made before expect.
+    distributed: Any = object.__new__(type(kind.__name__, bases, {"__module__": kind.__module__}))
+    vars(distributed).update(vars(optimizer))
+    vars(distributed).pop("step", None)  # a scheduler's counter, around the plain step
+    distributed.backward_passes_per_step, distributed.op = backward_passes_per_step, op
+    distributed.process_set, distributed.sparse_as_dense = process_set, sparse_as_dense
+    distributed.gradient_predivide_factor, distributed._compression = gradient_predivide_factor, compression
+    distributed._names = _parameter_names(optimizer, named_parameters)
+    distributed._backward_counts, distributed._reductions, distributed._hooked = Counter(), {}, set()
+    distributed._synchronized = distributed._skips = False
+    distributed._active = running().world.size > 1 and process_set.included()
+    distributed._register_hooks()
+    return distributed
 
 
-def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """A name for every parameter."""
-    entries = list(named) if named is not None else []
+def _parameter_names(optimizer: Any, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    """A name for every parameter: the script's, or its place in the param groups."""
+    entries, names = list(named_parameters or ()), _default_names(optimizer)
+    if not entries:
+        return names
     if any(not isinstance(entry, tuple) for entry in entries):
         raise ValueError("named_parameters should be a sequence of tuples: pass model.named_parameters()")
-    if double := sorted(name for name, times in Counter(name for name, _ in entries).items() if times > 1):
-        raise ValueError(f"Names in named_parameters must be unique. Found duplicates: {', '.join(double)}")
-    places = enumerate(optimizer.param_groups)
-    unnamed = {p: f"allreduce.noname.{i}.{j}" for i, group in places for j, p in enumerate(group["params"])}
-    found = {parameter: name for name, parameter in entries} if entries else unnamed
-    if missing := sum(p not in found for p in unnamed):
+    counts = Counter(name for name, _ in entries)
+    if duplicates := sorted(name for name, times in counts.items() if times > 1):
+        raise ValueError(f"Names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}")
+    script_names = {parameter: name for name, parameter in entries}
+    if missing := len(names.keys() - script_names.keys()):
         raise ValueError(f"named_parameters: one or more model parameters were not named ({missing} of them)")
-    return {p: found[p] for p in unnamed}
+    return {parameter: script_names[parameter] for parameter in names}
+
+
+def _default_names(optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    groups = enumerate(optimizer.param_groups)
+    return {p: f"allreduce.noname.{i}.{j}" for i, group in groups for j, p in enumerate(group["params"])}
 
 
 class _Distributed:
-    """Comes before the optimizer's own class."""
+    """Base that comes before the optimizer's own class."""
 
-    _seen: Counter[Tensor]  # backward passes since the last step
-    _flying: dict[Tensor, Callable[[], Tensor]]
+    _names: dict[Tensor, str]
+    _backward_counts: Counter[Tensor]  # since the last step
+    _reductions: dict[Tensor, Callable[[], Tensor]]  # in flight
     _hooked: set[Tensor]
 
-    def _hook(self: Any) -> None:
+    def _register_hooks(self: Any) -> None:
         """Register hooks on all parameters, for as long as the optimizer lives."""
-        arrived = weakref.WeakMethod(self._arrived)
+        arrived: Any = weakref.WeakMethod(self._gradient_arrived)
         for parameter in self._names if self._active else ():
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
                 hook = parameter.register_post_accumulate_grad_hook(lambda p: arrived()(p))
                 weakref.finalize(self, hook.remove)
 
-    def _arrived(self: Any, parameter: Tensor) -> None:
+    def _gradient_arrived(self: Any, parameter: Tensor) -> None:
         """Count a backward pass of the parameter; send its gradient after the last one."""
         passes = self.backward_passes_per_step
-        if parameter in self._flying:
+        if parameter in self._reductions:
             raise AssertionError(
-                f"Gradients of {self._names[parameter]} were computed more than backward_passes_per_step={passes} times before call to "
-                "step(). Increase backward_passes_per_step to accumulate gradients locally."
+                f"Gradients of {self._names[parameter]} were computed more than backward_passes_per_step={passes} "
+                "times before call to step(). Increase backward_passes_per_step to accumulate gradients locally."
             )
-        self._seen[parameter] += 1
-        if self._seen[parameter] == passes:
+        self._backward_counts[parameter] += 1
+        if self._backward_counts[parameter] == passes:
             self._send(parameter)
 
     def _send(self: Any, parameter: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        self._flying[parameter] = self._reduce(self._names[parameter], parameter.grad)
+        self._reductions[parameter] = self._reduce(self._names[parameter], parameter.grad)
 
     def _reduce(self: Any, name: str, tensor: Tensor) -> Callable[[], Tensor]:
-        """A function that waits for the reduced tensor."""
+        """Request a reduction; returns a function that waits for the reduced tensor."""
         if tensor.is_sparse and not self.sparse_as_dense:
             return sparse_allreduce_async(tensor, name, self.op, self.process_set)
-        small, ctx = self._compression.compress(tensor.to_dense() if tensor.is_sparse else tensor)
-        before, after = 1 / self.gradient_predivide_factor, self.gradient_predivide_factor
-        handle = allreduce_async_(small, None, name, self.op, before, after, self.process_set)
+        compressed, ctx = self._compression.compress(tensor.to_dense() if tensor.is_sparse else tensor)
+        factor = self.gradient_predivide_factor
+        handle = allreduce_async_(compressed, None, name, self.op, 1 / factor, factor, self.process_set)
 
         def reduced() -> Tensor:
-            dense = self._compression.decompress(synchronize(handle), ctx)
+            dense: Tensor = self._compression.decompress(synchronize(handle), ctx)
             return dense.to_sparse(tensor.sparse_dim()) if tensor.is_sparse else dense
 
         return reduced
 
     def _results(self: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait for the reductions in flight. Afterwards, also after an error, a new step begins."""
+        """Wait for the reductions in flight. Afterwards, also after an error, the next step begins."""
         try:
-            for parameter, reduced in self._flying.items():
+            for parameter, reduced in self._reductions.items():
                 yield parameter, reduced()
         finally:
-            self._flying.clear()
-            self._seen.clear()
+            self._reductions.clear()
+            self._backward_counts.clear()
             self._synchronized = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum the gradients of so many backward passes before they travel."""
+        """Sum the gradients of `passes` backward passes before they travel."""
         self.backward_passes_per_step = passes
 
     def synchronize(self: Any) -> None:
         """Wait for the ranks' gradients: afterwards `.grad` is the same on all of them."""
         for parameter in self._names if self._active else ():
-            if parameter.requires_grad and parameter not in self._flying:
+            if parameter.requires_grad and parameter not in self._reductions:
                 self._send(parameter)
         for parameter, reduced in self._results():
-            if parameter.grad.is_sparse:
+            if parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = reduced
             elif reduced is not parameter.grad:
                 parameter.grad.copy_(reduced)
@@ -177,70 +181,79 @@ class _Distributed:
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, `step` does not wait."""
-        self._skip = True
+        self._skips = True
         try:
             yield
         finally:
-            self._skip = False
+            self._skips = False
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        def reduced() -> Any:
-            loss = closure()  # type: ignore[misc]
+        def reduced_closure() -> Any:
+            loss = closure() if closure is not None else None
             self.synchronize()
             self._synchronized = False
             if not isinstance(loss, Tensor):
                 return loss
             return allreduce(loss.detach(), name="closure.loss", process_set=self.process_set)
 
-        if not self._skip:
+        step = super().step  # type: ignore[misc]  # of the optimizer's class, which follows this one
+        if not self._skips:
             if self._synchronized and self._active:
                 warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if "
-                    "you use optimizer.synchronize() in your code.",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
             if closure is not None and self._active:
-                return super().step(reduced)
+                return step(reduced_closure)
             self.synchronize()
         self._synchronized = False
-        return super().step(closure)
+        return step(closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch wraps a step without this mark; the own class's step calls the hooks
+    # torch wraps a step without this mark; the step of the optimizer's own class calls the hooks.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Add a group; its gradients are reduced, too."""
-        super().add_param_group(param_group)
-        group = len(self.param_groups) - 1
-        for i, parameter in enumerate(self.param_groups[group]["params"]):
-            self._names[parameter] = f"allreduce.noname.{group}.{i}"
-        self._hook()
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self._names = _default_names(self) | self._names
+        self._register_hooks()
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Load the state; schedules made before stay valid. Gradients in flight, of a step that was broken off, are dropped."""
-        for parameter in list(self._names) if self._flying else []:
+        """Load the state. Gradients in flight, of a step that was broken off, are dropped."""
+        for parameter in list(self._names) if self._reductions else []:
             parameter.grad = None
         with suppress(HorovodInternalError):  # the state that is loaded now repairs the run
             list(self._results())
-        load_in_place(self, state_dict, super().load_state_dict)
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        """Take the loaded groups and state into the objects that schedules and wrappers made before hold."""
+        for group, loaded_group in zip(self.param_groups, state["param_groups"]):
+            group.clear()
+            group.update(loaded_group)
+        self.state.clear()
+        self.state.update(state["state"])
+        super().__setstate__({"state": self.state, "param_groups": self.param_groups})  # type: ignore[misc]
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self._flying:
+        if self._reductions:
             raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
-                "This is prohibited as it can cause a race condition."
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
-        super().zero_grad(*args, **kwargs)
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
 
 class _Adasum(_Distributed):
     """Steps alone, and combines the changes of the ranks' steps."""
 
-    def _hook(self) -> None:
+    def _register_hooks(self) -> None:
         """Register none: no gradient travels before the step."""
 
     def synchronize(self) -> None:
-        """Do nothing, as `_hook`."""
+        """Do nothing: no gradient travels."""
 
     def skip_synchronize(self) -> Any:
         """Raise AssertionError, as Horovod does."""
@@ -248,10 +261,10 @@ class _Adasum(_Distributed):
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         before = {p: p.detach().clone() for p in self._names if p.requires_grad}
-        loss = super(_Distributed, self).step(closure)
+        loss = super(_Distributed, self).step(closure)  # type: ignore[misc]
         with torch.no_grad():
             for p, start in before.items():
-                self._flying[p] = self._reduce(self._names[p], p - start)
+                self._reductions[p] = self._reduce(self._names[p], p - start)
             for p, change in self._results():
                 p.copy_(before[p] + change)
         return loss
@@ -259,12 +272,15 @@ class _Adasum(_Distributed):
     step.hooked = True  # type: ignore[attr-defined]
 
 
+# -- from rank to rank
+
+
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
-    """Root's values in the tensors of `model.state_dict()`, `model.named_parameters()` or an iterable, on every rank, in place."""
+    """Write root's values into the tensors of a state dict, of named parameters or of an iterable, on every rank."""
     if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
         raise ValueError(f"params is a {type(params).__name__}: pass model.state_dict()")
     entries: Iterable[Any] = sorted(params.items()) if isinstance(params, Mapping) else params
-    named = [e if isinstance(e, tuple) else (f"parameter.{i}", e) for i, e in enumerate(entries)]
+    named = [entry if isinstance(entry, tuple) else (f"parameter.{i}", entry) for i, entry in enumerate(entries)]
     tensors = [(name, tensor) for name, tensor in named if isinstance(tensor, Tensor) and tensor.numel()]
     for handle in [broadcast_async_(tensor, root_rank, name) for name, tensor in tensors]:
         synchronize(handle)
@@ -273,50 +289,43 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Root's state and param groups (learning rates, …), on every rank. No step is made, so no weight moves, and `model` has no effect.
-
-    Raises RefusedError for LBFGS, whose state is not a list of tensors by parameter.
-    """
+    """Load root's state and param groups (learning rates, …) on every rank, without a step. `model` has no effect."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError("cannot broadcast torch.optim.LBFGS state: start it anew on every rank")
-    own = optimizer.state_dict()
-    kinds = [leaf.device.type for leaf in leaves(own) if isinstance(leaf, Tensor)]
-    said = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, own)
-    said, kinds = broadcast_object((said, kinds), root_rank)
+    state = optimizer.state_dict()
+    device_types = [leaf.device.type for leaf in leaves(state) if isinstance(leaf, Tensor)]
+    skeleton = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)
+    skeleton, device_types = broadcast_object((skeleton, device_types), root_rank)
     if rank() != root_rank:
-        places = iter(kinds)
-        own = map_leaves(
-            lambda it: torch.empty_like(it, device=next(places)) if isinstance(it, Tensor) else it, said
+        devices = iter(device_types)
+        state = map_leaves(
+            lambda leaf: torch.empty_like(leaf, device=next(devices)) if isinstance(leaf, Tensor) else leaf, skeleton
         )
-    broadcast_parameters([(f"state.{i}", leaf) for i, leaf in enumerate(leaves(own))], root_rank)
+    broadcast_parameters([(f"state.{i}", leaf) for i, leaf in enumerate(leaves(state))], root_rank)
     if rank() != root_rank:
-        load_in_place(optimizer, own, optimizer.load_state_dict)
-
-
-def load_in_place(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[dict[str, Any]], None]
-) -> None:
-    """`load` the state, and keep the objects of param groups and state, which schedules and wrappers made before hold."""
-    groups, values = optimizer.param_groups, optimizer.state
-    load(state)
-    for held, new in zip([*groups, values], [*optimizer.param_groups, optimizer.state]):
-        if held is not new:
-            held.clear()
-            held.update(new)
-    optimizer.param_groups, optimizer.state = groups, values
+        optimizer.load_state_dict(state)
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Root's object, on every rank; the others' objects are ignored."""
-    run = running()
-    run.members(process_set)
-    if root_rank not in process_set.ranks:
-        raise ValueError(f"broadcast_object received invalid root rank {root_rank} for {process_set}")
-    return run.world.broadcast_objects([obj], root_rank, run.objects.get(process_set))[0]
+    """Root's object, on every rank; the other ranks' objects are ignored."""
+    data = _pickled(obj if rank() == root_rank else None)
+    size = torch.tensor([data.numel()])
+    synchronize(broadcast_async_(size, root_rank, name and f"{name}.size", process_set))
+    if rank() != root_rank:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    synchronize(broadcast_async_(data, root_rank, name and f"{name}.data", process_set))
+    return pickle.loads(data.numpy().tobytes())
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The ranks' objects, in rank order, on every rank."""
-    return running().world.gather_objects(obj)
+    data = _pickled(obj)
+    sizes = allgather(torch.tensor([data.numel()]), name and f"{name}.size").tolist()
+    gathered = allgather(data, name and f"{name}.data").split(sizes)
+    return [pickle.loads(tensor.numpy().tobytes()) for tensor in gathered]
+
+
+def _pickled(obj: Any) -> Tensor:
+    return torch.from_numpy(numpy.frombuffer(pickle.dumps(obj), numpy.uint8).copy())

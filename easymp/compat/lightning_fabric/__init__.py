@@ -1,14 +1,13 @@
-"""Lightning Fabric's interface: ``from easymp.compat.lightning_fabric import Fabric``, or ``import easymp.compat.lightning_fabric as L``.
+"""Lightning Fabric's interface: ``import easymp.compat.lightning_fabric as L``, or ``from … import Fabric``.
 
-The precisions and strategies are easymp's under Fabric's names, and checkpoints are easymp's. Gradients are averaged at each backward
-outside of `no_backward_sync`, and accumulation is the script's own, as in Fabric. Not here: TPUs, DeepSpeed as a strategy, plugins,
-double precision, quantization.
+Not here: TPUs, DeepSpeed as a strategy, plugins, double precision, quantization.
 """
 
 from __future__ import annotations
 
 import csv
 import functools
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,60 +18,151 @@ from torch import Tensor
 from ...base.pytree import send_to_device
 from ...distributed import read_ranks
 from ...logging import get_logger
-from ...training.state import accelerators
-from ..layer import named, submodules
-from .fabric import DDPStrategy, Fabric, FSDPStrategy, Strategy, layer, seed_everything
+from ..layer import by_name, submodules
+from .fabric import Fabric, seed_everything
+from .fabric import is_set_up as is_wrapped
+from .strategies import DDPStrategy, FSDPStrategy, Strategy, layer
 
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
 
 
-def is_wrapped(obj: object) -> bool:
-    """Whether `obj` came from a setup method."""
-    prepared = (view for acc in accelerators() for view in acc._views())  # a model may stay the given one
-    own = type(obj).__module__.startswith("easymp.") or type(obj).__name__.startswith("Prepared")
-    return own or any(obj is view for view in prepared)
+class Logger:
+    """Base of loggers that write to ``root_dir/name/version_<n>``. By default n is the next number."""
+
+    def __init__(self, root_dir: Any, name: str | None, version: int | str | None, prefix: str) -> None:
+        self.root_dir, self.name, self._version, self._prefix = os.fspath(root_dir), name or "", version, prefix
+        self._experiment: Any = None
+
+    @property
+    def version(self) -> int | str:
+        if self._version is None:
+            folders = Path(self.root_dir, self.name).glob("version_*")
+            numbers = [path.name.removeprefix("version_") for path in folders if path.is_dir()]
+            self._version = max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
+        return self._version
+
+    @property
+    def log_dir(self) -> str:
+        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
+        return os.path.join(self.root_dir, self.name, version)
+
+    def _prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics as numbers, with the prefix in their names."""
+        start = f"{self._prefix}-" if self._prefix else ""
+        return {f"{start}{name}": v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
 
 
-class CSVLogger:
-    """Metrics in ``root_dir/name/version_<n>/metrics.csv``, each row written at once; by default n is the next number."""
+class CSVLogger(Logger):
+    """Metrics in ``metrics.csv``, on rank 0; rows are written every `flush_logs_every_n_steps`, and by `save`."""
 
     def __init__(
         self, root_dir: Any, name: str | None = "lightning_logs", version: int | str | None = None, prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:  # fmt: skip
-        self.name, self.root_dir, self._prefix = name or "", str(root_dir), prefix
-        folder = Path(root_dir, self.name)
-        if version is None:
-            taken = (path.name.removeprefix("version_") for path in folder.glob("version_*"))
-            version = max((int(number) + 1 for number in taken if number.isdigit()), default=0)
-        self.version = version
-        self.log_dir = str(folder / (version if isinstance(version, str) else f"version_{version}"))
-        self._rows: list[dict[str, Any]] = []
+        super().__init__(root_dir, name, version, prefix)
+        self._flush_every = flush_logs_every_n_steps
+        self.metrics: list[dict[str, Any]] = []  # rows that are not written yet
+        self._columns: list[str] = []
+
+    @property
+    def experiment(self) -> CSVLogger:
+        """This logger, once its folder is there; a file of another run there is removed, with a warning."""
+        if self._experiment is None:
+            if os.path.isdir(self.log_dir) and os.listdir(self.log_dir):
+                message = (
+                    f"Experiment logs directory {self.log_dir} exists and is not empty: its metrics.csv is replaced"
+                )
+                warnings.warn(message, UserWarning, stacklevel=3)
+                Path(self.metrics_file_path).unlink(missing_ok=True)
+            os.makedirs(self.log_dir, exist_ok=True)
+            self._experiment = True
+        return self
+
+    @property
+    def metrics_file_path(self) -> str:
+        return os.path.join(self.log_dir, "metrics.csv")
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row of numbers, on rank 0."""
+        """Add a row of numbers."""
         if read_ranks().rank:
             return
-        begin = f"{self._prefix}-" if self._prefix else ""
-        row = {begin + name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
-        known = set().union(*self._rows)
-        self._rows.append({**row, "step": len(self._rows) if step is None else step})
-        path = Path(self.log_dir, "metrics.csv")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        grown = not self._rows[-1].keys() <= known
-        with path.open("w" if grown else "a", newline="") as file:
-            writer = csv.DictWriter(file, sorted(known.union(self._rows[-1])))
-            if grown:
-                writer.writeheader()
-            writer.writerows(self._rows if grown else self._rows[-1:])
+        rows = self.experiment.metrics
+        step = len(rows) if step is None else step
+        rows.append({**self._prefixed(metrics), "step": step})
+        if (step + 1) % self._flush_every == 0:
+            self.save()
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("The `CSVLogger` does not yet support logging hyperparameters.")
 
-    def save(self, *status: str) -> None:
-        """Nothing: every row is written."""
+    def save(self) -> None:
+        """Append the rows. New columns rewrite the file, with empty values above."""
+        if not self.metrics:
+            return
+        columns = sorted({*self._columns, *(name for row in self.metrics for name in row)})
+        rows, appends = self.metrics, os.path.isfile(self.metrics_file_path)
+        if appends and columns != self._columns:
+            with open(self.metrics_file_path, newline="") as file:
+                rows, appends = [*csv.DictReader(file), *rows], False
+        with open(self.metrics_file_path, "a" if appends else "w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            if not appends:
+                writer.writeheader()
+            writer.writerows(rows)
+        self.metrics, self._columns = [], columns
 
-    finalize = save
+    def finalize(self, status: str) -> None:
+        self.save()
+
+    def __del__(self) -> None:
+        self.save()  # rows that nobody saved, unlike Fabric's
+
+
+class TensorBoardLogger(Logger):
+    """Metrics for TensorBoard, on rank 0; further `options` are those of torch's SummaryWriter."""
+
+    def __init__(
+        self, root_dir: Any, name: str | None = "lightning_logs", version: int | str | None = None,
+        default_hp_metric: bool = True, prefix: str = "", sub_dir: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(root_dir, name, version, prefix)
+        self._sub_dir, self._options, self._default_metric = sub_dir, options, default_hp_metric
+
+    @property
+    def log_dir(self) -> str:
+        return os.path.join(super().log_dir, self._sub_dir or "")
+
+    @property
+    def experiment(self) -> Any:
+        if self._experiment is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._experiment = SummaryWriter(log_dir=self.log_dir, **self._options)
+        return self._experiment
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add numbers, and dicts of numbers."""
+        if read_ranks().rank:
+            return
+        for name, value in self._prefixed(metrics).items():
+            add = self.experiment.add_scalars if isinstance(value, dict) else self.experiment.add_scalar
+            add(name, value, step)
+
+    def log_hyperparams(self, params: Any, metrics: Mapping[str, float] | None = None) -> None:
+        if read_ranks().rank:
+            return
+        values = params if isinstance(params, Mapping) else vars(params)
+        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
+        default_metrics = {"hp_metric": -1.0} if self._default_metric else {}
+        self.experiment.add_hparams(plain, dict(default_metrics if metrics is None else metrics), run_name=".")
+
+    def save(self) -> None:
+        if self._experiment is not None:
+            self._experiment.flush()
+
+    def finalize(self, status: str) -> None:
+        if self._experiment is not None:
+            self._experiment.close()
 
 
 def rank_zero_only(fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
@@ -85,7 +175,7 @@ def rank_zero_only(fn: Callable[..., Any], default: Any = None) -> Callable[...,
     return wrapped
 
 
-UTILITIES = {
+RANK_ZERO = {
     "rank_zero_only": rank_zero_only,
     "rank_zero_info": rank_zero_only(get_logger(__name__).info),
     "rank_zero_warn": rank_zero_only(warnings.warn),
@@ -93,35 +183,30 @@ UTILITIES = {
 PLAIN = "pass strategy='auto', 'ddp', 'fsdp' or 'dp'"
 SPEED = "use Accelerator.profile, or log_with='console'"
 THROUGHPUT = dict.fromkeys(("Throughput", "ThroughputMonitor", "measure_flops"), SPEED)
+OTHER_STRATEGIES = {
+    "DeepSpeedStrategy": "pass strategy='fsdp', or use easymp.compat.deepspeed",
+    "ModelParallelStrategy": "use easymp.Accelerator(strategy='tensor_parallel')",
+    **dict.fromkeys(("DataParallelStrategy", "ParallelStrategy", "SingleDeviceStrategy"), PLAIN),
+}
+OTHER_LOGGERS = {"Logger": "pass any object with log_metrics(metrics, step)"}
 submodules(
     __name__,
     {
         "accelerators": "pass accelerator='cpu', 'gpu' or 'auto'",
-        "loggers": named(
-            CSVLogger,
-            absent=dict.fromkeys(
-                ("TensorBoardLogger", "Logger"),
-                "pass loggers='tensorboard', 'wandb', 'jsonl' …, or an object of Lightning's loggers",
-            ),
-        ),
+        "loggers": by_name(CSVLogger, TensorBoardLogger, absent=OTHER_LOGGERS),
+        "loggers.csv_logs": by_name(CSVLogger),
+        "loggers.tensorboard": by_name(TensorBoardLogger),
         "plugins": "pass precision='bf16-mixed' and its kind; easymp joins the launcher and writes its own files",
-        "strategies": named(
-            *(DDPStrategy, FSDPStrategy, Strategy),
-            absent={
-                "DeepSpeedStrategy": "pass strategy='fsdp', or use easymp.compat.deepspeed",
-                "ModelParallelStrategy": "use easymp.Accelerator(strategy='tensor_parallel')",
-                **dict.fromkeys(("DataParallelStrategy", "ParallelStrategy", "SingleDeviceStrategy"), PLAIN),
-            },
-        ),
+        "strategies": by_name(DDPStrategy, FSDPStrategy, Strategy, absent=OTHER_STRATEGIES),
         "utilities": {
-            **UTILITIES,
+            **RANK_ZERO,
             "move_data_to_device": send_to_device,
             "absent": {**THROUGHPUT, "AttributeDict": "use types.SimpleNamespace, or a dict"},
         },
-        "utilities.rank_zero": UTILITIES,
-        "utilities.seed": named(seed_everything),
+        "utilities.rank_zero": RANK_ZERO,
+        "utilities.seed": by_name(seed_everything),
         "utilities.throughput": {"absent": THROUGHPUT},
-        "wrappers": named(is_wrapped),
+        "wrappers": {"is_wrapped": is_wrapped},
     },
     layer,
     "lightning_fabric",

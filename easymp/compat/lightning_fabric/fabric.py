@@ -2,158 +2,92 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import Parameter, signature
-from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data.sampler import SequentialSampler
 
 from ... import launcher
 from ...accelerator import Accelerator
+from ...base import env
 from ...base.pytree import recursively_apply, send_to_device
-from ...base.rng import set_seed
-from ...checkpoint.accelerate import read as read_torch
-from ...checkpoint.accelerate import read_state_dict
-from ...checkpoint.accelerate import write as write_torch
-from ...checkpoint.folders import open_checkpoint
-from ...checkpoint.huggingface import load as load_tree
-from ...checkpoint.huggingface import save_tree
-from ...checkpoint.load import Reading
-from ...checkpoint.snapshot import on_rank_0
-from ...checkpoint.weights import load_weights
+from ...base.rng import mix, seed_host, set_seed
 from ...distributed import read_ranks
-from ...errors import CheckpointError, NonfiniteError, RefusedError, SettingError, StepError, nearest
+from ...errors import NonfiniteError, RefusedError, SettingError, StepError
+from ...launcher.entrypoints import notebook_launcher
+from ...optim import PreparedOptimizer
 from ...settings import resolve
+from ...training.prepare import PrepareOptions
 from ...training.wrapper import routed
-from ..accelerate.plugins import FullyShardedDataParallelPlugin
-from ..layer import Layer, unless_set
+from ..accelerate.accelerator import adopt
+from ..layer import unless_set
+from .checkpoints import Checkpoints
+from .strategies import (
+    FORKED,
+    PRECISIONS,
+    REDUCTIONS,
+    TRUE_HALVES,
+    Strategy,
+    count_processes,
+    is_cpu,
+    layer,
+    lookup,
+    read_strategy,
+)
 
-layer = Layer("Lightning Fabric")
-PRECISIONS = {
-    **dict.fromkeys(("32", "32-true"), "no"),
-    **dict.fromkeys(("16", "16-mixed"), "fp16"),
-    **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
-    "16-true": "fp16-true",
-    "bf16-true": "bf16-true",
-    "transformer-engine": "fp8",
-}
-REDUCTIONS = {word: word for word in ("mean", "sum", "max", "min", "product")} | {
-    "avg": "mean",
-    "prod": "product",
-}
-ACCELERATORS = {"gpu": ("cuda", "xpu", "mps"), "cuda": ("cuda",), "mps": ("mps",)}
-
-
-class Strategy:
-    """A strategy of easymp with its options."""
-
-    def __init__(self, strategy: str, options: Any = None, activation_checkpointing: Any = None) -> None:
-        self.strategy, self.options = strategy, options
-        self.activation_checkpointing = activation_checkpointing
-
-
-def _classes(option: str, policy: Any) -> list[str] | None:
-    if policy is None:
-        return None
-    kinds = list(policy) if isinstance(policy, (set, frozenset, list, tuple)) else [policy]
-    if not all(isinstance(kind, type) for kind in kinds):
-        raise RefusedError(f"{option}={policy!r} is not honoured: pass a set of the modules' classes")
-    return [kind.__name__ for kind in kinds]
-
-
-class FSDPStrategy(Strategy):
-    """Strategy "fsdp" (or "hsdp", "ddp") in the words of torch's FSDP. Policies are sets of classes."""
-
-    def __init__(
-        self, *, auto_wrap_policy: Any = None, activation_checkpointing_policy: Any = None, **options: Any
-    ) -> None:
-        wrap = _classes("auto_wrap_policy", auto_wrap_policy)
-        plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=wrap, **options)
-        again = _classes("activation_checkpointing_policy", activation_checkpointing_policy)
-        super().__init__(plugin.strategy, plugin.options, again)
-
-
-class DDPStrategy(Strategy):
-    """Strategy "ddp"; `options` are fields of `easymp.DistributedDataParallelKwargs`."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__("ddp", options or None)
-
-
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "auto": partial(Strategy, "auto"),
-    "dp": partial(Strategy, "data_parallel"),
-    "single_device": partial(Strategy, "single"),
-    **dict.fromkeys(("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"), DDPStrategy),
-    "ddp_find_unused_parameters_true": partial(DDPStrategy, find_unused_parameters=True),
-    "ddp_find_unused_parameters_false": DDPStrategy,
-    "fsdp": FSDPStrategy,
-    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
-}
-
-
-def _on_cpu(accelerator: Any) -> bool:
-    if accelerator in ("auto", "cpu"):
-        return accelerator == "cpu"
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type not in ACCELERATORS.get(str(accelerator), ()):
-        raise SettingError(f"accelerator={accelerator!r}: this machine has {found or 'a CPU only'}")
-    return False
-
-
-def _known(name: str, given: str, known: Mapping[str, Any]) -> Any:
-    if given not in known:
-        near = nearest(given, known) or "."
-        raise RefusedError(f"{name}={given!r} is not run here{near} Known: {', '.join(known)}")
-    return known[given]
-
-
-def _strategy(given: Any) -> Strategy:
-    if isinstance(given, Strategy):
-        return given
-    if str(given).startswith("deepspeed"):
-        stage = "zero1" if "1" in str(given) else "fsdp"
-        raise RefusedError(f"strategy={given!r} is Accelerator(strategy={stage!r}) of easymp: pass 'fsdp'")
-    return _known("strategy", str(given), STRATEGIES)()  # type: ignore[no-any-return]
-
-
-def _processes(devices: Any, cpu: bool) -> int:
-    if isinstance(devices, (list, tuple)):
-        if list(devices) != list(range(len(devices))):
-            raise RefusedError(f"devices={devices!r}: set CUDA_VISIBLE_DEVICES, and pass their number")
-        return len(devices)
-    if str(devices) in ("auto", "-1"):
-        return 1 if cpu else max(1, torch.accelerator.device_count())
-    if not str(devices).isdigit() or int(devices) < 1:
-        raise SettingError(f"devices={devices!r} is neither a number of processes, nor -1, nor 'auto'")
-    return int(devices)
-
-
-def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-    """Seed all random streams; returns the seed, 0 by default. Workers of prepared loaders are seeded by it always."""
-    set_seed(seed or 0)
-    return seed or 0
-
-
+SEED, SEED_WORKERS = "PL_GLOBAL_SEED", "PL_SEED_WORKERS"  # Lightning's variables
 NATIVE = """
 acc = Accelerator(mixed_precision={precision!r}, strategy={strategy!r})  # Fabric(…); easymp.launch(n) for launch()
 model, optimizer, loader = acc.prepare(model, optimizer, loader)  # setup, setup_dataloaders
 acc.backward(loss)
 acc.save_state(path)  # save(path, state); load_state(path)
 """
-OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
-STATE = "state/object_0"  # of `Fabric.save`, in a checkpoint
-ALL_OF_IT = "pass all models and optimizers that were set up, so that a whole checkpoint is written"
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed Python, NumPy and torch; returns the seed. None takes ``PL_GLOBAL_SEED``, or 0."""
+    text = env.read(SEED)
+    if seed is None and text is None:
+        seed = 0
+        if verbose:
+            warnings.warn("No seed found, seed set to 0", UserWarning, stacklevel=2)
+    elif seed is None:
+        if not str(text).lstrip("-").isdigit():
+            raise ValueError(f"Invalid seed specified via {SEED}: {text!r}: set it to a whole number")
+        seed = int(str(text))
+    seed = int(seed)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{seed} is not in bounds, numpy accepts from 0 to {2**32 - 1}")
+    env.put({SEED: str(seed), SEED_WORKERS: str(int(workers))})
+    set_seed(seed)
+    return seed
+
+
+def is_set_up(obj: object) -> bool:
+    """Whether `obj` came from a setup method."""
+    return hasattr(type(obj), "_easymp_route") or isinstance(obj, (PreparedOptimizer, FabricDataLoader))
+
+
+def _nothing(fabric: Fabric) -> None:
+    """Default of `Fabric.launch`."""
 
 
 class _Accelerator(Accelerator):
-    _views_only = True  # what setup returns has `module` and `mark_forward_method`
+    def _change_preparing(self, options: PrepareOptions) -> PrepareOptions:
+        # What setup returns has `module` and `mark_forward_method`. Ranks with equal seeds draw equal numbers.
+        return options._replace(always_views=True, diverge=False)
 
 
 def mark_forward_method(self: Any, method: MethodType | str) -> None:
@@ -164,18 +98,96 @@ def mark_forward_method(self: Any, method: MethodType | str) -> None:
     if name == "forward":
         raise ValueError("mark_forward_method('forward'): forward is marked always. Name another method")
     if not isinstance(getattr(route.original, name, None), MethodType):
-        raise AttributeError(
-            f"mark_forward_method({name!r}): {type(route.original).__name__} has no such method"
-        )
+        raise AttributeError(f"mark_forward_method({name!r}): {type(route.original).__name__} has no such method")
     setattr(type(self), name, routed(route, name))
 
 
-class Fabric:
-    """Fabric's methods on an Accelerator, which is made by `launch`, or at the first use.
+def _first_parameter(model: Any) -> Tensor:
+    return next(iter(model.parameters()), torch.empty(0))
 
-    Loggers are words of `Accelerator(log_with=…)`, trackers of easymp, or objects with Lightning's ``log_metrics(metrics, step)``. Raises
-    SettingError for a value that Fabric does not know, RefusedError for one that easymp does not run.
-    """
+
+class _EmptyInit(TorchFunctionMode):
+    """Leaves new parameters without values, for a checkpoint that gives them some."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **kwargs)
+
+
+# -- loaders: a DistributedSampler's share, an epoch for each pass, batches on the device -----------------------------
+
+
+class FabricDataLoader(DataLoader[Any]):
+    """The script's DataLoader. It moves its batches to `device`, and tells its sampler the number of earlier passes."""
+
+    device: torch.device | None
+    _dataloader: DataLoader[Any]
+    _passes: int
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+        # An attribute of a DataLoader cannot be set a second time, which its own __init__ would do.
+        vars(self).update(vars(loader), device=device, _dataloader=loader, _passes=0)
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Any:  # an iterator, for which torch has a type of its own
+        samplers: list[Any] = [self._dataloader.sampler, getattr(self._dataloader.batch_sampler, "sampler", None)]
+        for sampler in samplers:
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(self._passes)
+        self._passes += 1
+        for batch in self._dataloader:
+            yield batch if self.device is None else send_to_device(batch, self.device)
+
+
+class DealtSampler(DistributedSampler[int]):
+    """Deals the indices of another sampler to the ranks, one after the other."""
+
+    def __init__(self, sampler: Any, **shares: Any) -> None:
+        self.sampler = sampler
+        super().__init__(sampler, shuffle=False, **shares)
+
+    def __iter__(self) -> Iterator[int]:
+        indices = list(self.sampler)
+        return (indices[i] for i in super().__iter__())
+
+
+def shard(loader: DataLoader[Any], rank: int, size: int, seed: int) -> DataLoader[Any]:
+    """A copy of `loader` whose sampler has this rank's share. RefusedError for a batch sampler without a sampler."""
+    batches: Any = loader.batch_sampler
+    if not isinstance(batches, BatchSampler | None):
+        raise RefusedError(
+            f"setup_dataloaders() of a batch_sampler of class {type(batches).__name__}: its batches cannot be shared "
+            "among the processes. Pass use_distributed_sampler=False, and let it yield this rank's batches"
+        )
+    sampler: Any = loader.sampler if batches is None else batches.sampler
+    shares: Any = {"num_replicas": size, "rank": rank, "seed": seed}
+    if isinstance(sampler, (RandomSampler, SequentialSampler)):
+        shuffle = isinstance(sampler, RandomSampler)
+        sampler = DistributedSampler(loader.dataset, shuffle=shuffle, **shares)
+    else:
+        sampler = DealtSampler(sampler, **shares)
+    if batches is not None:
+        batches = copy.copy(batches)
+        batches.sampler = sampler
+    sharded = copy.copy(loader)
+    vars(sharded).update(sampler=sampler, batch_sampler=batches)
+    return sharded
+
+
+def seed_worker(rank: int, worker: int) -> None:
+    """Let the random streams of a worker process differ between ranks, too."""
+    seed_host(mix(torch.initial_seed(), "rank", rank))
+
+
+# -- the Fabric ------------------------------------------------------------------------------------------------------
+
+
+class Fabric(Checkpoints):
+    """Fabric's methods on an Accelerator, which is made by `launch`, or at the first use."""
 
     def __init__(
         self, *, accelerator: str = "auto", strategy: Any = "auto", devices: Sequence[int] | str | int = "auto",
@@ -184,103 +196,157 @@ class Fabric:
     ) -> None:  # fmt: skip
         if plugins:
             raise RefusedError(f"plugins={plugins!r} is not honoured: pass precision=, and use a launcher")
-        self._cpu, ranks = _on_cpu(accelerator), read_ranks()
-        self._precision = None if precision is None else _known("precision", str(precision), PRECISIONS)
-        self.strategy, self._devices = _strategy(strategy), _processes(devices, self._cpu)
+        self._cpu, ranks = is_cpu(accelerator), read_ranks()
+        self._precision = None if precision is None else lookup("precision", str(precision), PRECISIONS)
+        self.strategy = read_strategy(strategy).of(self)
+        self._devices = count_processes(devices, self._cpu)
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        self._forks = strategy in FORKED or (script is None and self._devices > 1)
         if ranks.size > 1 and devices not in ("auto", -1, "-1") and ranks.local_size != self._devices:
             started = f"the launcher ({ranks.announced}) started {ranks.local_size} processes here"
             raise SettingError(f"devices={devices!r}, and {started}")
         if num_nodes > 1 and ranks.nodes != num_nodes:
             raise RefusedError(f"num_nodes={num_nodes}: start it with `easymp launch --nodes {num_nodes}`")
-        self.callbacks, given = _as_list(callbacks), _as_list(loggers)
-        self.loggers = [item for item in given if hasattr(item, "log_metrics")]
-        self._log_with = [item for item in given if not hasattr(item, "log_metrics")] or None
-        self._made: Accelerator | None = None
-        # What `save` keeps beside models and optimizers, and their names.
-        self._remembered: dict[str, Any] = {}
+        self.callbacks, outputs = _as_list(callbacks), _as_list(loggers)
+        self.loggers = [item for item in outputs if hasattr(item, "log_metrics")]
+        self._log_with = [item for item in outputs if not hasattr(item, "log_metrics")] or None
+        self._accelerator: Accelerator | None = None
         if type(self).run is not Fabric.run:
-            self.run = partial(self.launch, lambda _, *args, run=self.run, **kwargs: run(*args, **kwargs))  # type: ignore[method-assign]
+            run = self.run
+            launched = partial(self.launch, lambda _, *args, **kwargs: run(*args, **kwargs))
+            self.run = launched  # type: ignore[method-assign]
 
-    def launch(self, function: Callable[..., Any] = lambda fabric: None, *args: Any, **kwargs: Any) -> Any:
-        """Start `devices` processes of this script, unless a launcher did, and return ``function(fabric, *args, **kwargs)``."""
-        if self._made is None and read_ranks().size == 1 and self._devices > 1:
+    def launch(self, function: Callable[..., Any] = _nothing, *args: Any, **kwargs: Any) -> Any:
+        """Start `devices` processes, unless a launcher did, and return ``function(fabric, *args, **kwargs)``."""
+        if not callable(function):
+            raise TypeError(f"`Fabric.launch(...)` needs to be a callable, but got {function!r}: pass a function")
+        if not signature(function).parameters:
+            raise TypeError(f"`Fabric.launch(function={function})` needs to take at least one argument, the Fabric")
+        if self._forks and function is _nothing:
+            raise TypeError("under this strategy, or without a script, `launch()` needs to be called with a function")
+        if self._accelerator is None and read_ranks().size == 1 and self._devices > 1:
+            if self._forks:  # processes that run the function only; others run the script
+                return notebook_launcher(partial(function, self, *args, **kwargs), (), self._devices)[0]
             launcher.launch(self._devices)
         return function(self, *args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The program of a subclass; calling it launches first."""
-        raise NotImplementedError("a subclass of Fabric defines run()")
 
-    seed_everything = staticmethod(seed_everything)
+    @staticmethod
+    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
+        return seed_everything(seed, workers is None or workers, verbose)
 
     @property
     def easymp(self) -> Accelerator:
         """The Accelerator that does the work."""
-        if self._made is None:
-            several = read_ranks().size > 1
-            if self._devices > 1 and not several:
-                raise StepError(f"devices={self._devices} in one process: call fabric.launch() first")
-            chosen = self.strategy if several else Strategy("auto")
-            asked = resolve()
-            precision = unless_set(asked, "mixed_precision", self._precision, "no")
-            layer.use("Fabric", NATIVE.format(precision=precision, strategy=chosen.strategy))
-            self._made = _Accelerator(
+        if self._accelerator is None:
+            distributed = read_ranks().size > 1
+            if self._devices > 1 and not distributed:
+                remedy = "to use Fabric with more than one device, you must call `.launch()` first"
+                raise StepError(f"devices={self._devices} in one process: {remedy}")
+            strategy = self.strategy if distributed else Strategy("auto")
+            settings = resolve()
+            precision = unless_set(settings, "mixed_precision", self._precision, "no")
+            layer.use("Fabric", NATIVE.format(precision=precision, strategy=strategy.strategy))
+            self._accelerator = _Accelerator(
                 mixed_precision=precision,
-                strategy=None if chosen.strategy == "auto" else chosen.strategy,
-                strategy_options=chosen.options,
-                activation_checkpointing=chosen.activation_checkpointing,
+                strategy=None if strategy.strategy == "auto" else strategy.strategy,  # type: ignore[arg-type]
+                strategy_options=strategy.options,
+                activation_checkpointing=strategy.activation_checkpointing,
                 cpu=self._cpu or None,
-                log_with=unless_set(asked, "log_with", self._log_with, "none"),
+                log_with=unless_set(settings, "log_with", self._log_with, "none"),
             )
-            held = SimpleNamespace(state_dict=lambda: self._remembered, load_state_dict=lambda _: None)
-            self._made.register_for_checkpointing(held)
-        return self._made
+            if precision in TRUE_HALVES:
+                self._accelerator._prepared.round_updates()
+        return self._accelerator
 
     device = property(lambda self: self.easymp.device)
     autocast = property(lambda self: self.easymp.autocast)
-    print = property(lambda self: self.easymp.print)  # on the first process of each node
     global_rank = property(lambda self: read_ranks().rank)
     local_rank = property(lambda self: read_ranks().local_rank)
     node_rank = property(lambda self: read_ranks().rank // max(1, read_ranks().local_size))
-    world_size = property(lambda self: self.easymp.num_processes)
+    world_size = property(lambda self: read_ranks().size)
     is_global_zero = property(lambda self: read_ranks().rank == 0)
+
+    # -- models, optimizers and loaders
 
     def setup(
         self, module: nn.Module, *optimizers: torch.optim.Optimizer, scheduler: Any = None, move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:  # fmt: skip
-        """The model, or a tuple of it, its optimizers and the scheduler, for this run. The scheduler is stepped by the script."""
-        placed = [move_to_device, *(None for _ in optimizers)]
-        done = self.easymp.prepare(module, *optimizers, device_placement=placed)
-        type(
-            done[0] if optimizers else done
-        ).mark_forward_method = mark_forward_method  # the class is made for this model
-        return done if scheduler is None else (*(done if optimizers else [done]), scheduler)
+        """The model, or a tuple of it, its optimizers and the scheduler, for this run."""
+        model = self._set_up_module("setup", module, move_to_device)
+        prepared = [self._set_up_optimizer("setup", optimizer) for optimizer in optimizers]
+        self.call("on_after_setup", fabric=self, module=model)
+        if not optimizers:
+            return model if scheduler is None else (model, scheduler)
+        return (model, *prepared) if scheduler is None else (model, *prepared, scheduler)
 
-    def setup_module(
-        self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
-    ) -> nn.Module:
+    def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> nn.Module:
         """The model, for this run."""
-        return self.setup(module, move_to_device=move_to_device)  # type: ignore[no-any-return]
+        return self._set_up_module("setup_module", module, move_to_device)
 
     def setup_optimizers(self, *optimizers: torch.optim.Optimizer) -> Any:
-        """One or several optimizers of models that were set up."""
-        return self.easymp.prepare(*optimizers)
+        """One or several optimizers; under a strategy that shards weights, of models that were set up before."""
+        if not optimizers:
+            raise ValueError("`setup_optimizers` requires at least one optimizer as input")
+        prepared = tuple(self._set_up_optimizer("setup_optimizers", optimizer) for optimizer in optimizers)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _set_up_module(self, method: str, module: nn.Module, move_to_device: bool) -> nn.Module:
+        if is_set_up(module):
+            raise ValueError(f"A model should be passed only once to the `{method}` method: use what it returned")
+        adopt(self.easymp, [module])
+        model: Any = self.easymp.prepare(module, device_placement=[move_to_device])
+        view = type(model)  # made for this model
+        view.mark_forward_method = mark_forward_method
+        if not hasattr(module, "device"):
+            view.device = self.device if move_to_device else property(lambda self: _first_parameter(self).device)
+        if not hasattr(module, "dtype"):
+            view.dtype = property(lambda self: _first_parameter(self).dtype)
+        return model  # type: ignore[no-any-return]  # a module
+
+    def _set_up_optimizer(self, method: str, optimizer: torch.optim.Optimizer) -> Any:
+        if is_set_up(optimizer):
+            raise ValueError(f"An optimizer should be passed only once to the `{method}` method: use what it returned")
+        adopt(self.easymp, [optimizer], replaces=True)
+        prepared = self.easymp.prepare(optimizer)
+        if any(hasattr(callback, "on_after_optimizer_step") for callback in self.callbacks):
+            step = partial(self.call, "on_after_optimizer_step", strategy=self.strategy)
+            optimizer.register_step_post_hook(lambda optimizer, *_: step(optimizer=optimizer))
+        return prepared
 
     def setup_dataloaders(
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """One loader, or a list of several, of which each rank reads its share."""
-        if not use_distributed_sampler and self.world_size > 1:
-            raise RefusedError("use_distributed_sampler=False: leave it out, or do not set this loader up")
-        placed = [move_to_device] * len(dataloaders)
-        done = self.easymp.prepare(*dataloaders, device_placement=placed)
-        return list(done) if len(dataloaders) > 1 else done
+        """One loader, or a list of several, of which each rank reads its share, by DistributedSampler."""
+        if not dataloaders:
+            raise ValueError("`setup_dataloaders` requires at least one dataloader as input")
+        for loader in dataloaders:
+            if is_set_up(loader):
+                raise ValueError("A dataloader should be passed only once to the `setup_dataloaders` method")
+            if not isinstance(loader, DataLoader):
+                kind = type(loader).__name__
+                raise TypeError(f"Only PyTorch DataLoader are currently supported in `setup_dataloaders`, not {kind}")
+        loaders = [self._set_up_loader(loader, use_distributed_sampler, move_to_device) for loader in dataloaders]
+        return loaders if len(loaders) > 1 else loaders[0]
+
+    def _set_up_loader(self, loader: DataLoader[Any], shares: bool, move_to_device: bool) -> FabricDataLoader:
+        device = self.device if move_to_device else None
+        streams = isinstance(loader.dataset, IterableDataset)
+        if shares and self.world_size > 1 and not streams and not isinstance(loader.sampler, DistributedSampler):
+            loader = shard(loader, self.global_rank, self.world_size, int(env.read(SEED, "0") or 0))
+        if env.flag(SEED_WORKERS, False) and loader.num_workers and loader.worker_init_fn is None:
+            loader.worker_init_fn = partial(seed_worker, self.global_rank)
+        return FabricDataLoader(loader, device)
+
+    # -- the step
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """As ``tensor.backward(*args, **kwargs)``; gradients are averaged over the ranks, and the loss is scaled under fp16."""
-        named = dict(zip(("gradient", "retain_graph", "create_graph"), args))
-        self.easymp.backward(tensor, **named, **kwargs)
+        """As ``tensor.backward(*args, **kwargs)``, with gradients averaged over ranks, and a loss scale under fp16."""
+        positional = dict(zip(("gradient", "retain_graph", "create_graph"), args))
+        self.easymp.backward(tensor, **positional, **kwargs)
 
     def clip_gradients(
         self, module: nn.Module, optimizer: Any, clip_val: float | None = None, max_norm: float | None = None,
@@ -288,12 +354,13 @@ class Fabric:
     ) -> Tensor | None:  # fmt: skip
         """Clip to ``[-clip_val, clip_val]``, or the total norm to `max_norm`; returns that norm before."""
         if (clip_val is None) == (max_norm is None):
-            raise ValueError("clip_gradients takes one of clip_val and max_norm")
+            raise ValueError("Only one of `clip_val` or `max_norm` can be set: clip_gradients takes one of them")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if max_norm is None:
-            self.easymp.clip_grad_value_(parameters, clip_val)  # type: ignore[arg-type]
+            self.easymp.clip_grad_value_(parameters, float(clip_val))  # type: ignore[arg-type]  # checked above
             return None
         norm = self.easymp.clip_grad_norm_(parameters, max_norm, norm_type)
+        self.easymp.unscale_gradients(optimizer)  # in memory, not inside the step
         scaled = self.easymp.scaler.scales
         if error_if_nonfinite and not scaled and norm is not None and not torch.isfinite(norm):
             raise NonfiniteError(f"norm of the gradients is {float(norm)}: error_if_nonfinite=False clips on")
@@ -301,180 +368,97 @@ class Fabric:
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Inside, gradients stay on this rank: for accumulation by the script."""
+        if not is_set_up(module):
+            raise TypeError("You need to set up the model first before you can call no_backward_sync(): fabric.setup")
         return self.easymp.no_sync(module) if enabled else nullcontext()
 
-    def init_tensor(self) -> torch.device:
-        """Inside, new tensors are on the device of this rank."""
-        return self.device
+    @contextmanager
+    def init_tensor(self) -> Iterator[None]:
+        """Inside, new tensors are on the device of this rank, in the precision's dtype where weights have it."""
+        default = torch.get_default_dtype()
+        with self.device:
+            torch.set_default_dtype(TRUE_HALVES.get(self.easymp._precision.name, default))
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(default)
 
-    def init_module(self, empty_init: bool | None = None) -> torch.device:
-        """Inside, new modules are on the device of this rank; with `empty_init` on the meta device, and setup gives them values."""
-        return torch.device("meta") if empty_init else self.device
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """As `init_tensor`; with `empty_init` parameters have no values, or are on the meta device until setup."""
+        empty = torch.device("meta") if self.easymp._sharded else _EmptyInit()
+        with self.init_tensor(), empty if empty_init else nullcontext():
+            yield
 
     def sharded_model(self) -> AbstractContextManager[None]:
         """Nothing: `setup` shards."""
+        warnings.warn("Fabric.sharded_model() is deprecated: use init_module()", DeprecationWarning, stacklevel=2)
         return nullcontext()
 
     def to_device(self, obj: Any) -> Any:
         return obj.to(self.device) if isinstance(obj, nn.Module) else send_to_device(obj, self.device)
+
+    # -- the other processes
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of each node."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)  # noqa: T201 (Fabric's interface)
 
     def barrier(self, name: str | None = None) -> None:
         self.easymp.wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s object."""
-        held = [obj]
+        objects = [obj]
         if self.world_size > 1:
-            self.easymp._world.broadcast_objects(held, src)
-        return held[0]
+            self.easymp._world.broadcast_objects(objects, src)
+        return objects[0]
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Each tensor or number of `data` from all ranks, in a new first dimension; of one process the tensors as they are."""
-        _all_ranks("all_gather", group, sync_grads)
-        one = (lambda leaf: leaf) if self.world_size == 1 else (lambda leaf: self.easymp.gather(leaf[None]))
-        return _each_number(one, data, self.device)
+        """Each tensor or number of `data` from all ranks, in a new first dimension; of one process as it is."""
+        _check_group("all_gather", group)
 
-    def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
-        """The "mean", "sum", "max", "min" or "product" of each tensor or number of `data` over the ranks; tensors in place."""
-        _all_ranks("all_reduce", group)
-        word = _known("reduce_op", str(reduce_op).rpartition(".")[2].lower(), REDUCTIONS)
-        reduce = self.easymp.reduce if word in ("mean", "sum") else self.easymp._world.reduce
-        return _each_number(lambda leaf: leaf.detach().copy_(reduce(leaf, word)), data, self.device)
+        def gather(leaf: Tensor) -> Tensor:
+            if self.world_size == 1:
+                return leaf
+            if sync_grads:
+                return torch.stack(differentiable.all_gather(leaf.contiguous()))
+            return self.easymp.gather(leaf.detach()[None])
+
+        return _on_numbers(gather, data, self.device)
+
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The "mean", "sum", "max", "min" or "product" of each tensor (in place) or number of `data` over the ranks."""
+        _check_group("all_reduce", group)
+        operation = lookup("reduce_op", str(reduce_op).rpartition(".")[2].lower(), REDUCTIONS)
+        reduce = self.easymp.reduce if operation in ("mean", "sum") else self.easymp._world.reduce
+        return _on_numbers(lambda leaf: leaf.detach().copy_(reduce(leaf, operation)), data, self.device)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Rank 0 runs the block before the others; with `local` that of each node."""
         return self.easymp.local_main_process_first() if local else self.easymp.main_process_first()
 
-    def save(
-        self, path: str | os.PathLike[str], state: Mapping[str, Any],
-        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:  # fmt: skip
-        """Save models, optimizers, other objects with a state_dict, and values by name; all ranks call it.
-
-        With all models and optimizers that were set up this is a checkpoint of easymp in the folder `path`: sharded, verified, with random
-        states and positions of loaders. With some of them, or a `filter`, it is one file: of safetensors, or where the name ends in
-        ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` one that ``torch.load(weights_only=True)`` reads.
-        """
-        acc, (names, rest) = self.easymp, self._named(state)
-        if unknown := set(filter or {}) - set(state):
-            raise ValueError(f"filter names {sorted(unknown)}: pass keys of state, {sorted(state)}")
-        rest = {key: item.state_dict() if _stateful(item) else item for key, item in rest.items()}
-        prepared = len(acc._prepared.models) + len(acc._prepared.optimizers)
-        if len(names) == prepared and prepared and not filter:
-            self._remembered = {"names": names, "values": rest}
-            acc.save_state(path)
-            return
-        optimizers = [key for key, of in names.items() if of.startswith("optimizer")]
-        if acc._sharded and (optimizers or filter):
-            raise RefusedError(f"save({', '.join(optimizers) or 'filter'}) of sharded weights: {ALL_OF_IT}")
-        for key in names:
-            item, keep = state[key], (filter or {}).get(key, lambda name, value: True)
-            found = acc.get_state_dict(item) if isinstance(item, nn.Module) else item.state_dict()
-            rest[key] = {name: value for name, value in found.items() if keep(name, value)}
-        write = write_torch if str(path).endswith(OF_TORCH_SAVE) else save_tree
-        on_rank_0(acc._world, lambda: write(rest, path))
-
-    def load(
-        self, path: str | os.PathLike[str], state: dict[str, Any] | None = None, strict: bool = True, *,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Load what `save` wrote into the objects of `state`, and replace its other values; all ranks call it.
-
-        Returns the saved values that `state` does not name. For ``state=None`` nothing is loaded, and these are all of a file, or all of a
-        checkpoint apart from its models and optimizers.
-        """
-        acc, wanted = self.easymp, {} if state is None else state
-        names, rest = self._named(wanted)
-        if Path(path).is_file():
-            found = read_torch(os.fspath(path)) if str(path).endswith(OF_TORCH_SAVE) else load_tree(path)
-            if acc._sharded and names:
-                raise RefusedError(f"load({', '.join(names)}) of one file into sharded weights: {ALL_OF_IT}")
-            rest = dict(wanted)
-        else:
-            saved = self._saved(path)
-            if state is not None and names == saved["names"]:
-                acc.load_state(path, strict=strict)
-            elif not all(isinstance(wanted[key], nn.Module) for key in names):
-                whole = ", ".join(saved["names"])
-                raise CheckpointError(f"{path} was saved of {whole}: pass all of these, or models alone")
-            else:
-                for key in names:
-                    load_weights(wanted[key], path, strict=strict, which=saved["names"].get(key, "model"))
-            found = dict(saved["values"])
-        for key, item in rest.items():
-            if key not in found:
-                if strict:
-                    raise KeyError(f"{path} has no {key!r}: it has {', '.join(found)}")
-            elif isinstance(item, nn.Module):
-                item.load_state_dict(found.pop(key), strict=strict)
-            elif _stateful(item):
-                item.load_state_dict(found.pop(key))
-            else:
-                wanted[key] = found.pop(key)
-        return found
-
-    def load_raw(
-        self, path: str | os.PathLike[str], obj: nn.Module | torch.optim.Optimizer, strict: bool = True, *,
-        weights_only: bool | None = None,
-    ) -> None:  # fmt: skip
-        """Load weights of safetensors, a checkpoint, or a plain state dict of torch.save into a model."""
-        if not isinstance(obj, nn.Module):
-            obj.load_state_dict(load_tree(path))
-        elif str(path).endswith(OF_TORCH_SAVE):
-            if self.easymp._sharded:
-                raise RefusedError(f"{path} into sharded weights: run `easymp checkpoint convert` on it")
-            obj.load_state_dict(read_state_dict(path), strict=strict)
-        else:
-            load_weights(obj, path, strict=strict)
-
-    def _named(self, state: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-        """The prepared objects in `state` by their names in checkpoints, and its other values."""
-        if not isinstance(state, Mapping):
-            raise SettingError(f"state is a {type(state).__name__}: pass a dict, as in {{'model': model}}")
-        prepared = self.easymp._prepared
-        pairs = {
-            "optimizer": [(o, o.optimizer) for o in prepared.optimizers],
-            "model": [(m.view, m.original) for m in prepared.models],
-        }
-        numbers = {
-            id(item): f"{word}_{i}" if i else word
-            for word, things in pairs.items()
-            for i, same in enumerate(things)
-            for item in same
-        }
-        names = {key: numbers[id(item)] for key, item in state.items() if id(item) in numbers}
-        rest = {key: item for key, item in state.items() if key not in names}
-        for key, item in rest.items():
-            if isinstance(item, (nn.Module, torch.optim.Optimizer)):
-                raise CheckpointError(f"{key} was not set up; pass what setup returned")
-        return names, rest
-
-    @staticmethod
-    def _saved(path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The names of models and optimizers in a checkpoint, and its other values."""
-        reading = Reading(open_checkpoint(path))
-        found = reading.state(STATE) if STATE in reading else {}
-        if found.keys() != {"names", "values"}:
-            raise CheckpointError(f"{path} was not saved by Fabric.save: read it by Accelerator.load_state")
-        reading.run()
-        return found
+    # -- callbacks and loggers
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method `hook_name` of each callback that has it, with those of `kwargs` that it takes."""
         for callback in self.callbacks:
             method = getattr(callback, hook_name, None)
-            if not callable(method):
+            if method is None:
                 continue
-            takes = signature(method).parameters
-            every = any(p.kind is Parameter.VAR_KEYWORD for p in takes.values())
-            method(*args, **{name: value for name, value in kwargs.items() if every or name in takes})
+            if not callable(method):
+                name = f"{type(callback).__name__}.{hook_name}"
+                warnings.warn(f"Skipping the callback `{name}` because it is not callable", UserWarning, stacklevel=2)
+                continue
+            parameters = signature(method).parameters
+            takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+            method(*args, **{name: value for name, value in kwargs.items() if takes_all or name in parameters})
 
     @property
     def accelerator(self) -> Any:
         """An AttributeError: there is no object of a device's kind."""
-        raise AttributeError(
-            "fabric.accelerator is not part of easymp.compat: fabric.device has type and index"
-        )
+        raise AttributeError("fabric.accelerator is not part of easymp.compat: fabric.device has type and index")
 
     @property
     def logger(self) -> Any:
@@ -485,31 +469,30 @@ class Fabric:
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers, on rank 0."""
-        if self.easymp._logbook.names:
+        """Log numbers. A logger is called on all ranks, and writes on rank 0."""
+        for name, value in metrics.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"the metric {name!r}, {tuple(value.shape)}: it cannot be converted to a scalar.")
+        if self._log_with or (self._accelerator is not None and self._accelerator._logbook.names):
             self.easymp.log(metrics, step)
-        if self.is_global_zero and self.loggers:
-            plain = {n: v.item() if isinstance(v, Tensor) else v for n, v in metrics.items()}
-            for logger in self.loggers:
-                logger.log_metrics(metrics=plain, step=step)
+        numbers = {name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+        for logger in self.loggers:
+            logger.log_metrics(metrics=numbers, step=step)
 
 
-def _stateful(item: Any) -> bool:
-    """Whether `save` keeps an object by its state dict: a scheduler, a metric, a sampler."""
-    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _as_list(given: Any) -> list[Any]:
-    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+def _on_numbers(function: Callable[[Tensor], Tensor], data: Any, device: torch.device) -> Any:
+    """Call `function` with each tensor of `data`, and with its numbers as tensors on `device`."""
 
-
-def _each_number(function: Callable[[Tensor], Tensor], data: Any, device: torch.device) -> Any:
-    def one(leaf: Any) -> Tensor:
+    def on_device(leaf: Any) -> Tensor:
         return function(torch.as_tensor(leaf, device=device))
 
-    return recursively_apply(one, data, test_type=lambda leaf: isinstance(leaf, (Tensor, int, float)))
+    return recursively_apply(on_device, data, test_type=lambda leaf: isinstance(leaf, (Tensor, int, float)))
 
 
-def _all_ranks(call: str, group: Any, sync_grads: bool = False) -> None:
-    if group is not None or sync_grads:
-        raise RefusedError(f"{call}: group and sync_grads=True are not honoured: all ranks take part")
+def _check_group(call: str, group: Any) -> None:
+    if group is not None:
+        raise RefusedError(f"{call}: group is not honoured: all ranks take part")

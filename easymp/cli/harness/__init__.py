@@ -1,0 +1,279 @@
+"""The harness of `easymp compare`, `prove`, `rehearse` and `replay`: it runs a user's script as given.
+
+Arguments of the four commands, processes with settings that win over the script's own, timeouts and signals. `rank` is
+the part in the script's own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from ...base import env
+from ...base.units import duration, rate
+from ...errors import SettingError, check_whole
+from ...launcher.entrypoints import check_script
+from ...settings import NAMES, OVERRIDE, RECORD, checked, overrides
+from ..terminal import BOLD, GREEN, RED, YELLOW, paint, plain, width, wrap
+
+GRACE = 40.0  # seconds to end in after SIGTERM: more than the launcher gives its ranks
+POLL = 0.2  # seconds between two looks at a running script
+EVERY = 10.0  # seconds between two lines about a run, where no terminal shows one that changes
+TAIL = 1 << 16  # bytes of output in which the reason of a failure is looked for
+FAILED = re.compile(r"^rank \d+ of \d+ failed first: (.*)$", re.MULTILINE)
+FINISHED, FAILURE, LATE, INTERRUPTED = "finished", "failed", "timed out", "interrupted"
+BUSY_TIMES = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.cpu_times
+TASK = "task.json"
+COLOURS = (GREEN, RED, YELLOW)  # by exit code
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that `prove` and `rehearse` share."""
+    add = parser.add_argument
+    parser.usage = f"{parser.prog} SCRIPT [OPTIONS] [-- ARGUMENTS]"
+    add("script", metavar="SCRIPT", help="its path; its own arguments follow --")
+    add("--strategy", metavar="NAME", help="single, ddp, zero1, fsdp, hsdp … (the script's own)")
+    add("--precision", metavar="NAME", help="fp32, bf16 … (the script's own)")
+    sets = "a setting of the plan, over the script's own; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
+    add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    add("--json", action="store_true", help="print all of it as JSON")
+
+
+def reworded(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Keep the words after ``--`` for the script."""
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    parser.set_defaults(arguments=arguments[cut + 1 :])
+    return arguments[:cut]
+
+
+def count(text: str) -> int:
+    return check_whole(repr(text), int(text) if text.isdecimal() else text, 1, argparse.ArgumentTypeError)
+
+
+def plan_settings(args: argparse.Namespace) -> dict[str, str]:
+    """The settings that --precision and --strategy ask for; SettingError where one of them or of --set is wrong."""
+    overrides(args.set)
+    flags = {"mixed_precision": args.precision, "strategy": args.strategy}
+    return {name: str(checked(NAMES[name], text, f"{name}=")) for name, text in flags.items() if text is not None}
+
+
+def check_new(folder: Path) -> None:
+    """Raises SettingError where a folder for the output has files already."""
+    if folder.exists() and any(folder.iterdir()):
+        raise SettingError(f"{str(folder)!r} is there, and not empty: name a new folder with --output")
+
+
+def headline(sentence: str, code: int) -> str:
+    return paint(wrap(plain(sentence)), f"{BOLD};{COLOURS[code]}")
+
+
+class Script(NamedTuple):
+    """A script: its path (with `module` its name), and its own arguments."""
+
+    path: str
+    arguments: Sequence[str] = ()
+    module: bool = False
+
+    def check(self) -> None:
+        check_script(self.path, self.module)
+
+    def launch(self, processes: int | None) -> list[str]:
+        """The command that runs it on so many processes; None: one an accelerator, or one without any."""
+        number = [] if processes is None else ["--processes", str(processes)]
+        launch = [sys.executable, "-m", "easymp", "launch", *number]
+        return [*launch, *["-m"] * self.module, self.path, *self.arguments]
+
+    def command(self) -> list[str]:
+        """The command that runs it in one process, without the launcher."""
+        return [sys.executable, *["-m"] * self.module, self.path, *self.arguments]
+
+    def write_task(self, folder: Path, **facts: Any) -> None:
+        """Write what `rank.read_task` reads: the script and `facts`."""
+        task = {"script": self.path, "arguments": list(self.arguments), "module": self.module, **facts}
+        (folder / TASK).write_text(json.dumps(task), encoding="utf-8")
+
+
+class Child:
+    """A running command.
+
+    Args:
+        settings: they win over the script's own.
+        variables: for its environment.
+        output: the file for all that it prints. The command has a session of its own then, so that Ctrl-C comes to this
+            process only. None: it shares this terminal.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: Mapping[str, str],
+        variables: Mapping[str, str] | None = None,
+        output: Path | None = None,
+    ) -> None:
+        pairs = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+        override = " ".join(filter(None, [env.read(OVERRIDE), *pairs]))
+        environment = env.merged({**(variables or {}), OVERRIDE: override})
+        self.output = output
+        with ExitStack() as stack:
+            options: dict[str, Any] = {}
+            if output is not None:
+                file = stack.enter_context(open(output, "wb"))
+                options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "start_new_session": True}
+            self.process = subprocess.Popen(command, env=environment, **options)
+
+    def wait(self, timeout: float | None = None, watch: Callable[[], None] = lambda: None) -> str:
+        """Wait for its end and return how it ended; `timeout` seconds and KeyboardInterrupt stop it.
+
+        `watch` is called several times a second.
+        """
+        start = time.perf_counter()
+        try:
+            while timeout is None or time.perf_counter() - start < timeout:
+                try:
+                    return FINISHED if self.process.wait(POLL) == 0 else FAILURE
+                except subprocess.TimeoutExpired:
+                    watch()
+            status = LATE
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        self.stop()
+        return status
+
+    def stop(self) -> None:
+        """Send SIGTERM, which the launcher passes on; after GRACE or a second Ctrl-C, SIGKILL to all that are left."""
+        family = []
+        with suppress(psutil.Error):
+            family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(GRACE)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self.process.kill()
+        finally:
+            for member in family:
+                with suppress(psutil.Error):
+                    member.kill()
+            self.process.wait()
+
+    def reason(self) -> str:
+        """Why it failed: the launcher's sentence, the last line of the output, or the exit code."""
+        text = ""
+        if self.output is not None:
+            with open(self.output, "rb") as file:
+                file.seek(max(0, file.seek(0, 2) - TAIL))
+                text = file.read().decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        first_failures: list[str] = FAILED.findall(text)
+        return [f"exit code {self.process.returncode}", *lines[-1:], *first_failures[-1:]][-1]
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a run. Field names are those of the JSON of `easymp compare`."""
+
+    status: str  # "finished", "failed", "timed out" or "interrupted"
+    why: str  # a sentence where it did not finish; else ""
+    started: float  # seconds since the epoch
+    wall: float  # seconds in all
+    others: float | None  # processors that other work used meanwhile, on average; None where that is unknown
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    settings: Mapping[str, str],
+    timeout: float | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> End:
+    """Run a command to its end. `folder`, which is made, gets its record, its project and ``output.txt``.
+
+    An interruption (KeyboardInterrupt) stops the run and is an end like others.
+    """
+    folder.mkdir(parents=True)
+    other_seconds, started, start = _other_seconds(), time.time(), time.perf_counter()
+    settings = {**settings, "project_dir": str(folder / "project")}
+    child = Child(command, settings, {RECORD: str(folder)}, folder / "output.txt")
+    status = child.wait(timeout, watch)
+    wall = time.perf_counter() - start
+    reasons = {
+        FINISHED: "",
+        FAILURE: child.reason(),
+        LATE: f"stopped after {timeout or 0:g} seconds (--timeout)",
+        INTERRUPTED: "stopped by a signal",
+    }
+    return End(status, reasons[status], started, wall, max(0.0, _other_seconds() - other_seconds) / wall)
+
+
+def _other_seconds() -> float:
+    """Processor seconds of the machine so far, without those of this process and its ended children."""
+    times = psutil.cpu_times()
+    usages = [resource.getrusage(target) for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    busy: float = sum(getattr(times, name, 0.0) for name in BUSY_TIMES)
+    return busy - sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+class Progress:
+    """Prints how far a run is: its updates, their speed, and the time left, where its length is known.
+
+    Args:
+        head: begins each line.
+        folder: of the run.
+    """
+
+    def __init__(self, head: str, folder: Path) -> None:
+        self._head, self._path = head, folder / "rank-0.jsonl"
+        self._first: dict[str, Any] = {}  # lines of the record: the first update, and the newest
+        self._newest: dict[str, Any] = {}
+        self._offset, self._is_terminal = 0, sys.stderr.isatty()
+        self.show("starting")
+
+    def __call__(self) -> None:
+        self._read()
+        if not self._first or (not self._is_terminal and time.perf_counter() - self._printed_at < EVERY):
+            return
+        updates, seconds = (self._newest[name] - self._first[name] for name in ("updates", "at"))
+        if updates < 1 or seconds <= 0:
+            return
+        length = ""
+        if total := self._first.get("total"):
+            left = max(0, total - self._newest["updates"]) * seconds / updates
+            length = f" of {round(total):,}, {duration(left)} left"
+        self.show(f"update {self._newest['updates']:,}{length}, {rate(updates / seconds)} updates/s")
+
+    def _read(self) -> None:
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            for text in file:
+                if not text.endswith(b"\n"):  # it is being written
+                    break
+                self._offset += len(text)
+                line = json.loads(text)
+                if line["event"] in ("first", "memory"):
+                    self._newest = line
+                if line["event"] == "first":
+                    self._first = line
+
+    def show(self, text: str, last: bool = False) -> None:
+        """Print a line about the run; on a terminal in place of the one before, unless that was the `last`."""
+        self._printed_at = time.perf_counter()
+        line, begin, end = f"{self._head}: {text}", "", "\n"
+        if self._is_terminal:
+            line, begin, end = line[: width() - 1], "\r\x1b[K", "\n" * last
+        print(begin + line, end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,141 @@
+"""`Fabric.save` and `load`: one file of torch.save or safetensors with whole states, also where weights are shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import Optimizer
+
+from ...accelerator import Accelerator
+from ...base.pytree import map_leaves
+from ...checkpoint import torch_files
+from ...checkpoint.huggingface import get_state_dict, save_tree
+from ...checkpoint.huggingface import load as load_safetensors
+from ...checkpoint.ranks import run_on_rank_0
+from ...checkpoint.weights import in_memory, load_source, load_weights, open_source
+from ...errors import CheckpointError, SettingError
+
+StrPath = str | os.PathLike[str]
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+class Checkpoints:
+    """`save`, `load` and `load_raw` of a Fabric."""
+
+    @property
+    def easymp(self) -> Accelerator:
+        raise NotImplementedError
+
+    def save(self, path: StrPath, state: Mapping[str, Any], filter: Filter | None = None) -> None:
+        """Save models, optimizers, other objects with a state_dict, and values by name; all ranks call it."""
+        _check_state(state)
+        filter = {} if filter is None else filter
+        if not isinstance(filter, Mapping):
+            raise TypeError(f"Filter should be a dictionary, given {filter!r}")
+        if unknown := set(filter) - set(state):
+            raise ValueError(f"The filter keys {sorted(unknown)} are not present in the state keys {sorted(state)}")
+        for key, predicate in filter.items():
+            if not callable(predicate):
+                raise TypeError(f"Expected `filter` of save for key {key!r} to be a callable, given {predicate!r}")
+        contents = {key: self._whole_state(item) for key, item in state.items()}
+        for key, predicate in filter.items():
+            contents[key] = {name: value for name, value in contents[key].items() if predicate(name, value)}
+        write = save_tree if str(path).endswith(".safetensors") else torch_files.write
+        run_on_rank_0(self.easymp._world, lambda: write(contents, path))
+
+    def load(
+        self, path: StrPath, state: dict[str, Any] | None = None, strict: bool = True, *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Load what `save` wrote into `state`; returns the values that it does not name. All ranks call it."""
+        state = {} if state is None else state
+        _check_state(state)
+        contents = _read(path)
+        for key, item in state.items():
+            if key not in contents and strict:
+                raise KeyError(f"{os.fspath(path)} has no {key!r}: it has {', '.join(contents)}")
+            if key not in contents:
+                continue
+            value = contents.pop(key)
+            if isinstance(item, nn.Module):
+                self._load_module(item, value, strict)
+            elif _is_stateful(item):
+                item.load_state_dict(_as_shards(value, item) if isinstance(item, Optimizer) else value)
+            else:
+                state[key] = value
+        return contents
+
+    def load_raw(
+        self, path: StrPath, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
+    ) -> None:
+        """Load weights of safetensors, a checkpoint, or a plain state dict of torch.save into a model."""
+        if not isinstance(obj, nn.Module):
+            obj.load_state_dict(_as_shards(_read(path), obj))
+        elif str(path).endswith(torch_files.SUFFIXES):
+            load_source(obj, open_source(path, trust=True), strict=strict, dtype="live")
+        else:
+            load_weights(obj, path, strict=strict)
+
+    def _whole_state(self, item: Any) -> Any:
+        """The state dict of an object that has one, with whole tensors, else the object."""
+        if not _is_stateful(item):
+            return item
+        if isinstance(item, nn.Module) and self.easymp._sharded and hasattr(type(item), "_easymp_route"):
+            return get_state_dict(self.easymp._world, item)
+        state = item.state_dict()
+        return map_leaves(self._gathered, state) if isinstance(item, Optimizer) else state
+
+    def _gathered(self, leaf: Any) -> Any:
+        """A leaf of an optimizer's state: a shard becomes the whole tensor, on rank 0."""
+        full_tensor = getattr(leaf, "full_tensor", None)
+        if full_tensor is None:
+            return leaf
+        tensor: Tensor = full_tensor()
+        return tensor.cpu() if self.easymp.is_main_process else None
+
+    def _load_module(self, model: nn.Module, state: Any, strict: bool) -> None:
+        if self.easymp._sharded and hasattr(type(model), "_easymp_route"):
+            load_source(model, in_memory("this checkpoint", state), strict=strict, dtype="live")
+        else:
+            model.load_state_dict(state, strict=strict)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise SettingError(f"state is a {type(state).__name__}: pass a dict, as in {{'model': model}}")
+
+
+def _is_stateful(item: Any) -> bool:
+    """Whether `save` keeps an object by its state dict: a scheduler, a metric, a model."""
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def _as_shards(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's `state` with tensors that are sharded as its parameters are."""
+    parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    by_index = dict(state["state"])
+    for index, parameter in zip(indices, parameters):
+        if index in by_index and hasattr(parameter, "device_mesh"):
+            by_index[index] = {
+                name: distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+                else value
+                for name, value in by_index[index].items()
+            }
+    return {**state, "state": by_index}
+
+
+def _read(path: StrPath) -> dict[str, Any]:
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no file {os.fspath(path)}")
+    try:
+        return dict(load_safetensors(path) if str(path).endswith(".safetensors") else torch_files.read(path))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise torch_files.unreadable(path, error) from error

@@ -1,0 +1,240 @@
+"""Steps in backward: each parameter is stepped as its gradient is done, and the gradient is freed.
+
+So few gradients exist at once. What needs all gradients before a step is refused: accumulation, clips, a loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..base.parts import Part
+from ..base.units import size
+from ..errors import PrepareError, StepError
+from ..optim import Muon, OwnOptimizer, PreparedOptimizer
+from ..optim.torch_step import GradientsLeft, has_user_pre_hooks, parameters_of, step_without_hooks
+from ..protocols import Conflict
+from ..strategies.single import hook_gradient
+
+if TYPE_CHECKING:
+    pass
+
+NAME = "optimizer_in_backward"
+EARLY = "each parameter is stepped as soon as its gradient is done, and"
+LEAVE_OUT = "Leave one of them out"
+CHANGED = (
+    "gradients were changed, as torch's clips do, after backward had stepped on them and freed them "
+    f"({NAME}=True): leave the clip out, or {NAME}"
+)
+
+
+class FreedGradient(Tensor):
+    """Zeros in place of a gradient that was freed. A write to its ``.data`` would leave no trace, and is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.data.__get__, Tensor.data.__set__):  # type: ignore[attr-defined]  # a descriptor
+            raise StepError(CHANGED)
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})  # results are plain tensors
+
+
+class StepInBackward(Part):
+    """Steps parameters in backward, of all prepared optimizers."""
+
+    name = NAME
+    steps_in_backward = True
+    conflicts = (
+        Conflict(
+            NAME, "gradient_accumulation_steps", f"{EARLY} accumulation adds gradients up before the step", LEAVE_OUT
+        ),
+        Conflict(NAME, "clip_grad_norm_()", f"{EARLY} a clip needs all gradients before the step", LEAVE_OUT),
+        Conflict(NAME, "clip_grad_value_()", f"{EARLY} a clip comes before the step", LEAVE_OUT),
+        Conflict(NAME, "no_sync()", f"{EARLY} no_sync keeps gradients for a later step", LEAVE_OUT),
+        Conflict(NAME, "join_uneven_inputs()", f"{EARLY} ranks that are done would have to join each step", LEAVE_OUT),
+        Conflict(NAME, "step(closure)", "the backward in the closure steps already", LEAVE_OUT),
+        Conflict(NAME, "guard", f"{EARLY} the guard judges all gradients before the step", LEAVE_OUT),
+        Conflict(NAME, "nonfinite=skip", f"{EARLY} nonfinite='skip' looks at all gradients before the step", LEAVE_OUT),
+        Conflict(
+            NAME, "nonfinite=raise", f"{EARLY} nonfinite='raise' looks at all gradients before the step", LEAVE_OUT
+        ),
+        *(
+            Conflict(
+                NAME,
+                precision,
+                f"{EARLY} the loss scale looks at all gradients before the step",
+                "Use bf16, or leave it out",
+            )
+            for precision in ("fp16", "fp16-true", "O1", "O2")
+        ),
+    )
+
+    def __init__(self) -> None:
+        self._stepped: dict[int, PreparedOptimizer] = {}  # id of a parameter that backward has stepped → its optimizer
+        self._zeros: list[GradientsLeft] = []  # of one parameter an optimizer, until its step
+        self._group_of: dict[int, tuple[PreparedOptimizer, int]] = {}  # id of a parameter → its optimizer and group
+        self._hooks = ExitStack()
+
+    def prepared(self, objects: Sequence[Any]) -> None:
+        for optimizer in objects:
+            if isinstance(optimizer, PreparedOptimizer):
+                check_steps_alone(optimizer, self.run.world.size)
+                self._describe(optimizer)
+        for model in self.run.prepared.routes_of(objects):
+            for parameter in model.original.parameters():
+                if parameter.is_floating_point() or parameter.is_complex():
+                    self._hooks.callback(hook_gradient(parameter, self._gradient_done).remove)
+
+    def _describe(self, optimizer: PreparedOptimizer) -> None:
+        prepared = self.run.prepared
+        models = [route.original for route in prepared.models]
+        whole, largest = (prepared.need(models, optimizer_in_backward=early).gradients for early in (False, True))
+        reason = f"each parameter is stepped in backward: {size(largest)} of gradients at once instead of {size(whole)}"
+        self.run.refine("optimizer", f"{self.run.plan.optimizer.reason}; {reason}")
+
+    # -- in backward
+
+    def _gradient_done(self, parameter: Tensor) -> None:
+        """Step the parameters whose gradients are averaged by now."""
+        ready: dict[PreparedOptimizer, list[Tensor]] = {}
+        prepared = self.run.prepared
+        for reduced in prepared.strategy.reduced(parameter):
+            if id(reduced) in prepared.stepped_by and reduced.grad is not None:
+                ready.setdefault(prepared.stepped_by[id(reduced)], []).append(reduced)
+        for optimizer, parameters in ready.items():
+            for see in self.run.parts.gradients:
+                for reduced in parameters:
+                    see([(reduced, reduced.grad)])
+            self._step(optimizer, parameters)
+
+    @torch.no_grad()
+    def _step(self, prepared: PreparedOptimizer, parameters: Sequence[Tensor]) -> None:
+        """Step `parameters` alone, and free their gradients. Hooks of steps are left to `step`, which counts."""
+        optimizer = prepared.optimizer
+        if any(id(p) in self._stepped for p in parameters):
+            self._zeros.clear()
+            raise StepError(
+                f"a second gradient of a parameter before optimizer.step(), under {NAME}=True, which has stepped on "
+                "the first: call "
+                "accelerator.backward() once for each step(), and checkpoint with use_reentrant=False"
+            )
+        if any(p.grad is not None and p.grad.requires_grad for p in parameters):
+            raise StepError(
+                f"backward(create_graph=True) under {NAME}=True keeps a graph of gradients that are freed: leave one "
+                "of them out"
+            )
+        groups = optimizer.param_groups
+        if not all(id(p) in self._group_of for p in parameters):  # groups may have been added
+            for number, group in enumerate(groups):
+                self._group_of.update((id(p), (prepared, number)) for p in group["params"])
+        by_group: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            by_group.setdefault(self._group_of[id(parameter)][1], []).append(parameter)
+        parameters_before = {number: groups[number]["params"] for number in by_group}
+        counters_before = None if prepared.updates else counters(optimizer)
+        step = step_without_hooks(type(optimizer))
+        try:
+            for number, chosen in by_group.items():
+                groups[number]["params"] = chosen
+            optimizer.param_groups = [groups[number] for number in by_group]
+            prepared.engine.averages.follow_step(parameters, lambda: step(optimizer))
+        finally:
+            optimizer.param_groups = groups
+            for number, all_parameters in parameters_before.items():
+                groups[number]["params"] = all_parameters
+        for parameter in parameters:
+            parameter.grad = None
+            self._stepped[id(parameter)] = prepared
+        if counters_before is not None:
+            check_counters(prepared, counters_before)
+
+    def after_backward(self) -> None:
+        """Leave each optimizer one gradient of zeros, the smallest: it shows whether the script changes gradients."""
+        for optimizer in self.run.prepared.optimizers:
+            freed = [p for p in parameters_of(optimizer) if id(p) in self._stepped and p.grad is None]
+            if freed:
+                smallest = min(freed, key=Tensor.numel)
+                zeros = torch.zeros_like(smallest)
+                smallest.grad = zeros.as_subclass(FreedGradient) if type(zeros) is Tensor else zeros
+                self._zeros.append(GradientsLeft([smallest], None))
+
+    # -- the script's calls
+
+    def loss(self, loss: Tensor, num_items: Any = None) -> None:
+        if self._stepped:
+            raise StepError(
+                f"a second backward() before optimizer.step(), under {NAME}=True, where the first has stepped already: "
+                "call step() "
+                "after each backward(), or leave it out"
+            )
+
+    def step(self, optimizer: PreparedOptimizer) -> None:
+        zeros, self._zeros = self._zeros, []
+        unchanged = [gradient.clear() for gradient in zeros]
+        if not all(unchanged):
+            raise StepError(CHANGED)
+        self._stepped = {key: other for key, other in self._stepped.items() if other is not optimizer}
+
+    def zero_grad(self, optimizer: PreparedOptimizer) -> None:
+        if any(other is optimizer for other in self._stepped.values()):
+            raise StepError(
+                f"zero_grad() between backward() and step(), under {NAME}=True: backward has stepped already. Call "
+                "optimizer.step() first, or freeze parameters (requires_grad_(False)) through which a loss passes"
+            )
+
+    def released(self) -> None:
+        self._hooks.close()
+        for table in (self._stepped, self._zeros, self._group_of):
+            table.clear()
+
+
+def check_steps_alone(prepared: PreparedOptimizer, ranks: int) -> None:
+    """PrepareError if the optimizer needs the gradients of all parameters at once."""
+    optimizer, reason = prepared.optimizer, ""
+    if prepared.has_masters:
+        reason = "fp32 masters of low-precision parameters, which are stepped together"
+    elif has_user_pre_hooks(optimizer):
+        reason = "a hook that looks at all gradients before the step"
+    elif "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched"):
+        reason = "a step that was set on it"
+    elif signature(optimizer.step).parameters["closure"].default is Parameter.empty:
+        reason = "a step that needs a closure"
+    elif isinstance(optimizer, Muon) and ranks > 1:
+        reason = "a step that the ranks share, matrix by matrix"
+    elif prepared.engine.options.widens:
+        reason = "stochastic rounding, which draws for all parameters in their order"
+    elif isinstance(optimizer, OwnOptimizer) and (optimizer.rule is None or optimizer.rule.norm):
+        reason = "a step that needs the gradients of all parameters"
+    if reason:
+        raise PrepareError(
+            f"{NAME}=True steps each parameter as its gradient is done, and this {type(prepared.given).__name__} has "
+            f"{reason}: leave it "
+            "out, or use another optimizer or precision"
+        )
+
+
+def counters(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:
+    """The numbers that an optimizer keeps beside the states of parameters, by param group (-1: on itself) and name."""
+    tables: list[tuple[int, Mapping[str, Any]]] = [(-1, vars(optimizer)), *enumerate(optimizer.param_groups)]
+    return {
+        (number, name): value
+        for number, table in tables
+        for name, value in table.items()
+        if type(value) in (int, float)
+    }
+
+
+def check_counters(prepared: PreparedOptimizer, before: Mapping[tuple[int, str], float]) -> None:
+    """StepError where a step of some parameters has changed a number that counts for all of them."""
+    after = counters(prepared.optimizer)
+    changed = [name for (number, name), value in sorted(after.items()) if value != before.get((number, name))]
+    if changed:
+        raise StepError(
+            f"{NAME}=True steps each parameter alone, and a step of this {type(prepared.given).__name__} has changed "
+            f"{changed[0]!r}, "
+            f"which counts for all of them: leave {NAME} out, or use another optimizer"
+        )

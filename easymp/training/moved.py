@@ -1,0 +1,95 @@
+"""Words of earlier versions and of Accelerate that easymp's Accelerator lacks, and what to write in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+from ..errors import ArgumentError, nearest
+
+# Keywords of the constructor.
+SETTING_REMEDIES = {
+    name: f"pass settings=Settings({name}=...)"
+    for name in (
+        *("activation_offload", "convert_sync_batchnorm", "debug", "device_placement", "fused", "gc", "hang_after"),
+        *("initialize", "memory", "optimizer_in_backward", "replay", "replica_check", "stochastic_rounding", "timeout"),
+    )
+}
+OTHER_ARGUMENTS = {
+    **SETTING_REMEDIES,
+    **{
+        name: f"pass dataloader_config=DataLoaderConfiguration({name}=...)"
+        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+    },
+    **dict.fromkeys(
+        ("step_scheduler_with_optimizer", "scheduler_steps_per_process"),
+        "prepared schedulers step once an update; easymp.compat.accelerate has Accelerate's rules",
+    ),
+    **dict.fromkeys(
+        ("deepspeed_plugin", "deepspeed_plugins"),
+        "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
+    ),
+    "kwargs_handlers": "pass strategy_options=DistributedDataParallelKwargs(...), Settings(autocast_options=..., "
+    "scaler_options=..., timeout=...) as settings, and a ProfileKwargs to profile()",
+    "gradient_accumulation_plugin": "pass it as gradient_accumulation_steps",
+    "project_config": "pass it as project_dir",
+    "dynamo_backend": "pass compile=CompileOptions(backend=...)",
+    "dynamo_plugin": "pass compile=CompileOptions(...)",
+    "rng_types": "leave it out: data order is f(seed, epoch) on every rank, so there is nothing to synchronise",
+    "fsdp_plugin": "pass strategy='fsdp' and strategy_options=FSDPOptions(...)",
+    "torch_tp_plugin": "pass strategy='tensor_parallel' and strategy_options=TensorParallelOptions(...)",
+    "megatron_lm_plugin": "pass strategy='tensor_parallel' or 'pipeline', and strategy_options",
+    "parallelism_config": "pass strategy='hsdp' or 'tensor_parallel', and strategy_options",
+}
+
+# Attributes and methods.
+BY_LAYER = "easymp.compat.accelerate.Accelerator has it"
+OTHER_ATTRIBUTES = {
+    "guard": "pass parts=[easymp.SpikeGuard(...)] to Accelerator, which judges each update by itself",
+    "hardware": "use plan.hardware",
+    "trackers": "use get_tracker(name)",
+    "clear": "use free_memory()",
+    "get_state_dict": "use dict(weights(model)), which gives every rank all tensors",
+    **dict.fromkeys(
+        ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader"),
+        "use prepare(), for any object",
+    ),
+    **dict.fromkeys(
+        ("register_save_state_pre_hook", "register_load_state_pre_hook"),
+        f"use register_for_checkpointing() or a Part with state() and load(); {BY_LAYER}",
+    ),
+    **dict.fromkeys(
+        ("on_local_main_process", "on_last_process", "on_process", "on_local_process", "is_last_process"),
+        f"compare process_index or local_process_index; {BY_LAYER}",
+    ),
+    "use_distributed": f"use num_processes > 1; {BY_LAYER}",
+    "distributed_type": f"use device and plan.strategy; {BY_LAYER}",
+    "project_configuration": f"keep the ProjectConfiguration that you pass as project_dir; {BY_LAYER}",
+    "logging_dir": f"keep the ProjectConfiguration that you pass as project_dir; {BY_LAYER}",
+    "save_iteration": BY_LAYER,
+    "state": f"use the Accelerator itself; {BY_LAYER}",
+    "gradient_state": f"use sync_gradients and the prepared loader's `last`; {BY_LAYER}",
+    "trigger_sync_in_backward": BY_LAYER,
+    **dict.fromkeys(
+        (
+            "split_batches",
+            "dispatch_batches",
+            "even_batches",
+            "use_seedable_sampler",
+            "non_blocking",
+            "use_stateful_dataloader",
+        ),
+        f"keep the DataLoaderConfiguration that you pass as dataloader_config; {BY_LAYER}",
+    ),
+}
+
+
+def refuse_argument(name: str, arguments: Iterable[str]) -> NoReturn:
+    """Refuse a keyword that Accelerator() does not take.
+
+    Raises:
+        ArgumentError: always.
+    """
+    remedy = OTHER_ARGUMENTS.get(name)
+    hint = nearest(name, arguments) if remedy is None else f": {remedy}"
+    raise ArgumentError(f"Accelerator() has no argument {name!r}{hint}")

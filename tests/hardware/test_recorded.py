@@ -1,0 +1,60 @@
+"""All that tests run sees one recorded processor: this process, ranks, and scripts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from easymp import Accelerator
+from easymp.precision import PRECISIONS
+
+from ..site import CPUS, DEFAULT, VARIABLE
+from .machines import MACHINES
+
+RECORDS = {
+    "avx2": "laptop CPU",
+    "avx512_bf16": "Zen 4 server",
+    "amx": "Sapphire Rapids",
+    "neon_bf16": "M-series Mac",
+    "sve_bf16": "Graviton 4",
+}
+
+
+def precision() -> tuple[str, list[str]]:
+    with Accelerator(cpu=True) as acc:
+        return acc.plan.precision.value, sorted(acc.plan.hardware.cpu.features)
+
+
+@pytest.mark.reads_hardware
+def test_a_process_ranks_and_a_script_see_the_same_processor(ranks: Any) -> None:
+    features = CPUS[os.environ.get(VARIABLE, DEFAULT)][2].split()
+    decided = "bf16" if "amx_bf16" in features else "fp32"
+    assert [precision(), *ranks(precision)] == [(decided, sorted(features))] * 3
+    script = "from easymp import detect; print(*sorted(detect().cpu.features))"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == sorted(features)
+
+
+def test_the_recorded_processors_are_those_of_the_machines() -> None:
+    assert {*RECORDS, "unknown"} == {*CPUS}
+    for name, machine in RECORDS.items():
+        cpu = MACHINES[machine].cpu
+        assert (cpu.architecture, cpu.features) == (CPUS[name][1], {*CPUS[name][2].split()})
+
+
+@pytest.mark.real_cpu
+def test_this_processor_trains_in_each_precision_that_its_plan_takes() -> None:
+    for name in PRECISIONS:
+        if name in ("tf32", "fp8"):  # of GPUs
+            continue
+        with Accelerator(cpu=True, mixed_precision=name, seed=0) as acc:
+            model = torch.nn.Linear(4, 4)
+            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            acc.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            assert all(p.isfinite().all() for p in model.parameters()), name

@@ -1,0 +1,81 @@
+"""Any two words are in a row of a covering array (`tests/pairs.py`), or the table of `easymp.conflicts` refuses them.
+
+Each refused pair is an error with the table's reason, before the first update. `make test` tries a sample of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from easymp import EasympError, conflicts
+
+from . import pairs
+
+SEED = 11
+
+
+def test_each_possible_pair_is_in_a_row() -> None:
+    assert len(pairs.WORDS) == len(set(pairs.WORDS)) >= 45
+    assert pairs.possible_pairs() <= {pair for row in pairs.rows() for pair in pairs.pairs_of(row)}
+    assert not any(pair in pairs.refusals() for row in pairs.rows() for pair in pairs.pairs_of(row))
+
+
+def refused(pairs_of_size: Sequence[tuple[Sequence[str], str]], folder: str) -> list[str]:
+    """What is wrong with the refusals of these pairs: each is easymp's error with the table's reason."""
+    faults = []
+    for words, reason in pairs_of_size:
+        row = pairs.row_of(words)
+        training: Any = None
+        try:
+            training = pairs.Training(row, row["strategy"], folder, 1, False)
+            training.fit(0, pairs.MICRO)
+            error_text = "nothing"
+        except EasympError as error:
+            error_text = str(error)
+        except Exception as error:
+            error_text = f"{type(error).__name__}: {error}"
+        if reason not in error_text:
+            faults.append(f"{words}: {error_text}, not {reason!r}")
+        if training is not None and training.acc.updates:
+            faults.append(f"{words}: {training.acc.updates} updates before the refusal")
+        pairs.close_all()
+    return faults
+
+
+def check_refused(ranks: Any, refused_pairs: Iterable[frozenset[str]], folder: str) -> None:
+    by_size: dict[int, list[Any]] = {1: [], 2: [], 4: []}
+    for pair in refused_pairs:
+        row = pairs.row_of(sorted(pair))
+        size = pairs.RANKS.get(row["strategy"], 2)
+        if "joined" in pair or row["strategy"] in pairs.PARALLEL:
+            size = max(size, 2)
+        by_size[size].append((sorted(pair), pairs.refusals()[pair].reason))
+    faults = [
+        fault
+        for size, cases in by_size.items()
+        if cases
+        for rank_faults in ranks(refused, cases, folder, processes=size)
+        for fault in rank_faults
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_a_sample_of_the_table_is_refused_with_its_reason(ranks: Any, tmp_path: Any) -> None:
+    all_pairs = sorted(pairs.refusals(), key=sorted)
+    check_refused(ranks, random.Random(SEED).sample(all_pairs, len(all_pairs) // 4), str(tmp_path))
+
+
+@pytest.mark.slow
+def test_each_pair_of_the_table_is_refused_with_its_reason(ranks: Any, tmp_path: Any) -> None:
+    check_refused(ranks, pairs.refusals(), str(tmp_path))
+
+
+def test_sentences_name_both_words_and_a_remedy() -> None:
+    for row in conflicts.table():
+        assert row.word != row.other and row.reason and row.remedy
+        assert not row.remedy.endswith(".") and row.remedy[0].isupper(), row
+        assert str(row).startswith(f"{row.word} and {row.other} do not go together: {row.reason}.")
