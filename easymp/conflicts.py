@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .base.units import is_size
 from .errors import RefusedError
 from .protocols import Conflict
 from .registry import PARTS, PASSED_PARTS, PRECISIONS, STRATEGIES
@@ -112,10 +113,9 @@ def words_of(settings: Settings) -> set[str]:
         words.add(f"nonfinite={settings.nonfinite}")
     recomputed = settings.activation_checkpointing or "no"
     if recomputed != "no":
-        is_size = recomputed[:1].isdigit()
         words |= {
             "activation_checkpointing",
-            "activation_checkpointing by size" if is_size else f"activation_checkpointing={recomputed}",
+            "activation_checkpointing by size" if is_size(recomputed) else f"activation_checkpointing={recomputed}",
         }
     return words
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import multiprocessing
+import sys
 from collections.abc import Iterable, MutableMapping
+from functools import cache
 from typing import Any
 
 from .base import env
@@ -81,7 +83,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
 
 def tqdm(iterable: Iterable[Any] | None = None, *args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Show tqdm's progress bar on the first process of each node.
+    """Show tqdm's progress bar on the first process of each node; in a file or pipe, its last state as one line.
 
     Args:
         iterable: as in tqdm.
@@ -98,7 +100,8 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, main_process_only: b
     """
     if main_process_only:
         kwargs["disable"] = kwargs.get("disable", False) or not is_local_main()
-    return tqdm_class()(iterable, *args, **kwargs)
+    is_drawn = (kwargs.get("file") or sys.stderr).isatty() or "ipykernel" in sys.modules
+    return (tqdm_class() if is_drawn else _last_line_class())(iterable, *args, **kwargs)
 
 
 def tqdm_class() -> Any:
@@ -108,3 +111,14 @@ def tqdm_class() -> Any:
     """
     forked = multiprocessing.parent_process() is not None
     return importlib.import_module("tqdm.std" if forked else "tqdm.auto").tqdm
+
+
+@cache
+def _last_line_class() -> Any:
+    """A bar that is written once, when it is closed; until then tqdm would write each state behind a carriage return."""
+
+    class LastLine(importlib.import_module("tqdm.std").tqdm):  # type: ignore[misc]
+        def display(self, *args: Any, **kwargs: Any) -> Any:
+            return super().display(*args, **kwargs) if self.disable else None  # close() disables before it displays
+
+    return LastLine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 
 from easymp import get_logger, tqdm
 
@@ -41,3 +42,11 @@ def test_progress_bar_on_the_first_process_of_a_node(monkeypatch):
     assert tqdm(range(3), file=io.StringIO()).disable
     assert not tqdm(range(3), file=io.StringIO(), main_process_only=False).disable
     assert tqdm(range(3), main_process_only=False, disable=True).disable
+
+
+def test_a_bar_in_a_file_is_one_line():
+    output = io.StringIO()
+    bar = tqdm(range(3), file=output, mininterval=0)
+    for i in bar:
+        bar.set_postfix(loss=i)
+    assert re.fullmatch(r"\r100%\|.*\| 3/3 \[.*, loss=2\]\n", output.getvalue())

@@ -39,6 +39,11 @@ def unit(number: float) -> tuple[str, int]:
     return next((pair for pair in SPELLED if number >= pair[1]), SPELLED[-1])
 
 
+def is_size(text: str) -> bool:
+    """Whether a text is bytes with their unit, such as ``"16GiB"``; a number alone may be a module's name."""
+    return re.fullmatch(r"\s*[0-9][0-9_.]*\s*[KMGT]i?B\s*", text, re.IGNORECASE) is not None
+
+
 def read_bytes(value: Any, prefix: str) -> int:
     """Parse a number of bytes, or a text such as ``"16GiB"``.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
@@ -27,6 +28,8 @@ from .storage import Bytes, SourceFile, Targets, block_count, check_name, crc32,
 T = TypeVar("T")
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "memory"}
 """Protocols where a folder is only a prefix of names, and one call stores a small file atomically."""
+CREDENTIALS = re.compile(r"(?:s3a?|gcs|gs)://(?!arn:)[^/]*[:@]")
+"""A name of a bucket that is none; clients would repeat it, and the secret in it, in their own words."""
 MOST_PARTS = 9_000  # of one upload; S3 takes 10,000
 BLOCKS_AT_ONCE = 3  # that are asked for together, and lie in memory until they are checked
 CODES = {
@@ -52,6 +55,11 @@ class RemoteStorage:
         import fsspec  # slow to import, and only URLs need it
 
         self.root = redact(root)
+        if CREDENTIALS.search(root):
+            raise CheckpointError(
+                f"{self.root} has credentials in front of its bucket, and object stores take none in a URL: put them "
+                "where the store's client looks for them: its environment variables or its file of credentials"
+            )
         try:
             for protocol in root.partition("://")[0].split("::"):
                 _import_client(protocol)

@@ -28,6 +28,7 @@ from ..training.samples import Samples, SampleTracker
 logger = get_logger(__name__)
 GuardPolicy = Literal["skip", "rollback"]
 QUANTITIES = ("gradient norm", "loss")
+LEAST = 32  # values of a window: half of them tell a spike from an update that is only large
 FEW = 32  # former values; with fewer a spike is at least twice their median
 NORMAL = 1.4826  # the standard deviation of normal numbers in units of their median absolute deviation
 TRANSFER = 32  # updates whose numbers go to the host in one transfer
@@ -88,7 +89,7 @@ class SpikeGuard(Part):
             saved or loaded last, and go on with the next batch, bit for bit as a run that was never given the batches
             since then. Work of once an epoch since then is undone, too. It waits for the device in each update. Without
             a checkpoint the update is skipped.
-        window: number of former updates.
+        window: number of former updates, at least 32.
         factor: how far above the median a spike begins.
         each_optimizer: judge the updates of each optimizer by themselves, as of a GAN with two; False: those of all
             together.
@@ -100,17 +101,17 @@ class SpikeGuard(Part):
         CheckpointError: the checkpoint cannot be loaded.
 
     Example:
-        >>> acc = Accelerator(cpu=True, log_with="none", seed=0, parts=[easymp.SpikeGuard(window=16)])
+        >>> acc = Accelerator(cpu=True, log_with="none", seed=0, parts=[easymp.SpikeGuard(window=32)])
         >>> model, optimizer = acc.prepare(model, optimizer)
         >>> for i in range(20):
-        ...     loss = model(torch.rand(4, 2) * (1000 if i == 15 else 1)).square().mean()
+        ...     loss = model(torch.rand(4, 2) * (1000 if i == 18 else 1)).square().mean()
         ...     acc.backward(loss)
         ...     norm = acc.clip_grad_norm_(model.parameters(), 1.0)
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         ...     if acc.optimizer_step_was_skipped:
         ...         print(i)
-        15
+        18
     """
 
     name = "guard"
@@ -131,7 +132,7 @@ class SpikeGuard(Part):
         self, policy: GuardPolicy = "skip", window: int = 128, factor: float = 10.0, each_optimizer: bool = False
     ) -> None:
         check_word("policy", policy, get_args(GuardPolicy))
-        check_whole(f"SpikeGuard(window={window!r})", window, 4)
+        check_whole(f"SpikeGuard(window={window!r})", window, LEAST)
         if not factor > 0:
             raise SettingError(f"SpikeGuard(factor={factor!r}): pass a number above 0")
         self._policy, self._window, self._factor, self._each_optimizer = policy, window, factor, each_optimizer

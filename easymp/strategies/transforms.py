@@ -7,7 +7,6 @@ the model: equal blocks share one graph, which shortens the first step.
 
 from __future__ import annotations
 
-import re
 import weakref
 from abc import ABCMeta
 from collections import deque
@@ -25,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase  # it writes to buffers without raising their version
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from ..base.units import read_bytes
+from ..base.units import is_size, read_bytes
 from ..errors import PrepareError, SettingError, nearest
 from ..options import Record, option
 from ..precision.policies import upcast_again
@@ -189,7 +188,7 @@ def read_which(text: str | None) -> Recompute | None:
         return None
     if text in ("blocks", "attention"):
         return Recompute(selective=text == "attention")
-    if re.fullmatch(r"\s*[0-9][0-9_.]*\s*[KMGT]i?B\s*", str(text), re.IGNORECASE):
+    if is_size(str(text)):
         return Recompute(below=read_bytes(text, "activation_checkpointing="))
     patterns = tuple(pattern.strip() for pattern in str(text).split(","))
     if not all(patterns):

@@ -22,7 +22,7 @@ from ..strategies.models import refuses, under, whole
 from .models import heard
 
 LOG = "easymp.parts.spikes"
-UPDATES, SAVED, SPIKE, WINDOW = 22, 10, 14, 16
+UPDATES, SAVED, SPIKE, WINDOW = 22, 10, 18, 32
 BATCH = 2
 
 
@@ -174,24 +174,24 @@ def update(acc: Accelerator, model: Any, optimizer: Any, norm: float, loss: floa
 
 
 NOISE = [1.0, 1.2, 0.9, 1.1, 1.0, 1.3, 0.8, 1.1, 1.2, 0.9]
-# Of the last 8 of NOISE the median (the lower one of two) is 1.0 or 1.1, and its deviation 0.1: the limit is about 2.5.
+STEADY = NOISE * 2  # its median (the lower one of two) is 1.0, and its deviation 0.1: the limit is about 2.5
 RULE = [
-    ("a spike", [*NOISE, 3.0, 2.2], {}, [10]),
-    ("too early for a limit", [1.0, 1.2, 9.0, *NOISE], {}, []),
-    ("not finite, at once", [1.0, float("nan"), 1.2, *NOISE], {}, [1]),
-    ("one NaN hides no spike after it", [*NOISE, float("nan"), 1.0, 3.0], {}, [10, 12]),
-    ("a lasting rise is accepted", [*NOISE, *[n * 10 for n in NOISE]], {}, [10, 11, 12, 13, 14]),
-    ("a fall is none", [*NOISE, 0.01], {}, []),
-    ("most are equal: no limit", [1.0] * 9 + [1.1], {}, []),
-    ("a spike of the loss", [1.0, *NOISE], {"losses": [*NOISE, 5.0]}, [10]),
-    ("before nonfinite", [*NOISE, float("inf"), 3.0], {"nonfinite": "skip"}, [10, 11]),
+    ("a spike", [*STEADY, 3.0, 2.2], {}, [20]),
+    ("too early for a limit", [*NOISE, 9.0, *NOISE], {}, []),
+    ("not finite, at once", [1.0, float("nan"), 1.2, *STEADY], {}, [1]),
+    ("one NaN hides no spike after it", [*STEADY, float("nan"), 1.0, 3.0], {}, [20, 22]),
+    ("a lasting rise is accepted", [*STEADY, *[n * 10 for n in STEADY]], {}, [*range(20, 36)]),
+    ("a fall is none", [*STEADY, 0.01], {}, []),
+    ("most are equal: no limit", [1.0] * 19 + [1.1], {}, []),
+    ("a spike of the loss", [1.0, *STEADY], {"losses": [*STEADY, 5.0]}, [20]),
+    ("before nonfinite", [*STEADY, float("inf"), 3.0], {"nonfinite": "skip"}, [20, 21]),
 ]
 
 
 @pytest.mark.parametrize(("norms", "more", "expected"), [case[1:] for case in RULE], ids=[c[0] for c in RULE])
 def test_the_rule(norms: list[float], more: dict[str, Any], expected: list[int]) -> None:
     losses, skipped = more.get("losses", [0.0] * len(norms)), []
-    with Accelerator(cpu=True, log_with="none", nonfinite=more.get("nonfinite"), parts=[SpikeGuard(window=8)]) as acc:
+    with Accelerator(cpu=True, log_with="none", nonfinite=more.get("nonfinite"), parts=[SpikeGuard(window=32)]) as acc:
         objects = one_weight(acc)
         for i, (norm, loss) in enumerate(zip(norms, losses)):
             update(acc, *objects, norm, loss)
@@ -209,23 +209,23 @@ def test_a_resumed_run_decides_alike(tmp_path: Path) -> None:
 
 
 def test_a_spike_is_logged_with_its_samples(tmp_path: Path) -> None:
-    guard = SpikeGuard(window=8)
+    guard = SpikeGuard(window=32)
     with heard(LOG) as said, Accelerator(cpu=True, project_dir=str(tmp_path), seed=0, parts=[guard]) as acc:
         model = nn.Linear(1, 1)
         x = torch.tensor(NOISE * 4)[:, None]
         loader: Any = DataLoader(TensorDataset(x, torch.arange(40)), batch_size=2, shuffle=True)
         model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
         for number, (batch, indices) in enumerate(loader):
-            loss = model(batch * (1e4 if number == 12 else 1)).square().sum()
+            loss = model(batch * (1e4 if number == 17 else 1)).square().sum()
             acc.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            if number == 12:
+            if number == 17:
                 expected = ", ".join(map(str, indices.tolist()))
-    assert said[-1][1].endswith(f"skipped on all ranks. Samples 24 to 26 of epoch 0: {expected}")
+    assert said[-1][1].endswith(f"skipped on all ranks. Samples 34 to 36 of epoch 0: {expected}")
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    row = next(row for row in rows if row.get("_table") == "spikes" and row["update"] == 13)
-    assert (row["answer"], row["begin"], row["end"], row["samples"]) == ("skip", 24, 26, expected)
+    row = next(row for row in rows if row.get("_table") == "spikes" and row["update"] == 18)
+    assert (row["answer"], row["begin"], row["end"], row["samples"]) == ("skip", 34, 36, expected)
     assert row["gradient norm"] > row["gradient norm limit"]
 
 
@@ -233,7 +233,7 @@ def test_a_spike_is_logged_with_its_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("precision", "bad"), [("fp32", 1), ("bf16-true", 0)])
 def test_each_optimizer_is_judged_by_its_own_values(tmp_path: Path, clipped: str, precision: Any, bad: int) -> None:
     """After one backward, and whatever a clip left out: a NaN in gradients of one model is of its optimizer alone."""
-    x, guard = torch.ones(2, 4), SpikeGuard(window=8, each_optimizer=True)
+    x, guard = torch.ones(2, 4), SpikeGuard(window=32, each_optimizer=True)
     with Accelerator(
         cpu=True,
         project_dir=str(tmp_path),
@@ -264,7 +264,7 @@ def test_each_optimizer_is_judged_by_its_own_values(tmp_path: Path, clipped: str
 
 
 def test_returns_to_one_checkpoint_end(tmp_path: Path) -> None:
-    guard = SpikeGuard("rollback", window=4)
+    guard = SpikeGuard("rollback", window=32)
     with Accelerator(cpu=True, project_dir=str(tmp_path), log_with="none", parts=[guard]) as acc:
         model, optimizer = one_weight(acc)
         call = partial(update, acc, model, optimizer, float("nan"))
@@ -280,8 +280,8 @@ def test_returns_to_one_checkpoint_end(tmp_path: Path) -> None:
 
 def test_wrong_arguments_and_calls_are_refused() -> None:
     refuses(SettingError, "policy='skp' is none of", SpikeGuard, "skp")
-    for window in (3, 8.0):
-        refuses(SettingError, "is not a whole number of at least 4", SpikeGuard, window=window)
+    for window in (31, 32.0):
+        refuses(SettingError, "is not a whole number of at least 32", SpikeGuard, window=window)
     refuses(SettingError, "factor=0", SpikeGuard, factor=0)
     with Accelerator(cpu=True, parts=[SpikeGuard()]) as acc:
         model, optimizer = one_weight(acc)
@@ -296,7 +296,7 @@ def test_wrong_arguments_and_calls_are_refused() -> None:
 
 
 def test_a_small_window_takes_no_usual_update_for_a_spike() -> None:
-    history = History(16, torch.device("cpu"))
-    steady = [1.0, 1.001, 1.002, 1.0, 1.001, 1.0, 1.002, 1.001]  # eight values that happen to lie close together
+    history = History(32, torch.device("cpu"))
+    steady = [1.0, 1.001, 1.002, 1.0, 1.001, 1.0, 1.002, 1.001] * 2  # values that happen to lie close together
     judged = [history.judge(torch.tensor([value, 1.0]), 10.0, False)[0].item() for value in [*steady, 1.5, 1.0, 2.5]]
-    assert judged == [0.0] * 10 + [1.0]
+    assert judged == [0.0] * 18 + [1.0]

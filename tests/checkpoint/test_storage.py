@@ -330,6 +330,9 @@ SECRET_URLS = (
     "nowhere://host/run?se=2027&sig=SECRET",
     "nowhere://host/run?X-Amz-Signature=SECRET&v=1",
     "simplecache::nowhere://me:SECRET@host/run",
+    "s3://KEY:SEC/SECRET@bucket/run",
+    "simplecache::s3://KEY:SECRET@bucket/run",
+    "gs://SECRET@bucket/run",
 )
 
 

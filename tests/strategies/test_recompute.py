@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import BatchError, PrepareError, SettingError, StepError
+from easymp import BatchError, PrepareError, SettingError, Settings, StepError
+from easymp.conflicts import words_of
 from easymp.strategies.transforms import Recompute, find_recomputed, recompute
 
 from ..words import make_accelerator
@@ -159,6 +160,12 @@ def test_what_is_meant(patterns: Any, names: list[str]) -> None:
     model = Tied()
     by_id = {id(m): name for name, m in model.named_modules()}
     assert [by_id[id(m)] for m in find_recomputed([model], Recompute(patterns))] == names
+
+
+def test_a_name_that_begins_with_a_digit_is_no_size() -> None:
+    settings = Settings(activation_checkpointing="0,1.block")
+    assert "activation_checkpointing by size" not in words_of(settings)
+    assert "activation_checkpointing by size" in words_of(Settings(activation_checkpointing="1.5 GB"))
 
 
 def test_what_means_nothing_is_refused() -> None:
