@@ -115,7 +115,7 @@ def tqdm_class() -> Any:
 
 @cache
 def _last_line_class() -> Any:
-    """A bar that is written once, when it is closed; until then tqdm would write each state behind a carriage return."""
+    """A bar that is written once, when it is closed: tqdm writes each state behind a carriage return."""
 
     class LastLine(importlib.import_module("tqdm.std").tqdm):  # type: ignore[misc]
         def display(self, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,6 @@ import inspect
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,6 +77,8 @@ def statements(text: str) -> Iterator[Statement]:
 
 def _value_end(text: str, start: int) -> int:
     """The first place before a comment or the end of a line where ``text[start:]`` is valid TOML."""
+    import tomllib
+
     for found in re.finditer(r"[ \t]*(?=[#\n])", text[start:]):
         with suppress(tomllib.TOMLDecodeError):
             tomllib.loads(f"value = {text[start : start + found.start()]}")
@@ -87,6 +88,8 @@ def _value_end(text: str, start: int) -> int:
 
 def read_literal(text: str) -> Any:
     """Parse a value in TOML or JSON; return any other text as it is."""
+    import tomllib
+
     with suppress(tomllib.TOMLDecodeError, RecursionError):
         return tomllib.loads(f"value = {text}")["value"]
     with suppress(ValueError, RecursionError):
@@ -126,6 +129,8 @@ def read(path: Path | str | None = None) -> ProjectFile:
         if named:
             raise SettingError(f"{VARIABLE}={named!r} in the environment names no file: correct or unset it")
         return ProjectFile()
+    import tomllib  # a run without a file does not need it
+
     try:
         text = place.read_text(encoding="utf-8")
         return ProjectFile(place, tomllib.loads(text), text)

@@ -20,8 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from ..logging import get_logger
 from .mailbox import Watch, collective_name, is_script, recorder_entries
 
@@ -138,7 +136,7 @@ class HangWatch:
         watch.told |= {
             "waits": lambda: "yes" if self._waiting_call() else "",
             "calls": self._answer_calls,
-            "pulse": lambda: json.dumps([sum(psutil.Process().cpu_times()[:2]), watch.told["where"]()]),
+            "pulse": lambda: json.dumps([time.process_time(), watch.told["where"]()]),
         }
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
@@ -264,6 +262,8 @@ class HangWatch:
         host, process = json.loads(self._mailbox.read(f"process/{rank}"))
         if host != socket.gethostname():
             return f"does not answer: process {process} on {host} has ended, was killed, or is stopped"
+        import psutil  # slow to import, and most runs do not hang
+
         try:
             status = psutil.Process(process).status()
         except psutil.NoSuchProcess:

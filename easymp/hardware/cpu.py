@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
 import torch
 
 from .facts import CPU
@@ -34,19 +33,41 @@ def probe(root: Path = ROOT) -> CPU:
     """The facts of this machine; `root` is the folder with ``proc`` and ``sys``."""
     machine = platform.machine().lower()
     architecture = "x86_64" if machine == "amd64" else machine  # Windows' word
-    logical = psutil.cpu_count() or 1
-    total = psutil.virtual_memory().total
+    logical = os.cpu_count() or 1
+    total = _total_memory(root)
     # macOS has no affinity.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return CPU(
         name=name(root) or architecture,
         architecture=architecture,
-        cores=psutil.cpu_count(logical=False) or logical,
+        cores=_physical_cores(root) or logical,
         threads=usable_threads(allowed, cpu_quota(root)),
         numa_nodes=max(1, sum(bool(text(path)) for path in _core_lists(root))),  # with processors
         memory=min(total, memory_limit(root) or total),
         features=features(root),
     )
+
+
+def _total_memory(root: Path) -> int:
+    """Bytes of memory, as Linux writes them; elsewhere by psutil, which is slow to import."""
+    kibibytes = _field(text(root / "proc/meminfo"), "MemTotal").removesuffix("kB").strip()
+    if kibibytes.isdigit():
+        return int(kibibytes) * 1024
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _physical_cores(root: Path) -> int | None:
+    """Cores of all sockets, as Linux writes them of x86; elsewhere by psutil. None: unknown."""
+    cpuinfo = text(root / "proc/cpuinfo")
+    places = (re.findall(rf"(?m)^{key}[ \t]*:[ \t]*(\d+)$", cpuinfo) for key in ("physical id", "core id"))
+    if cores := set(zip(*places)):
+        return len(cores)
+    import psutil
+
+    cores: int | None = psutil.cpu_count(logical=False)
+    return cores
 
 
 def name(root: Path = ROOT) -> str:

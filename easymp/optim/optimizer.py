@@ -242,14 +242,17 @@ class PreparedOptimizer(WrappingOptimizer):
         if self._masters is not None:
             self._masters.hide()
 
-    def backward_ended(self, refusal: Callable[[], str] | None) -> None:
-        """Note the gradients that backward left. `refusal`: of the error if they change; None: they may be changed."""
+    def backward_ended(self, refusal: Callable[[], str] | None, shared: bool = False) -> None:
+        """Note the gradients that backward left. `refusal`: of the error if they change; None: they may be changed.
+
+        `shared`: they are views of a bucket, or shards.
+        """
         if self._masters is None:  # without a list of all, which takes longer
             parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         else:
             parameters = (parameter for _, parameter in self.parameters())
         compares_values = self.updates < FIRST_UPDATES or self.updates % COMPARE_EVERY == 0
-        self._after_backward = GradientsLeft(parameters, refusal, compares_values)
+        self._after_backward = GradientsLeft(parameters, refusal, compares_values, shared)
 
     def forget_gradients(self) -> None:
         """Let gradients be changed since the last backward."""

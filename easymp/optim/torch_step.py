@@ -211,6 +211,13 @@ class Snapshot:
         assert gradient is not None
         self.parameter = parameter
         self._gradient, self._version = weakref.ref(gradient), local(gradient)._version
+        self._storage = gradient.untyped_storage()._cdata
+
+    @property
+    def moved(self) -> bool:
+        """Whether it is present, in other memory: ``p.grad.data = value``."""
+        gradient = self.parameter.grad
+        return self.present and gradient is not None and gradient.untyped_storage()._cdata != self._storage
 
     @property
     def present(self) -> bool:
@@ -266,15 +273,21 @@ class GradientsLeft:
     """Gradients as a backward left them. Without a `refusal` they may be changed, and `check_kept` looks at the first.
 
     `compares_values`: find changes that leave a tensor's version as it was, too, as those through ``.data`` and of
-    DTensors do. That waits for the device.
+    DTensors do; with a refusal that waits for the device. `shared`: gradients are views of a bucket, or shards, which
+    ``p.grad.data = value`` does not reach; of the first alone, unless `compares_values`.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], refusal: Callable[[], str] | None, compares_values: bool = False
+        self,
+        parameters: Iterable[Tensor],
+        refusal: Callable[[], str] | None,
+        compares_values: bool = False,
+        shared: bool = False,
     ) -> None:
-        self._refusal = refusal
+        self._refusal, self._shared = refusal, shared
         snapshots = (Snapshot(p) for p in parameters if p.grad is not None)
-        self._snapshots = list(snapshots if refusal is not None else islice(snapshots, 1))
+        listed = refusal is not None or (shared and compares_values)
+        self._snapshots = list(snapshots if listed else islice(snapshots, 1))
         self._norms = self._measure() if compares_values and refusal is not None else {}
 
     def _measure(self) -> dict[Snapshot, Tensor]:
@@ -289,6 +302,11 @@ class GradientsLeft:
 
     def check_unchanged(self) -> None:
         """StepError if one was changed. One that was cleared is not there to be stepped on."""
+        if self._shared and any(snapshot.moved for snapshot in self._snapshots):
+            raise StepError(
+                "a gradient was given values by p.grad.data = ..., which do not reach the memory that ranks average: "
+                "write p.grad.copy_(value), or p.grad = value"
+            )
         if self._refusal is None:
             return
         if any(not s.unchanged and not s.cleared for s in self._snapshots) or self._values_changed():

@@ -29,7 +29,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ..base import env
@@ -145,8 +144,10 @@ class Sampler(threading.Thread):
         self._report, self._device, self._stopped = report, device, threading.Event()
         module = None if device.type == "cpu" else torch.get_device_module(device)
         self.module: Any = module if hasattr(module, "memory_allocated") else None
-        self._process, self._search_time = psutil.Process(), 0.0
-        self._children: list[psutil.Process] = []
+        import psutil  # slow to import, and most runs are not recorded
+
+        self._process, self._search_time, self._ended = psutil.Process(), 0.0, psutil.Error
+        self._children: list[Any] = []
         self.peak = 0
 
     def run(self) -> None:
@@ -176,7 +177,7 @@ class Sampler(threading.Thread):
             self._search_time, self._children = cpu_seconds, self._process.children(recursive=True)
         total = int(self._process.memory_info().rss)
         for child in self._children:
-            with suppress(psutil.Error):  # it has ended
+            with suppress(self._ended):
                 total += child.memory_info().rss
         return total
 

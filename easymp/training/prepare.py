@@ -134,6 +134,7 @@ class Preparation:
         self._compiling = Compiling(options.compile) if options.compile else None
         self._removals: list[Callable[[], None]] = []  # of hooks, and of the check of unprepared optimizers
         self._refuses_unprepared = False
+        self._watches = False  # gradients, to refuse changes; decided at each backward
         self._weights_notes: list[str] = []  # in the plan
         settings = run.plan.settings
         run.find_refused(strategy)
@@ -595,7 +596,8 @@ class Preparation:
     def begin_backward(self) -> None:
         """Follow what the script did to gradients, and make ready for those that backward adds."""
         window = self._run.window
-        notes_backward = self._watches_gradients or window.accumulation != 1
+        self._watches = self._watches_gradients()
+        notes_backward = self._watches or window.accumulation != 1
         for optimizer in self.optimizers:
             if notes_backward:
                 optimizer.backward_begins()
@@ -630,7 +632,7 @@ class Preparation:
         if sums_window and window.sync:
             self.sums.hand_over()
             self.show_gradients(self.optimizers)
-        if self._watches_gradients or not window.sync:
+        if self._watches or not window.sync:
             self.note_gradients()
 
     @property
@@ -669,7 +671,7 @@ class Preparation:
     def stepped(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """`parameters`, or their fp32 masters with the gradients, as optimizers hold them."""
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self._watches_gradients:
+        if self._watches:
             for optimizer in self.optimizers:
                 optimizer.check_gradients()
         if not self.masters:
@@ -683,7 +685,7 @@ class Preparation:
         """After a backward: note the gradients, to refuse changes that would train wrongly."""
         refusal = self._scaler.refuse_changes if self._scaler.scales else self._refusal_of_changes
         for optimizer in self.optimizers:
-            optimizer.backward_ended(refusal)
+            optimizer.backward_ended(refusal, self._shares_gradients)
 
     @property
     def _refusal_of_changes(self) -> Callable[[], str] | None:
@@ -707,10 +709,17 @@ class Preparation:
                 if refusal is not None:
                     optimizer.backward_ended(refusal)
 
-    @property
     def _watches_gradients(self) -> bool:
         """Whether `note_gradients` is called after each backward."""
-        return self._scaler.scales or bool(self.masters) or "change of gradients" in self._run.refused
+        run = self._run
+        return (
+            self._scaler.scales or bool(self.masters) or self._shares_gradients or "change of gradients" in run.refused
+        )
+
+    @property
+    def _shares_gradients(self) -> bool:
+        """Whether gradients may be views of a bucket, or shards, that ranks average."""
+        return self._run.world.size > 1 and not self.strategy.local_updates
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide the gradients of `optimizers`, prepared or not, by the loss scale in memory, and clip as asked."""

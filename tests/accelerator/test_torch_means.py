@@ -235,6 +235,31 @@ def test_a_clip_by_torch_on_two_ranks(ranks: Any) -> None:
         assert "multiplied by the loss scale" in error
 
 
+def given_by_data(strategy: Any, micro: int) -> str:
+    with make_accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=micro) as acc:
+        built = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        model, optimizer = acc.prepare(built, torch.optim.SGD(built.parameters(), lr=0.125))
+        try:
+            for _ in range(micro):
+                with acc.accumulate(model):
+                    acc.backward(model(BATCH).square().mean())
+                    if acc.sync_gradients:
+                        bias: Any = model[2].bias  # no parameter that comes first
+                        bias.grad.data = bias.grad.data * 0.5
+                    optimizer.step()
+        except StepError as error:
+            return str(error)
+        return "stepped"
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_values_that_do_not_reach_what_ranks_average(ranks: Any, micro: int) -> None:
+    for strategy in ("ddp", "zero1", "fsdp"):
+        for error in ranks(given_by_data, strategy, micro):
+            assert "write p.grad.copy_(value), or p.grad = value" in error
+    assert given_by_data(None, micro) == "stepped"
+
+
 def test_a_clip_by_torch_after_steps_in_backward_is_refused() -> None:
     assert "leave the clip out, or optimizer_in_backward" in clipped_by_torch("")
 

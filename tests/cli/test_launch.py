@@ -140,9 +140,10 @@ class Part(torch.nn.Linear):
         return super().forward(x)
 
 with Accelerator(cpu=True, strategy="auto", activation_checkpointing=False) as acc:
-    model = acc.prepare(torch.nn.Sequential(Part(4, 4), Part(4, 4)))
+    data = torch.utils.data.DataLoader(range(8), batch_size=4)
+    model, loader = acc.prepare(torch.nn.Sequential(Part(4, 4), Part(4, 4)), data)
     acc.backward(model(torch.ones(2, 4)).sum())
-    seen = {"scale": acc.scaler.get_scale(), "split": acc.split_batches, "calls": len(calls), "unused": unused}
+    seen = {"scale": acc.scaler.get_scale(), "batches": len(loader), "calls": len(calls), "unused": unused}
     open(f"{sys.argv[1]}{acc.process_index}", "w").write(json.dumps(seen))
 """
 
@@ -162,4 +163,4 @@ def test_every_setting_reaches_every_process(tmp_path, monkeypatch):
     assert main(["launch", "--processes", "2", *arguments, "train.py", "rank"]) == 0
     for rank in (0, 1):
         values = json.loads(Path(f"rank{rank}").read_text())
-        assert values == {"scale": 8.0, "split": True, "calls": 4, "unused": [True]}
+        assert values == {"scale": 8.0, "batches": 2, "calls": 4, "unused": [True]}
