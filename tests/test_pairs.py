@@ -16,6 +16,8 @@ from easymp import EasympError, conflicts
 from . import pairs
 
 SEED = 11
+BATCH = 8  # runs of one call of the ranks, which has a timeout
+PARTS = 6  # of the slow test, which workers share
 
 
 def test_each_possible_pair_is_in_a_row() -> None:
@@ -72,6 +74,35 @@ def test_a_sample_of_the_table_is_refused_with_its_reason(ranks: Any, tmp_path: 
 @pytest.mark.slow
 def test_each_pair_of_the_table_is_refused_with_its_reason(ranks: Any, tmp_path: Any) -> None:
     check_refused(ranks, pairs.refusals(), str(tmp_path))
+
+
+# -- the rows train as the plain loop does
+
+
+def check_trained(ranks: Any, numbers: Iterable[int], folder: str) -> None:
+    """Train each row under its strategy and on one process, and compare with the plain loop."""
+    rows = pairs.rows()
+    faults = []
+    for size, runs in pairs.runs_of([(number, rows[number]) for number in numbers]).items():
+        for begin in range(0, len(runs), BATCH):
+            batch = runs[begin : begin + BATCH]
+            by_rank = ranks(pairs.outcomes, batch, folder, processes=size, timeout=300)
+            for (number, row, strategy), results in zip(batch, zip(*by_rank)):
+                if fault := pairs.fault(row, strategy, results):
+                    words = sorted(set(row.values()) - set(pairs.PLAIN.values()))
+                    faults.append(f"row {number} under {strategy} ({', '.join(words)}): {fault}")
+    assert not faults, "\n".join(faults)
+
+
+def test_a_sample_of_the_rows_trains_as_the_plain_loop(ranks: Any, tmp_path: Any) -> None:
+    numbers = random.Random(SEED).sample(range(len(pairs.rows())), 4)
+    check_trained(ranks, numbers, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_each_row_trains_as_the_plain_loop(ranks: Any, tmp_path: Any, part: int) -> None:
+    check_trained(ranks, range(part, len(pairs.rows()), PARTS), str(tmp_path))
 
 
 def test_sentences_name_both_words_and_a_remedy() -> None:

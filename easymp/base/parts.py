@@ -352,6 +352,11 @@ class Parts:
         self._disabled.update((part, event) for event in events)
         self._collect()
 
+    def begin_again(self, part: Part, *events: str) -> None:
+        """Call `part` again for `events`, after `end`."""
+        self._disabled.difference_update((part, event) for event in events)
+        self._collect()
+
     def get(self, name: str) -> Any:
         """The part of this name, or None."""
         return next((part for part in self.all if part.name == name), None)

@@ -62,12 +62,12 @@ def _physical_cores(root: Path) -> int | None:
     """Cores of all sockets, as Linux writes them of x86; elsewhere by psutil. None: unknown."""
     cpuinfo = text(root / "proc/cpuinfo")
     places = (re.findall(rf"(?m)^{key}[ \t]*:[ \t]*(\d+)$", cpuinfo) for key in ("physical id", "core id"))
-    if cores := set(zip(*places)):
-        return len(cores)
+    if unique := set(zip(*places)):
+        return len(unique)
     import psutil
 
-    cores: int | None = psutil.cpu_count(logical=False)
-    return cores
+    counted: int | None = psutil.cpu_count(logical=False)
+    return counted
 
 
 def name(root: Path = ROOT) -> str:

@@ -23,6 +23,7 @@ from .sharded import ShardedOptimizer
 from .torch_step import (
     HOOKS,
     Clip,
+    FirstGradient,
     GradientsLeft,
     OwnOptimizer,
     Snapshot,
@@ -73,7 +74,7 @@ class PreparedOptimizer(WrappingOptimizer):
 
     updates = 0
     closure: Callable[[], Any] | None = None
-    _after_backward: GradientsLeft | None = None
+    _after_backward: FirstGradient | None = None
     _stepped_on: Snapshot | None = None  # gradients of the last step, until they are cleared
     _warned_of_averages = False
     _clip_hook: RemovableHandle | None = None  # applies a waiting clip if the script steps the wrapped optimizer itself
@@ -87,7 +88,7 @@ class PreparedOptimizer(WrappingOptimizer):
         masters: Masters | None = None,
         sums: Sums | None = None,
         engine: Engine | None = None,
-        drop_gradients: Callable[[Callable[[], set[int]]], None] = lambda parameters: None,
+        drop_gradients: Callable[[Callable[[], set[int]]], None] | None = None,
     ) -> None:
         self.optimizer, self.given = optimizer, given or optimizer
         for name in HOOKS:
@@ -251,6 +252,9 @@ class PreparedOptimizer(WrappingOptimizer):
             parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         else:
             parameters = (parameter for _, parameter in self.parameters())
+        if refusal is None and not shared:
+            self._after_backward = FirstGradient(parameters)
+            return
         compares_values = self.updates < FIRST_UPDATES or self.updates % COMPARE_EVERY == 0
         self._after_backward = GradientsLeft(parameters, refusal, compares_values, shared)
 
@@ -296,7 +300,8 @@ class PreparedOptimizer(WrappingOptimizer):
         if self._masters is not None:
             self._masters.clear()
         self._forget_sums()
-        self._drop_gradients(lambda: {id(parameter) for _, parameter in self.parameters()})
+        if self._drop_gradients is not None:
+            self._drop_gradients(lambda: {id(parameter) for _, parameter in self.parameters()})
 
     def _forget_sums(self) -> None:
         """Drop the fp32 sums of this optimizer's gradients."""

@@ -211,13 +211,6 @@ class Snapshot:
         assert gradient is not None
         self.parameter = parameter
         self._gradient, self._version = weakref.ref(gradient), local(gradient)._version
-        self._storage = gradient.untyped_storage()._cdata
-
-    @property
-    def moved(self) -> bool:
-        """Whether it is present, in other memory: ``p.grad.data = value``."""
-        gradient = self.parameter.grad
-        return self.present and gradient is not None and gradient.untyped_storage()._cdata != self._storage
 
     @property
     def present(self) -> bool:
@@ -234,7 +227,7 @@ class Snapshot:
     def cleared(self) -> bool:
         """Whether the parameter has no gradient now, or zeros. Waits for the device."""
         gradient = self.parameter.grad
-        return gradient is None or not bool(values(local(gradient.detach())).any())
+        return gradient is None or is_zero(gradient)
 
 
 def first_snapshot(parameters: Iterable[Tensor]) -> Snapshot | None:
@@ -269,26 +262,55 @@ class Clip:
         multiply(self.gradients(), self.factor)
 
 
-class GradientsLeft:
-    """Gradients as a backward left them. Without a `refusal` they may be changed, and `check_kept` looks at the first.
+class FirstGradient:
+    """The first gradient as a backward left it, to see whether the script clears it before its window ends."""
+
+    __slots__ = ("_parameter", "_version")
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameter: Tensor | None = None
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._parameter, self._version = parameter, local(parameter.grad)._version
+                break
+
+    def check_kept(self) -> None:
+        """StepError if it was cleared."""
+        if self._parameter is None:
+            return
+        gradient = self._parameter.grad
+        if gradient is None or (local(gradient)._version != self._version and is_zero(gradient)):
+            raise StepError(
+                "model.zero_grad(), or p.grad = None, inside accumulate() has cleared the gradients of the window's "
+                "earlier micro-batches: call optimizer.zero_grad() of the prepared optimizer, which keeps them until "
+                "the window ends"
+            )
+
+    def check_unchanged(self) -> None:
+        """Any change is allowed here."""
+
+
+class GradientsLeft(FirstGradient):
+    """Gradients as a backward left them, which may not be changed where there is a `refusal`.
 
     `compares_values`: find changes that leave a tensor's version as it was, too, as those through ``.data`` and of
     DTensors do; with a refusal that waits for the device. `shared`: gradients are views of a bucket, or shards, which
     ``p.grad.data = value`` does not reach; of the first alone, unless `compares_values`.
     """
 
+    __slots__ = ("_norms", "_places", "_refusal", "_snapshots")
+
     def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        refusal: Callable[[], str] | None,
-        compares_values: bool = False,
-        shared: bool = False,
+        self, parameters: Iterable[Tensor], refusal: Callable[[], str] | None, compares_values: bool, shared: bool
     ) -> None:
-        self._refusal, self._shared = refusal, shared
-        snapshots = (Snapshot(p) for p in parameters if p.grad is not None)
-        listed = refusal is not None or (shared and compares_values)
-        self._snapshots = list(snapshots if listed else islice(snapshots, 1))
-        self._norms = self._measure() if compares_values and refusal is not None else {}
+        with_gradient = (p for p in parameters if p.grad is not None)
+        watched = list(with_gradient if refusal is not None or compares_values else islice(with_gradient, 1))
+        super().__init__(watched)
+        self._refusal = refusal
+        self._snapshots = [Snapshot(p) for p in watched] if refusal is not None else []
+        places = watched if compares_values else watched[:1]
+        self._places = [(p, weakref.ref(p.grad), place_of(p.grad)) for p in places if p.grad is not None and shared]
+        self._norms = self._measure() if compares_values else {}
 
     def _measure(self) -> dict[Snapshot, Tensor]:
         """The norms of the gradients that have not been exchanged since."""
@@ -302,11 +324,12 @@ class GradientsLeft:
 
     def check_unchanged(self) -> None:
         """StepError if one was changed. One that was cleared is not there to be stepped on."""
-        if self._shared and any(snapshot.moved for snapshot in self._snapshots):
-            raise StepError(
-                "a gradient was given values by p.grad.data = ..., which do not reach the memory that ranks average: "
-                "write p.grad.copy_(value), or p.grad = value"
-            )
+        for parameter, gradient, place in self._places:
+            if parameter.grad is not None and parameter.grad is gradient() and place_of(parameter.grad) != place:
+                raise StepError(
+                    "a gradient was given values by p.grad.data = ..., which do not reach the memory that ranks "
+                    "average: write p.grad.copy_(value), or p.grad = value"
+                )
         if self._refusal is None:
             return
         if any(not s.unchanged and not s.cleared for s in self._snapshots) or self._values_changed():
@@ -319,22 +342,16 @@ class GradientsLeft:
         before, after = stacked([self._norms[snapshot] for snapshot in norms]), stacked(list(norms.values()))
         return bool(((before != after) & (after != 0) & ~(before.isnan() & after.isnan())).any())
 
-    def clear(self) -> bool:
-        """Free the gradients. Returns whether they were unchanged."""
-        unchanged = all(snapshot.unchanged for snapshot in self._snapshots)
-        for snapshot in self._snapshots:
-            snapshot.parameter.grad = None
-        return unchanged
 
-    def check_kept(self) -> None:
-        """StepError if they were cleared before their window ended."""
-        if any(not snapshot.unchanged and snapshot.cleared for snapshot in self._snapshots[:1]):
-            raise StepError(
-                "model.zero_grad(), or p.grad = None, inside accumulate() has cleared the gradients of the window's "
-                "earlier micro-batches: call optimizer.zero_grad() of the prepared optimizer, which keeps them until "
-                "the "
-                "window ends"
-            )
+def is_zero(gradient: Tensor) -> bool:
+    """Whether all elements are zero. Waits for the device."""
+    return not bool(values(local(gradient.detach())).any())
+
+
+def place_of(tensor: Tensor) -> int:
+    """The identity of a tensor's memory; of a DTensor, of its own and not of its shard's."""
+    place: int = tensor.untyped_storage()._cdata
+    return place
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..base.parts import Part
 from ..base.units import size
 from ..errors import PrepareError, StepError
 from ..optim import Muon, OwnOptimizer, PreparedOptimizer
-from ..optim.torch_step import GradientsLeft, has_user_pre_hooks, parameters_of, step_without_hooks
+from ..optim.torch_step import Snapshot, has_user_pre_hooks, parameters_of, step_without_hooks
 from ..protocols import Conflict
 from ..strategies.single import hook_gradient
 
@@ -75,7 +75,7 @@ class StepInBackward(Part):
 
     def __init__(self) -> None:
         self._stepped: dict[int, PreparedOptimizer] = {}  # id of a parameter that backward has stepped → its optimizer
-        self._zeros: list[GradientsLeft] = []  # of one parameter an optimizer, until its step
+        self._zeros: list[Snapshot] = []  # of one parameter an optimizer, until its step
         self._group_of: dict[int, tuple[PreparedOptimizer, int]] = {}  # id of a parameter → its optimizer and group
         self._hooks = ExitStack()
 
@@ -160,7 +160,7 @@ class StepInBackward(Part):
                 smallest = min(freed, key=Tensor.numel)
                 zeros = torch.zeros_like(smallest)
                 smallest.grad = zeros.as_subclass(FreedGradient) if type(zeros) is Tensor else zeros
-                self._zeros.append(GradientsLeft([smallest], None))
+                self._zeros.append(Snapshot(smallest))
 
     # -- the script's calls
 
@@ -174,8 +174,10 @@ class StepInBackward(Part):
 
     def step(self, optimizer: PreparedOptimizer) -> None:
         zeros, self._zeros = self._zeros, []
-        unchanged = [gradient.clear() for gradient in zeros]
-        if not all(unchanged):
+        unchanged = all(gradient.unchanged for gradient in zeros)
+        for gradient in zeros:
+            gradient.parameter.grad = None
+        if not unchanged:
             raise StepError(CHANGED)
         self._stepped = {key: other for key, other in self._stepped.items() if other is not optimizer}
 

@@ -78,8 +78,10 @@ class Nonfinite(Part):
     def begin(self) -> None:
         skipped = self.run.scaler.enabled or any(part.vetoes_nonfinite for part in self.run.parts.all)
         self._consequence = SKIPPED if skipped else CONSEQUENCE
-        if not self._raises and self.run.world.device.type != "cpu":
-            self.run.parts.end(self, "forward")  # numbers are known too late to call the model again
+        if not self._raises:
+            self.run.parts.end(self, "step")
+            if self.run.world.device.type != "cpu":
+                self.run.parts.end(self, "forward")  # numbers are known too late to call the model again
 
     @property
     def _update(self) -> int:

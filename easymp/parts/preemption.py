@@ -56,13 +56,16 @@ class Preemption(Part):
         return None if settings.save_on_signal is False else cls(settings.save_on_signal)
 
     def begin(self) -> None:
-        if self._at_once and not self._start():
+        if not self._at_once:
+            self.run.parts.end(self, "batch")  # until a run resumes
+        elif not self._start():
             raise RefusedError(
                 "save_on_signal=True in a thread: signals reach the main one, so make the Accelerator there"
             )
 
     def resumed(self) -> None:
-        self._start()
+        if self._start():
+            self.run.parts.begin_again(self, "batch")
 
     def _start(self) -> bool:
         """Install the handlers; a second call does nothing. False in a thread, where Python allows none."""

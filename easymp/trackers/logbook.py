@@ -156,6 +156,7 @@ class Logbook(Part):
             raise SettingError(f"{call}: pass a name, such as 'predictions'")
         if not self._has_logged:
             self._check_folder()
+            self.run.parts.begin_again(self, "stepped")
         step = checked_step(self._updates if step is None else step)
         self._has_logged = True
         return step
@@ -174,6 +175,9 @@ class Logbook(Part):
             raise SettingError(f"{argument}: {name!r} is not a tracker of this run{suggestion} It has: {names}")
 
     # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self.run.parts.end(self, "stepped")  # until something is logged
 
     def stepped(self, optimizer: Any) -> None:
         if self._pending or self._failure is not None:

@@ -134,7 +134,8 @@ class Preparation:
         self._compiling = Compiling(options.compile) if options.compile else None
         self._removals: list[Callable[[], None]] = []  # of hooks, and of the check of unprepared optimizers
         self._refuses_unprepared = False
-        self._watches = False  # gradients, to refuse changes; decided at each backward
+        self._watches = False  # gradients after a backward, to refuse changes; decided at each backward
+        self._always_watches = False
         self._weights_notes: list[str] = []  # in the plan
         settings = run.plan.settings
         run.find_refused(strategy)
@@ -191,6 +192,7 @@ class Preparation:
                         item if is_prepared(item) else prepare_item(item, self._placement_of(placement))
                     )
                     fresh.append(prepared_by_id[id(item)])
+        self._always_watches = self._shares_gradients or "change of gradients" in self._run.refused
         if models and self._same_streams:
             if self.strategy.data_rank and self._options.diverge:
                 diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
@@ -375,7 +377,7 @@ class Preparation:
             masters,
             self.sums,
             engine,
-            self._drop_gradients if self._run.world.size > 1 else lambda parameters: None,
+            self._drop_gradients if self._run.world.size > 1 else None,
         )
         self.stepped_by.update((id(p), prepared) for p in parameters)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
@@ -596,7 +598,7 @@ class Preparation:
     def begin_backward(self) -> None:
         """Follow what the script did to gradients, and make ready for those that backward adds."""
         window = self._run.window
-        self._watches = self._watches_gradients()
+        self._watches = self._always_watches or self._scaler.scales or bool(self.masters)
         notes_backward = self._watches or window.accumulation != 1
         for optimizer in self.optimizers:
             if notes_backward:
@@ -708,13 +710,6 @@ class Preparation:
                 optimizer.show_gradients()
                 if refusal is not None:
                     optimizer.backward_ended(refusal)
-
-    def _watches_gradients(self) -> bool:
-        """Whether `note_gradients` is called after each backward."""
-        run = self._run
-        return (
-            self._scaler.scales or bool(self.masters) or self._shares_gradients or "change of gradients" in run.refused
-        )
 
     @property
     def _shares_gradients(self) -> bool:
