@@ -468,11 +468,12 @@ class Accelerator(Collectives, Checkpoints):
         """
         wrapper.check_loss(loss, gradient)
         prepared = self._prepared
-        if not self._loss_is_late:
+        if self._parts.loss and not self._loss_is_late:
             loss = self._show_loss(loss, num_items)
-        loss = self._window.share(loss, num_items, self._world)
+        if num_items is not None or self._window.accumulation != 1:
+            loss = self._window.share(loss, num_items, self._world)
         prepared.begin_backward()
-        check = prepared.check_reduction(create_graph)
+        check = prepared.check_reduction(create_graph) if self._world.size > 1 else None
         try:
             self._scaler.scale(loss).backward(gradient, retain_graph, create_graph, inputs)
         except RuntimeError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -312,8 +312,8 @@ class MicroStep:
     def __init__(
         self,
         window: UpdateWindow,
-        no_sync: Callable[[Any], AbstractContextManager[Any]],
-        modules: Sequence[Any],
+        no_sync: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
+        modules: Sequence[Any] = (),
         never_syncs: bool = False,
     ) -> None:
         self._window, self._no_sync, self._modules, self._never_syncs = window, no_sync, modules, never_syncs

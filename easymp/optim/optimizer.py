@@ -125,12 +125,14 @@ class PreparedOptimizer(WrappingOptimizer):
             return None
         if closure is not None:
             window.refuse("step(closure)", *(["fp32 masters"] if self.has_masters else []))
-        self.check_gradients()
-        self._check_cleared()
+        if self._after_backward is not None:
+            self.check_gradients()
+        if turn.spent:
+            self._check_cleared()
         turn.spent, turn.waiting = True, False
         self.closure = closure
         try:
-            veto = self._ask_parts()
+            veto = self._ask_parts() if window.parts.step else None
             if veto is True:  # the gradients are of weights that are gone
                 self.leave_clip(None)
                 turn.begin()
@@ -269,9 +271,12 @@ class PreparedOptimizer(WrappingOptimizer):
             left.check_unchanged()
 
     def _check_cleared(self) -> None:
-        """StepError if this update's gradients were added to those of the last one, where these have another factor."""
+        """StepError if this update's gradients were added to those of the last one, where these have another factor.
+
+        Called where no `zero_grad` came since the last step.
+        """
         backward_came = self.turn.phase is not Phase.STEPPED
-        if self.turn.spent and backward_came and self._stepped_on is not None and self._stepped_on.present:
+        if backward_came and self._stepped_on is not None and self._stepped_on.present:
             raise StepError(
                 "gradients of the last update were not cleared, and this update's were added to them, which is wrong "
                 "where they "

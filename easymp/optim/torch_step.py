@@ -349,8 +349,8 @@ def is_zero(gradient: Tensor) -> bool:
 
 
 def place_of(tensor: Tensor) -> int:
-    """The identity of a tensor's memory; of a DTensor, of its own and not of its shard's."""
-    place: int = tensor.untyped_storage()._cdata
+    """The identity of a tensor's memory; of a DTensor, of its own and not of its shard's. Sparse ones have none: 0."""
+    place: int = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
     return place
 
 

@@ -136,6 +136,8 @@ class Preparation:
         self._refuses_unprepared = False
         self._watches = False  # gradients after a backward, to refuse changes; decided at each backward
         self._always_watches = False
+        self._unreduced = MicroStep(run.window)
+        self._sums_window = False  # low-precision gradients are summed in fp32; decided at each backward
         self._weights_notes: list[str] = []  # in the plan
         settings = run.plan.settings
         run.find_refused(strategy)
@@ -591,8 +593,9 @@ class Preparation:
         if not self._refuses_unprepared and window.accumulation != 1:
             self._refuses_unprepared = True
             self._removals.append(window.refuse_unprepared(self.owner, self.stepped_by, self.optimizers))
-        reduces = self._run.world.size > 1 and not sync_each_batch
-        modules = [route.module for route in self.routes(models)] if reduces else ()
+        if self._run.world.size == 1 or sync_each_batch:
+            return self._unreduced
+        modules = [route.module for route in self.routes(models)]
         return MicroStep(window, self.strategy.no_sync, modules, self.sums.on and window.accumulation != 1)
 
     def begin_backward(self) -> None:
@@ -607,14 +610,13 @@ class Preparation:
                 optimizer.follow_backward()
         window.backwards += 1
         self._scaler.settle()
+        self._sums_window = self.sums.on and window.accumulation != 1
         if self._sums_window:
             self.sums.begin()
 
     def check_reduction(self, create_graph: bool) -> Callable[[], None] | None:
         """The check to run after a backward that reduces gradients, if any; it raises where some are not reduced."""
         window, world = self._run.window, self._run.world
-        if world.size == 1:
-            return None
         world.note_training_thread()
         if not window.sync or window.ranks_differ or self._sums_window:
             return None
@@ -622,8 +624,7 @@ class Preparation:
 
     def end_backward(self, sync_each_batch: bool) -> None:
         """Add gradients up, average them, and divide them by the items of the window, as the micro-step asks for."""
-        window, world = self._run.window, self._run.world
-        sums_window = self._sums_window
+        window, world, sums_window = self._run.window, self._run.world, self._sums_window
         if sums_window:
             self.sums.add()
             if window.sync and world.size > 1 and not sync_each_batch and not window.ranks_differ:
@@ -636,11 +637,6 @@ class Preparation:
             self.show_gradients(self.optimizers)
         if self._watches or not window.sync:
             self.note_gradients()
-
-    @property
-    def _sums_window(self) -> bool:
-        """Whether low-precision gradients of this window are summed in fp32."""
-        return self.sums.on and self._run.window.accumulation != 1
 
     def gradients(self) -> Iterator[Tensor]:
         """All gradients of prepared models' parameters, fp32 sums among them."""
