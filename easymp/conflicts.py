@@ -40,6 +40,18 @@ ACCUMULATION_AND_JOIN = Conflict(
     "a rank's last batch ends its window in the middle of the windows of ranks that have more batches",
     "Keep even_batches=True, or set gradient_accumulation_steps=1",
 )
+NO_SYNC_AND_JOIN = Conflict(
+    "join_uneven_inputs()",
+    "no_sync()",
+    "a rank's last batch ends its window in the middle of the windows of ranks that have more batches",
+    "Keep even_batches=True, or let each backward average",
+)
+MODELS_AND_JOIN = Conflict(
+    "join_uneven_inputs()",
+    "several models",
+    "torch counts the ranks that are done for the first model only, and would divide the others' gradients by all",
+    "Keep even_batches=True and do not join",
+)
 BATCHNORM_AND_JOIN = Conflict(
     "join_uneven_inputs()",
     "convert_sync_batchnorm",
@@ -86,7 +98,7 @@ ROUNDING = Conflict(
     "Leave stochastic_rounding out, or use one of these",
 )
 # Whether these are in force is known at the call: accumulation can be set later, and a model may have no batch-norm.
-AT_CALL = (ACCUMULATION_AND_JOIN, BATCHNORM_AND_JOIN, *ITEMS)
+AT_CALL = (ACCUMULATION_AND_JOIN, BATCHNORM_AND_JOIN, MODELS_AND_JOIN, NO_SYNC_AND_JOIN, *ITEMS)
 OPTIONS = (*AT_CALL, *CLOSURES, *SPARSE, ROUNDING)
 
 

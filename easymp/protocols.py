@@ -180,6 +180,11 @@ class Counting(NamedTuple):
     settle: Callable[[Tensor], None] = lambda parameter: None
 
 
+# Words of the table of conflicts.
+SMALL_EPS = "Adam with an eps below 1e-4"
+UNROUNDED = "bf16 weights without stochastic rounding"  # which need fp32 masters
+
+
 class Strategy(Protocol):
     """How parameters and gradients are distributed over the ranks. `strategies.single.Single` has the defaults.
 
@@ -193,7 +198,6 @@ class Strategy(Protocol):
     splits_layers: ClassVar[bool]  # layers compute with parts of their tensors
     local_updates: ClassVar[bool]  # ranks update by themselves, and parameters are averaged now and then
     replicated: ClassVar[bool]  # plain parameters are equal on all ranks, or will be when averaged
-    masters: ClassVar[bool]  # optimizers can step fp32 copies in place of low-precision parameters
     late_loss: ClassVar[bool]  # the result of `loss` has its value only after backward
     data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
     data_size: int

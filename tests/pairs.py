@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import itertools
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache
@@ -29,6 +31,7 @@ from easymp import (
     conflicts,
 )
 from easymp.optim import LAMB, Lion, Muon
+from easymp.protocols import SMALL_EPS, UNROUNDED
 from easymp.training.state import OPEN_RUNS, accelerators, unregister
 
 Row = Mapping[str, str]
@@ -72,14 +75,14 @@ TABLE_WORDS: dict[str, tuple[str, ...]] = {
     "create_graph": ("create_graph=True",),
     "clip_grad_norm_": ("clip_grad_norm_()",),
     "clip_grad_value_": ("clip_grad_value_()",),
-    "torch's clip": ("change of gradients",),
+    "torch's clip": ("change of gradients", "a clip by torch"),
     "closure": ("step(closure)",),
-    "two models": ("a second backward() in one micro-step",),
+    "two models": ("a second backward() in one micro-step", "several models"),
     "fp16": ("fp16", "a loss scale"),
     "O1": ("O1", "a loss scale"),
     "O2": ("O2", "a loss scale", "fp32 masters"),
     "fp16-true": ("fp16-true", "a loss scale", "fp32 masters"),
-    "bf16-true": ("bf16-true", "fp32 masters"),
+    "bf16-true": ("bf16-true", "fp32 masters", UNROUNDED),
     "accumulation": ("gradient_accumulation_steps",),
     "token weights": ("gradient_accumulation_steps", "backward(num_items=...)"),
     "no_sync": ("no_sync()",),
@@ -93,6 +96,7 @@ TABLE_WORDS: dict[str, tuple[str, ...]] = {
     "size": ("activation_checkpointing", "activation_checkpointing by size"),
     "batchnorm": ("convert_sync_batchnorm",),
     "sparse": ("sparse gradients",),
+    "adamw": (SMALL_EPS,),
     "muon": ("an optimizer without stochastic rounding", "Muon"),
     "own": ("an optimizer without stochastic rounding",),
     "lamb": ("LAMB",),
@@ -134,8 +138,9 @@ def excluded() -> dict[str, frozenset[str]]:
             for other in (*LOW_WEIGHTS, "stochastic_rounding", "muon", "lamb")
         ),
         *(frozenset(("O1", other)) for other in ("compiled model", "compiled blocks")),
-        # torch's clip fails itself: "aten._foreach_norm got mixed torch.Tensor and DTensor".
-        frozenset(("tensor_parallel", "torch's clip")),
+        # torch fails itself: its clip takes neither sparse gradients nor DTensors beside tensors.
+        *(frozenset(("torch's clip", other)) for other in ("tensor_parallel", "sparse")),
+        *(frozenset(("sparse", other)) for other in ("adamw", "muon")),
     ]
     return {word: frozenset().union(*(pair - {word} for pair in pairs if word in pair)) for word in WORDS}
 
@@ -320,15 +325,20 @@ def build_optimizer(row: Row, model: nn.Module, later: bool = False) -> torch.op
 
 def stepped(row: Row, model: nn.Module, later: bool) -> list[Tensor]:
     """The parameters that the optimizer of `model` steps."""
-    left_out = row["models"] == "group added later" and not later
-    return [p for name, p in model.named_parameters() if not (left_out and name.startswith("blocks.1"))]
+    if row["models"] != "group added later":
+        return list(model.parameters())
+    takes = {id(p) for _, p in late_named(row, model)} if later else set()
+    return [p for name, p in model.named_parameters() if not name.startswith("blocks.1") or id(p) in takes]
+
+
+def late_named(row: Row, model: Any) -> list[tuple[str, Tensor]]:
+    """What is added later: the last block, of which Muon takes the matrices."""
+    return [(name, p) for name, p in model.blocks[1].named_parameters() if p.ndim == 2 or row["optimizer"] != "muon"]
 
 
 def late_group(row: Row, model: Any) -> dict[str, Any]:
-    last_block = dict(model.blocks[1].named_parameters())
-    if row["optimizer"] == "muon":
-        return {"params": [(name, p) for name, p in last_block.items() if p.ndim == 2], "use_muon": True}
-    return {"params": list(last_block.values())}
+    named = late_named(row, model)
+    return {"params": named, "use_muon": True} if row["optimizer"] == "muon" else {"params": [p for _, p in named]}
 
 
 def updates_of(row: Row, micro: int) -> int:
@@ -361,7 +371,7 @@ class Result(NamedTuple):
     samples: list[list[int]]
     weights: list[dict[str, Tensor]] | None  # of rank 0
     averages: list[dict[str, Tensor]] | None
-    data_rank: int
+    data_ranks: list[int]  # the slice of the data that each micro-batch was of
     updates: int
     seen_by_part: int | None
 
@@ -533,7 +543,7 @@ class Training:
             self.samples,
             copies(weights) if is_main else None,
             averages if is_main else None,
-            acc._prepared.strategy.data_rank,
+            [acc._prepared.strategy.data_rank] * len(self.losses),
             acc.updates,
             part.updates if part is not None else None,
         )
@@ -566,7 +576,11 @@ def train(row: Row, strategy: str, folder: str) -> Result:
         training.acc.load_state(f"{folder}/state")
         training.fit(HALFWAY, MICRO)
         result = training.result()
-    return result._replace(losses=begun.losses + result.losses, samples=begun.samples + result.samples)
+    return result._replace(
+        losses=begun.losses + result.losses,
+        samples=begun.samples + result.samples,
+        data_ranks=[begun.acc._prepared.strategy.data_rank] * len(begun.losses) + result.data_ranks,
+    )
 
 
 def other_layout(row: Row, strategy: str) -> str:
@@ -587,14 +601,22 @@ def close_all() -> None:
         run.world.close()
 
 
+def place(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "torch" not in Path(frame.filename).parts]
+    return ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-4:])
+
+
 def outcomes(batch: Sequence[tuple[int, Row, str]], folder: str) -> list[Result | str]:
     """Each run of a batch: what it comes to, or how it failed."""
     results: list[Result | str] = []
     for number, row, strategy in batch:
+        # Rank 0 has also compiled for runs of one process; above torch's limit of recompilations it would run eagerly,
+        # and order the collectives of a backward otherwise than ranks that run compiled code.
+        torch.compiler.reset()
         try:
             results.append(train(row, strategy, f"{folder}/{number}-{strategy}"))
         except Exception as error:
-            results.append(f"{type(error).__name__}: {error}")
+            results.append(f"{type(error).__name__}: {error} ({place(error)})")
             close_all()
     return results
 
@@ -605,13 +627,17 @@ def outcomes(batch: Sequence[tuple[int, Row, str]], folder: str) -> list[Result 
 def plain(row: Row, strategy: str, samples: Sequence[Sequence[Sequence[int]]]) -> Result:
     """The same training in fp32, as a loop of torch, with what the ranks have read: numbers by micro-batch and rank.
 
-    Ranks that train alone are as many models, averaged after each update.
+    Ranks that train alone are as many models, averaged after each update; before a checkpoint of another strategy, one.
     """
-    apart = strategy == "local_sgd"
-    replicas = [PlainReplica(row) for _ in range(len(samples[0]) if apart else 1)]
+    begin_apart = len(samples)
+    if strategy == "local_sgd":
+        begin_apart = HALFWAY if row["checkpoint"] == "other layout" and other_layout(row, strategy) != strategy else 0
+    replicas = [PlainReplica(row)]
     losses: list[list[float]] = []
     for micro, ranks in enumerate(samples):
-        if apart:
+        if micro == begin_apart:
+            replicas = [copy.deepcopy(replicas[0]) for _ in ranks]
+        if micro >= begin_apart:
             losses.append(
                 [loss for replica, rank in zip(replicas, ranks) for loss in replica.micro_step(micro, [rank])]
             )
@@ -621,7 +647,7 @@ def plain(row: Row, strategy: str, samples: Sequence[Sequence[Sequence[int]]]) -
             losses.append(replicas[0].micro_step(micro, ranks))
     first = replicas[0]
     weights = copies([model.state_dict() for model in first.models])
-    return Result(losses, [], weights, first.averages, 0, first.updates, None)
+    return Result(losses, [], weights, first.averages, [], first.updates, None)
 
 
 @torch.no_grad()
@@ -698,6 +724,9 @@ class PlainReplica:
                     (total.mean() / len(self.window)).backward()
             for name, buffer in model.named_buffers():  # batch-norm has seen these batches in micro_step
                 buffer.copy_(buffers[name])
+            for parameter in model.parameters():
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()  # torch's clips take no sparse ones
             clip_by_torch(self.row, stepped(self.row, model, self.later))
             optimizer.step()
             if self.row["schedule"] == "schedule":
@@ -729,7 +758,12 @@ ROUNDED = {
     "O2": 2**-10,
     "O3": 2**-8,
 }  # of weights
-SIGNED = {"adamw": 3, "lion": 3, "muon": 2, "lamb": 3}  # optimizers whose steps depend on signs of small gradients
+SIGNED = {
+    "adamw": 3,
+    "lion": 3,
+    "muon": 4,
+    "lamb": 3,
+}  # steps that depend on signs of small gradients, or are computed in bf16
 
 
 def runs_of(numbered_rows: Sequence[tuple[int, Row]]) -> dict[int, list[tuple[int, Row, str]]]:
@@ -745,16 +779,19 @@ def runs_of(numbered_rows: Sequence[tuple[int, Row]]) -> dict[int, list[tuple[in
 
 def by_data_rank(results: Sequence[Result], name: str) -> list[list[Any]]:
     """What each slice of the data gave, by micro-batch; ranks without a batch are left out."""
-    slices = {result.data_rank: getattr(result, name) for result in results}
-    length = max(len(values) for values in slices.values())
-    return [[slices[r][i] for r in sorted(slices) if i < len(slices[r])] for i in range(length)]
+    length = max(len(result.samples) for result in results)
+    by_micro: list[dict[int, Any]] = [{} for _ in range(length)]
+    for result in results:
+        for i, (data_rank, value) in enumerate(zip(result.data_ranks, getattr(result, name))):
+            by_micro[i][data_rank] = value
+    return [[by_rank[rank] for rank in sorted(by_rank)] for by_rank in by_micro]
 
 
 def fault(row: Row, strategy: str, results: Sequence[Result | str]) -> str:
     """What is wrong with a run of all ranks, in words; "" where it is the plain loop."""
     errors = [result for result in results if isinstance(result, str)]
     if errors:
-        return errors[0]
+        return " | ".join(dict.fromkeys(errors))
     samples = by_data_rank(results, "samples")
     if not set(range(MICRO * BATCH - 6)) <= {number for ranks in samples for rank in ranks for number in rank}:
         return f"samples are left out: {samples}"

@@ -31,7 +31,12 @@ SUBCLASS = "tensor subclass"  # key of the class's name, beside the tensors that
 
 
 def _flatten_subclass(value: Any) -> Any:
-    """A tensor subclass (torchao's 8-bit states) as its plain tensors, class and context; other values as they are."""
+    """A tensor subclass (torchao's 8-bit states) as its plain tensors, class and context; other values as they are.
+
+    A sparse tensor, such as SGD's momentum of a sparse gradient, becomes a dense one, with which SGD goes on alike.
+    """
+    if isinstance(value, Tensor) and value.layout is torch.sparse_coo:
+        return value.to_dense()
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is None or hasattr(value, "to_local"):
         return value

@@ -51,6 +51,13 @@ class Recomputation(Part):
             "Use activation_checkpointing='blocks'",
         )
         for strategy in ("pipeline", "data_parallel on several devices")
+    ) + (
+        Conflict(
+            "activation_checkpointing=attention",
+            "create_graph=True",
+            "torch's selective recomputation has no gradient of a gradient",
+            "Use activation_checkpointing='blocks'",
+        ),
     )
 
     def __init__(self, recomputed: Recompute) -> None:

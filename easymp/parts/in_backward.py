@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 NAME = "optimizer_in_backward"
 EARLY = "each parameter is stepped as soon as its gradient is done, and"
 LEAVE_OUT = "Leave one of them out"
-CHANGED = (
-    "gradients were changed, as torch's clips do, after backward had stepped on them and freed them "
-    f"({NAME}=True): leave the clip out, or {NAME}"
+CLIP_BY_TORCH = Conflict(
+    NAME, "a clip by torch", "backward has stepped on the gradients and freed them", f"Leave the clip out, or {NAME}"
 )
+CHANGED = f"gradients were changed after backward, as torch's clips do: {CLIP_BY_TORCH}"
 
 
 class FreedGradient(Tensor):
@@ -54,6 +54,7 @@ class StepInBackward(Part):
         ),
         Conflict(NAME, "clip_grad_norm_()", f"{EARLY} a clip needs all gradients before the step", LEAVE_OUT),
         Conflict(NAME, "clip_grad_value_()", f"{EARLY} a clip comes before the step", LEAVE_OUT),
+        CLIP_BY_TORCH,
         Conflict(NAME, "no_sync()", f"{EARLY} no_sync keeps gradients for a later step", LEAVE_OUT),
         Conflict(NAME, "join_uneven_inputs()", f"{EARLY} ranks that are done would have to join each step", LEAVE_OUT),
         Conflict(NAME, "step(closure)", "the backward in the closure steps already", LEAVE_OUT),

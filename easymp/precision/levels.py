@@ -19,7 +19,7 @@ integers stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from functools import cache
@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from ..base.pytree import map_leaves
 from ..errors import StepError
 from ..options import AutocastKwargs
-from ..protocols import Facts, Refusal
+from ..protocols import SMALL_EPS, Conflict, Facts, Refusal
 from .policies import BF16, FP16, FP32, Autocast, cast_leaf, cast_outputs
 
 UNUSED_DEVICE = "ipu"
@@ -289,6 +289,14 @@ class O3(O2):
     masters: ClassVar[bool] = False
     keeps_updates: ClassVar[bool] = False
     keeps_batch_norm: ClassVar[bool] = False
+    conflicts: ClassVar[Sequence[Conflict]] = (
+        Conflict(
+            "O3",
+            SMALL_EPS,
+            "squares of gradients below 2.4e-4 are 0 in fp16, so that a step is up to a gradient divided by eps",
+            "Pass eps=1e-4 to the optimizer, or use O2, which steps in fp32",
+        ),
+    )
 
 
 class HalfModel(Autocast):

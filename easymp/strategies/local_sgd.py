@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..distributed import World
 from ..errors import EasympWarning, RefusedError, check_whole
 from ..options import Record, option
-from ..protocols import Conflict, WrapContext
+from ..protocols import UNROUNDED, Conflict, WrapContext
 from .ddp import DDP
 from .single import Framed, Remedy, Single, average, broadcast_model
 
@@ -57,10 +57,10 @@ class LocalTraining(Single):
             Conflict("local_sgd", precision, "models are averaged, and fp32 masters would not know", Remedy.MASTERS)
             for precision in ("O2", "fp16-true")
         ),
+        Conflict("local_sgd", UNROUNDED, "models are averaged, and fp32 masters would not know", Remedy.ROUNDING),
     )
     Options: ClassVar[type] = LocalSGDOptions
     local_updates: ClassVar[bool] = True
-    masters: ClassVar[bool] = False  # parameters are averaged, and masters would not know
 
     def __init__(self, world: World, options: LocalSGDOptions) -> None:
         super().__init__(world, options)

@@ -20,7 +20,7 @@ from ..base.lazy import modules_at_first_use
 from ..distributed import World
 from ..errors import PrepareError, SettingError
 from ..options import Record, option
-from ..protocols import Conflict, Layout, WrapContext
+from ..protocols import UNROUNDED, Conflict, Layout, WrapContext
 from .blocks import refuse_uncallable
 from .meta_init import LEFT
 from .pipeline_cuts import Cuts, Survey, balance, candidates, choose
@@ -134,8 +134,7 @@ class Pipeline(Single):
     several: ClassVar[str] = "gives each process a stage of the model"
     Options: ClassVar[type] = PipelineOptions
     replicated: ClassVar[bool] = False
-    masters: ClassVar[bool] = False  # optimizers take them before it shows which parameters are here
-    sums = False  # likewise
+    sums = False  # optimizers are prepared before it shows which parameters are here
     conflicts: ClassVar[Sequence[Conflict]] = (
         Conflict("pipeline", "join_uneven_inputs()", "every batch goes through the stages of all ranks", Remedy.JOIN),
         Conflict("pipeline", "create_graph=True", "gradients travel between stages without a graph", Remedy.GRAPH),
@@ -151,6 +150,7 @@ class Pipeline(Single):
             Conflict("pipeline", precision, "fp32 masters are taken before the model is divided", Remedy.MASTERS)
             for precision in ("O2", "fp16-true")
         ),
+        Conflict("pipeline", UNROUNDED, "fp32 masters are taken before the model is divided", Remedy.ROUNDING),
     )
 
     def __init__(self, world: World, options: PipelineOptions) -> None:

@@ -39,6 +39,7 @@ class Remedy:
     JOIN = "Keep even_batches=True, or use strategy='ddp'"
     LEAVE_OUT = "Leave one of them out"
     MASTERS = "Use bf16, or fp16, which keeps the parameters themselves in fp32"
+    ROUNDING = "Use Settings(stochastic_rounding=True), or bf16, which keeps weights in fp32"
 
 
 class Single:
@@ -53,7 +54,6 @@ class Single:
     sharded: ClassVar[bool] = False
     splits_layers: ClassVar[bool] = False
     local_updates: ClassVar[bool] = False
-    masters: ClassVar[bool] = True
     replicated: ClassVar[bool] = True
     late_loss: ClassVar[bool] = False
     conflicts: ClassVar[Sequence[Conflict]] = ()

@@ -34,7 +34,7 @@ from ..options import DataLoaderConfiguration
 from ..plan import AUTO
 from ..precision import Scaler
 from ..precision.policies import LOW, raise_weights
-from ..protocols import Precision, Strategy, WrapContext
+from ..protocols import SMALL_EPS, UNROUNDED, Precision, Strategy, WrapContext
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
@@ -362,6 +362,8 @@ class Preparation:
         for number, group in enumerate(optimizer.param_groups):
             self._check_unclaimed(f"{kind} holds", f" (param group {number})", group["params"], remedy)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if isinstance(optimizer, torch.optim.Adam) and any(group["eps"] < 1e-4 for group in optimizer.param_groups):
+            conflicts.check({self._precision.name, SMALL_EPS}, self._precision.conflicts)
         if optimizer.state:
             follow(optimizer, self._raised)
         masters = None
@@ -438,12 +440,10 @@ class Preparation:
             if self._run.plan.settings.stochastic_rounding and all(p.dtype == torch.bfloat16 for p in low):
                 self._note_weights(f"{kind} steps {number} with stochastic rounding")
                 return None
-            if not self.strategy.masters:
-                raise PrepareError(
-                    f"{kind} would lose small updates of {self.owner[id(low[0])]!r}, which is {low[0].dtype}: strategy "
-                    f"{self.strategy.name!r} has no place for fp32 masters. Use Settings(stochastic_rounding=True), or "
-                    "mixed_precision='bf16', which keeps weights in fp32"
-                )
+            conflict = conflicts.find({self.strategy.name, UNROUNDED}, self.strategy.conflicts)
+            if conflict is not None:
+                name = self.owner[id(low[0])]
+                raise PrepareError(f"{kind} would lose small updates of {name!r}, which is {low[0].dtype}: {conflict}")
         self._note_weights(f"{kind} steps fp32 masters of {number}")
         return optim.Masters(optimizer, self.masters, frozen=policy.masters)
 
@@ -794,6 +794,8 @@ class Preparation:
             raise RefusedError(str(conflicts.BATCHNORM_AND_JOIN))
         if window.accumulation != 1 and self._run.world.size > 1:
             raise RefusedError(str(conflicts.ACCUMULATION_AND_JOIN))
+        if len(self.routes(models)) > 1 and self._run.world.size > 1:
+            raise RefusedError(str(conflicts.MODELS_AND_JOIN))
         former = [loader.even_batches for loader in loaders]
         for loader in loaders:
             loader.even_batches = bool(even_batches)

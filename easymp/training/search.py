@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.dtensor import local
 from ..base.pytree import leaves
@@ -93,21 +94,30 @@ class ModuleSearch:
 def float_tensors(tree: Any) -> list[Tensor]:
     """The dense floating-point tensors in a nested batch or in a model's output."""
     tensors = (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
-    return [t for t in tensors if t.is_floating_point() and t.layout is torch.strided and not t.is_meta]
+    return [t for t in tensors if t.is_floating_point() and t.layout is torch.strided and has_values(t)]
+
+
+def has_values(tensor: Tensor) -> bool:
+    """False of tensors that only have a shape, in a forward that a pipeline follows to find its stages."""
+    return not tensor.is_meta and not hasattr(tensor, "fake_mode")
 
 
 def finite(tensor: Tensor) -> bool:
     """Whether this rank's part of a tensor is finite. Waits for the device."""
     shard = local(tensor.detach())
-    return shard.is_meta or bool((shard.coalesce()._values() if shard.is_sparse else shard).isfinite().all())
+    if not has_values(shard):
+        return True
+    with _disable_current_modes():
+        return bool((shard.coalesce()._values() if shard.is_sparse else shard).isfinite().all())
 
 
 def range_of(tensors: Sequence[Tensor]) -> tuple[bool, str]:
     """Whether all numbers are finite, and their range in words."""
-    ranges = [shard.detach().float().aminmax() for tensor in tensors if (shard := local(tensor)).numel()]
-    if not ranges:
-        return True, "are no floating-point numbers"
-    low, high = (float(torch.stack(ends).cpu().aminmax()[i]) for i, ends in enumerate(zip(*ranges)))
+    with _disable_current_modes():  # selective recomputation expects the operations of a forward without hooks
+        ranges = [shard.detach().float().aminmax() for tensor in tensors if (shard := local(tensor)).numel()]
+        if not ranges:
+            return True, "are no floating-point numbers"
+        low, high = (float(torch.stack(ends).cpu().aminmax()[i]) for i, ends in enumerate(zip(*ranges)))
     return math.isfinite(low) and math.isfinite(high), f"range from {low:.4g} to {high:.4g}"
 
 

@@ -261,7 +261,7 @@ def test_values_that_do_not_reach_what_ranks_average(ranks: Any, micro: int) -> 
 
 
 def test_a_clip_by_torch_after_steps_in_backward_is_refused() -> None:
-    assert "leave the clip out, or optimizer_in_backward" in clipped_by_torch("")
+    assert "Leave the clip out, or optimizer_in_backward" in clipped_by_torch("")
 
 
 @pytest.mark.parametrize("name", [*WITHOUT_TRACE, "grad = None"])
