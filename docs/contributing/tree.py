@@ -8,12 +8,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = Path(__file__).with_name("architecture.md")
+WORDS = "which where when that as by with so for in beside behind from at if"  # that begin a clause after a comma
+END = rf"[.:;] | \(|, (?=(?:{WORDS.replace(' ', '|')}|and what|and which)\b)"
 
 
 def clause(path: Path) -> str:
     """The first sentence of a file's docstring, without the clauses that follow its main one."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
-    return re.split(r"[.:;] | \(|, (?=(?:which|where|when|that|as|by|with|so|for|in|beside|behind|from|at|if|and (?:what|which))\b)", text)[0].rstrip(".")
+    return re.split(END, text)[0].rstrip(".")
 
 
 def lines() -> list[str]:
