@@ -1,4 +1,4 @@
-"""Write the tree of architecture.md: each file of easymp with the first sentence of its docstring."""
+"""Write the tree of architecture.md: each file of easymp with the first clause of its docstring."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = Path(__file__).with_name("architecture.md")
+WORDS = "which where when that as by with so for in beside behind from at if"  # that begin a clause after a comma
+END = rf"[.:;] | \(|, (?=(?:{WORDS.replace(' ', '|')}|and what|and which)\b)"
 
 
-def sentence(path: Path) -> str:
-    """The first sentence of a file's docstring."""
+def clause(path: Path) -> str:
+    """The first sentence of a file's docstring, without the clauses that follow its main one."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
-    return re.split(r"(?<=[a-z`)])[.:;] ", text)[0].rstrip(".")
+    return re.split(END, text)[0].rstrip(".")
 
 
 def lines() -> list[str]:
@@ -22,7 +24,7 @@ def lines() -> list[str]:
     for path in sorted(package.rglob("*.py"), key=lambda p: (len(p.relative_to(package).parts) > 1, p)):
         name = path.relative_to(package).as_posix().removesuffix("__init__.py")
         if path.stat().st_size and name:
-            found.append(f"{name:<34} {sentence(path)}")
+            found.append(f"{name:<34} {clause(path)}")
     return found
 
 

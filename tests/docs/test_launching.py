@@ -126,7 +126,7 @@ def test_the_command_of_pods_with_several_accelerators(tmp_path: Path, job: Pods
 
 @pytest.mark.slow
 def test_the_task_of_skypilot(tmp_path: Path) -> None:
-    task = yaml.safe_load(code("skypilot.md", "train.yaml"))
+    task = yaml.safe_load(code("other-launchers.md", "train.yaml"))
     (tmp_path / "train.py").write_text(TELL)
     nodes, gpus = task["num_nodes"], task["resources"]["accelerators"].split(":")[1]
     said = {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * nodes)}
@@ -177,7 +177,7 @@ class Slow(Train):
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_submitit_on_slurm(tmp_path: Path) -> None:
     """A job of two nodes that gets submitit's signal is put into the queue again, and continues from its checkpoint."""
-    (tmp_path / "training.py").write_text(code("submitit.md", "training.py") + SLOW)
+    (tmp_path / "training.py").write_text(code("other-launchers.md", "training.py") + SLOW)
     (tmp_path / "submit.py").write_text(ON_SLURM)
     with running() as cluster:
         conf = {"SLURM_CONF": cluster.variables["SLURM_CONF"]}
@@ -250,7 +250,7 @@ def test_ray_train(ranks: Any, tmp_path: Path) -> None:
 
     One is killed, then one hangs; the bridge of the page resumes from what Ray has stored.
     """
-    bridge = code("ray.md", "train_ray.py").partition("def train(config)")[0]
+    bridge = code("other-launchers.md", "train_ray.py").partition("def train(config)")[0]
     (tmp_path / "work.py").write_text(f"{bridge}{RAY}")
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     ended(start([sys.executable, "work.py", str(tmp_path)], variables, tmp_path), seconds=580)

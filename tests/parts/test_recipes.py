@@ -1,4 +1,4 @@
-"""The recipes of docs/guides/parts.md: right on two ranks, and after a resume."""
+"""The parts of docs/recipes: right on two ranks, and after a resume."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch import nn
 
 from easymp import Accelerator
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "parts.md"
+PAGES = Path(__file__).parents[2] / "docs" / "recipes"
 ACCURACY = [0.5, 0.6, 0.55, 0.7, 0.65, 0.6, 0.7, 0.9]  # of each epoch: the best of three more do not follow 0.7
 
 
 def recipes() -> dict[str, Any]:
-    code = re.search(r'```python title="digits.py"\n(.*?)```', PAGE.read_text(), re.DOTALL)
-    assert code is not None
     names: dict[str, Any] = {"__name__": "recipes"}
-    exec(code[1], names)
+    for page, title in (("early-stopping.md", "early_stopping.py"), ("best-checkpoints.md", "best_checkpoints.py")):
+        code = re.search(rf'```python title="{title}"\n(.*?)```', (PAGES / page).read_text(), re.DOTALL)
+        assert code is not None
+        exec(code[1], names)
     return names
 
 
