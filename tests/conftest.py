@@ -284,6 +284,7 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "num_threads": (torch.get_num_threads, torch.set_num_threads),
     "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "automatic garbage collection": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     "cpu autocast": (
         lambda: torch.is_autocast_enabled("cpu"),
         lambda on: torch.set_autocast_enabled("cpu", on),
@@ -297,14 +298,14 @@ for _name in ("allow_tf32", "deterministic", "benchmark"):
 
 
 def _switches() -> dict[str, Any]:
-    """torch's process-wide settings."""
+    """Process-wide settings, of torch and of Python."""
     return {name: read() for name, (read, _) in SWITCHES.items()}
 
 
 def _changed_switches(before: dict[str, Any]) -> Iterator[str]:
     for name, value in _switches().items():
         if value != before[name]:
-            yield f"torch {name}={value}, was {before[name]}"
+            yield f"{name}={value}, was {before[name]}"
             SWITCHES[name][1](before[name])
 
 

@@ -71,7 +71,8 @@ class Training(NamedTuple):
         centres, labels = torch.randn(CLASSES, FEATURES, generator=generator), torch.arange(SAMPLES) % CLASSES
         noise = NOISE * torch.randn(SAMPLES, FEATURES, generator=generator)
         dataset = TensorDataset(centres[labels] + noise, labels)
-        return cls(model, torch.optim.AdamW(model.parameters(), lr=LR), DataLoader(dataset, batch_size=BATCH))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-4)  # which fp16 weights need
+        return cls(model, optimizer, DataLoader(dataset, batch_size=BATCH))
 
     def epoch(self, backward: Callable[[Tensor], Any] = Tensor.backward) -> Tensor:
         """Train once through the loader; the mean loss of this rank's samples."""

@@ -6,6 +6,7 @@ In between it would stop a rank at any time, and the others with it; and it woul
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 from ..base.parts import Part
@@ -19,13 +20,16 @@ class GarbageCollection(Part):
     name = "gc"
 
     def __init__(self) -> None:
-        self._updates, self._frozen, self._was_enabled = 0, False, False
+        self._updates = 0
+        self._put_back: weakref.finalize[..., Any] | None = None  # also called where the Accelerator is dropped
 
     def stepped(self, optimizer: Any) -> None:
         self._updates += 1
         if self._updates == 1:
-            self._frozen, self._was_enabled = not gc.get_freeze_count(), gc.isenabled()
-            if self._frozen:
+            freezes = not gc.get_freeze_count()
+            self._put_back = weakref.finalize(self.accelerator, put_back, freezes, gc.isenabled())
+            self._put_back.atexit = False
+            if freezes:
                 gc.freeze()
             gc.disable()
         elif self._updates % EVERY == 0:
@@ -33,8 +37,14 @@ class GarbageCollection(Part):
 
     def released(self) -> None:
         """As before the first update; the next one is the first again."""
-        if self._frozen:
-            gc.unfreeze()
-        if self._was_enabled:
-            gc.enable()
-        self._updates, self._frozen, self._was_enabled = 0, False, False
+        if self._put_back is not None:
+            self._put_back()
+        self._updates = 0
+
+
+def put_back(frozen: bool, was_enabled: bool) -> None:
+    """Let garbage be collected as before."""
+    if frozen:
+        gc.unfreeze()
+    if was_enabled:
+        gc.enable()
