@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .base.units import is_size
 from .errors import RefusedError
-from .protocols import Conflict
+from .protocols import UNROUNDED, Conflict
 from .registry import PARTS, PASSED_PARTS, PRECISIONS, STRATEGIES
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ SPARSE = tuple(
         ("hsdp", "fsdp reduces dense ones only", "use strategy='ddp'"),
         ("O2", "gradients of low-precision parameters are summed in fp32, dense ones only", "use bf16"),
         ("fp16-true", "gradients of low-precision parameters are summed in fp32, dense ones only", "use bf16"),
+        (UNROUNDED, "gradients of low-precision parameters are summed in fp32, dense ones only", "use bf16"),
     )
 )
 ROUNDING = Conflict(

@@ -39,7 +39,6 @@ WIDTH, BATCH, MICRO = 16, 12, 6  # the model's, samples in a micro-batch of all 
 HALFWAY, POISONED = 2, 4  # micro-batches before the save, and before the loss that is not finite
 PARALLEL = ("ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline", "local_sgd")
 RANKS = {"single": 1, "data_parallel": 1, "hsdp": 4}  # others: 2
-LOW_WEIGHTS = ("bf16-true", "bf16-true, rounded", "O3")
 
 # Axes, and the words of each; the first one is what a script has that says nothing.
 AXES: dict[str, tuple[str, ...]] = {
@@ -131,16 +130,14 @@ def excluded() -> dict[str, frozenset[str]]:
         frozenset(("local_sgd", "batchnorm")),
         # These are "bf16-true, rounded".
         frozenset(("bf16-true", "stochastic_rounding")),
-        # Refused by sentences that are not in the table yet, or by torch.
-        *(frozenset(("sparse", other)) for other in ("bf16-true", "bf16-true, rounded", "O3")),
-        *(
-            frozenset(("optimizer_in_backward", other))
-            for other in (*LOW_WEIGHTS, "stochastic_rounding", "muon", "lamb")
-        ),
-        *(frozenset(("O1", other)) for other in ("compiled model", "compiled blocks")),
-        # torch fails itself: its clip takes neither sparse gradients nor DTensors beside tensors.
+        # Refused where ranks share Muon's step, and where a window sums gradients, but not else.
+        frozenset(("optimizer_in_backward", "muon")),
+        frozenset(("sparse", "bf16-true, rounded")),
+        # torch fails itself: its clip takes neither sparse gradients nor DTensors beside tensors, some of its
+        # optimizers no sparse ones, its compiler no function mode, by which O1 casts on CPUs.
         *(frozenset(("torch's clip", other)) for other in ("tensor_parallel", "sparse")),
-        *(frozenset(("sparse", other)) for other in ("adamw", "muon")),
+        *(frozenset(("sparse", other)) for other in ("adamw", "muon", "O3")),
+        *(frozenset(("O1", other)) for other in ("compiled model", "compiled blocks")),
     ]
     return {word: frozenset().union(*(pair - {word} for pair in pairs if word in pair)) for word in WORDS}
 

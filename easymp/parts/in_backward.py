@@ -18,7 +18,7 @@ from ..base.units import size
 from ..errors import PrepareError, StepError
 from ..optim import Muon, OwnOptimizer, PreparedOptimizer
 from ..optim.torch_step import Snapshot, has_user_pre_hooks, parameters_of, step_without_hooks
-from ..protocols import Conflict
+from ..protocols import UNROUNDED, Conflict
 from ..strategies.single import hook_gradient
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 NAME = "optimizer_in_backward"
 EARLY = "each parameter is stepped as soon as its gradient is done, and"
 LEAVE_OUT = "Leave one of them out"
+OF_ALL = "its step needs the gradients of all parameters"
+TOGETHER = "fp32 masters of low-precision parameters are stepped together"
 CLIP_BY_TORCH = Conflict(
     NAME, "a clip by torch", "backward has stepped on the gradients and freed them", f"Leave the clip out, or {NAME}"
 )
@@ -55,6 +57,9 @@ class StepInBackward(Part):
         Conflict(NAME, "clip_grad_norm_()", f"{EARLY} a clip needs all gradients before the step", LEAVE_OUT),
         Conflict(NAME, "clip_grad_value_()", f"{EARLY} a clip comes before the step", LEAVE_OUT),
         CLIP_BY_TORCH,
+        Conflict(NAME, "LAMB", OF_ALL, LEAVE_OUT),
+        Conflict(NAME, UNROUNDED, TOGETHER, "Use bf16, which keeps weights in fp32, or leave it out"),
+        Conflict(NAME, "stochastic_rounding", f"{EARLY} the draws are for all parameters in their order", LEAVE_OUT),
         Conflict(NAME, "no_sync()", f"{EARLY} no_sync keeps gradients for a later step", LEAVE_OUT),
         Conflict(NAME, "join_uneven_inputs()", f"{EARLY} ranks that are done would have to join each step", LEAVE_OUT),
         Conflict(NAME, "step(closure)", "the backward in the closure steps already", LEAVE_OUT),
@@ -199,24 +204,21 @@ def check_steps_alone(prepared: PreparedOptimizer, ranks: int) -> None:
     """PrepareError if the optimizer needs the gradients of all parameters at once."""
     optimizer, reason = prepared.optimizer, ""
     if prepared.has_masters:
-        reason = "fp32 masters of low-precision parameters, which are stepped together"
+        reason = TOGETHER
     elif has_user_pre_hooks(optimizer):
-        reason = "a hook that looks at all gradients before the step"
+        reason = "a hook looks at all gradients before the step"
     elif "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched"):
-        reason = "a step that was set on it"
+        reason = "a step was set on the optimizer"
     elif signature(optimizer.step).parameters["closure"].default is Parameter.empty:
-        reason = "a step that needs a closure"
+        reason = "its step needs a closure"
     elif isinstance(optimizer, Muon) and ranks > 1:
-        reason = "a step that the ranks share, matrix by matrix"
-    elif prepared.engine.options.widens:
-        reason = "stochastic rounding, which draws for all parameters in their order"
+        reason = "the ranks share its step, matrix by matrix"
     elif isinstance(optimizer, OwnOptimizer) and (optimizer.rule is None or optimizer.rule.norm):
-        reason = "a step that needs the gradients of all parameters"
+        reason = OF_ALL
     if reason:
         raise PrepareError(
-            f"{NAME}=True steps each parameter as its gradient is done, and this {type(prepared.given).__name__} has "
-            f"{reason}: leave it "
-            "out, or use another optimizer or precision"
+            f"{NAME}=True and this {type(prepared.given).__name__} do not go together: {EARLY} {reason}. Leave it out, "
+            "or use another optimizer or precision"
         )
 
 

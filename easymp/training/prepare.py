@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 IN_FP32 = ", their low-precision gradients summed in fp32"
+SUMMED_DENSE = "gradients of low-precision parameters are summed in fp32, dense ones only"
 ADD_BEFORE_PREPARE = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
 
 
@@ -298,8 +299,7 @@ class Preparation:
         if world.size > 1:
             world.set_group_timeouts()
         if self._precision.masters or (strategy.sums and self._run.window.accumulation != 1):
-            reason = "gradients of low-precision parameters are summed in fp32, dense ones only"
-            refuse_sparse(model, reason, "keep its weights in fp32", narrow=True)
+            refuse_sparse(model, SUMMED_DENSE, "keep its weights in fp32", narrow=True)
         refusal = self._run.refused.get("create_graph=True", "")
         route = Route(model, wrapped, partial(self._no_sync, model), world.blame, parts, refusal, model)
         watched = bool(parts.forward) and any(
@@ -444,6 +444,8 @@ class Preparation:
             if conflict is not None:
                 name = self.owner[id(low[0])]
                 raise PrepareError(f"{kind} would lose small updates of {name!r}, which is {low[0].dtype}: {conflict}")
+        for route in self.models:
+            refuse_sparse(route.original, SUMMED_DENSE, "use bf16", narrow=True)
         self._note_weights(f"{kind} steps fp32 masters of {number}")
         return optim.Masters(optimizer, self.masters, frozen=policy.masters)
 
