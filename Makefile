@@ -47,9 +47,9 @@ docs: setup
 	$(PIP_INSTALL) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The pictures of README.md and the site; chromium takes one of them.
+# The pictures of README.md and the site.
 pictures: setup
-	$(PIP_INSTALL) --editable '.[report,examples]' 'rich>=13'
+	$(PIP_INSTALL) --editable '.[examples]' 'rich>=13'
 	$(BIN)/python docs/images/make.py
 
 # The files of a release, in dist/, made from the last commit.

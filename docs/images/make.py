@@ -3,9 +3,8 @@
 - plan.svg: the plan that examples/digits.py prints
 - profile.svg: the profile that examples/char_gpt.py prints on two processes
 - rehearse.svg, prove.svg, replay.svg: a command of docs/guides/rehearsing.md, proving.md and replaying.md
-- compare.png: the page of ``easymp compare``, photographed by chromium
 
-It needs rich, the extras ``report`` and ``examples``, and chromium on PATH for the last.
+It needs rich and the extra ``examples``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,8 +21,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SIZE = (1200, 1025)  # pixels of the page's upper part
 LARGEST = 150_000  # bytes of a picture
 
 
@@ -103,34 +99,12 @@ def replay(folder: str) -> None:
     of_guide(folder, "replaying", command, f"{sys.executable} train.py")
 
 
-def compare(folder: str) -> None:
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
-        sys.exit(f"compare.png needs one of {', '.join(BROWSERS)} on PATH")
-    run(
-        "easymp compare examples/digits.py --precision fp32,bf16,O1 --repeats 3 --output comparison -- --epochs 3",
-        folder,
-    )
-    picture = HERE / "compare.png"
-    size = ",".join(map(str, SIZE))
-    options = f"--headless --no-sandbox --hide-scrollbars --window-size={size} --user-data-dir={folder}/browser"
-    run(f"{browser} {options} --screenshot={picture} file://{folder}/comparison/compare.html", folder)
-
-    from PIL import Image  # of matplotlib
-
-    # An octree keeps colours of thin lines, which the usual cut by medians merges with those of larger areas.
-    Image.open(picture).convert("RGB").quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
-        picture, optimize=True
-    )
-
-
 PICTURES = {
     "plan": plan,
     "profile": profile,
     "rehearse": rehearse,
     "prove": prove,
     "replay": replay,
-    "compare": compare,
 }
 
 
