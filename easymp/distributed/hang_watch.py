@@ -130,6 +130,7 @@ class HangWatch:
         self._mailbox = watch.connect()
         self._mailbox.post(f"process/{watch.rank}", json.dumps([socket.gethostname(), os.getpid()]).encode())
         self._reported: tuple[str, int] | None = None
+        self._report_lines: list[str] = []  # of the present wait: another rank's question writes the file again
         self._asleep_since = 0.0  # when the training thread fell asleep in a message
         self._cpu_seconds = 0.0  # of the training thread
         self._closed = threading.Event()
@@ -153,6 +154,8 @@ class HangWatch:
             while not self._closed.wait(self._after / LOOKS):
                 self._look_at_training_thread()
                 waiting = self._waiting_call()
+                if waiting is None:
+                    self._report_lines = []
                 if waiting is not None and (waiting.group, waiting.number) != self._reported:
                     self._reported = waiting.group, waiting.number
                     self._write(self._recorded_with_lines())
@@ -202,8 +205,9 @@ class HangWatch:
         self._write(calls)
         return json.dumps(calls)
 
-    def _write(self, calls: list[Call], **facts: Any) -> None:
+    def _write(self, calls: list[Call]) -> None:
         """Write ``hang-<rank>.json``."""
+        facts: dict[str, Any] = {"report": self._report_lines} if self._report_lines else {}
         facts |= {"rank": self._rank, "time": time.time(), "at": self._watch.told["where"]()}
         facts["calls"] = [call._asdict() for call in calls]
         try:
@@ -238,7 +242,8 @@ class HangWatch:
             *differences,
             *(f"rank {rank} {state}" for rank, state in sorted(states.items())),
         ]
-        self._write(own_calls, report=sentences)
+        self._report_lines = sentences
+        self._write(own_calls)
         files = self._folder / "hang-<rank>.json"
         text = ".\n  ".join(sentences)
         logger.warning("%s. The calls of each rank are in %s.", text, files, main_process_only=False)

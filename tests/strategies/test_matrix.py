@@ -43,7 +43,7 @@ for _name in ("pipeline", "local_sgd"):
     for _precision in ("O2", "fp16-true"):
         REFUSED[_name, _precision] = f"{_name} and {_precision} do not go together: .*masters.*Use bf16, or fp16"
     REFUSED[_name, "bf16-true"] = (
-        rf"would lose small updates .*'{_name}' has no place .* Use Settings\(stochastic_rounding=True\)"
+        rf"would lose small updates .*{_name} and bf16 weights without .* Use Settings\(stochastic_rounding=True\)"
     )
 
 
