@@ -587,9 +587,9 @@ class Accelerator(Collectives, Checkpoints):
             >>> with acc.no_sync(model):
             ...     acc.backward(model(torch.ones(4, 2)).mean())
         """
-        self._run.refuse(
-            "no_sync()", *(["join_uneven_inputs()"] if self._window.joining and self._world.size > 1 else [])
-        )
+        self._run.refuse("no_sync()")
+        if self._window.joining and self._world.size > 1:
+            self._run.refuse("no_sync()", "join_uneven_inputs()")
         with ExitStack() as stack:
             for route in self._prepared.routes((model,) if model is not None else ()):
                 stack.enter_context(self._prepared.strategy.no_sync(route.module))

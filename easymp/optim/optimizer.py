@@ -124,7 +124,9 @@ class PreparedOptimizer(WrappingOptimizer):
         if not window.ends_at_step(turn):
             return None
         if closure is not None:
-            window.refuse("step(closure)", *(["fp32 masters"] if self.has_masters else []))
+            window.refuse("step(closure)")
+            if self.has_masters:
+                window.refuse("step(closure)", "fp32 masters")
         if self._after_backward is not None:
             self.check_gradients()
         if turn.spent:

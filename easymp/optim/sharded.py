@@ -111,7 +111,13 @@ class RowGather:
     def _broadcast_rows(self, tensor: Tensor) -> Callable[[], object]:
         rows = [cut(tensor, rank, self._world.size).view(-1).view(torch.uint8) for rank in range(self._world.size)]
         works = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(rows) if part.numel()]
-        return lambda: [work.wait() for work in works if work is not None]
+
+        def wait() -> None:
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        return wait
 
     def _gather_packed(self, tensors: list[Tensor]) -> Callable[[], None]:
         size, rank = self._world.size, self._world.rank

@@ -388,7 +388,7 @@ def _choices(plans: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
 
 def _run_cells(comparison: Comparison, run: Run) -> list[str]:
     record, others = run.record, run.end.others
-    numbers = [run.seed, *((record.updates, record.samples) if record else (None, None))]
+    numbers = [run.seed, record.updates if record else None, record.samples if record else None]
     seed, updates, samples = ("–" if number is None else f"{number:,}" for number in numbers)
     times = map(duration, (record.seconds if record else None, run.startup, run.end.wall))
     peak = size(record.peak) if record and record.peak is not None else "–"

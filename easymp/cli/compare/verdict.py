@@ -210,7 +210,9 @@ def _sentence(recommended: str, standings: Sequence[Standing], counts: Sequence[
     if sure == NO:
         reason = f"no other plan is shown to be faster; {reason}"
     runs = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
-    basis = [f"{runs} run{'s' if counts[-1] > 1 else ''} each", *["busy machine"] * (busy and sure == HINT)]
+    basis = [f"{runs} run{'s' if counts[-1] > 1 else ''} each"]
+    if busy and sure == HINT:
+        basis.append("busy machine")
     basis += [f"{s.name} {s.result}" for s in (winner, *rivals[:1]) if s.result in (UNPROVEN, WORSE)]
     head = f"{'Probably use' if sure == HINT else 'Use'} {recommended}"
     head += " if its results are good enough" if winner.result == UNPROVEN else ""

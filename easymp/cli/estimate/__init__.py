@@ -156,7 +156,10 @@ def _table(estimates: estimate_rows.Estimates) -> str:
         del columns["activations"]
     with_batch = any(row.largest for row in estimates.rows)
     head = ["on", "strategy", "precision"]
-    rows: list[list[Any]] = [[*head, *columns, "spare", *["most"] * with_batch]]
+    titles: list[Any] = [*head, *columns, "spare"]
+    if with_batch:
+        titles.append("most")
+    rows: list[list[Any]] = [titles]
     for row in estimates.rows:
         need = row.need
         sizes = [sum(getattr(need, field) or 0 for field in fields) for fields in columns.values()]

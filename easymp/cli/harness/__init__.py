@@ -96,11 +96,17 @@ class Script(NamedTuple):
         """The command that runs it on so many processes; None: one an accelerator, or one without any."""
         number = [] if processes is None else ["--processes", str(processes)]
         launch = [sys.executable, "-m", "easymp", "launch", *number]
-        return [*launch, *["-m"] * self.module, self.path, *self.arguments]
+        return [*launch, *self._words]
 
     def command(self) -> list[str]:
         """The command that runs it in one process, without the launcher."""
-        return [sys.executable, *["-m"] * self.module, self.path, *self.arguments]
+        return [sys.executable, *self._words]
+
+    @property
+    def _words(self) -> list[str]:
+        """The script and its arguments, as Python's own command line has them."""
+        words = [self.path, *self.arguments]
+        return ["-m", *words] if self.module else words
 
     def write_task(self, folder: Path, **facts: Any) -> None:
         """Write what `rank.read_task` reads: the script and `facts`."""

@@ -180,7 +180,10 @@ class Replay(Runner):
         loader = None if samples is None else samples.loader()
         if samples is not None and loader is not None:
             indices = loader.indices(*samples[1:]) or []
-            first = ", ".join([*map(str, indices[:SHOWN]), *["…"] * (len(indices) > SHOWN)])
+            shown = list(map(str, indices[:SHOWN]))
+            if len(indices) > SHOWN:
+                shown.append("…")
+            first = ", ".join(shown)
             range_ = f"epoch {samples.epoch}, samples {samples.begin} to {samples.end}"
             parts.append(f"{range_} (indices {first})" if first else range_)
         return "; ".join(parts) + "."
