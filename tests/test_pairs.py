@@ -5,19 +5,24 @@ Each refused pair is an error with the table's reason, before the first update. 
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from easymp import EasympError, conflicts
+from easymp.cli.rehearse import device
 
 from . import pairs
 
 SEED = 11
 BATCH = 8  # runs of one call of the ranks, which has a timeout
 PARTS = 6  # of the slow test, which workers share
+REHEARSALS = 3  # the same, of the rehearsals
 
 
 def test_each_possible_pair_is_in_a_row() -> None:
@@ -103,6 +108,20 @@ def test_a_sample_of_the_rows_trains_as_the_plain_loop(ranks: Any, tmp_path: Any
 @pytest.mark.parametrize("part", range(PARTS))
 def test_each_row_trains_as_the_plain_loop(ranks: Any, tmp_path: Any, part: int) -> None:
     check_trained(ranks, range(part, len(pairs.rows()), PARTS), str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not device.IS_POSSIBLE, reason="a device in Python needs a newer torch")
+@pytest.mark.parametrize("part", range(REHEARSALS))
+def test_each_row_is_rehearsed_on_a_node_of_gpus(tmp_path: Any, part: int) -> None:
+    """Nothing is on the wrong device, and nothing waits for the device but what the guarantees name."""
+    # torch has no fake kernels for sparse tensors on a device.
+    numbers = [str(number) for number, row in enumerate(pairs.rows()) if row["parameters"] != "sparse"]
+    command = [sys.executable, "-m", "tests.rehearsals", str(tmp_path), *numbers[part::REHEARSALS]]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    faults = json.loads(result.stdout.splitlines()[-1])
+    assert not faults, "\n".join(faults)
 
 
 def test_sentences_name_both_words_and_a_remedy() -> None:

@@ -51,10 +51,13 @@ def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
             if not placement.is_replicate():  # torch's _StridedShard is none of its Shards in all versions
                 rows_by_mesh_dim.setdefault((tensor.device_mesh, dim), []).append(row)  # type: ignore[attr-defined]
     for (mesh, dim), rows in rows_by_mesh_dim.items():
-        sums = totals if len(rows) == len(totals) else totals[rows]
+        if len(rows) == len(totals):
+            torch.distributed.all_reduce(totals, group=mesh.get_group(dim))
+            continue
+        parts_of_sums = [totals[row] for row in rows]  # a list as an index would be copied to the device, which waits
+        sums = torch.stack(parts_of_sums)
         torch.distributed.all_reduce(sums, group=mesh.get_group(dim))
-        if sums is not totals:
-            totals[rows] = sums
+        torch._foreach_copy_(parts_of_sums, list(sums.unbind()))
 
 
 def meshes(tensors: Iterable[Tensor]) -> list[Any]:

@@ -328,7 +328,10 @@ class RuleStep:
         counters: list[Any] = [None] * len(batch)
         if rule.counts or counting is not None:
             counters = [state["step"] if rule.counts else self._counters[p] for p, state in zip(batch, states)]
-            torch._foreach_add_(counters, 1.0 if skip is None else (~skip).float())
+            if skip is None:
+                torch._foreach_add_(counters, 1.0)
+            else:  # without `alpha` torch would read the tensor as a number, and wait for the device
+                torch._foreach_add_(counters, (~skip).float(), alpha=1)
             names["step"] = torch.stack(counters).to(widest(device))
         if rule.scalar:
             names[rule.scalar] = torch.stack([state[rule.scalar] for state in states]).to(widest(device))

@@ -169,10 +169,14 @@ class Survey(Blanks):
         return isinstance(tensor, FakeTensor)
 
     def blank(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+        return self.blank_on(leaf.device, leaf) if isinstance(leaf, Tensor) else leaf
+
+    def blank_on(self, device: torch.device, leaf: Tensor) -> Tensor:
+        """A tensor of the same form without values, on `device`, or on the run's where that has no values either."""
+        if self.is_blank(leaf):
             return leaf
+        device = self._device if device.type == "meta" else device
         with self._fakes:
-            device = self._device if leaf.is_meta else leaf.device
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
     def watch(self, name: str, module: nn.Module, replay: bool) -> Callable[..., Any]:
@@ -218,7 +222,8 @@ def survey(
     """Run one forward of `called`, which is `model` or wraps it, with fake tensors. The model does not change."""
     watcher, skipped = Survey(device), replayed(candidates)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    blanks = {name: watcher.blank(t.detach()).requires_grad_(t.requires_grad) for name, t in tensors.items()}
+    # The stages' tensors move to the device when the model is cut.
+    blanks = {name: watcher.blank_on(device, t.detach()).requires_grad_(t.requires_grad) for name, t in tensors.items()}
     watcher.names.update((id(t), name) for name, t in blanks.items())
     calls = {module: watcher.watch(name, module, name in skipped) for name, module in candidates.items()}
     prefix = next(name for name, module in wrapper.named_modules() if module is model)

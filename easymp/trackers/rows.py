@@ -225,25 +225,25 @@ class Pending:
         """Start the transfer of all that was added."""
         if not self._rows:
             return
-        groups: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
+        groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[Slot]] = {}
         for slot in self._slots:
-            groups.setdefault((slot[2].device, slot[2].dtype), []).append(slot)
-        transfers = [self._transfer(device, group) for (device, _), group in groups.items()]
+            groups.setdefault((slot[2].device, slot[2].dtype, slot[2].shape), []).append(slot)
+        transfers = [self._transfer(device, group) for (device, _, _), group in groups.items()]
         self._sent.append((self._rows, transfers))
         self._rows, self._slots, self._streams = [], [], set()
 
     def _transfer(self, device: torch.device, group: list[Slot]) -> Transfer:
-        tensors = [tensor for _, _, tensor in group]
+        tensors = torch.stack([tensor for _, _, tensor in group])
         if device.type not in EVENTS:
-            return Transfer(group, torch.stack(tensors).cpu(), None)
+            return Transfer(group, tensors.cpu(), None)
         module = torch.get_device_module(device)
         with module.device(device):
             current_stream = module.current_stream(device)
             for stream in self._streams:
                 if stream.device == device and stream != current_stream:
                     current_stream.wait_stream(stream)
-            host = torch.empty(len(group), dtype=tensors[0].dtype, pin_memory=True)
-            host.copy_(torch.stack(tensors), non_blocking=True)
+            host = torch.empty(tensors.shape, dtype=tensors.dtype, pin_memory=True)
+            host.copy_(tensors, non_blocking=True)
             event = module.Event()
             event.record(current_stream)
         return Transfer(group, host, event)

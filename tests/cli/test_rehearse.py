@@ -217,6 +217,9 @@ def test_what_would_fail_there(tmp_path: Path, capsys: Any) -> None:
     code, record = rehearse(capsys, tmp_path, START + HANG, *node, "--strategy", "ddp", "--ranks", "0,63")
     assert code == 1 and "would wait for each other for good: rank 0 comes to call of reduce" in record["sentence"]
     assert "train.py:15" in record["sentence"]
+    on_host = START + HANG.replace(".square().mean()", ".square().mean() + torch.ones(1)")
+    code, record = rehearse(capsys, tmp_path, on_host, *node, "--ranks", "0")
+    assert code == 1 and "train.py:12 computes with a tensor on the CPU and one on the device" in record["sentence"]
     split = START.replace("()", f"(strategy='tensor_parallel', strategy_options={{'plan': {PLAN}}})")
     code, record = rehearse(capsys, tmp_path, split + HEADS, "--for", "8xH100", "--ranks", "0")
     assert code == 1 and "unflatten" in record["sentence"], record["sentence"]  # 3 heads among 8 ranks
@@ -240,7 +243,7 @@ def test_it_says_what_a_rank_would_do(tmp_path: Path, capsys: Any) -> None:
     )
     assert first["bytes"]["weights"] == pytest.approx(4 * parameters / 64, rel=0.05)
     assert first["bytes"]["states"] == pytest.approx(2 * first["bytes"]["weights"], rel=0.05)
-    assert first["samples"] == 16 and first["reads"]
+    assert first["samples"] == 16 and first["waits"]["train.py:26"] == 1  # float(fake.mean())
     assert first["plan"]["precision"]["value"] == "bf16" and first["peak"] > sum(first["bytes"].values()) / 2
     assert {row["kind"] for row in last["collectives"] if row["when"] == "update"} >= {
         "all_gather",

@@ -23,6 +23,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -124,7 +125,7 @@ def rehearse(
                 records.append(json.loads(path.read_text(encoding="utf-8")))
             else:
                 failure = {"end": UNKNOWN, "why": f"its process failed: {child.reason()}"}
-                records.append({"rank": rank, **failure, "collectives": [], "reads": 0, "updates": 0})
+                records.append({"rank": rank, **failure, "collectives": [], "waits": [], "updates": 0})
     finally:
         for child in running.values():
             child.stop()
@@ -235,7 +236,8 @@ def summary(record: Mapping[str, Any], per_node: int) -> dict[str, Any]:
             total = rows.setdefault(tuple(key.values()), {**key, "calls": 0, "bytes": 0})
             total["calls"] += 1
             total["bytes"] += row["bytes"]
-    return {**record, "collectives": list(rows.values())}
+    waits = Counter(row["line"] or "easymp" for row in record["waits"] if row["phase"] == last_update)
+    return {**record, "collectives": list(rows.values()), "waits": dict(waits)}
 
 
 def show(record: Mapping[str, Any]) -> None:
@@ -261,6 +263,7 @@ def show(record: Mapping[str, Any]) -> None:
             rows.insert(0, ["when", "collective", "ranks", "nodes", "calls", "bytes"])
             print(f"\nCollectives of rank {first['rank']}:\n{table(rows, right={2, 3, 4, 5})}")
         batch = f"An update reads {first['batch']} samples over all ranks. " if first["batch"] else ""
-        reads = f"{first['reads']} values that the script read were made up. " if first["reads"] else ""
-        print(wrap(f"\n{batch}{reads}Rehearsed in {duration(record['seconds'])}."))
+        places = ", ".join(f"{line} ({number})" for line, number in first["waits"].items())
+        waits = f"In it the host waits for the device, which takes time: {places}. " if places else ""
+        print(wrap(f"\n{batch}{waits}Rehearsed in {duration(record['seconds'])}."))
     print(headline(record["sentence"], CODES.index(record["verdict"])))

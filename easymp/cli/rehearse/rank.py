@@ -12,6 +12,7 @@ import copy
 import json
 import math
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -31,24 +32,27 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorDeviceMismatchError,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ... import distributed, hardware
 from ...base.pytree import find_batch_size, map_leaves
 from ...data import PreparedLoader
 from ...distributed import World, process_group
 from ...hardware import gpus
-from ...optim import PreparedOptimizer
+from ...optim import PreparedOptimizer, torch_step
 from ...strategies import meta_init, pipeline_cuts
+from ...trackers import rows
 from ...training import state
 from ..harness.rank import Runner, Stop, read_task
-from . import ENDED, FAILED, STOPPED, UNKNOWN
+from . import ENDED, FAILED, STOPPED, UNKNOWN, device
+from .values import SmallValues
 
 LARGE = 1 << 14  # elements from which on a tensor that is made without others is fake
 STEP = 1.002  # growth of the peak from one look at its kinds to the next
@@ -110,49 +114,64 @@ class Storage:
 class Watcher(TorchDispatchMode):
     """Follows storages of the fake tensors of a mode, and collectives of all tensors, with the lines of the script."""
 
-    def __init__(self, fakes: FakeTensorMode, script: str = "") -> None:
+    def __init__(self, fakes: FakeTensorMode, device: torch.device, script: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fakes, self.script = fakes, script
+        self.fakes, self.device, self.script = fakes, device, script
+        self.values = SmallValues()
         self.live: dict[int, Storage] = {}
         self.allocated = self.peak = self.recorded_peak = 0  # bytes
         self.at_peak: list[tuple[Storage, int]] = []
         self.collectives: list[dict[str, Any]] = []
         self.large_are_fake = False
-        self.reads = 0  # of values that do not exist
+        self.waits: list[dict[str, Any]] = []  # of the host for the device
         self.updates = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # near half of all calls
-        kwargs = kwargs or {}
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if any(kind not in (FakeTensor, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor runs operations on its parts, which come here
+        if device.waits_for(func, args, kwargs):
+            self.waits.append({"line": self.script_line(), "caller": device.caller(), "phase": self.updates})
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            self.reads += 1
-            return torch.ones((), dtype=args[0].dtype).item() if args[0].dtype != torch.bool else False
+            return self.values.read(args[0])
+        if func in device.STEPS:
+            return None  # it writes into tensors without values
         if func.namespace in NAMESPACES:
             name = func.__name__.split(".")[0]
             kind = next((kind for part, kind in KINDS.items() if part in name.replace("_", "")), None)
             if kind is not None:
                 return self._collective(func, name, kind, args, kwargs)
         shape = args[0] if args and isinstance(args[0], (list, tuple)) and not types else ()
+        kind = torch.device(kwargs.get("device") or "cpu").type
         large = self.large_are_fake and shape and type(shape[0]) is int and math.prod(shape) >= LARGE
-        large = large and torch.device(kwargs.get("device") or "cpu").type != "meta"
-        if large and active_fake_mode() is None:  # DTensor has one of its own, for layouts
+        large = large and kind != "meta"
+        if (large or kind == device.NAME) and active_fake_mode() is None:  # DTensor has one of its own, for layouts
+            args, kwargs = tree_map_only(Tensor, self.without_values, (args, kwargs))
             with self.fakes:
                 output = func(*args, **kwargs)
         else:
             output = func(*args, **kwargs)
         self.follow(output)
+        self.values.compute(func, args, kwargs, output)
         return output
+
+    def without_values(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        fake = self.fakes.from_tensor(tensor)
+        self.values.copy_from_host(fake, tensor)
+        return fake
 
     # -- storages
 
     def follow(self, tree: Any, kind: str = "activations") -> None:
         """Count the storages of new tensors."""
         for leaf in (tree,) if isinstance(tree, Tensor) else tree_leaves(tree):
-            is_followed = isinstance(leaf, FakeTensor) and leaf.fake_mode is self.fakes
-            if is_followed and leaf.layout == torch.strided and not leaf.is_meta:
+            if not isinstance(leaf, FakeTensor) or leaf.fake_mode is not self.fakes:
+                continue
+            if leaf.layout == torch.strided and leaf.fake_device.type == self.device.type:
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self.live:
                     self.live[storage._cdata] = Storage(storage.nbytes(), kind)
@@ -183,7 +202,7 @@ class Watcher(TorchDispatchMode):
         for tensor in tensors:
             shard = getattr(tensor, "_local_tensor", tensor)
             shard = getattr(shard, "elem", shard)
-            if not shard.is_meta:
+            if not shard.is_meta and shard.layout == torch.strided:
                 storage = shard.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
                 if storage._cdata in self.live:
@@ -234,12 +253,26 @@ class Watcher(TorchDispatchMode):
 
     def record(self, kind: str, ranks: Sequence[int], size: int) -> None:
         """Record a collective of some ranks, with the script's line that calls it."""
+        group = {"first": ranks[0], "last": ranks[-1], "ranks": len(ranks)}
+        line = self.script_line()
+        self.collectives.append({"kind": kind, "bytes": size, **group, "line": line, "phase": self.updates})
+
+    def script_line(self) -> str:
+        """The line of the script that runs, as ``train.py:12``; "" outside of it."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != self.script:
             frame = frame.f_back
-        line = f"{Path(self.script).name}:{frame.f_lineno}" if frame is not None else ""
-        group = {"first": ranks[0], "last": ranks[-1], "ranks": len(ranks)}
-        self.collectives.append({"kind": kind, "bytes": size, **group, "line": line, "phase": self.updates})
+        return f"{Path(self.script).name}:{frame.f_lineno}" if frame is not None else ""
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """An error and those that led to it. A chain may end in a circle."""
+    chain: list[BaseException] = []
+    next_error: BaseException | None = error
+    while next_error is not None and next_error not in chain:
+        chain.append(next_error)
+        next_error = next_error.__cause__ or next_error.__context__
+    return chain
 
 
 def group_of(leaf: Any) -> Any:
@@ -264,13 +297,19 @@ class Rehearsal(Runner):
         self.rank = rank
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         script = "" if self.task["module"] else str(Path(self.task["script"]).absolute())
-        self.watcher = Watcher(self.fakes, script)
+        self.device = torch.device("cpu")
+        self.hardware = gpus.describe(self.task["machine"]).hardware if self.task["machine"] else None
+        if self.hardware is not None and self.hardware.devices and device.IS_POSSIBLE:
+            device.register(len(self.hardware.devices))
+            self.device = torch.device(device.NAME, 0)
+        self.watcher = Watcher(self.fakes, self.device, script)
         self.report: dict[str, Any] = {"rank": rank, "samples": 0, "updates": 0}
         self.gradient_bytes = 0  # in front of a step
 
     def run_script(self) -> dict[str, Any]:
         report = self.report
-        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.task["processes"])
+        backend = "fake" if self.device.type == "cpu" else f"cpu:fake,{device.NAME}:fake"
+        dist.init_process_group(backend, store=FakeStore(), rank=self.rank, world_size=self.task["processes"])
         torch.set_num_threads(1)
         with self.watcher:
             try:
@@ -281,13 +320,19 @@ class Rehearsal(Runner):
             except SystemExit as error:
                 report["end"] = FAILED if error.code else ENDED
                 report["why"] = f"the script ends itself with {error.code!r}"
+            except FakeTensorDeviceMismatchError as error:
+                report["end"] = FAILED
+                lines = [
+                    f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == self.watcher.script
+                ]
+                report["why"] = device.mismatch(f"{Path(self.watcher.script).name}:{lines[-1]}" if lines else "")
             except Exception as error:
-                cause: BaseException | None = error
-                while cause is not None and not isinstance(cause, UNKNOWN_VALUES):
-                    cause = cause.__cause__ or cause.__context__
+                cause = next((e for e in chain_of(error) if isinstance(e, UNKNOWN_VALUES)), None)
                 report["end"] = UNKNOWN if cause else FAILED
                 report["why"] = f"{type(cause or error).__name__}: {cause or error}".strip()
             self._update_report()
+            for accelerator in list(state.accelerators()):
+                accelerator.close()
         return report
 
     def play(self) -> None:
@@ -299,9 +344,8 @@ class Rehearsal(Runner):
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """The objects and attributes that are replaced while the script runs, with their replacements."""
         watcher = self.watcher
-        if self.task["machine"]:
-            described = gpus.describe(self.task["machine"]).hardware
-            yield hardware, "detect", lambda *args, **keywords: described
+        if self.hardware is not None:
+            yield hardware, "detect", lambda *args, **keywords: self.hardware
         world_type = type("World", (FakeWorld,), {"watcher": watcher})
         yield distributed, "World", world_type
         yield state, "World", world_type
@@ -311,8 +355,11 @@ class Rehearsal(Runner):
         yield dist, "all_gather_object", self._all_gather_object
         yield dist, "all_reduce", partial(all_reduce, dist.all_reduce)
         yield pipeline_cuts.Survey, "is_blank", is_blank
-        yield pipeline_cuts.Survey, "blank", blank
         yield torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda tensor: [])  # of swap_tensors
+        yield torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *args, **keywords: None
+        yield from device.replacements()
+        yield rows, "EVENTS", (*rows.EVENTS, device.NAME)  # transfers that a GPU's host does not wait for
+        yield torch_step, "EVERYWHERE", {*torch_step.EVERYWHERE, device.NAME}
         yield torch.UntypedStorage, "resize_", around(watcher.resize, torch.UntypedStorage.resize_)
         for name in ("register_parameter", "register_buffer"):
             yield nn.Module, name, around(self._register, getattr(nn.Module, name))
@@ -404,7 +451,7 @@ class Rehearsal(Runner):
     def _update_report(self) -> None:
         """Write the bytes of this rank by kind, the collectives and the plan into the report."""
         report, watcher, run = self.report, self.watcher, self.run
-        report.update(collectives=watcher.collectives, reads=watcher.reads)
+        report.update(collectives=watcher.collectives, waits=watcher.waits)
         if run is None:
             return
         prepared = run.prepared
@@ -447,7 +494,7 @@ class FakeWorld(World):
     watcher: Watcher
 
     def __init__(self, ranks: Any, device: Any, timeout: float = 120.0, debug: Any = None, backend: Any = None) -> None:
-        super().__init__(ranks, torch.device("cpu"), timeout, debug)
+        super().__init__(ranks, self.watcher.device if device.type != "cpu" else device, timeout, debug)
 
     def compare(self, call: str, *args: Any, **keywords: Any) -> None:
         self.watcher.record(f"call of {call}", range(self.size), 0)
@@ -473,14 +520,6 @@ def all_reduce(
 def is_blank(survey: pipeline_cuts.Survey, tensor: Tensor) -> bool:
     """Whether a tensor is the survey's own: it keeps those, and a real run's take no memory."""
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is survey._fakes
-
-
-def blank(survey: pipeline_cuts.Survey, leaf: Any) -> Any:
-    """A tensor of the survey's mode for one of the rehearsal's, or a real one."""
-    if not isinstance(leaf, Tensor) or is_blank(survey, leaf):
-        return leaf
-    with survey._fakes:
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
 
 
 def around(method: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,208 @@
+"""A device without memory for the fake tensors of a rehearsal, by torch's backend in Python.
+
+torch refuses an operation whose tensors are on this device and on the host, as it does with a GPU's. Its autocast has
+the lists of GPUs (https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_map_only
+
+ATEN = torch.ops.aten
+NAME = "card"
+IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # torch 2.10 or later
+HALF = """
+    addbmm addmm addmv addr baddbmm bmm conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution linalg_multi_dot linalg_vecdot linear matmul mm mv prelu
+    scaled_dot_product_attention
+"""
+FLOAT = """
+    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy_loss
+    cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10
+    log1p log2 logsumexp margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm.Scalar
+    nuclear_norm poisson_nll_loss pow.Tensor_Scalar pow.Tensor_Tensor prod reciprocal renorm rsqrt sinh smooth_l1_loss
+    soft_margin_loss softplus sum sum.dim_IntList tan triplet_margin_loss softmax.int log_softmax.int
+"""
+DYNAMIC = (ATEN.nonzero.default, ATEN.masked_select.default)  # the host allocates by their values
+# torch's fused steps that have no kernel for tensors without values.
+STEPS = {getattr(packet, name) for packet in (ATEN._fused_sgd_, ATEN._fused_adagrad_) for name in packet.overloads()}
+KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+
+
+class Work:
+    """A stream or an event whose work is done at once."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        self.device = torch.device(NAME, 0)
+
+    def __enter__(self) -> Work:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def _do_nothing(self, *args: Any, **keywords: Any) -> None: ...
+
+    synchronize = wait = wait_stream = wait_event = record = record_stream = _do_nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Work()
+
+
+class Module:
+    """What `torch.get_device_module` gives for the device."""
+
+    Stream = Event = Work
+
+    def __init__(self, devices: int) -> None:
+        self._devices = devices
+
+    def device_count(self) -> int:
+        return self._devices
+
+    def current_device(self) -> int:
+        return 0
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def current_stream(self, device: Any = None) -> Work:
+        return Work()
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext(stream)
+
+    device = stream
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def _do_nothing(self, *args: Any, **keywords: Any) -> None: ...
+
+    set_device = set_rng_state = manual_seed = manual_seed_all = synchronize = empty_cache = set_stream = _do_nothing
+    reset_peak_memory_stats = _do_nothing
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        return {}
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return 0
+
+    memory_allocated = memory_reserved = max_memory_reserved = max_memory_allocated
+
+
+def cast(operation: Any, dtype: torch.dtype | None, *args: Any, **keywords: Any) -> Any:
+    """Run an operation with floating-point tensors cast to `dtype`; None: to that of the autocast."""
+    target = dtype or torch.get_autocast_dtype(NAME)
+
+    def cast_tensor(tensor: Tensor) -> Tensor:
+        castable = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == NAME
+        return tensor.to(target) if castable else tensor
+
+    with torch._C._ExcludeDispatchKeyGuard(KEYS):
+        args, keywords = tree_map_only(Tensor, cast_tensor, (args, keywords))
+        return operation(*args, **keywords)
+
+
+@functools.cache
+def register(devices: int) -> tuple[torch.library.Library, ...]:
+    """Make the device known to torch, once in a process; returns the libraries of its kernels, kept by the cache."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, Module(devices))
+    library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    for names, dtype in ((HALF, None), (FLOAT, torch.float32)):
+        for name in names.split():
+            packet, _, overload = name.partition(".")
+            operation = getattr(getattr(ATEN, packet), overload or "default")
+            library.impl(name, functools.partial(cast, operation, dtype))
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    return library, everything
+
+
+# -- torch's functions that a mode does not see on this device
+
+
+def replacements() -> Iterator[tuple[Any, str, Any]]:
+    """The objects and attributes that are replaced while a script runs, with their replacements."""
+    yield torch, "tensor", functools.partial(tensor_on_device, torch.tensor)
+    yield Tensor, "new_tensor", new_tensor
+    yield FakeTensor, "data", property(Tensor.data.__get__, set_data)  # type: ignore[attr-defined]
+
+
+def tensor_on_device(make: Any, values: Any, *, device: Any = None, **keywords: Any) -> Tensor:
+    """`torch.tensor`, whose copy to the device the dispatch mode sees."""
+    tensor: Tensor = make(values, **keywords)
+    return tensor if device is None else tensor.to(device)
+
+
+def new_tensor(tensor: Tensor, values: Any, *, dtype: Any = None, device: Any = None, **keywords: Any) -> Tensor:
+    return torch.tensor(values, dtype=dtype or tensor.dtype, device=device or tensor.device, **keywords)
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """`tensor.data = value`, of another device, too; torch refuses that of fake tensors."""
+    if value.device == tensor.device:
+        Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    else:
+        value = value.detach()
+        is_parameter = getattr(tensor, "_is_param", False)
+        torch.utils.swap_tensors(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
+
+
+# -- what the host does with it
+
+
+def waits_for(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the host waits for the device in an operation: it reads a value, or copies without `non_blocking`."""
+    if func in (ATEN._local_scalar_dense.default, ATEN.equal.default, *DYNAMIC):
+        return isinstance(args[0], FakeTensor) and args[0].fake_device.type == NAME
+    if func is ATEN._to_copy.default:
+        target = torch.device(kwargs.get("device") or args[0].device)
+        return target.type == "cpu" != args[0].device.type and not kwargs.get("non_blocking")
+    if func is ATEN.copy_.default and isinstance(args[1], FakeTensor):
+        blocks = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        return blocks and args[0].device.type == "cpu" != args[1].device.type
+    return False
+
+
+def caller() -> str:
+    """The innermost line that is neither torch's nor the rehearsal's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if "torch" not in path.parts and path.parent != Path(__file__).parent:
+            return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def mismatch(line: str) -> str:
+    """Why a script fails that computes with a tensor on the host and one on the device."""
+    return (
+        f"{line or 'an operation'} computes with a tensor on the CPU and one on the device: make the former there, as "
+        "in torch.zeros(3, device=acc.device), or move it by .to(acc.device)"
+    )

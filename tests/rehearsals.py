@@ -1,0 +1,85 @@
+"""Rehearses rows of `tests.pairs` on a recorded node of eight H100: `python -m tests.rehearsals FOLDER NUMBER...`.
+
+Prints the faults as JSON: errors, such as a tensor on the wrong device, and lines of easymp at which the host waits for
+the device inside an update, beside those of `WAITS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from easymp.base import env
+from easymp.cli.harness import Script
+from easymp.cli.rehearse import ENDED, OFF
+from easymp.cli.rehearse.rank import Rehearsal
+from easymp.settings import overrides
+
+from . import pairs
+
+SCRIPT = """
+from tests import pairs
+
+row = pairs.rows()[{number}]
+training = pairs.Training(row, row["strategy"], {folder!r}, 1, False)
+with training.acc:
+    training.fit(0, pairs.HALFWAY)
+"""
+# Functions that wait for the device inside an update, each with the reason, as docs/guarantees.md has it.
+WAITS = {
+    "_values_changed": "updates 0 to 2 and each hundredth compare gradients with those that ranks have averaged",
+    "_judge_update": "nonfinite='raise' decides before the step",
+    "loss": "nonfinite='raise' reads the loss",
+    "any": "nonfinite='raise' asks all ranks",
+    "skipped": "a scheduler does not step where the update was skipped",
+    "stepped": "local_sgd counts updates that were not skipped",
+    "_step_by_torch": "an optimizer that does not know a loss scale steps or not",
+    "_compare_gradients": "the first step under tensor_parallel compares gradients of whole parameters",
+    "_run_schedule": "a pipeline asks whether a stage has failed",
+    "_statistics": "SyncBatchNorm on devices that are not NVIDIA's counts its values",
+    "__init__": "DistributedDataParallel is made",
+    "join": "torch's Join asks which ranks have ended",
+    "": "torch's own threads",
+}
+
+
+def rehearse(folder: Path, number: int) -> list[str]:
+    row = pairs.rows()[number]
+    size = pairs.RANKS.get(row["strategy"], 2)
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    folder.mkdir()
+    script = folder / "row.py"
+    script.write_text(SCRIPT.format(number=number, folder=str(folder)))
+    Script(str(script)).write_task(folder, processes=size, machine="8xH100", updates=sys.maxsize)
+    settings = [f"{name}={value}" for name, value in {**OFF, "cpu": "false"}.items()]
+    with patch.dict(os.environ, world), env.override(**overrides(settings)):
+        rehearsal = Rehearsal(folder, 0)
+        report: dict[str, Any] = rehearsal.run_script()
+    pairs.close_all()
+    dist.destroy_process_group()
+    callers = {wait["caller"] for wait in report["waits"]}
+    faults = [
+        f"waits at {caller}" for caller in callers if caller.partition(" ")[2] not in WAITS and "pairs.py" not in caller
+    ]
+    if report["end"] != ENDED:
+        faults.append(report["why"].split("\n")[0])
+    words = sorted(set(row.values()) - set(pairs.PLAIN.values()))
+    return [f"row {number} ({', '.join(words)}): {fault}" for fault in faults]
+
+
+def main(folder: str, *numbers: str) -> None:
+    warnings.simplefilter("ignore")
+    faults = [fault for number in numbers for fault in rehearse(Path(folder) / number, int(number))]
+    print(json.dumps(faults))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
