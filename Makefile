@@ -7,8 +7,13 @@ BIN := .venv/bin
 WORKERS ?= 2
 # What pip may install. CI adds requirements/ci.txt, or replaces the version of torch.
 CONSTRAINTS ?= constraints.txt
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
+INSTALL = -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
+PIP_INSTALL = $(BIN)/python $(INSTALL)
+# The first pip that knows groups of dependencies.
+PIP := 'pip>=25.1'
 STAMP := .venv/.installed
+# The documentation is built in an environment of its own.
+DOCS := .venv-docs
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: setup demo test test-slow wheel-test docs pictures dist sbom lock bench gpu clean
@@ -17,7 +22,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP_INSTALL) --editable '.[test,examples,$(CUDA)]'
+	$(PIP_INSTALL) $(PIP)
+	$(PIP_INSTALL) --editable '.[$(CUDA)]' --group test
 	touch $@
 
 # The same training in one process and in two.
@@ -36,16 +42,26 @@ test: setup
 
 # 5 is pytest's word for "none selected".
 test-slow: setup
+	$(PIP_INSTALL) --group pages
 	$(PYTEST) -m slow -n $(WORKERS) --dist worksteal || test $$? -eq 5
 
 # The wheel, alone in an empty environment.
 wheel-test:
 	PYTHON=$(PYTHON) .ci/wheel-test
 
-# The documentation, into site/. A warning is an error.
-docs: setup
-	$(PIP_INSTALL) --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+# The documentation, into site/. A warning is an error. BUILDER=zensical builds it by the successor of MkDocs.
+BUILDER ?= mkdocs
+docs: $(DOCS)/.installed
+	$(BUILD_BY_$(BUILDER))
+
+BUILD_BY_mkdocs = NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+BUILD_BY_zensical = $(DOCS)/bin/python docs/with_zensical.py site
+
+$(DOCS)/.installed: pyproject.toml $(CONSTRAINTS)
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python $(INSTALL) $(PIP)
+	$(DOCS)/bin/python $(INSTALL) --editable . --group docs
+	touch $@
 
 # The pictures of README.md and the site.
 pictures: setup
@@ -54,12 +70,12 @@ pictures: setup
 
 # The files of a release, in dist/, made from the last commit.
 dist: setup
-	$(PIP_INSTALL) --editable '.[dist]'
+	$(PIP_INSTALL) --group dist
 	PYTHON=$(BIN)/python .ci/dist
 
 # Names and versions of all packages that the tests run with, in CycloneDX's form.
 sbom: setup
-	$(PIP_INSTALL) --editable '.[dist]'
+	$(PIP_INSTALL) --group dist
 	cat constraints.txt requirements/ci.txt | $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible - >sbom.cdx.json
 
 # Renew the versions that CI installs. torch's stands in constraints.txt.
@@ -67,15 +83,15 @@ lock: setup
 	$(BIN)/python requirements/lock.py
 
 bench: setup
-	$(PIP_INSTALL) --editable '.[bench]'
+	$(PIP_INSTALL) --group bench
 	set -e; for file in $(filter-out benchmarks/gpu.py benchmarks/llm.py,$(wildcard benchmarks/*.py)); do echo "--- $$file"; $(BIN)/python $$file; done
 	$(BIN)/python benchmarks/llm.py --cpu
 
 # All that a GPU has to show, at most nine minutes; again: goes on where it stopped.
 gpu: setup
-	$(PIP_INSTALL) --editable '.[bench]'
+	$(PIP_INSTALL) --group bench
 	$(BIN)/python benchmarks/gpu.py --keep
 
 clean:
-	rm -rf .venv build dist site sbom.cdx.json *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv $(DOCS) build dist site sbom.cdx.json *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = "test,examples,docs,dist,cuda13"
+EXTRAS = "cuda13"
+GROUPS = ("test", "pages", "docs", "dist")
 HEAD = "# Written by `make lock`: versions for CI, as constraints beside constraints.txt, which has torch's.\n"
 OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")  # another torch needs others
 PINNED_BY_TORCH = {"torch", "nvidia-cuda-nvrtc"}  # by its builds for CUDA, each to a version of its own
@@ -24,7 +25,8 @@ done = subprocess.run(
     [
         *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
         *("--dry-run", "--ignore-installed", "--report", "-", "--constraint", str(ROOT / "constraints.txt")),
-        f"{ROOT}[{EXTRAS}]",
+        *(word for group in GROUPS for word in ("--group", f"{ROOT / 'pyproject.toml'}:{group}")),
+        *(f"{ROOT}[{EXTRAS}]", "pip>=25.1"),  # pip: the Makefile needs one that knows groups
     ],
     check=True,
     stdout=subprocess.PIPE,

@@ -130,10 +130,3 @@ def test_where_it_is_done(found, allowed, examples) -> None:
 
 def test_every_file_says_what_it_holds() -> None:
     assert not [name for name, tree in trees() if tree.body and not ast.get_docstring(tree)]
-
-
-def test_the_page_lists_every_file() -> None:
-    page = (PACKAGE.parent / "docs/contributing/architecture.md").read_text(encoding="utf-8")
-    listed = {line.split()[0] for line in page.partition("```text tree\n")[2].splitlines() if ".py " in line}
-    files = {name for name, text in sources().items() if text and not name.endswith("__init__.py")}
-    assert listed == files, "run python docs/contributing/tree.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, GROUPS = PYPROJECT["project"], PYPROJECT["dependency-groups"]
+EXTRAS = PROJECT["optional-dependencies"]
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in ROOT.glob(".github/workflows/*.yml")}
 
 
@@ -26,14 +29,31 @@ def commands(name: str) -> str:
     return "\n".join(s.get("run", "") for job in WORKFLOWS[name]["jobs"].values() for s in job["steps"])
 
 
-@pytest.mark.parametrize("extra", ["", "test", "examples", "docs", "dist", "cuda13"])
-def test_the_lock_has_what_pyproject_asks_for(extra: str) -> None:
+def requirements(listed: list[Any]) -> Iterator[Requirement]:
+    """What a list asks for, groups and easymp's extras in it resolved."""
+    for entry in listed:
+        if isinstance(entry, dict):
+            yield from requirements(GROUPS[entry["include-group"]])
+        elif (asked := Requirement(entry)).name == "easymp":
+            for extra in asked.extras:
+                yield from requirements(EXTRAS[extra])
+        else:
+            yield asked
+
+
+@pytest.mark.parametrize("listed", ["dependencies", "cuda13", "test", "pages", "docs", "dist"])
+def test_the_lock_has_what_pyproject_asks_for(listed: str) -> None:
     """`make lock` renews it."""
     locked = pins("requirements/ci.txt") | pins("constraints.txt")
-    for words in PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]:
-        asked = Requirement(words)
+    for asked in requirements({"dependencies": PROJECT["dependencies"], **EXTRAS, **GROUPS}[listed]):
         if asked.name != "nvidia-cuda-nvrtc":  # each torch for CUDA pins one of its own
-            assert asked.specifier.contains(locked[canonicalize_name(asked.name)]), words
+            assert asked.specifier.contains(locked[canonicalize_name(asked.name)]), str(asked)
+
+
+def test_extras_are_for_users_and_the_install_page_names_them() -> None:
+    page = (ROOT / "docs/start/install.md").read_text()
+    assert EXTRAS.keys() & GROUPS.keys() == set()
+    assert [extra for extra in EXTRAS if f"`{extra}`" not in page] == []
 
 
 def test_ci_runs_the_two_commands_on_every_python_and_the_pinned_torch() -> None:

@@ -1,7 +1,7 @@
 """A hook of MkDocs for what Markdown and Material's template lack.
 
 Words for the tests of a page are left out of code blocks, ``<!-- options: NAME -->`` becomes a table of a record's
-fields, cells of wide tables know their column for narrow screens,
+fields, ``<!-- tree -->`` the list of easymp's files, cells of wide tables know their column for narrow screens,
 and the search has a name for screen readers.
 """
 
@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import runpy
 from collections.abc import Iterator
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import easymp
 
-FENCE = re.compile(r"""(?m)^([ ]*`{3,}\w+.*?)[ ](?:needs="[^"]*"|exact|tree)(?=[ ]|$)""")
+FENCE = re.compile(r"""(?m)^([ ]*`{3,}\w+.*?)[ ](?:needs="[^"]*"|exact)(?=[ ]|$)""")
+TREE = Path(__file__).parents[1] / "contributing/tree.py"
 OPTIONS = re.compile(r"<!-- options: (\w+) -->")
 SEARCH = 'data-md-component="search" role="dialog"'
 COLUMNS = 3  # of a table that is too wide for a telephone
 
 
 def on_page_markdown(markdown: str, **rest: Any) -> str:
-    return OPTIONS.sub(lambda match: options_table(match[1]), FENCE.sub(r"\1", markdown))
+    markdown = OPTIONS.sub(lambda match: options_table(match[1]), FENCE.sub(r"\1", markdown))
+    if "<!-- tree -->" in markdown:
+        lines = "\n".join(runpy.run_path(str(TREE))["lines"]())
+        markdown = markdown.replace("<!-- tree -->", f"```text\n{lines}\n```")
+    return markdown
 
 
 def options_table(name: str) -> str:

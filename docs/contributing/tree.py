@@ -1,4 +1,4 @@
-"""Write the tree of architecture.md: each file of easymp with the first clause of its docstring."""
+"""The tree on the page of the architecture: each file of easymp with the first clause of its docstring."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = Path(__file__).with_name("architecture.md")
 WORDS = "which where when that as by with so for in beside behind from at if"  # that begin a clause after a comma
 END = rf"[.:;] | \(|, (?=(?:{WORDS.replace(' ', '|')}|and what|and which)\b)"
 
@@ -29,6 +28,4 @@ def lines() -> list[str]:
 
 
 if __name__ == "__main__":
-    page = PAGE.read_text(encoding="utf-8")
-    begin, end = page.index("```text tree\n") + 13, page.rindex("```")
-    PAGE.write_text(page[:begin] + "\n".join(lines()) + "\n" + page[end:], encoding="utf-8")
+    print("\n".join(lines()))

@@ -58,8 +58,8 @@ class AccelerateStates:
 
     Attributes:
         models: state dicts, with one name of tied weights.
-        optimizers, schedulers: state dicts; an optimizer's refers to parameters by number, in the order of its param
-        groups.
+        optimizers: state dicts, which refer to parameters by number, in the order of the param groups.
+        schedulers: state dicts.
         samplers: kept samplers by the loader's number, as objects of Accelerate's classes.
         loaders: state dicts of loaders that keep one (torchdata's), by the loader's number.
         scaler: the loss scale's state dict.

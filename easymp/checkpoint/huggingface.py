@@ -333,7 +333,8 @@ def merge(
     """Write the weights of the checkpoint in `folder` to `out` with whole tensors, as `convert` does.
 
     Args:
-        folder, out: paths or URLs.
+        folder: path or URL of the checkpoint.
+        out: path or URL of the new folder.
         max_shard_size: of a file, in bytes or as "5GB"; a larger tensor gets a file of its own.
         model: the model's name: "model", or "model_1" and so on if several were prepared.
         tick: called with the number of bytes read since the last call.

@@ -25,7 +25,7 @@ from easymp.cli import main
 
 from ..hardware.machines import MACHINES
 
-pexpect = pytest.importorskip("pexpect", reason="an optional package is not installed: pexpect (of the extra 'test')")
+pexpect = pytest.importorskip("pexpect", reason="an optional package is not installed: pexpect (of the group test)")
 FILE = Path("easymp.toml")
 TITLES = {
     "Processes": "processes",

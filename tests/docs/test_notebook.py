@@ -14,7 +14,7 @@ from ..examples.run import ROOT
 from .blocks import blocks
 
 for name in ("nbformat", "nbclient", "ipykernel", "tqdm"):
-    pytest.importorskip(name, reason=f"an optional package is not installed: {name} (easymp[docs,console])")
+    pytest.importorskip(name, reason=f"an optional package is not installed: {name} (of the group pages)")
 
 WATCHED = """
 def watched():

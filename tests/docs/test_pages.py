@@ -41,7 +41,7 @@ BLOCKS = {page: blocks(page, text) for page, text in TEXTS.items()}
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 CLI = ROOT / "docs/reference/cli.md"  # made by the build
 LANGUAGES = {"python", "bash", "text", "toml", "yaml", "json", "diff"}
-OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums", "tree"}
+OPTIONS = {"title", "needs", "exact", "hl_lines", "linenums"}
 SLURM = {"sbatch", "srun"}
 
 
