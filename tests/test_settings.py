@@ -294,6 +294,7 @@ def test_wrong_variables(variable, value, words, monkeypatch):
         ("seed = 1\nsede.x = 1", "line 2: 'sede' is not a setting"),
         ("strategy_options = 3", "line 1: strategy_options = 3 is not a table: write .strategy_options"),
         ("seed = 1\n[strategy_options]\nbuckets = 1", "line 2: strategy 'single' has no option 'buckets'"),
+        ("strategy = 'single'\n[strategy_options]\nwrap = 1", "line 2: .* no option 'wrap': it belongs to fsdp, hsdp"),
         ("compile = 3", "line 1: compile = 3 is neither one of no, model, blocks nor a table"),
         ("[compile]\nbackend = 'x'", "line 1: torch.compile has no backend 'x' here"),
         ("[scaler_options]\ninit_scale = 0", "line 1: init_scale=0 of the loss scale must be a positive"),

@@ -32,6 +32,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +45,8 @@ from ..launcher import launch_script
 from ..launcher.entrypoints import check_script
 from ..launcher.rendezvous import find_nodes, read_nodes
 from ..launcher.worker import RESTART
-from ..settings import VARIABLE
+from ..registry import STRATEGIES
+from ..settings import VARIABLE, as_record, read_record
 
 if TYPE_CHECKING:
     from .config import importers
@@ -114,7 +116,11 @@ def run(args: argparse.Namespace) -> int:
     launching = settings.resolve_launching(args.config, **flags)
     changes = {VARIABLE: str(Path(args.config).resolve())} if args.config else {}
     with env.override(**changes, **settings.overrides(args.set)):
-        settings.resolve()  # an error in it is printed once, and not by each worker
+        asked = settings.resolve()  # an error in it is printed once, and not by each worker
+        by_set = any(pair.startswith("strategy=") for pair in args.set)  # else the script may name another one
+        if by_set and asked.strategy in STRATEGIES:
+            read_options = partial(as_record, STRATEGIES[asked.strategy].Options, f"strategy {asked.strategy!r}")
+            read_record(asked, "strategy_options", read_options)
         if args.slurm is not None:
             return _slurm(args, launching)
         rendezvous, variables = find_nodes(

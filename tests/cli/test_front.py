@@ -69,6 +69,7 @@ WRONG_USAGE = {
     "checkpoint verfy x": "did you mean 'verify'?",
 }
 WRONG_AFTER_TORCH = {
+    "launch --set strategy=ddp --set strategy_options.wrap=1 train.py": "no option 'wrap': it belongs to fsdp, hsdp",
     "env --for 8xH101": "did you mean 'H100'?",
     "config --yes --set sede=1": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
     "rehearse train.py --precision bf61": "did you mean 'bf16'?",
