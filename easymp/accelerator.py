@@ -330,8 +330,7 @@ class Accelerator(Collectives, Checkpoints):
         if number != window.accumulation and not window.sync:
             raise StepError(
                 f"gradient_accumulation_steps = {number} after micro-step {window.micro} of {window.accumulation}, "
-                "whose loss was "
-                f"divided by {window.accumulation}: set it where sync_gradients is true"
+                f"whose loss was divided by {window.accumulation}: set it where sync_gradients is true"
             )
         window.accumulation = number
 
@@ -771,10 +770,7 @@ class Accelerator(Collectives, Checkpoints):
     # -- logging
 
     def init_trackers(
-        self,
-        project_name: str,
-        config: Any = None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """Name the run, and log its hyperparameters, plan, machine and easymp's version.
 
@@ -963,8 +959,7 @@ class Accelerator(Collectives, Checkpoints):
         if given and self._prepared.strategy.data_size > 1:
             raise PrepareError(
                 "total_updates() of a loader that is not prepared counts the batches of all ranks: prepare the loader "
-                "first, then make the "
-                "schedule, and prepare the rest"
+                "first, then make the schedule, and prepare the rest"
             )
         each, steps = len(loader), self._window.accumulation
         return epochs * math.ceil(each / steps) if self._window.end_with_loader else epochs * each // steps

@@ -203,8 +203,7 @@ class ProjectConfiguration(Record):
         super().__post_init__()
         words = (
             "save_on_each_node=True cannot be honoured: each rank writes its part of one checkpoint. Use a folder that "
-            "all nodes share, or "
-            "a URL such as s3://bucket/folder"
+            "all nodes share, or a URL such as s3://bucket/folder"
         )
         check(not self.save_on_each_node, words)
         self.set_directories(self.project_dir)
@@ -413,15 +412,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
     gradient_predivide_factor: float | None = option(
         None,
         "f divides gradients before they are summed over n ranks, n/f afterwards. None divides by n before, which "
-        "cannot overflow; "
-        "1.0 (Apex's default) by n afterwards, which loses no small ones",
+        "cannot overflow; 1.0 (Apex's default) by n afterwards, which loses no small ones",
         above=0,
     )
     context_parallel: int = option(
         1,
         "neighbouring ranks that read the same samples and share each sequence, see `Accelerator.context_parallel`. It "
-        "divides the "
-        "number of ranks",
+        "divides the number of ranks",
         least=1,
     )
 
@@ -432,10 +429,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         super().__post_init__()
 
 
-SCHEDULE = {
-    **dict.fromkeys(("wait", "warmup", "repeat", "skip_first", "skip_first_wait"), COUNT),
-    "active": POSITIVE,
-}
+SCHEDULE = {**dict.fromkeys(("wait", "warmup", "repeat", "skip_first", "skip_first_wait"), COUNT), "active": POSITIVE}
 
 
 @dataclass(frozen=True)

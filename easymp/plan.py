@@ -173,15 +173,13 @@ def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]
         raise RefusedError(
             f"this is process {ranks.local_rank} of its node (counted from 0), which has {len(hardware.devices)} "
             f"{hardware.devices[0].name}: two processes on one device slow each other down and NCCL refuses them. "
-            "Start at most "
-            f"{len(hardware.devices)} here, or train on the CPU with cpu=True"
+            f"Start at most {len(hardware.devices)} here, or train on the CPU with cpu=True"
         )
     device = hardware.devices[own]
     if not device.built_for:
         raise RefusedError(
             f"{device.name} is {device.architecture}, for which this build of torch has no code: install a torch built "
-            "for "
-            f"{device.architecture} (its CUDA version must know the card), or train on the CPU with cpu=True"
+            f"for {device.architecture} (its CUDA version must know the card), or train on the CPU with cpu=True"
         )
     place = f"{device.kind}:{device.index}" if device.kind != "mps" else "mps"
     return Choice(place, device.name, Source.DETECTED)
@@ -294,8 +292,7 @@ def _activations(settings: Settings, device: str) -> Choice[str] | None:
         if device != "cuda":
             raise RefusedError(
                 f"{said} cannot run here: activations are copied from a CUDA device to the host's memory, and this is "
-                f"{device}. Leave it "
-                "out, or use activation_checkpointing"
+                f"{device}. Leave it out, or use activation_checkpointing"
             )
         words.append("offloaded")
         origin = origin if asked != "no" else source

@@ -51,10 +51,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "zero1": ("strategies.zero1:ZeRO1", "as ddp, with a part of the optimizer's states each"),
         "fsdp": ("strategies.fsdp:FSDP", "each process holds a part of everything: the least memory"),
         "hsdp": ("strategies.fsdp:HSDP", "as fsdp inside a node, with copies on each node"),
-        "tensor_parallel": (
-            "strategies.tensor_parallel:TensorParallel",
-            "each process holds parts of layers",
-        ),
+        "tensor_parallel": ("strategies.tensor_parallel:TensorParallel", "each process holds parts of layers"),
         "pipeline": ("strategies.pipeline:Pipeline", "each process holds some of the layers"),
         "local_sgd": ("strategies.local_sgd:LocalTraining", "models are averaged now and then"),
     }

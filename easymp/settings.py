@@ -294,10 +294,8 @@ class Settings:
     activation_checkpointing: Words | None = setting(
         None,
         "modules that keep only their inputs and are computed again in backward: blocks (the repeated ones), attention "
-        "(blocks, which "
-        "keep matrix products and attention), a size such as 16GiB (as many blocks as a rank's memory needs), patterns "
-        "of module or "
-        "class names with commas, or no",
+        "(blocks, which keep matrix products and attention), a size such as 16GiB (as many blocks as a rank's memory "
+        "needs), patterns of module or class names with commas, or no",
         switch=("no", "blocks"),
     )
     activation_offload: bool = setting(False, "keep activations in host memory until backward, on CUDA")
@@ -307,10 +305,7 @@ class Settings:
     deterministic: bool = setting(False, "deterministic algorithms only")
     timeout: float = setting(120.0, "seconds that a collective waits for other ranks", least=0.001, most=1e9)
     hang_after: float = setting(
-        30.0,
-        "seconds until a waiting collective is reported, with every rank's call; 0: never",
-        least=0,
-        most=1e9,
+        30.0, "seconds until a waiting collective is reported, with every rank's call; 0: never", least=0, most=1e9
     )
     memory: Size | None = setting(
         None, "memory of a rank, such as 16GiB, by which auto decides; default: its device's memory"

@@ -19,15 +19,7 @@ import psutil
 import pytest
 import torch
 
-from .pool import (
-    PATIENCE,
-    Failure,
-    Pool,
-    RanksFailed,
-    explain,
-    leaked_threads,
-    names_from_the_hosts_file_only,
-)
+from .pool import PATIENCE, Failure, Pool, RanksFailed, explain, leaked_threads, names_from_the_hosts_file_only
 from .site import PATH, VARIABLE, install
 from .warm import COLD
 from .warm import commands as warm_commands
@@ -277,18 +269,12 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
 
 SWITCHES: dict[str, tuple[Any, Any]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "deterministic algorithms": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "num_threads": (torch.get_num_threads, torch.set_num_threads),
     "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "automatic garbage collection": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-    "cpu autocast": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda on: torch.set_autocast_enabled("cpu", on),
-    ),
+    "cpu autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
 }
 for _name in ("allow_tf32", "deterministic", "benchmark"):
     SWITCHES[f"cudnn.{_name}"] = (

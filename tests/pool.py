@@ -286,12 +286,7 @@ class Pool:
         return [outcomes[rank] for rank in range(processes)]
 
     def _collect(
-        self,
-        workers: list[Worker],
-        outcomes: dict[int, Outcome],
-        deadline: float,
-        timeout: float,
-        patient: bool,
+        self, workers: list[Worker], outcomes: dict[int, Outcome], deadline: float, timeout: float, patient: bool
     ) -> None:
         while len(outcomes) < len(workers):
             waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in outcomes}

@@ -299,10 +299,7 @@ def test_a_full_disk_leaves_the_earlier_model(acc, tmp_path):
         raise OSError(28, "No space left on device")
 
     acc.save_model(filled(1), tmp_path)
-    with (
-        disk(put=lambda _: full_disk),
-        pytest.raises(CheckpointError, match=r"was not saved: .*No space left"),
-    ):
+    with disk(put=lambda _: full_disk), pytest.raises(CheckpointError, match=r"was not saved: .*No space left"):
         acc.save_model(make("conv"), tmp_path)
     assert equal(loaded(tmp_path), filled(1).state_dict())
 

@@ -100,8 +100,7 @@ def mixed(*machines: str) -> Hardware:
 
 
 @pytest.mark.parametrize(
-    ("other", "precision"),
-    [("T4", "fp16"), ("V100", "fp16"), ("P100", "fp32"), ("GTX 1660", "fp32"), ("L4", "bf16")],
+    ("other", "precision"), [("T4", "fp16"), ("V100", "fp16"), ("P100", "fp32"), ("GTX 1660", "fp32"), ("L4", "bf16")]
 )
 def test_unlike_cards_decide_alike(other, precision):
     for cards in (("A100", other), (other, "A100")):

@@ -110,11 +110,9 @@ class ShardMemory:
             if parameter._local_tensor is shard():
                 raise StepError(
                     f"parameter {name!r} was given values by p.data = ..., as torch.nn.utils.vector_to_parameters "
-                    "does, and "
-                    "they do not reach its shard: write into it under torch.no_grad(), by p.copy_(value) of another "
-                    "shard, or "
-                    "p.copy_(torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements)) of a "
-                    "whole value"
+                    "does, and they do not reach its shard: write into it under torch.no_grad(), by p.copy_(value) of "
+                    "another shard, or p.copy_(torch.distributed.tensor.distribute_tensor(value, p.device_mesh, "
+                    "p.placements)) of a whole value"
                 )
             moved = True  # by model.to(), which exchanges the shard, too
         if moved:

@@ -66,14 +66,12 @@ class AveragedWeights(Part):
         if self._inside:
             raise StepError(
                 "optimizer.step() inside `with accelerator.averaged():`, where the weights are not those of training: "
-                "step after "
-                "the block"
+                "step after the block"
             )
 
     def saving(self, call: str, path: str | None) -> None:
         if self._inside and call == "save_state":
             raise StepError(
                 "save_state() inside `with accelerator.averaged():` would keep averages as the weights of training: "
-                "save after the "
-                "block. The averages are in every checkpoint; save_model inside writes them as weights"
+                "save after the block. The averages are in every checkpoint; save_model inside writes them as weights"
             )

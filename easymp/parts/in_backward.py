@@ -125,8 +125,7 @@ class StepInBackward(Part):
             self._zeros.clear()
             raise StepError(
                 f"a second gradient of a parameter before optimizer.step(), under {NAME}=True, which has stepped on "
-                "the first: call "
-                "accelerator.backward() once for each step(), and checkpoint with use_reentrant=False"
+                "the first: call accelerator.backward() once for each step(), and checkpoint with use_reentrant=False"
             )
         if any(p.grad is not None and p.grad.requires_grad for p in parameters):
             raise StepError(
@@ -174,8 +173,7 @@ class StepInBackward(Part):
         if self._stepped:
             raise StepError(
                 f"a second backward() before optimizer.step(), under {NAME}=True, where the first has stepped already: "
-                "call step() "
-                "after each backward(), or leave it out"
+                "call step() after each backward(), or leave it out"
             )
 
     def step(self, optimizer: PreparedOptimizer) -> None:
@@ -240,6 +238,5 @@ def check_counters(prepared: PreparedOptimizer, before: Mapping[tuple[int, str],
     if changed:
         raise StepError(
             f"{NAME}=True steps each parameter alone, and a step of this {type(prepared.given).__name__} has changed "
-            f"{changed[0]!r}, "
-            f"which counts for all of them: leave {NAME} out, or use another optimizer"
+            f"{changed[0]!r}, which counts for all of them: leave {NAME} out, or use another optimizer"
         )

@@ -34,8 +34,7 @@ TRANSFER = 32  # numbers that go to the host in one transfer
 LOSS, NORM, GRADIENTS = "the loss", "the gradient norm", "the gradients"
 CONSEQUENCE = (
     "The step is taken, and the weights will not be finite either: nonfinite='skip' leaves such steps out, "
-    "nonfinite='raise' makes "
-    "them an error, and finds the first module with such numbers"
+    "nonfinite='raise' makes them an error, and finds the first module with such numbers"
 )
 SKIPPED = "Steps with such gradients are skipped on all ranks; optimizer_step_was_skipped says so"
 
@@ -225,8 +224,7 @@ class Nonfinite(Part):
         self._failed_calls.clear()
         return NonfiniteError(
             f"step {self._update}: {fact} ({self._circumstances()}). {cause}No weights have changed in this step. Look "
-            "at the data and "
-            "the learning rate, or use nonfinite='skip' to leave such steps out"
+            "at the data and the learning rate, or use nonfinite='skip' to leave such steps out"
         )
 
     def _raise(self) -> None:
@@ -288,8 +286,7 @@ class Nonfinite(Part):
             return ""
         return (
             f"{len(names)} of {len(parameters)} parameters have such gradients; the last of them in the model, where "
-            "backward came first, "
-            f"is {names[-1]!r}. "
+            f"backward came first, is {names[-1]!r}. "
         )
 
     def _end_search(self) -> None:

@@ -33,12 +33,10 @@ FACTOR = 0x5DEECE66D  # sums are multiplied by it before the next one is added
 WHOLE = -1  # the shard number of a parameter that is not sharded
 CAUSES = (
     "Likely causes: a parameter unfrozen after prepare(); training through another method than the model's call; "
-    "weights changed on "
-    "some ranks only; an optimizer that was not prepared; a step that rounds differently on the ranks (fused or "
-    "foreach on some, unlike "
-    "hardware or numbers of threads, non-deterministic operations). Where ranks are meant to train apart, use "
-    "strategy='local_sgd', "
-    "accelerator.no_sync() around the steps, or Settings(replica_check=0), which compares nothing"
+    "weights changed on some ranks only; an optimizer that was not prepared; a step that rounds differently on the "
+    "ranks (fused or foreach on some, unlike hardware or numbers of threads, non-deterministic operations). Where "
+    "ranks are meant to train apart, use strategy='local_sgd', accelerator.no_sync() around the steps, or "
+    "Settings(replica_check=0), which compares nothing"
 )
 
 
@@ -216,8 +214,7 @@ class Replicas(Part):
         if added:
             raise WorldError(
                 f"{kind} steps {_names(added)}, which belongs to no prepared model, so that no rank averages its "
-                "gradients: "
-                f"{ADD_BEFORE_PREPARE}"
+                f"gradients: {ADD_BEFORE_PREPARE}"
             )
 
     def _unequal(self, sums_by_rank: list[list[tuple[str, int, int]]]) -> dict[str, dict[int, int | None]]:

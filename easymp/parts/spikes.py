@@ -118,10 +118,7 @@ class SpikeGuard(Part):
     vetoes_nonfinite = True
     conflicts = (
         Conflict(
-            "guard",
-            "join_uneven_inputs()",
-            "ranks that are done cannot agree on a spike",
-            "Leave one of them out",
+            "guard", "join_uneven_inputs()", "ranks that are done cannot agree on a spike", "Leave one of them out"
         ),
         Conflict(
             "guard", "step(closure)", "the closure replaces the gradients that were judged", "Leave one of them out"
@@ -219,9 +216,8 @@ class SpikeGuard(Part):
         if place == last and count == MAX_RETURNS:
             raise StepError(
                 f"SpikeGuard(policy='rollback') has gone back to {place} {MAX_RETURNS} times, and there is a spike "
-                "again: it does not "
-                "come from a few batches. Look at the learning rate, or go on from an older checkpoint by "
-                "load_state(path)"
+                "again: it does not come from a few batches. Look at the learning rate, or go on from an older "
+                "checkpoint by load_state(path)"
             )
         self._returns = place, count + 1 if place == last else 1
         self._forget()

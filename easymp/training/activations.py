@@ -234,7 +234,6 @@ def _follow(
         reason = (str(error).splitlines() or [""])[0]
         raise BatchError(
             f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: "
-            f"{reason}): check the "
-            "sample, or leave the sample out"
+            f"{reason}): check the sample, or leave the sample out"
         ) from error
     return Alive(kept_bytes, max(alive), max(with_copies) - max(alive))

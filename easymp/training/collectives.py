@@ -28,8 +28,7 @@ Reduction = Literal["sum", "mean", "max", "none"]
 
 LENGTHS = (
     f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current "
-    "batch "
-    "without the samples that complete it"
+    "batch without the samples that complete it"
 )
 
 
@@ -90,8 +89,7 @@ class Collectives(Processes):
         if self._prepared.strategy.context_size > 1:
             raise StepError(
                 "gather_for_metrics() under context_parallel, where each process has a part of each sequence: add up "
-                "sums and counts of "
-                "tokens with reduce()"
+                "sums and counts of tokens with reduce()"
             )
         objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
         error = ""
@@ -99,9 +97,8 @@ class Collectives(Processes):
             if loader is None:
                 raise BatchError(
                     "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are "
-                    "repeated: call it for "
-                    f"each batch inside the loop, or use {'gather_object' if use_gather_object else 'gather'}() for "
-                    "anything else"
+                    "repeated: call it for each batch inside the loop, or use "
+                    f"{'gather_object' if use_gather_object else 'gather'}() for anything else"
                 )
             samples, batch_size = loader.local_size, loader.batch_size
             if not objects and samples is not None and batch_size is not None and samples < batch_size:
@@ -150,8 +147,7 @@ class Collectives(Processes):
         if values.ndim or weights.ndim:
             raise BatchError(
                 f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and "
-                f"{tuple(weights.shape)}: "
-                "reduce them first, e.g. values.mean() with weight values.numel()"
+                f"{tuple(weights.shape)}: reduce them first, e.g. values.mean() with weight values.numel()"
             )
         total, count = world.reduce(torch.stack([values * weights, weights])).unbind()
         return total / count
@@ -456,8 +452,7 @@ def _check_batch(leaf: Any, size: int | None, objects: bool) -> None:
     if not leaf.ndim if tensor else not hasattr(leaf, "__len__"):
         raise BatchError(
             "gather_for_metrics() got a scalar: repeated samples cannot be taken out of it. Gather one value a sample, "
-            "or use "
-            "mean(value, weight)"
+            "or use mean(value, weight)"
         )
     if size is not None and len(leaf) != size:
         got = f"shape {tuple(leaf.shape)}" if tensor else f"{len(leaf)} items"

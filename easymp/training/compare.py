@@ -51,8 +51,7 @@ def compare_prepared(run: Run, objects: Sequence[Any], records: Sequence[Any], l
         difference = first_difference(world.gather_objects(facts))
         raise WorldError(
             f"the ranks prepare different things: {odd_one_out(difference)}. All ranks must build and prepare the same "
-            "objects, with "
-            "the same settings, parts and hyperparameters"
+            "objects, with the same settings, parts and hyperparameters"
         )
     return [seed for _, seed in digests_and_seeds]
 

@@ -407,8 +407,7 @@ def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
         if class_name not in STATES:
             raise SettingError(
                 f"the states of optimizer {name.lower()!r} are not known{nearest(class_name, STATES)}: pass the number "
-                "of tensors of a "
-                f"parameter's size that it keeps, such as optimizer=2. Known: {', '.join(STATES)}"
+                f"of tensors of a parameter's size that it keeps, such as optimizer=2. Known: {', '.join(STATES)}"
             )
         number = STATES[class_name]({})
         return lambda parameter: number

@@ -84,10 +84,7 @@ def find_executable_batch_size(
 
 @overload
 def find_executable_batch_size(
-    function: Callable[Concatenate[int, int, P], R],
-    starting_batch_size: int = 128,
-    *,
-    keep_global_batch: Literal[True],
+    function: Callable[Concatenate[int, int, P], R], starting_batch_size: int = 128, *, keep_global_batch: Literal[True]
 ) -> Callable[P, R]: ...
 
 

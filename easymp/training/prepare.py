@@ -152,10 +152,7 @@ class Preparation:
         self.seed = torch.initial_seed() if settings.seed is None else settings.seed
 
     def prepare(
-        self,
-        objects: Sequence[Any],
-        device_placement: Sequence[bool | None] | None,
-        methods: str | Sequence[str] = (),
+        self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None, methods: str | Sequence[str] = ()
     ) -> list[Any]:
         """Prepare `objects`, and return them in the same order.
 
@@ -472,10 +469,9 @@ class Preparation:
             if parameter.requires_grad and parameter.dtype in LOW:
                 raise StepError(
                     f"{self.owner.get(id(parameter), 'a parameter')!r} trains now, but was frozen or in no optimizer "
-                    "when it was "
-                    f"prepared, and stayed {parameter.dtype}, where small updates are lost: call requires_grad_(True) "
-                    "and give it to the "
-                    "optimizer before prepare() (free_memory() lets you prepare again)"
+                    f"when it was prepared, and stayed {parameter.dtype}, where small updates are lost: call "
+                    "requires_grad_(True) and give it to the optimizer before prepare() (free_memory() lets you "
+                    "prepare again)"
                 )
 
     def _check_unclaimed(self, holder: str, group: str, parameters: Iterable[Tensor], remedy: str) -> None:
@@ -489,8 +485,7 @@ class Preparation:
             if id(parameter) in self.stepped_by:
                 raise PrepareError(
                     f"{holder} parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps "
-                    "already: give each "
-                    "parameter to one optimizer (free_memory() lets go of the old ones)"
+                    "already: give each parameter to one optimizer (free_memory() lets go of the old ones)"
                 )
 
     def _add_param_group(self, optimizer: Optimizer, prepared: PreparedOptimizer, group: dict[str, Any]) -> None:
@@ -542,8 +537,7 @@ class Preparation:
         if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "state_dict"):
             raise PrepareError(
                 f"prepare() got a {kind}, which is not a Module, Optimizer, scheduler or DataLoader: leave it out (a "
-                "data set goes into a "
-                "DataLoader first)"
+                "data set goes into a DataLoader first)"
             )
         optimizers = [o for o in self.optimizers if optimizer is None or optimizer is o or optimizer is o.given]
         if not optimizers:
@@ -742,9 +736,8 @@ class Preparation:
             name = self.owner.get(id(unstepped[0]), "one of them")
             raise StepError(
                 f"a clip of {len(parameters)} parameters under a loss scale: {len(unstepped)} of them ({name!r} …) "
-                "have gradients "
-                "and are in no prepared optimizer, so that nothing divides these gradients by the loss scale. Pass the "
-                "parameters that optimizers step, or call requires_grad_(False) on the others"
+                "have gradients and are in no prepared optimizer, so that nothing divides these gradients by the loss "
+                "scale. Pass the parameters that optimizers step, or call requires_grad_(False) on the others"
             )
 
     def clamp(self, parameters: Iterable[Tensor] | Tensor, limit: float) -> None:

@@ -307,8 +307,7 @@ def check_loss(loss: Any, gradient: Tensor | None) -> None:
     if not loss.requires_grad:
         raise StepError(
             "backward() got a loss without a graph (requires_grad is False): it was computed under no_grad(), "
-            "detached, or from "
-            "frozen parameters only"
+            "detached, or from frozen parameters only"
         )
     if loss.ndim and loss.numel() != 1 and gradient is None:
         raise StepError(
@@ -322,14 +321,12 @@ def explain_backward(error: RuntimeError) -> None:
     if any(phrase in torch_message for phrase in ("double backward", "differentiate twice", "backward an extra time")):
         raise StepError(
             "the loss holds the gradient of a gradient, which a part of the model does not have: torch.compile's "
-            "default backend, "
-            f"Linears in fp8, synchronised batch-norm and activation_checkpointing='attention' have none. Leave these "
-            f"out. torch said: {torch_message}"
+            "default backend, Linears in fp8, synchronised batch-norm and activation_checkpointing='attention' have "
+            f"none. Leave these out. torch said: {torch_message}"
         ) from error
     if "Tensor cached during selective activation checkpoint has been mutated" in torch_message:
         raise StepError(
             "activation_checkpointing='attention' keeps the results of matrix products, convolutions and attention, "
-            "and a block has "
-            "changed one in place: write it without (nn.ReLU(inplace=False), x = x + y), or use "
+            "and a block has changed one in place: write it without (nn.ReLU(inplace=False), x = x + y), or use "
             "activation_checkpointing='blocks'"
         ) from error

@@ -11,14 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from easymp import (
-    Accelerator,
-    PreparedLoader,
-    PrepareError,
-    RefusedError,
-    SettingError,
-    StepError,
-)
+from easymp import Accelerator, PreparedLoader, PrepareError, RefusedError, SettingError, StepError
 from easymp.compat.accelerate import AcceleratorState
 from easymp.optim import PreparedOptimizer, PreparedScheduler
 
@@ -35,19 +28,11 @@ def acc() -> Iterator[Accelerator]:
 def four() -> list[Any]:
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return [
-        model,
-        optimizer,
-        DataLoader(data(), batch_size=4),
-        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
-    ]
+    return [model, optimizer, DataLoader(data(), batch_size=4), torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
 def test_any_order(acc: Accelerator) -> None:
-    kinds = [
-        "PreparedSequential",
-        *(k.__name__ for k in (PreparedOptimizer, PreparedLoader, PreparedScheduler)),
-    ]
+    kinds = ["PreparedSequential", *(k.__name__ for k in (PreparedOptimizer, PreparedLoader, PreparedScheduler))]
     for order in list(itertools.permutations(range(4)))[::6]:
         objects = four()
         done = acc.prepare(*[objects[i] for i in order])
@@ -72,12 +57,7 @@ def test_one_by_one_in_any_call_and_again(acc: Accelerator) -> None:
 
 @pytest.mark.parametrize(
     ("run", "given", "fused"),
-    [
-        ({}, {}, True),
-        ({}, {"foreach": True}, None),
-        ({}, {"fused": False}, False),
-        ({"fused": False}, {}, None),
-    ],
+    [({}, {}, True), ({}, {"foreach": True}, None), ({}, {"fused": False}, False), ({"fused": False}, {}, None)],
 )
 def test_a_fused_step_only_where_the_user_left_it_open(run: Any, given: Any, fused: bool | None) -> None:
     with make_accelerator(mixed_precision="no", **run) as acc:
