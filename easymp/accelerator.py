@@ -88,10 +88,7 @@ Others = TypeVarTuple("Others")
 
 
 def _explaining(init: Init) -> Init:
-    """Explain keywords that Accelerator() does not take.
-
-    A decorator, so that signatures show only those that it takes.
-    """
+    """Explain keywords that Accelerator() lacks. Its signature shows only those that it takes."""
     known = signature(init).parameters
 
     @wraps(init)

@@ -207,10 +207,7 @@ ELSEWHERE = {
 
 
 def elsewhere(name: str) -> tuple[str, list[str]]:
-    """Our name for what others call `name`, and the options that make it equal, as TOML writes them.
-
-    ``["cpu_offload=true"]``.
-    """
+    """Our name for what others call `name`, and the options that make it equal: ``["cpu_offload=true"]``."""
     ours, *options = ELSEWHERE.get(str(name).lower().replace("-", "_"), "").split(" ")
     return ours, options
 

@@ -105,10 +105,7 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, main_process_only: b
 
 
 def tqdm_class() -> Any:
-    """tqdm's class for this process.
-
-    A widget in a notebook, and text in processes forked from it, which cannot show widgets.
-    """
+    """tqdm's class: a widget in a notebook, and text in processes forked from it, which cannot show widgets."""
     forked = multiprocessing.parent_process() is not None
     return importlib.import_module("tqdm.std" if forked else "tqdm.auto").tqdm
 

@@ -259,10 +259,7 @@ def _strategy(settings: Settings, facts: Facts) -> Choice[str]:
 
 
 def candidates(plan: Plan) -> Iterator[str]:
-    """Yield the strategies that "auto" may take on this many processes, best first.
-
-    Each is imported when it is yielded.
-    """
+    """Yield the strategies that "auto" may take on this many processes, best first, and import each then."""
     facts = _facts(plan.hardware, plan.ranks, plan.device.value)
     precision, settings = PRECISIONS[plan.precision.value], plan.settings
     for name in AUTOMATIC:

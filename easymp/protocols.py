@@ -83,10 +83,7 @@ class Conflict(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """The machine and the world, which decide whether a strategy or precision runs here.
-
-    `device` is the device type of the training (``"cpu"``, ``"cuda"`` …), `hardware` an `easymp.hardware.Hardware`.
-    """
+    """Machine and world, by which a strategy or precision runs here or not; `device` is a type such as ``"cuda"``."""
 
     hardware: Any
     device: str
@@ -273,24 +270,15 @@ class Strategy(Protocol):
         ...
 
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
-        """Average `gradients` over the data ranks, in place, after a window whose backwards all ran under `no_sync`.
-
-        Gradients that are averaged already do not change.
-        """
+        """Average `gradients` over the data ranks, in place, after a window whose backwards ran under `no_sync`."""
         ...
 
     def reduced(self, parameter: Tensor) -> Sequence[Tensor]:
-        """Called in backward as a gradient is done, where parameters are stepped there.
-
-        Returns the parameters to step now.
-        """
+        """The parameters to step now, as the gradient of `parameter` is done in backward."""
         ...
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
-        """Called before a backward that reduces gradients of `models`; returns the check to run after it, if any.
-
-        The check raises where backward added gradients that it did not reduce.
-        """
+        """Called before a backward that reduces; returns the check to run after it, which raises if some are not."""
         ...
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
@@ -307,10 +295,7 @@ class Strategy(Protocol):
         ...
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
-        """The module to call after the run has released `model`, the result of `wrap`. Not a collective.
-
-        It is `alone`, this rank's module without the strategy, where that is whole.
-        """
+        """The module to call after the run: `alone`, this rank's own, where that is whole. Not a collective."""
         ...
 
 
@@ -344,10 +329,7 @@ class Precision(Protocol):
         ...
 
     def casting(self, device: torch.device, options: Any) -> AbstractContextManager[Any]:
-        """A context in which computations outside of prepared models follow this precision.
-
-        `options` are an `AutocastKwargs`.
-        """
+        """A context for computations outside of prepared models in this precision; `options`: `AutocastKwargs`."""
         ...
 
 
@@ -395,28 +377,19 @@ class Tracker(Protocol):
 
 
 class ResumableTracker(Tracker, Protocol):
-    """A tracker that continues a resumed run without keeping rows after the checkpoint twice.
-
-    The two methods are optional.
-    """
+    """A tracker that continues a resumed run without rows after the checkpoint. Its two methods are optional."""
 
     def position(self) -> Mapping[str, Any]:
         """The position, in plain values; checkpoints keep it."""
         ...
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Continue after that position.
-
-        Called before `start`, or while the tracker runs if the run goes back to a checkpoint.
-        """
+        """Continue after that position: before `start`, or while the tracker runs, if the run goes back."""
         ...
 
 
 class MediaTracker(Tracker, Protocol):
-    """A tracker that also takes images and tables.
-
-    The two methods are optional, with names and arguments as in Accelerate's trackers.
-    """
+    """A tracker that also takes images and tables, by Accelerate's names. Its two methods are optional."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None) -> None:
         """Keep images: names to uint8 arrays of shape (N, H, W, C) with 1, 3 or 4 channels."""

@@ -105,10 +105,7 @@ class ProjectFile(NamedTuple):
     text: str = ""
 
     def where(self, key: str, table: str = "") -> str:
-        """``"easymp.toml, line 3"``.
-
-        The place of `key` of `table`; without a line where the file spells it in an unknown way.
-        """
+        """``"easymp.toml, line 3"``: the place of `key` of `table`; without a line where it is not found."""
         keys = (table, key) if table else (key,)
         for s in statements(self.text + "\n"):
             if s.keys[: len(keys)] == keys or (s.keys == () and s.table[:1] == keys):
@@ -117,10 +114,7 @@ class ProjectFile(NamedTuple):
 
 
 def read(path: Path | str | None = None) -> ProjectFile:
-    """The file at `path`.
-
-    None: the one that EASYMP_CONFIG names, or the one in the working directory, if there is one.
-    """
+    """The file at `path`. None: the one that EASYMP_CONFIG names, or the one in the working directory, or none."""
     named = env.read(VARIABLE) if path is None else str(path)
     place = Path(named or FILE)
     if not place.is_file():
@@ -349,10 +343,7 @@ class Settings:
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __new__(cls, *values: Any, **named: Any) -> Settings:
-        """Remember the arguments, so that a default that is asked for counts.
-
-        A copy passes all fields and their sources.
-        """
+        """Remember the arguments, so that a default that is asked for counts. A copy passes all fields."""
         made = super().__new__(cls)
         given = {} if "sources" in named else {**dict(zip(NAMES, values)), **named}
         object.__setattr__(made, "_asked", {name for name, value in given.items() if value is not None})
@@ -386,10 +377,7 @@ Settings.__doc__ = inspect.cleandoc(Settings.__doc__ or "") + "".join(_told)  # 
 
 @dataclass(frozen=True)
 class Launching:
-    """How `easymp launch` starts a script.
-
-    Its flags, where they are not given the table ``[launch]`` of the project file.
-    """
+    """How `easymp launch` starts a script: its flags, else the table ``[launch]`` of the project file."""
 
     processes: int | None = setting(
         None, "processes on each node; else one an accelerator, or one without any", least=1
@@ -461,10 +449,7 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
 
 
 def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
-    """How to launch.
-
-    `flags` (None: not given), then the project file at `path` (None: the usual one), then defaults.
-    """
+    """How to launch: `flags`, then the project file at `path` (None: the usual one), then defaults."""
     found = _launching(read(path))
     given = {n: checked(LAUNCHING[n], v, f"{n}=") for n, v in flags.items() if v is not None}
     return Launching(**{**found, **given})
@@ -500,10 +485,7 @@ def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table:
 
 
 def as_record(kind: type[T], owner: str, given: Any) -> T:
-    """Return `owner`'s options as a `kind`.
-
-    `given` itself, or one made of a mapping's values, or the defaults for None.
-    """
+    """`owner`'s options as a `kind`: `given` itself, or made of a mapping's values, or the defaults for None."""
     if isinstance(given, kind):
         return given
     if dataclasses.is_dataclass(given) and issubclass(kind, type(given)):

@@ -142,10 +142,7 @@ def names_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
 
 
 def rebind(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> None:
-    """Replace the parameters of `names` in `optimizers` by `model`'s new ones.
-
-    Lists of parameters are changed in place, since some optimizers (LBFGS) keep a second reference to them.
-    """
+    """Replace the parameters of `names` in `optimizers` by `model`'s new ones; in place, as LBFGS keeps its list."""
     parameters = dict(model.named_parameters())
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -298,10 +298,7 @@ RUNNER_PARTS: list[Callable[[], Part]] = []
 
 
 class Parts:
-    """The parts of a run, and for each event the methods to call, in order.
-
-    An event is an attribute with a tuple of bound methods: ``for call in parts.stepped: call(optimizer)``.
-    """
+    """The parts of a run; each event is an attribute, a tuple of bound methods: ``for call in parts.stepped: …``."""
 
     def __init__(self) -> None:
         self.all: tuple[Part, ...] = ()

@@ -23,10 +23,7 @@ CYCLE = (
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, skip: Collection[Any] = ()) -> Any:
-    """`tree` with every leaf replaced by ``function(leaf)``; container types, keys and order stay.
-
-    Values of mappings under a key in `skip` stay as they are.
-    """
+    """`tree` with ``function(leaf)`` for each leaf; values of mappings under a key in `skip` stay as they are."""
     try:
         return _map(function, tree, skip)
     except RecursionError:

@@ -45,11 +45,7 @@ def is_size(text: str) -> bool:
 
 
 def read_bytes(value: Any, prefix: str) -> int:
-    """Parse a number of bytes, or a text such as ``"16GiB"``.
-
-    Raises:
-        SettingError: it is not a size; the message begins with `prefix`.
-    """
+    """Parse a number of bytes, or a text such as ``"16GiB"``; a SettingError begins with `prefix`."""
     text = "" if isinstance(value, bool) else str(value).lower()
     match = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", text)
     try:

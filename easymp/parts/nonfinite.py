@@ -235,10 +235,7 @@ class Nonfinite(Part):
     # -- the first module
 
     def _run_again(self, calls: Mapping[int, Call], together: bool = False) -> str:
-        """Run the forward of `calls` under hooks; returns a sentence, or "".
-
-        Where layers or statistics are spread over the ranks, all must do so `together`.
-        """
+        """Run the forward of `calls` under hooks; returns a sentence. Spread layers need all ranks `together`."""
         world, prepared = self.run.world, self.run.prepared
         strategy, device = prepared.strategy, world.device
         spread = strategy.sharded or strategy.splits_layers or bool(prepared.converted)

@@ -91,10 +91,7 @@ class UnpreparedData(Part):
 
 
 def outline(value: Any, budget: Iterator[int], depth: int = 0) -> Any:
-    """Fingerprint of a data set by its attributes.
-
-    Reads few elements, and as many values as `budget` yields; calls no method.
-    """
+    """Fingerprint of a data set by attributes: reads few elements and `budget` values, and calls no method."""
     if value is None or isinstance(value, (str, bytes, int, float)):
         return value
     if depth > MAX_DEPTH or next(budget, None) is None:

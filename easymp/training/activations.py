@@ -146,10 +146,7 @@ def _follow(
     change: Callable[[nn.Module], object] | None = None,
     backward: bool = False,
 ) -> Alive:
-    """Follow a forward, and a backward from the sum of its outputs; see `bytes_saved`.
-
-    `change` is called with the copy of `model` that runs.
-    """
+    """Follow a forward of a copy of `model`, which `change` may change, and a backward from the sum of its outputs."""
     # Imported here: few runs need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode

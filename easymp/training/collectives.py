@@ -417,10 +417,7 @@ def _together(
 
 
 def _form(leaf: Any, free: int | None) -> str:
-    """The part of a leaf that must be equal on all ranks.
-
-    ``"float32[2, 3]"``, and the kind of device where it is not the CPU.
-    """
+    """What must be equal of a leaf on all ranks: ``"float32[2, 3]"``, and the device's type unless it is the CPU."""
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
     shape = [str(length) for length in leaf.shape]

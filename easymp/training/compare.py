@@ -28,11 +28,7 @@ MAY_DIFFER = set(
 
 
 def compare_prepared(run: Run, objects: Sequence[Any], records: Sequence[Any], lines: Sequence[str]) -> list[int]:
-    """Compare objects, dataclasses and further lines; returns the random seeds of all ranks.
-
-    Raises:
-        WorldError: the ranks differ.
-    """
+    """Random seeds of all ranks; a WorldError where their objects, dataclasses or further lines differ."""
     plan, world = run.plan, run.world
     choices: dict[str, Choice[Any]] = {
         "precision": plan.precision,

@@ -445,10 +445,7 @@ def fits(need: Memory, available: int) -> bool:
 
 
 def first_batch(models: Models, loaders: Sequence[Any], share: int) -> Sample:
-    """A rank's micro-batch for the one model, on the meta device; None where `loaders` do not tell it without reading.
-
-    The first one tells it if its data are tensors; a rank gets 1/`share` of a batch.
-    """
+    """A rank's micro-batch on the meta device: 1/`share` of the first loader's; None where reading would be needed."""
     if len(models) > 1 or isinstance(models[0], torch.jit.ScriptModule):
         return None
     parameters = signature(models[0].forward).parameters.values()
@@ -502,10 +499,7 @@ class Candidate(NamedTuple):
 
 
 class AutoStrategy:
-    """Chooses the strategy of a run by memory.
-
-    Where it is not `free`, options of the planned one were given, and it stays.
-    """
+    """Chooses the strategy of a run by memory. The planned one stays where it is not `free`: its options were given."""
 
     def __init__(self, run: Run, precision: Precision, free: bool) -> None:
         self._run, self._precision, self._free = run, precision, free
@@ -513,10 +507,7 @@ class AutoStrategy:
         self.total_need: Memory | None = None  # of all models so far
 
     def choose(self, models: Models, optimizers: Optimizers, strategy: Strategy, sample: Sample) -> Strategy:
-        """The strategy for `models`, not yet wrapped: the first candidate that fits has the fewest moving parts.
-
-        Only the first models can change it, and for these the call is a collective.
-        """
+        """The first candidate that fits `models`, not yet wrapped. Only the first models can change the strategy."""
         plan, world, name = self._run.plan, self._run.world, strategy.name
         if self.total_need is not None:
             self.total_need += self.need(name, models, optimizers)
@@ -564,10 +555,7 @@ class AutoStrategy:
     def _count_activations(
         self, needs_by_name: Mapping[str, Memory], models: Models, optimizers: Optimizers, sample: Sample
     ) -> dict[Candidate, Memory]:
-        """The needs with activations; none where they are not known.
-
-        Small models are not followed: that would take longer than preparing them.
-        """
+        """The needs with activations; none where they are not known, or where the model is small and following slow."""
         settings = self._run.plan.settings
         needs: dict[Candidate, Memory] = {}
         recompute = read_which(settings.activation_checkpointing)
@@ -597,10 +585,7 @@ class AutoStrategy:
             self._run.plan = replace(plan, strategy=choice)
 
     def reduce_early(self, models: Models, optimizers: Optimizers, strategy: Strategy, accumulates: bool) -> None:
-        """Decide whether `strategy` reduces gradients at each micro-batch, if its options leave it open; a collective.
-
-        Where the run `accumulates`, the plan says it.
-        """
+        """Decide whether `strategy` reduces gradients at each micro-batch, if its options leave it open; collective."""
         plan, arithmetic = self._run.plan, ""
         if strategy.reduces_each is None:
             need = self.need(strategy.name, models, optimizers, strategy.options)

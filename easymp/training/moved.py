@@ -85,11 +85,7 @@ OTHER_ATTRIBUTES = {
 
 
 def refuse_argument(name: str, arguments: Iterable[str]) -> NoReturn:
-    """Refuse a keyword that Accelerator() does not take.
-
-    Raises:
-        ArgumentError: always.
-    """
+    """Raise an ArgumentError for a keyword that Accelerator() does not take."""
     remedy = OTHER_ARGUMENTS.get(name)
     hint = nearest(name, arguments) if remedy is None else f": {remedy}"
     raise ArgumentError(f"Accelerator() has no argument {name!r}{hint}")

@@ -154,10 +154,7 @@ class Preparation:
     def prepare(
         self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None, methods: str | Sequence[str] = ()
     ) -> list[Any]:
-        """Prepare `objects`, and return them in the same order.
-
-        Calls of `methods` of the models are treated as forward.
-        """
+        """Prepare `objects`, and return them in the same order. Calls of `methods` of the models count as forward."""
         if device_placement is not None and len(device_placement) != len(objects):
             raise PrepareError(
                 f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
@@ -423,11 +420,7 @@ class Preparation:
             self.strategy.drop(route.module, parameters)
 
     def _masters_for(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Masters | None:
-        """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically or neither is used.
-
-        Raises:
-            PrepareError: masters are needed, and the strategy does not support them.
-        """
+        """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically."""
         policy, kind = self._precision, type(optimizer).__name__
         low = [p for p in parameters if p.requires_grad and p.dtype in LOW]
         if not policy.masters and not (low and policy.keeps_updates):
@@ -760,10 +753,7 @@ class Preparation:
         return [o for o in self.optimizers if any(id(p) in ids for g in o.param_groups for p in g["params"])]
 
     def steppers(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer] | None:
-        """The optimizers that together step exactly `parameters`.
-
-        None if there are none, or if a clip inside the step gains nothing.
-        """
+        """The optimizers that together step exactly `parameters`; None if a clip inside the step gains nothing."""
         if not any(optimizer.engine.worth() for optimizer in self.optimizers):
             return None
         remaining = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
@@ -780,10 +770,7 @@ class Preparation:
 
     @contextmanager
     def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        """A context in which ranks may run out of batches at different times.
-
-        At its end they follow the one with the most updates.
-        """
+        """A context in which ranks may run out of batches; at its end they follow the one with the most updates."""
         window, loaders = self._run.window, self.loaders if even_batches is not None else []
         if self.converted:
             raise RefusedError(str(conflicts.BATCHNORM_AND_JOIN))

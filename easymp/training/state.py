@@ -142,11 +142,7 @@ class Run:
         self.plan = replace(self.plan, **{name: refined})
 
     def find_refused(self, strategy: Strategy) -> None:
-        """Look up what does not go together under `strategy`.
-
-        Raises:
-            RefusedError: two words that are in force do not.
-        """
+        """Look up what does not go together under `strategy`; a RefusedError for two words that are in force."""
         settings, precision = self.plan.settings, PRECISIONS[self.plan.precision.value]
         in_force = {
             *strategy.words,
