@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import easymp
 from easymp import Accelerator, Settings
 from easymp.strategies.transforms import Offload
+from easymp.training.activations import follow_step
 
 if __package__:
     from .blocks import Block
@@ -142,7 +143,7 @@ def offloaded() -> tuple[int, int]:
         out = model(x)
     del hooks
     out.mean().backward()
-    return sum(sizes.values()), easymp.memory.bytes_saved(model, (x,), {})
+    return sum(sizes.values()), follow_step(model, (x,), {}, None, None).kept
 
 
 def rank() -> None:

@@ -49,9 +49,8 @@ class Plan:
         activations: which activations are recomputed or offloaded; None: none.
         compile: what torch.compile compiles where the precision implies it; None: what the settings say.
         data: how several ranks split the data, if no prepared loader is read.
-        candidates: what strategy "auto" chose from, once models are known on several ranks: "strategy", what is
-            "recomputed", "bytes" of a rank, "activations" among them (None: not counted), whether it "fits",
-            and "reason" in words.
+        candidates: what strategy "auto" chose from, once models are known on several ranks: "strategy", "bytes" of a
+            rank without activations, whether it "fits", and "reason" in words.
 
     Example:
         >>> plan = Accelerator(cpu=True, mixed_precision="bf16").plan
@@ -101,8 +100,7 @@ class Plan:
         rows = [("processes", f"{self.ranks.size}{nodes}", self.ranks.announced or self.ranks.single_reason)]
         rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
         for i, one in enumerate(self.candidates):
-            name = one["strategy"] + ", recomputed" * bool(one["recomputed"])
-            rows.append(("" if i else "candidates", name, one["reason"]))
+            rows.append(("" if i else "candidates", one["strategy"], one["reason"]))
         return "\n".join(columns(rows, 3))
 
     def as_dict(self) -> dict[str, Any]:

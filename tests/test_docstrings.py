@@ -69,7 +69,7 @@ def public() -> dict[str, Public]:
     places += [(f"optim.{name}", getattr(easymp.optim, name)) for name in OPTIM]
     places.append(("compat.explain", easymp.compat.explain))
     places += [(f"nn.{name}", getattr(easymp.nn, name)) for name in easymp.nn.__all__]
-    memory = ("Memory", "Table", "estimate", "fits", "table")
+    memory = ("Memory", "estimate", "fits")
     places += [(f"memory.{name}", getattr(easymp.memory, name)) for name in memory]
     for name, value in places:
         if isinstance(value, str):

@@ -30,8 +30,9 @@ def train(memory: list[str], asked: dict[str, Any]) -> dict[str, Any]:
     ):
         before = acc.plan.strategy.value
         done = models.train(acc, "tied")
-        choice = acc.plan.strategy
-    return {**done, "before": before, "after": choice.value, "reason": choice.reason, "said": said}
+        plan = acc.plan
+    told = {"shown": plan.explain(), "candidates": plan.as_dict().get("candidates", []), "said": said}
+    return {**done, **told, "before": before, "after": plan.strategy.value, "reason": plan.strategy.reason}
 
 
 @functools.cache
@@ -80,46 +81,14 @@ def test_what_was_asked_for_stays(ranks, asked, words):
     assert [(level, said.endswith(words)) for level, said in it["said"]] == ([("WARNING", True)] if words else [])
 
 
-def table(memory: str, rows: int, asked: dict[str, Any]) -> tuple[Any, str, list[Any], Any]:
-    """The plan after a model was prepared with a loader."""
-    data = torch.utils.data.TensorDataset(torch.rand(64, 12))
-    with (
-        heard(LOG) as said,
-        Accelerator(mixed_precision="fp32", cpu=True, settings=Settings(memory=memory), **asked) as acc,
-    ):
-        acc.prepare(models.make("tied"), torch.utils.data.DataLoader(data, rows))
-        return acc.plan.strategy, acc.plan.explain(), [level for level, _ in said], acc.plan.as_dict()
-
-
 def test_the_plan_holds_what_auto_chose_from(ranks):
-    def told(*how: Any) -> Any:
-        (choice, shown, levels, record), other = ranks(table, *how)
-        assert (choice, record["candidates"]) == (other[0], other[3]["candidates"])  # on all ranks alike
-        each = record["candidates"]
-        assert all(one["reason"] in shown for one in each) and "candidates    ddp" in shown
-        return choice, levels, each
-
-    choice, levels, each = told("300KiB", 8, {"gradient_accumulation_steps": 2})
-    assert (choice.value, levels) == ("ddp", [])
-    assert choice.reason == "2 processes; the fewest moving parts, and it fits"
-    pairs = [("ddp", ""), ("fsdp", ""), ("ddp", "blocks"), ("fsdp", "blocks")]
-    assert [(one["strategy"], one["recomputed"]) for one in each] == pairs
-    need = estimate(models.make("tied"), world=2, sample=torch.ones(8, 12, device="meta"))
-    assert (each[0]["bytes"], each[0]["activations"]) == (need.total, need.activations)
-    assert each[2]["activations"] < each[0]["activations"]
-    assert each[0]["reason"].endswith("KiB a rank in micro-batches of 8, fits")
-
-    choice, levels, each = told("255KiB", 8, {})
-    assert (choice.value, levels) == ("fsdp", ["INFO"])
-    assert [one["fits"] for one in each] == [False, True, True, True]
-    choice, levels, each = told("250KiB", 8, {})
-    assert (choice.value, levels) == ("ddp", ["WARNING"])
-    assert "and nothing without: pass activation_checkpointing='blocks'" in choice.reason
-    choice, levels, each = told("250KiB", 8, {"activation_checkpointing": "blocks"})
-    assert (choice.value, levels, len(each)) == ("ddp", [], 2)
-    choice, levels, each = told("30MiB", 8, {})  # too small to be followed
-    assert [one["activations"] for one in each] == [None, None]
-    assert each[0]["reason"].endswith("KiB a rank without activations, fits")
+    each = ranks(train, [SHARDED, SHARDED], {})
+    assert [it["candidates"] for it in each] == [each[0]["candidates"]] * 2
+    ddp, fsdp = each[0]["candidates"]
+    assert (ddp["strategy"], ddp["fits"], fsdp["strategy"], fsdp["fits"]) == ("ddp", False, "fsdp", True)
+    assert fsdp["reason"] == "90.5 KiB a rank without activations, fits"
+    assert all(one["reason"] in each[0]["shown"] for one in (ddp, fsdp)) and "candidates    ddp" in each[0]["shown"]
+    assert ddp["bytes"] == estimate(models.make("tied"), world=2).total
 
 
 def test_one_process_that_has_too_little_is_told():

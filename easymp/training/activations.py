@@ -69,7 +69,7 @@ def count_activations(
                 found = find_recomputed([twin], recomputed)  # type: ignore[arg-type]
                 recompute(found[:blocks], recomputed.selective)  # type: ignore[union-attr]
 
-        alive = _follow(model, *follow_arguments, change, backward=True)
+        alive = follow_step(model, *follow_arguments, change, backward=True)
         return alive._replace(peak=alive.peak - alive.kept) if offload else alive
 
     blocks = parts
@@ -91,38 +91,6 @@ def _arguments(sample: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     return (sample[0], sample[1]) if has_keywords else (tuple(sample), {})
 
 
-def bytes_saved(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    compute: torch.dtype | None = None,
-    stored: torch.dtype | None = None,
-) -> int:
-    """Count what is alive for backward after ``model(*args, **kwargs)``, without running it.
-
-    What a CPU's kernels save counts; a GPU's may save something else (fused attention, recurrent layers). `model` and
-    the random streams are left alone.
-
-    Args:
-        model: any module.
-        args: its arguments; only shapes and dtypes of tensors count.
-        kwargs: its keyword arguments.
-        compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
-        stored: what floating-point tensors are converted to before; None leaves them as they are.
-
-    Returns:
-        Bytes of the distinct storages, parameters and buffers not counted.
-
-    Raises:
-        BatchError: the model's forward cannot be followed on these arguments.
-
-    Example:
-        >>> easymp.memory.bytes_saved(nn.Linear(2, 1), (torch.ones(4, 2),), {})  # its input
-        32
-    """
-    return _follow(model, args, kwargs, compute, stored).kept
-
-
 class BatchNormOfOneRank(_BatchNorm):
     """Stands for a `SyncBatchNorm`, which reads numbers of other ranks, where activations are counted."""
 
@@ -137,7 +105,7 @@ class Alive(NamedTuple):
     copies: int  # how much higher the peak is with these copies
 
 
-def _follow(
+def follow_step(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -146,7 +114,15 @@ def _follow(
     change: Callable[[nn.Module], object] | None = None,
     backward: bool = False,
 ) -> Alive:
-    """Follow a forward of a copy of `model`, which `change` may change, and a backward from the sum of its outputs."""
+    """Follow a forward of a copy of `model`, which `change` may change, and a backward from the sum of its outputs.
+
+    What a CPU's kernels save counts; a GPU's may save something else (fused attention, recurrent layers). `model` and
+    the random streams are left alone.
+
+    Args:
+        compute: autocast's type, or None for no autocast.
+        stored: what floating-point tensors are converted to before; None leaves them as they are.
+    """
     # Imported here: few runs need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode

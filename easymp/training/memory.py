@@ -20,20 +20,18 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from inspect import signature
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset, default_collate
 
 from .. import conflicts
 from ..base.units import columns, size, unit
-from ..errors import EasympError, SettingError, check_whole, is_whole, nearest
+from ..errors import SettingError, check_whole, is_whole, nearest
 from ..logging import get_logger
 from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
@@ -43,7 +41,6 @@ from ..registry import PrecisionName, StrategyName
 from ..settings import Settings, as_record
 from ..strategies import STRATEGIES
 from ..strategies.transforms import read_which
-from .activations import bytes_saved as bytes_saved
 from .activations import count_activations
 from .state import Run
 
@@ -65,7 +62,6 @@ NO_SAMPLE = "activations are not counted: pass a sample batch"
 Optimizer = str | int | type[torch.optim.Optimizer] | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Models = Sequence[nn.Module]
 Optimizers = Sequence[torch.optim.Optimizer]
-Sample = tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
@@ -142,46 +138,6 @@ class Memory:
 ROWS = tuple(f.name for f in fields(Memory)[3:-1])
 
 
-@dataclass(frozen=True)
-class Table:
-    """Estimates side by side, one a line. ``print`` shows them aligned.
-
-    Attributes:
-        lines: one for each strategy and precision; ``table["fsdp", "bf16"]`` is the one of that pair.
-
-    Example:
-        >>> for need in easymp.memory.table(1_000_000, precisions=["bf16"]):
-        ...     print(need.strategy, need.total)
-        ddp 18000000
-        zero1 11000000
-        fsdp 2000000
-    """
-
-    lines: tuple[Memory, ...]
-
-    def __iter__(self) -> Iterator[Memory]:
-        return iter(self.lines)
-
-    def __getitem__(self, key: tuple[str, str]) -> Memory:
-        """The line of a strategy and a precision."""
-        return next(line for line in self.lines if (line.strategy, line.precision) == key)
-
-    def __str__(self) -> str:
-        name, scale = unit(max(line.total for line in self.lines))
-        shown = [row for row in ROWS if any(getattr(line, row) for line in self.lines)]
-        cells = [["strategy", "precision", *shown, "total"]]
-        for line in self.lines:
-            sizes = [*(getattr(line, row) for row in shown), line.total]
-            cells.append([line.strategy, line.precision, *(f"{s / scale:,.2f}" if s else "–" for s in sizes)])
-        notes: dict[str, list[str]] = {}
-        for line in self.lines:
-            for note in line.notes:
-                notes.setdefault(note, []).append(line.strategy)
-        strategies = {line.strategy for line in self.lines}
-        note_lines = [n if strategies == {*s} else f"{', '.join(dict.fromkeys(s))}: {n}" for n, s in notes.items()]
-        return "\n".join([*columns(cells, 2), f"{name} a rank", *note_lines])
-
-
 def estimate(
     model: nn.Module | int,
     *,
@@ -212,9 +168,10 @@ def estimate(
             a class that is not in `STATES` counts with two.
         options: of the strategy: its record or a dict of its fields.
         sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor.
-            With it, a forward is followed as in `easymp.memory.bytes_saved`, and a backward from the sum of its
-            outputs; a loss outside of the model is not counted. Activations are those of the whole model: where a
-            strategy splits layers or stages, a rank keeps fewer.
+            With it, a forward is followed by shapes alone, and a backward from the sum of its outputs; a loss outside
+            of the model is not counted, and a GPU's kernels may save something else (fused attention, recurrent
+            layers). Activations are those of the whole model: where a strategy splits layers or stages, a rank keeps
+            fewer.
         activations: bytes of activations, if they are known already; or an estimate with a sample, whose activations
             and copies (at most as many) are taken.
         stochastic_rounding: states are bf16, and bf16 weights have no masters.
@@ -314,50 +271,16 @@ def estimate(
     return Memory(kind.name, policy.name, world, **sums, notes=tuple(notes))
 
 
-def table(
-    model: nn.Module | int,
-    *,
-    strategies: Sequence[StrategyName] = ("ddp", "zero1", "fsdp"),
-    precisions: Sequence[PrecisionName] = ("fp32", "bf16"),
-    world: int = 8,
-    per_node: int | None = None,
-    optimizer: Optimizer = "adamw",
-    sample: Any = None,
-) -> Table:
-    """Estimate the memory of a rank under each strategy and precision.
-
-    Args:
-        model: any module, or a number of parameters.
-        strategies: names.
-        precisions: names.
-        world: number of ranks.
-        per_node: ranks of a node; None means one node.
-        optimizer: as in `estimate`.
-        sample: one rank's micro-batch, as in `estimate`.
-
-    Returns:
-        The estimates; ``print`` shows them aligned.
-
-    Raises:
-        SettingError: a wrong name or value.
-
-    Example:
-        >>> easymp.memory.table(1_000_000, world=8)["fsdp", "fp32"].states
-        1000000
-    """
-    lines: dict[tuple[str, str], Memory] = {}
-    common: Any = {"world": world, "per_node": per_node, "optimizer": optimizer, "sample": sample}
-    for precision in precisions:
-        activations = None  # the same for each strategy
-        for strategy in strategies:
-            line = estimate(model, strategy=strategy, precision=precision, activations=activations, **common)
-            activations, lines[strategy, precision] = line.activations, line
-    return Table(tuple(lines[strategy, precision] for strategy in strategies for precision in precisions))
+REMOVED = {
+    **dict.fromkeys(("predict", "Prediction"), "easymp compare measures the time of an update"),
+    **dict.fromkeys(("table", "Table"), "call easymp.memory.estimate for each strategy, or run easymp estimate"),
+    "bytes_saved": "easymp.memory.estimate(model, sample=...).activations counts a whole step",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("predict", "Prediction"):
-        raise AttributeError(f"easymp.memory.{name} was removed: easymp compare measures the time of an update")
+    if name in REMOVED:
+        raise AttributeError(f"easymp.memory.{name} was removed: {REMOVED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -444,21 +367,6 @@ def fits(need: Memory, available: int) -> bool:
 # -- Strategy "auto": decided by the memory that the first models need, before they are wrapped.
 
 
-def first_batch(models: Models, loaders: Sequence[Any], share: int) -> Sample:
-    """A rank's micro-batch on the meta device: 1/`share` of the first loader's; None where reading would be needed."""
-    if len(models) > 1 or isinstance(models[0], torch.jit.ScriptModule):
-        return None
-    parameters = signature(models[0].forward).parameters.values()
-    input_count = sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in parameters)
-    for loader in loaders[:1]:
-        is_tensor_data = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
-        if is_tensor_data and loader.batch_size and 0 < input_count <= len(loader.dataset.tensors):
-            rows = max(1, loader.batch_size // share)
-            inputs = loader.dataset.tensors[:input_count]
-            return tuple(tensor.new_empty((rows, *tensor.shape[1:]), device="meta") for tensor in inputs)
-    return None
-
-
 def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
     """Choose the first of `needs` that fits into `available` bytes, or the last one; the reason has the arithmetic."""
     limit = int(available * (1 - SPARE))
@@ -475,29 +383,6 @@ def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
     return Choice(need.strategy, "; ".join(sentences), Source.DETECTED)
 
 
-class Candidate(NamedTuple):
-    """A strategy, and which activations are recomputed under it ("": none)."""
-
-    strategy: str
-    recomputed: str
-
-    def __str__(self) -> str:
-        return f"{self.strategy} with {self.recomputed} recomputed" if self.recomputed else self.strategy
-
-    def row(self, need: Memory, batch: int, available: int) -> dict[str, Any]:
-        """The candidate in the plan, for micro-batches of `batch` rows; 0: activations are not counted."""
-        activations = f"in micro-batches of {batch}" if batch else "without activations"
-        fit = fits(need, available)
-        return {
-            "strategy": self.strategy,
-            "recomputed": self.recomputed,
-            "bytes": need.total,
-            "activations": need.activations,
-            "fits": fit,
-            "reason": f"{size(need.total)} a rank {activations}, {'fits' if fit else 'too much'}",
-        }
-
-
 class AutoStrategy:
     """Chooses the strategy of a run by memory. The planned one stays where it is not `free`: its options were given."""
 
@@ -506,7 +391,7 @@ class AutoStrategy:
         self._planned = run.plan.strategy
         self.total_need: Memory | None = None  # of all models so far
 
-    def choose(self, models: Models, optimizers: Optimizers, strategy: Strategy, sample: Sample) -> Strategy:
+    def choose(self, models: Models, optimizers: Optimizers, strategy: Strategy) -> Strategy:
         """The first candidate that fits `models`, not yet wrapped. Only the first models can change the strategy."""
         plan, world, name = self._run.plan, self._run.world, strategy.name
         if self.total_need is not None:
@@ -516,64 +401,30 @@ class AutoStrategy:
                 logger.warning("strategy %s stays, for models are wrapped already; with this one %s", name, reason)
             return strategy
         names = candidates(plan) if self._free else [name]
-        needs_by_name = {name: self.need(name, models, optimizers) for name in names}
-        needs: dict[Candidate, Memory] = {}
-        if not world.rank:
-            needs = self._count_activations(needs_by_name, models, optimizers, sample)
-        batch = len(sample[0]) if needs and sample else 0
-        needs = needs or {Candidate(name, ""): need for name, need in needs_by_name.items()}
-        by_rank = world.gather_objects((plan.memory, needs, batch))
-        available = min(memory for memory, _, _ in by_rank)
-        _, needs, batch = by_rank[0]  # the same figures on all ranks
-        choice = self._choice(needs, available)
-        self.total_need = needs_by_name[choice.value]
-        rows = tuple(candidate.row(need, batch, available) for candidate, need in needs.items())
-        self._run.plan = replace(plan, strategy=choice, candidates=rows)
+        needs = {name: self.need(name, models, optimizers) for name in names}
+        by_rank = world.gather_objects((plan.memory, needs))
+        available = min(memory for memory, _ in by_rank)
+        _, needs = by_rank[0]  # the same figures on all ranks
+        fitting = {name: fits(need, available) for name, need in needs.items()}
+        if next(iter(fitting.values())):
+            choice = replace(self._planned, reason=f"{self._planned.reason}; the fewest moving parts, and it fits")
+        else:
+            choice = by_memory(needs, available)
+            if not self._free:
+                reason = f"{choice.reason}; options of {choice.value} were given, so it stays"
+                choice = replace(choice, reason=reason)
+            log = logger.info if any(fitting.values()) else logger.warning
+            log("strategy %s: %s", choice.value, choice.reason)
+        self.total_need = needs[choice.value]
+        rows: list[dict[str, Any]] = []
+        for name, need in needs.items():
+            reason = f"{size(need.total)} a rank without activations, {'fits' if fitting[name] else 'too much'}"
+            rows.append({"strategy": name, "bytes": need.total, "fits": fitting[name], "reason": reason})
+        self._run.plan = replace(plan, strategy=choice, candidates=tuple(rows))
         if choice.value == strategy.name:
             return strategy
         kind = STRATEGIES[choice.value]
         return kind(world, kind.Options())  # type: ignore[call-arg]
-
-    def _choice(self, needs: Mapping[Candidate, Memory], available: int) -> Choice[str]:
-        """The first candidate that fits, or else the last one, with a log where the reason matters."""
-        choice = self._planned
-        if fits(next(iter(needs.values())), available):
-            return replace(choice, reason=f"{choice.reason}; the fewest moving parts, and it fits")
-        choice = by_memory({str(candidate): need for candidate, need in needs.items()}, available)
-        first = next((candidate for candidate, need in needs.items() if fits(need, available)), None)
-        recomputing = first is not None and first.recomputed and not self._run.plan.settings.activation_checkpointing
-        if first is not None and recomputing:
-            remedy = f"pass activation_checkpointing={first.recomputed!r}"
-            choice = replace(choice, reason=f"{choice.reason}, and nothing without: {remedy}")
-        if not self._free:
-            reason = f"{choice.reason}; options of {choice.value} were given, so it stays"
-            choice = replace(choice, reason=reason)
-        log = logger.warning if first is None or recomputing else logger.info
-        log("strategy %s: %s", choice.value, choice.reason)
-        return choice
-
-    def _count_activations(
-        self, needs_by_name: Mapping[str, Memory], models: Models, optimizers: Optimizers, sample: Sample
-    ) -> dict[Candidate, Memory]:
-        """The needs with activations; none where they are not known, or where the model is small and following slow."""
-        settings = self._run.plan.settings
-        needs: dict[Candidate, Memory] = {}
-        recompute = read_which(settings.activation_checkpointing)
-        is_small = next(iter(needs_by_name.values())).total < self._run.plan.memory / 4
-        if sample is None or is_small or (recompute and recompute.below):
-            return needs
-        for recomputed in [str(settings.activation_checkpointing)] if recompute else ["", "blocks"]:
-            options: dict[str, Any] = {"sample": sample}
-            for name in needs_by_name:
-                options["activation_offload"] = settings.activation_offload
-                options["activation_checkpointing"] = recomputed or False
-                try:
-                    need = self.need(name, models, optimizers, **options)
-                except EasympError:  # forward depends on values, or the model has no repeated blocks
-                    break
-                needs[Candidate(name, recomputed)] = need
-                options = {"activations": need}  # the same for each strategy
-        return needs
 
     def warn_if_short(self, models: Models, optimizers: Optimizers, name: str) -> None:
         """On one process, where nothing can be chosen: say in the plan and the log if memory is short for `models`."""

@@ -40,7 +40,7 @@ from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
 from ..strategies.transforms import CompileOptions, Compiling, can_compile
 from .compare import compare_prepared
-from .memory import SPARE, AutoStrategy, Memory, first_batch
+from .memory import SPARE, AutoStrategy, Memory
 from .state import Run
 from .wrapper import Route, forward_methods, make_view
 
@@ -53,6 +53,8 @@ logger = get_logger(__name__)
 
 IN_FP32 = ", their low-precision gradients summed in fp32"
 SUMMED_DENSE = "gradients of low-precision parameters are summed in fp32, dense ones only"
+# What `prepare` hands back as it is.
+PREPARED = (PreparedLoader, SkippedLoader, optim.PreparedOptimizer, optim.PreparedScheduler, type(None))
 ADD_BEFORE_PREPARE = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
 
 
@@ -159,21 +161,25 @@ class Preparation:
             raise PrepareError(
                 f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
             )
-        prepared_by_id = self._prepared_by_id
-        models = [
-            o for o in dict.fromkeys(o for o in objects if isinstance(o, nn.Module)) if id(o) not in prepared_by_id
-        ]
+        run, prepared_by_id = self._run, self._prepared_by_id
+        unique_models = dict.fromkeys(o for o in objects if isinstance(o, nn.Module))
+        models = [model for model in unique_models if id(model) not in prepared_by_id]
         self.identities.update((id(model), identity(model)) for model in models)
         methods_of = dict(zip(map(id, models), forward_methods(models, methods)))
         self._check_models(models)
-        self._agree_on_seed(objects, methods_of)
+        seeds = [torch.initial_seed()]
+        if run.world.size > 1:
+            lines = [f"forward methods {names}" for names in methods_of.values()]
+            seeds = compare_prepared(run, objects, self._options.records, lines)
+        if not self._has_seed:  # take rank 0's
+            self._has_seed, self.seed, self._same_streams = True, seeds[0], len(set(seeds)) == 1
         optimizers = [
             o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in objects if isinstance(o, Optimizer)
         ]
         if models:
-            self._decide_strategy(models, optimizers, objects)
             self._change_models(models, optimizers, any(methods_of.values()))
-        placements = device_placement or [None] * len(objects)
+        default = self._options.device_placement
+        placements = [default if place is None else place for place in device_placement or [None] * len(objects)]
         prepare_model = partial(self._prepare_model, optimizers=optimizers, methods_of=methods_of)
         fresh: list[Any] = []
         steps: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (
@@ -185,30 +191,16 @@ class Preparation:
         for kind, prepare_item in steps:
             for item, placement in zip(objects, placements):
                 if isinstance(item, kind) and id(item) not in prepared_by_id:
-                    prepared_by_id[id(item)] = (
-                        item if is_prepared(item) else prepare_item(item, self._placement_of(placement))
-                    )
+                    prepared_by_id[id(item)] = item if isinstance(item, PREPARED) else prepare_item(item, placement)
                     fresh.append(prepared_by_id[id(item)])
-        self._always_watches = self._shares_gradients or "change of gradients" in self._run.refused
+        self._always_watches = self._shares_gradients or "change of gradients" in run.refused
         if models and self._same_streams:
             if self.strategy.data_rank and self._options.diverge:
                 diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
             self._same_streams = False
-        for notify in self._run.parts.prepared:
+        for notify in run.parts.prepared:
             notify(fresh)
         return [prepared_by_id[id(item)] for item in objects]
-
-    def _placement_of(self, placement: bool | None) -> bool:
-        return self._options.device_placement if placement is None else placement
-
-    def _agree_on_seed(self, objects: Sequence[Any], methods_of: Mapping[int, Sequence[str]]) -> None:
-        """Compare what the ranks prepare; ranks without a common seed take rank 0's."""
-        seeds = [torch.initial_seed()]
-        if self._run.world.size > 1:
-            lines = [f"forward methods {names}" for names in methods_of.values()]
-            seeds = compare_prepared(self._run, objects, self._options.records, lines)
-        if not self._has_seed:
-            self._has_seed, self.seed, self._same_streams = True, seeds[0], len(set(seeds)) == 1
 
     # -- models
 
@@ -232,29 +224,20 @@ class Preparation:
                     raise PrepareError(f"parameter {name!r} of this {kind} {fault}")
                 owner[id(parameter)] = name
 
-    def _decide_strategy(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], objects: Sequence[Any]
-    ) -> None:
-        """Let "auto" take the strategy by the memory that `models` need."""
-        run, options = self._run, self._options
-        if run.plan.settings.strategy != AUTO:
-            return
-        if run.world.size > 1:
-            divisor = run.world.size if options.dataloader_config.split_batches else 1
-            sample = first_batch(models, [o for o in objects if type(o) is DataLoader], divisor)
-            self.strategy = self._auto.choose(models, optimizers, self.strategy, sample)
-            run.find_refused(self.strategy)
-            return
-        all_models = [*(route.original for route in self.models), *models]
-        # An upper bound for any precision and usual optimizer; an estimate takes longer.
-        bound = sum(p.numel() * (8 * p.element_size() + 12) for model in all_models for p in model.parameters())
-        if bound > run.plan.memory * (1 - SPARE):
-            all_optimizers = [*(o.given for o in self.optimizers), *optimizers]
-            self._auto.warn_if_short(all_models, all_optimizers, self.strategy.name)
-
     def _change_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], has_methods: bool) -> None:
-        """Apply changes that every strategy shares, before it wraps the models."""
-        run, strategy = self._run, self.strategy
+        """Choose the strategy, if that is "auto", and apply changes that every strategy shares, before it wraps."""
+        run, is_auto = self._run, self._run.plan.settings.strategy == AUTO
+        if is_auto and run.world.size > 1:
+            self.strategy = self._auto.choose(models, optimizers, self.strategy)
+            run.find_refused(self.strategy)
+        elif is_auto:
+            all_models = [*(route.original for route in self.models), *models]
+            # An upper bound for any precision and usual optimizer; an estimate takes longer.
+            bound = sum(p.numel() * (8 * p.element_size() + 12) for model in all_models for p in model.parameters())
+            if bound > run.plan.memory * (1 - SPARE):
+                all_optimizers = [*(o.given for o in self.optimizers), *optimizers]
+                self._auto.warn_if_short(all_models, all_optimizers, self.strategy.name)
+        strategy = self.strategy
         if has_methods:
             run.refuse("forward_methods")
         if run.world.size > 1:
@@ -281,18 +264,31 @@ class Preparation:
         methods_of: Mapping[int, Sequence[str]],
     ) -> nn.Module:
         world, strategy, options, parts = self._run.world, self.strategy, self._options, self._run.parts
-        if self._precision.raises:
-            self._raise_weights(model)
+        precision = self._precision
+        raised = raise_weights(model) if precision.raises else ()
+        if raised:
+            self._raised.update((id(p), dtype) for p, dtype in raised)
+            dtypes = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in raised}))
+            number = f"{sum(p.numel() for p, _ in raised):,} trainable parameters"
+            self._note_weights(f"{number} of {type(model).__name__} raised from {dtypes}")
         if not strategy.sharded and any(t.is_meta for t in chain(model.parameters(), model.buffers())):
             materialise(model, world.device if placement else torch.device("cpu"), options.initialize)
-        compile_whole = self._compiling.compile_model if self._compiling else lambda module: None
         in_backward = any(part.steps_in_backward for part in parts.all)
-        context = WrapContext(self._precision, placement, options.initialize, compile_whole, in_backward)
-        wrapped = strategy.wrap(model, optimizers, context)
-        self._note_gathers(wrapped)
+        context = WrapContext(precision, placement, options.initialize, in_backward=in_backward)
+        if self._compiling:
+            context = context._replace(compile=self._compiling.compile_model)
+        wrapped: Any = strategy.wrap(model, optimizers, context)
+        if precision.swaps and strategy.sharded:
+            note = f"gathered in bf16, and rounded for {precision.name} after each gather"
+            if number_rounded := len(wrapped.rounded):
+                once = f"shards of {number_rounded} weights in blocks rounded once an update and gathered in fp8"
+                note = f"{once}; others {note}"
+            elif wrapped.unrounded:
+                note = f"{note}: {wrapped.unrounded}"
+            self._note_weights(note)
         if world.size > 1:
             world.set_group_timeouts()
-        if self._precision.masters or (strategy.sums and self._run.window.accumulation != 1):
+        if precision.masters or (strategy.sums and self._run.window.accumulation != 1):
             refuse_sparse(model, SUMMED_DENSE, "keep its weights in fp32", narrow=True)
         refusal = self._run.refused.get("create_graph=True", "")
         route = Route(model, wrapped, partial(self._no_sync, model), world.blame, parts, refusal, model)
@@ -303,40 +299,14 @@ class Preparation:
         self.models.append(route)
         self._prepared_by_id[id(route.view)] = route.view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
-        self._sum_in_fp32(model)
-        return route.view
-
-    def _note_gathers(self, wrapped: Any) -> None:
-        """Say in the plan in which precision shards are gathered, where layers take another one."""
-        if not (self._precision.swaps and self.strategy.sharded):
-            return
-        after = f"gathered in bf16, and rounded for {self._precision.name} after each gather"
-        number = len(wrapped.rounded)
-        if number:
-            self._note_weights(
-                f"shards of {number} weights in blocks rounded once an update and gathered in fp8; others {after}"
-            )
-        else:
-            self._note_weights(f"{after}: {wrapped.unrounded}" if wrapped.unrounded else after)
-
-    def _sum_in_fp32(self, model: nn.Module) -> None:
-        """Sum gradients in fp32 over a window, where `model` has low-precision parameters."""
         low = self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
-        if not (self.strategy.sums and low):
-            return
-        parameters = (p for route in self.models for p in route.original.parameters())
-        self.sums.watch([p for p in parameters if p.requires_grad])
-        choice = self._run.plan.accumulation
-        if choice.value > 1 and not choice.reason.endswith(IN_FP32):
-            self._run.refine("accumulation", choice.reason + IN_FP32)
-
-    def _raise_weights(self, model: nn.Module) -> None:
-        raised = raise_weights(model)
-        if raised:
-            self._raised.update((id(p), dtype) for p, dtype in raised)
-            dtypes = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in raised}))
-            number = f"{sum(p.numel() for p, _ in raised):,} trainable parameters"
-            self._note_weights(f"{number} of {type(model).__name__} raised from {dtypes}")
+        if strategy.sums and low:
+            all_parameters = (p for route in self.models for p in route.original.parameters())
+            self.sums.watch([p for p in all_parameters if p.requires_grad])
+            choice = self._run.plan.accumulation
+            if choice.value > 1 and not choice.reason.endswith(IN_FP32):
+                self._run.refine("accumulation", choice.reason + IN_FP32)
+        return route.view
 
     def _note_weights(self, note: str) -> None:
         self._weights_notes.append(note)
@@ -364,39 +334,13 @@ class Preparation:
         if self._precision.masters or any(p.dtype in LOW for p in parameters):
             masters = self._masters_for(optimizer, parameters)
             self._keep_frozen(optimizer, parameters)
-        why_not_fused = self._choose_step(optimizer)
-        stepping = strategy.spread(optimizer)
-        engine = self._make_engine(stepping, masters)
-        prepared = optim.PreparedOptimizer(
-            stepping,
-            self._run.window,
-            self._scaler,
-            optimizer,
-            masters,
-            self.sums,
-            engine,
-            self._drop_gradients if self._run.world.size > 1 else None,
-        )
-        self.stepped_by.update((id(p), prepared) for p in parameters)
-        vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
-        self.optimizers.append(prepared)
-        self._scaler.sharers = len(self.optimizers)
-        if settings.fused:
-            self._why_not_fused[prepared] = why_not_fused
-            self._note_steps()
-        return prepared
-
-    def _choose_step(self, optimizer: Optimizer) -> str | None:
-        """Let `optimizer` run torch's fused step; returns why it cannot. The strategy's optimizer has another class."""
-        fused = self._run.plan.settings.fused
-        if not isinstance(optimizer, optim.OwnOptimizer):
-            return optim.fuse(optimizer, [route.original for route in self.models]) if fused else None
-        for group in optimizer.param_groups if not fused else ():  # those of Apex's layer have an engine of their own
-            group["fused"] = group.get("fused") or False
-        return None
-
-    def _make_engine(self, stepping: Optimizer, masters: Masters | None) -> Engine:
-        settings, world, counting = self._run.plan.settings, self._run.world, self.strategy.counting
+        why_not_fused = None
+        if isinstance(optimizer, optim.OwnOptimizer) and not settings.fused:
+            for group in optimizer.param_groups:  # those of Apex's layer have an engine of their own
+                group["fused"] = group.get("fused") or False
+        elif settings.fused and not isinstance(optimizer, optim.OwnOptimizer):
+            why_not_fused = optim.fuse(optimizer, [route.original for route in self.models])
+        stepping, counting, world = strategy.spread(optimizer), strategy.counting, self._run.world
         if isinstance(stepping, optim.OwnOptimizer) and counting.add is not None:
             stepping.counting = counting
         in_backward = any(part.steps_in_backward for part in self._run.parts.all)
@@ -412,7 +356,24 @@ class Preparation:
         )
         if world.size > 1 and world.device.type == "cuda":
             same_kernels(world, stepping, engine)
-        return engine
+        prepared = optim.PreparedOptimizer(
+            stepping,
+            self._run.window,
+            self._scaler,
+            optimizer,
+            masters,
+            self.sums,
+            engine,
+            self._drop_gradients if world.size > 1 else None,
+        )
+        self.stepped_by.update((id(p), prepared) for p in parameters)
+        vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
+        self.optimizers.append(prepared)
+        self._scaler.sharers = len(self.optimizers)
+        if settings.fused:
+            self._why_not_fused[prepared] = why_not_fused
+            self._note_steps()
+        return prepared
 
     def _drop_gradients(self, parameters: Callable[[], set[int]]) -> None:
         """Drop what the strategy keeps of these parameters' gradients beside ``.grad``."""
@@ -716,22 +677,18 @@ class Preparation:
         pending = any(optimizer.turn.clip is not None for optimizer in self.optimizers)
         if self._scaler.enabled or self.masters or pending:
             optimizers = self.optimizers_of(parameters)
-            if self._scaler.scales:
-                self._refuse_unstepped(parameters, optimizers)
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups if self._scaler.scales]
+            stepped = {id(p) for group in groups for p in group["params"]}
+            unstepped = [p for p in parameters if p.grad is not None and id(p) not in stepped]
+            if self._scaler.scales and unstepped:
+                name = self.owner.get(id(unstepped[0]), "one of them")
+                raise StepError(
+                    f"a clip of {len(parameters)} parameters under a loss scale: {len(unstepped)} of them ({name!r} …) "
+                    "have gradients and are in no prepared optimizer, so that nothing divides these gradients by the "
+                    "loss scale. Pass the parameters that optimizers step, or call requires_grad_(False) on the others"
+                )
             self.unscale(optimizers)
         return parameters
-
-    def _refuse_unstepped(self, parameters: Sequence[Tensor], optimizers: Sequence[PreparedOptimizer]) -> None:
-        """Refuse a clip of gradients that no optimizer steps: nobody divides them by the loss scale, or clears them."""
-        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        unstepped = [p for p in parameters if p.grad is not None and id(p) not in stepped]
-        if unstepped:
-            name = self.owner.get(id(unstepped[0]), "one of them")
-            raise StepError(
-                f"a clip of {len(parameters)} parameters under a loss scale: {len(unstepped)} of them ({name!r} …) "
-                "have gradients and are in no prepared optimizer, so that nothing divides these gradients by the loss "
-                "scale. Pass the parameters that optimizers step, or call requires_grad_(False) on the others"
-            )
 
     def clamp(self, parameters: Iterable[Tensor] | Tensor, limit: float) -> None:
         """Clamp every element of the gradients to [-limit, limit]."""
@@ -841,13 +798,6 @@ class Preparation:
         ):
             table.clear()
         self._auto.total_need = None
-
-
-def is_prepared(item: Any) -> bool:
-    """Whether `item` was prepared, by this run or another one, or is None, which `prepare` passes through."""
-    return item is None or isinstance(
-        item, (PreparedLoader, SkippedLoader, optim.PreparedOptimizer, optim.PreparedScheduler)
-    )
 
 
 def same_kernels(world: World, stepping: Optimizer, engine: Engine) -> None:
