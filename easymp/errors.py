@@ -181,8 +181,8 @@ class EasympWarning(UserWarning):
     """
 
 
-# What strategies and precisions are called elsewhere, where the closest spelling is another one; and the option that
-# makes them equal.
+# What strategies and precisions are called elsewhere, where the closest spelling is another one; and the options that
+# make them equal, as TOML writes them.
 KEPT, MOVED = "fsdp reshard_after_forward=false", "fsdp cpu_offload=true"
 ELSEWHERE = {
     **dict.fromkeys(("zero", "zero_1", "deepspeed_stage_1"), "zero1"),
@@ -204,12 +204,6 @@ ELSEWHERE = {
     **dict.fromkeys(("32", "32_true", "full"), "fp32"),
     **dict.fromkeys(("transformer_engine", "float8", "e4m3", "hybrid"), "fp8"),
 }
-
-
-def elsewhere(name: str) -> tuple[str, list[str]]:
-    """Our name for what others call `name`, and the options that make it equal: ``["cpu_offload=true"]``."""
-    ours, *options = ELSEWHERE.get(str(name).lower().replace("-", "_"), "").split(" ")
-    return ours, options
 
 
 # Words that earlier versions took, and what to use in their place.
@@ -236,7 +230,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return f": it was removed. Instead: {remedy}."
     wanted = _stem(name)
     spelled = {_stem(k): str(k) for k in known if k}
-    same, options = elsewhere(name)
+    same, *options = ELSEWHERE.get(str(name).lower().replace("-", "_"), "").split(" ")
     close = [same] if same in spelled else get_close_matches(wanted, spelled, n=1, cutoff=0.6)
     if not close and len(wanted) > 2:
         close = sorted((stem for stem in spelled if stem.startswith(wanted)), key=len)[:1]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from .errors import SettingError, check_whole, is_whole, nearest
+from .errors import SettingError, check_whole, nearest
 from .protocols import option as option
 from .protocols import refuse_retired
 
@@ -82,19 +82,6 @@ def check_word(name: str, value: Any, known: Collection[str]) -> None:
     """Raise a SettingError where `value` is none of `known`."""
     words = ", ".join(repr(str(word)) for word in known)
     check(value in known, f"{name}={value!r} is none of {words}{nearest(str(value), known)}")
-
-
-Tests = Mapping[str, tuple[Callable[[Any], bool], str]]  # by name: a test of a value, and the test in words
-
-
-def _check_table(name: str, given: Any, known: Tests) -> None:
-    """Refuse anything but a dict of `known` names and good values."""
-    check(isinstance(given, Mapping), f"{name} is a {type(given).__name__}, not a dict")
-    for key, value in given.items():
-        near = nearest(str(key), known) or "."
-        check(key in known, f"{name} has no {key!r}{near} Known: {', '.join(known)}")
-        good, words = known[key]
-        check(good(value), f"{key}={value!r} in {name} is not {words}")
 
 
 class KwargsHandler(Record):
@@ -286,20 +273,6 @@ class AutocastKwargs(KwargsHandler):
 class GradScalerKwargs(KwargsHandler):
     """Options of the loss scale under fp16: the rule of torch.amp.GradScaler, and of Apex's and DeepSpeed's scalers.
 
-    Attributes:
-        init_scale: the first scale.
-        growth_factor: the scale is multiplied by it after `growth_interval` good steps.
-        backoff_factor: the scale is multiplied by it after an overflow.
-        growth_interval: good steps, one after the other, before the scale grows.
-        enabled: False trains fp16 without a loss scale.
-        hysteresis: overflows before the scale falls.
-        min_scale: the scale never falls below it.
-        max_scale: the scale never grows above it.
-        dynamic: False keeps the scale at `init_scale`.
-        growth_delay: further good steps before the first growth after an overflow; DeepSpeed has 1.
-        refill_each_step: a good step resets the count of `hysteresis`; else growth does.
-        raise_at_minimum: an overflow at `min_scale` is a StepError. It costs a wait for the device at each step.
-
     Raises:
         SettingError: a number is out of its range.
 
@@ -310,30 +283,28 @@ class GradScalerKwargs(KwargsHandler):
         1024.0
     """
 
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    enabled: bool = True
-    hysteresis: int = 1
-    min_scale: float = 0.0
-    max_scale: float = float("inf")
-    dynamic: bool = True
-    growth_delay: int = 0
-    refill_each_step: bool = False
-    raise_at_minimum: bool = False
+    init_scale: float = option(65536.0, "the first scale", above=0)
+    growth_factor: float = option(2.0, "the scale is multiplied by it after `growth_interval` good steps", above=1)
+    backoff_factor: float = option(0.5, "the scale is multiplied by it after an overflow", above=0)
+    growth_interval: int = option(2000, "good steps, one after the other, before the scale grows", least=1)
+    enabled: bool = option(True, "False trains fp16 without a loss scale")
+    hysteresis: int = option(1, "overflows before the scale falls", least=1)
+    min_scale: float = option(0.0, "the scale never falls below it")
+    max_scale: float = option(float("inf"), "the scale never grows above it")
+    dynamic: bool = option(True, "False keeps the scale at `init_scale`")
+    growth_delay: int = option(
+        0, "further good steps before the first growth after an overflow; DeepSpeed has 1", least=0
+    )
+    refill_each_step: bool = option(False, "a good step resets the count of `hysteresis`; else growth does")
+    raise_at_minimum: bool = option(
+        False, "an overflow at `min_scale` is a StepError. It costs a wait for the device at each step"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, good, rule in (
-            ("init_scale", 0 < self.init_scale < float("inf"), "a positive finite number"),
-            ("growth_factor", self.growth_factor > 1 or not self.dynamic, "above 1"),
-            ("backoff_factor", 0 < self.backoff_factor < 1 or not self.dynamic, "between 0 and 1"),
-            ("growth_interval", self.growth_interval >= 1, "at least 1"),
-            ("hysteresis", self.hysteresis >= 1, "at least 1"),
-            ("min_scale", 0 <= self.min_scale <= self.max_scale, "at least 0 and at most the maximum"),
-        ):
-            check(good, f"{name}={getattr(self, name)!r} of the loss scale must be {rule}")
+        check(self.backoff_factor < 1, f"backoff_factor={self.backoff_factor!r} of the loss scale is not below 1")
+        fits = 0 <= self.min_scale <= self.max_scale
+        check(fits, f"min_scale={self.min_scale!r} is not between 0 and max_scale={self.max_scale!r}")
 
 
 class LoggerType(StrEnum):
@@ -375,8 +346,6 @@ class DDPCommunicationHookType(StrEnum):
 
 CommHook = Literal["no", "fp16", "bf16", "fp32"]
 SEND_LESS = "easymp has no PowerSGD. Use comm_hook='bf16', which halves the bytes, or strategy='local_sgd'"
-COUNT = (lambda v: is_whole(v, 0), "a whole number")
-POSITIVE = (lambda v: is_whole(v, 1), "a whole number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -429,9 +398,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         super().__post_init__()
 
 
-SCHEDULE = {**dict.fromkeys(("wait", "warmup", "repeat", "skip_first", "skip_first_wait"), COUNT), "active": POSITIVE}
-
-
 @dataclass(frozen=True)
 class ProfileKwargs(KwargsHandler):
     """Options of `Accelerator.profile`, by Accelerate's names. Those that torch.profiler.profile has keep its defaults.
@@ -451,7 +417,7 @@ class ProfileKwargs(KwargsHandler):
             folder, or in the working directory.
 
     Raises:
-        SettingError: a value of another type, or a schedule without ``active``.
+        SettingError: a value of another type, or a schedule that torch refuses.
 
     Example:
         >>> with acc.profile(ProfileKwargs(schedule_option={"wait": 1, "active": 2})) as prof:
@@ -477,9 +443,15 @@ class ProfileKwargs(KwargsHandler):
         for activity in given or ():
             check_word("activities: activity", activity_word(activity), ACTIVITIES)
         if cycle is not None:
-            _check_table("schedule_option", cycle, SCHEDULE)
-            words = "schedule_option names no active steps, so nothing is recorded: add active=3"
-            check("active" in cycle, words)
+            from torch.profiler import schedule
+
+            try:
+                schedule(**{"wait": 0, "warmup": 1, **cycle})
+            except (TypeError, AssertionError) as error:
+                raise SettingError(
+                    f"schedule_option={cycle!r} does not suit torch.profiler.schedule ({error}): pass a dict such as "
+                    '{"wait": 1, "warmup": 1, "active": 3}'
+                ) from None
 
 
 def activity_word(given: Any) -> str:

@@ -19,7 +19,7 @@ from . import conflicts
 from .base.units import columns
 from .distributed import Ranks
 from .errors import RefusedError
-from .hardware import CPU, Hardware
+from .hardware import Hardware
 from .precision import ALIASES, PRECISIONS
 from .protocols import Choice, Facts, Source
 from .settings import Settings
@@ -196,9 +196,15 @@ def _precision(settings: Settings, facts: Facts) -> Choice[str]:
 
 
 def _automatic(facts: Facts) -> tuple[str, str]:
-    """The precision that "auto" takes here, and the reason."""
+    """The precision that "auto" takes here, and the reason: a rule, so that a run does not depend on the load."""
+    cpu = facts.hardware.cpu
+    if facts.device == "cpu" and "amx_bf16" in cpu.features:
+        return "bf16", "this CPU has AMX tiles for bf16"
+    if facts.device == "cpu" and cpu.bf16:
+        kind = next(kind for kind in ("avx512_bf16", "sve_bf16", "neon_bf16") if kind in cpu.features)
+        return "fp32", f"{kind} without AMX tiles may be slower; easymp compare measures bf16"
     if facts.device == "cpu":
-        return _automatic_on_cpu(facts.hardware.cpu)
+        return "fp32", "this CPU has no bf16 instructions" if cpu.features else "its instructions are not known"
     if facts.device == "mps":
         return "fp32", "on Apple GPUs half precision is not reliably faster"
     # All ranks of a node must decide alike, so their weakest card decides.
@@ -209,16 +215,6 @@ def _automatic(facts: Facts) -> tuple[str, str]:
     if device.fp16:
         return "fp16", f"{name} has Tensor Cores for fp16 and no bf16 units; with a loss scale"
     return "fp32", f"{device.name} ({device.architecture}) has no Tensor Cores: half precision gains nothing in speed"
-
-
-def _automatic_on_cpu(cpu: CPU) -> tuple[str, str]:
-    """A rule, so that a run does not depend on the machine's load."""
-    if "amx_bf16" in cpu.features:
-        return "bf16", "this CPU has AMX tiles for bf16"
-    if cpu.bf16:
-        kind = next(kind for kind in ("avx512_bf16", "sve_bf16", "neon_bf16") if kind in cpu.features)
-        return "fp32", f"{kind} without AMX tiles may be slower; easymp compare measures bf16"
-    return "fp32", "this CPU has no bf16 instructions" if cpu.features else "its instructions are not known"
 
 
 def _weights(precision: Choice[str]) -> Choice[str]:

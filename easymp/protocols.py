@@ -336,6 +336,11 @@ class Precision(Protocol):
 class Tracker(Protocol):
     """The interface of trackers that a script brings. Only the main process calls one.
 
+    Further methods are optional. ``position()`` returns the position in plain values, which checkpoints keep, and
+    ``resume(position)`` continues after it: before `start`, or while the tracker runs if the run goes back to a
+    checkpoint. ``log_images(values, step)`` takes names with uint8 arrays of shape (N, H, W, C) of 1, 3 or 4 channels,
+    and ``log_table(table_name, columns, data, step)`` rows of numbers, words and None.
+
     Attributes:
         name: identifies it in `get_tracker` and `log_kwargs`.
 
@@ -373,32 +378,6 @@ class Tracker(Protocol):
 
     def finish(self) -> None:
         """End the run. All rows must be on disk or with the service when it returns."""
-        ...
-
-
-class ResumableTracker(Tracker, Protocol):
-    """A tracker that continues a resumed run without rows after the checkpoint. Its two methods are optional."""
-
-    def position(self) -> Mapping[str, Any]:
-        """The position, in plain values; checkpoints keep it."""
-        ...
-
-    def resume(self, position: Mapping[str, Any]) -> None:
-        """Continue after that position: before `start`, or while the tracker runs, if the run goes back."""
-        ...
-
-
-class MediaTracker(Tracker, Protocol):
-    """A tracker that also takes images and tables, by Accelerate's names. Its two methods are optional."""
-
-    def log_images(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Keep images: names to uint8 arrays of shape (N, H, W, C) with 1, 3 or 4 channels."""
-        ...
-
-    def log_table(
-        self, table_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None
-    ) -> None:
-        """Keep a table; `data` has a list of numbers, words and None for each row."""
         ...
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from .base import env
 from .base.units import read_bytes
-from .errors import SettingError, elsewhere, nearest
+from .errors import SettingError, nearest
 from .protocols import Source, refuse_retired
 
 if TYPE_CHECKING:
@@ -214,25 +214,8 @@ def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
         return value
     words = {choice.lower(): choice for choice in choices}
     if value.lower() not in words:
-        said = f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}"
-        raise SettingError(said + _to_write(where, *elsewhere(value)))
+        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
     return words[value.lower()]
-
-
-def _to_write(where: str, strategy: str, options: Sequence[str]) -> str:
-    """How to write a strategy with options in the source `where`."""
-    if not options:
-        return ""
-    if where.startswith(env.PREFIX):
-        words = f'EASYMP_STRATEGY={strategy} EASYMP_STRATEGY_OPTIONS="{{{", ".join(options)}}}"'
-    elif where.endswith(" = "):
-        words = " and ".join([f'strategy = "{strategy}"', *(f"strategy_options.{o}" for o in options)])
-    elif where:
-        table = {name: read_literal(text) for name, _, text in (option.partition("=") for option in options)}
-        words = f"strategy={strategy!r}, strategy_options={table}"
-    else:
-        words = " ".join([f"--set strategy={strategy}", *(f"--set strategy_options.{o}" for o in options)])
-    return f" Write {words}"
 
 
 # -- The settings

@@ -91,12 +91,6 @@ def test_the_plan_holds_what_auto_chose_from(ranks):
     assert ddp["bytes"] == estimate(models.make("tied"), world=2).total
 
 
-def test_one_process_that_has_too_little_is_told():
-    it = train([NEITHER], {})
-    assert (it["after"], it["said"][0][0]) == ("single", "WARNING")
-    assert it["reason"].startswith("single needs 107.5 KiB a rank (weights 26.9 KiB")
-
-
 def two_models(memory: str) -> dict[str, Any]:
     """A small model, then a larger one; then again, in the other order, after letting go."""
 

@@ -39,7 +39,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("DataLoaderConfiguration", {"even_batches": 1}, "even_batches=1 is neither True nor False"),
     ("AutocastKwargs", {"output_dtype": torch.int8}, "pass torch.float32, or None"),
     ("ProjectConfiguration", {"save_on_each_node": True}, "a folder that all nodes share"),
-    ("ProfileKwargs", {"schedule_option": {"wait": 1}}, "names no active steps"),
+    ("ProfileKwargs", {"schedule_option": {"wait": 1}}, "does not suit torch.*'active'"),
     ("ProfileKwargs", {"activities": ["gpu"]}, "'gpu' is none of 'cpu', 'cuda'"),
     *(("LocalSGDOptions", {"every": every}, "is not a whole number of at least 1") for every in (0, 1.5, True, "8")),
     ("FSDPOptions", {"wrap": "layers"}, "wrap='layers' is not 'blocks', a tuple"),

@@ -386,9 +386,10 @@ class PreparedLoader(DataLoader[Any]):
 
     def _with_set_epoch(self) -> list[Any]:
         """The user's objects that have `set_epoch`."""
-        nested = getattr(self.batch_sampler, "sampler", None)
-        items = {id(item): item for item in (self.dataset, self.sampler, self.batch_sampler, nested)}.values()
-        return [item for item in items if callable(getattr(item, "set_epoch", None))]
+        original = self._original
+        nested = getattr(original.batch_sampler, "sampler", None)
+        items = {id(item): item for item in (original.dataset, original.sampler, original.batch_sampler, nested)}
+        return [item for item in items.values() if callable(getattr(item, "set_epoch", None))]
 
     def _epochs_of_samplers(self) -> list[Any]:
         return [getattr(item, "epoch", None) for item in self._with_set_epoch()]

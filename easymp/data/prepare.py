@@ -43,7 +43,20 @@ def prepare_loader(
         return loader
     _check(loader)
     sampler, batch_size, drop_last, samples_batches = _sampling(loader, size)
-    local_batch = _local_batch_size(batch_size, size, config.split_batches, samples_batches)
+    local_batch = batch_size
+    if config.split_batches and batch_size is None and not samples_batches:
+        raise BatchError(
+            "split_batches=True divides batches among the processes, but this loader has batch_size=None: give the "
+            "DataLoader a batch_size, or leave split_batches out"
+        )
+    if config.split_batches and batch_size is not None:
+        local_batch = batch_size // size
+        if batch_size % size:
+            multiples = " or ".join(str(number * size) for number in (local_batch, local_batch + 1) if number)
+            raise BatchError(
+                f"split_batches=True divides each batch among {size} processes, and batch_size={batch_size} does not "
+                f"divide: use {multiples}, or leave split_batches out (batch_size is then per process)"
+            )
     cut = Cut(local_batch or 1, size, config.even_batches, drop_last, split_tail)
     device = world.device if device_placement else None
     dispatch = bool(config.dispatch_batches) and world.size > 1
@@ -112,20 +125,3 @@ def _sampling(loader: DataLoader[Any], size: int) -> tuple[Any, int | None, bool
     # DistributedSampler(drop_last=True) repeats no sample.
     drops = size > 1 and type(sampler) is DistributedSampler and sampler.drop_last
     return sampler, batches.batch_size, batches.drop_last or drops, False
-
-
-def _local_batch_size(batch_size: int | None, size: int, split: bool, samples_batches: bool) -> int | None:
-    if not split:
-        return batch_size
-    if batch_size is None and not samples_batches:
-        raise BatchError(
-            "split_batches=True divides batches among the processes, but this loader has batch_size=None: give the "
-            "DataLoader a batch_size, or leave split_batches out"
-        )
-    if batch_size is not None and batch_size % size:
-        multiples = " or ".join(str(n * size) for n in (batch_size // size, batch_size // size + 1) if n)
-        raise BatchError(
-            f"split_batches=True divides each batch among {size} processes, and batch_size={batch_size} does not "
-            f"divide: use {multiples}, or leave split_batches out (batch_size is then per process)"
-        )
-    return None if batch_size is None else batch_size // size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 OFFLOAD, BY_SIZE = "activation_offload", "activation_checkpointing by size"
-
-
-class _Shapes(NamedTuple):
-    """A model on the meta device, as it was before it was wrapped, and its parts that may be recomputed."""
-
-    model: nn.Module
-    parts: Sequence[nn.Module]
+ATTENTION, BLOCKS = "activation_checkpointing=attention", "Use activation_checkpointing='blocks'"
 
 
 class Recomputation(Part):
@@ -43,27 +37,22 @@ class Recomputation(Part):
     """
 
     name = "activation_checkpointing"
-    conflicts = tuple(
+    conflicts = (
+        *(
+            Conflict(BY_SIZE, strategy, "the activations of a rank are not those of the whole model", BLOCKS)
+            for strategy in ("pipeline", "data_parallel on several devices")
+        ),
         Conflict(
-            BY_SIZE,
-            strategy,
-            "the activations of a rank are not those of the whole model",
-            "Use activation_checkpointing='blocks'",
-        )
-        for strategy in ("pipeline", "data_parallel on several devices")
-    ) + (
-        Conflict(
-            "activation_checkpointing=attention",
-            "create_graph=True",
-            "torch's selective recomputation has no gradient of a gradient",
-            "Use activation_checkpointing='blocks'",
+            ATTENTION, "create_graph=True", "torch's selective recomputation has no gradient of a gradient", BLOCKS
         ),
     )
 
     def __init__(self, recomputed: Recompute) -> None:
         self._recomputed = recomputed
         self._used = 0  # bytes of models that are prepared, and of their activations as far as these are known
-        self._uncounted: dict[int, _Shapes] = {}  # by id of a model whose first forward has not come
+        # By id of a model whose first forward has not come: the model on the meta device, as it was before it was
+        # wrapped, and its parts that may be recomputed.
+        self._uncounted: dict[int, tuple[nn.Module, Sequence[nn.Module]]] = {}
         self._removals: list[Callable[[], object]] = []
 
     @classmethod
@@ -78,7 +67,7 @@ class Recomputation(Part):
         for model in models:
             parts = find_recomputed([model], self._recomputed)
             tensors = [*model.parameters(), *model.buffers()]
-            self._uncounted[id(model)] = _Shapes(copy.deepcopy(model, {id(t): on_meta(t) for t in tensors}), parts)
+            self._uncounted[id(model)] = copy.deepcopy(model, {id(t): on_meta(t) for t in tensors}), parts
             self._used += self.run.prepared.need([model], optimizers).total
 
     def _recompute(self, parts: Sequence[nn.Module]) -> None:
@@ -88,14 +77,14 @@ class Recomputation(Part):
         self.run.refine("activations", f"{len(parts)} parts keep their {kept} (`easymp estimate --input` counts bytes)")
 
     def forward(self, model: Route, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        shapes = self._uncounted.pop(id(model.original), None)
-        if shapes is None:
+        uncounted = self._uncounted.pop(id(model.original), None)
+        if uncounted is None:
             return
+        shapes, parts = uncounted
         limit = self._recomputed.below or 0
         try:
-            count = count_activations(
-                shapes.model, self.run.precision, (args, kwargs), self._recomputed, limit - self._used
-            )
+            precision = self.run.precision
+            count = count_activations(shapes, precision, (args, kwargs), self._recomputed, limit - self._used)
         except BatchError as error:
             cause = str(error).split(": check the sample")[0]
             raise BatchError(
@@ -103,7 +92,7 @@ class Recomputation(Part):
                 "activation_checkpointing='blocks'"
             ) from error
         self._used += count.bytes
-        self._removals.append(recompute(shapes.parts[: count.blocks]))
+        self._removals.append(recompute(parts[: count.blocks]))
         reason = f"{count}, {size(self._used)} a rank of {size(limit)}"
         if self._used > limit:
             reason += ": too much, so use a smaller batch, or a strategy that shards the model"
@@ -127,35 +116,28 @@ class ActivationOffload(Part):
     """Keeps what forward saves for backward in pinned host memory. CUDA only."""
 
     name = OFFLOAD
-    conflicts = (
-        Conflict(
-            OFFLOAD, "pipeline", "it runs forward and backward of its micro-batches in one call", "Use strategy='fsdp'"
-        ),
-        Conflict(
-            OFFLOAD,
-            "tensor_parallel",
-            "it keeps activations as DTensors, which hooks of autograd do not copy",
-            "Use strategy='fsdp'",
-        ),
-        Conflict(
-            OFFLOAD,
-            "data_parallel on several devices",
-            "it runs copies of the model in threads, whose activations its hooks do not see",
-            "Use strategy='ddp'",
-        ),
-        Conflict(
-            OFFLOAD,
-            "activation_checkpointing=attention",
-            "torch keeps the products of selective checkpointing where no hook copies them",
-            "Use activation_checkpointing='blocks'",
-        ),
-        Conflict(OFFLOAD, BY_SIZE, "a size counts activations on the device", "Use activation_checkpointing='blocks'"),
-        Conflict(
-            OFFLOAD,
-            "compile with CUDA graphs",
-            "CUDA graphs keep activations in memory of their own",
-            "Use another mode of torch.compile, or leave activation_offload out",
-        ),
+    conflicts = tuple(
+        Conflict(OFFLOAD, other, reason, remedy)
+        for other, reason, remedy in (
+            ("pipeline", "it runs forward and backward of its micro-batches in one call", "Use strategy='fsdp'"),
+            (
+                "tensor_parallel",
+                "it keeps activations as DTensors, which hooks of autograd do not copy",
+                "Use strategy='fsdp'",
+            ),
+            (
+                "data_parallel on several devices",
+                "it runs copies of the model in threads, whose activations its hooks do not see",
+                "Use strategy='ddp'",
+            ),
+            (ATTENTION, "torch keeps the products of selective checkpointing where no hook copies them", BLOCKS),
+            (BY_SIZE, "a size counts activations on the device", BLOCKS),
+            (
+                "compile with CUDA graphs",
+                "CUDA graphs keep activations in memory of their own",
+                "Use another mode of torch.compile, or leave activation_offload out",
+            ),
+        )
     )
 
     def begin(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,9 +17,6 @@ from ..base.parts import Part
 from ..cuda import EMA
 from ..errors import StepError
 from ..optim.sharded import ShardedOptimizer, holder_of
-
-if TYPE_CHECKING:
-    pass
 
 
 class AveragedWeights(Part):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from ..optim.torch_step import Snapshot, has_user_pre_hooks, parameters_of, step
 from ..protocols import UNROUNDED, Conflict
 from ..strategies.single import hook_gradient
 
-if TYPE_CHECKING:
-    pass
-
 NAME = "optimizer_in_backward"
 EARLY = "each parameter is stepped as soon as its gradient is done, and"
-LEAVE_OUT = "Leave one of them out"
+LEAVE_OUT, IN_BF16 = "Leave one of them out", "Use bf16, or leave it out"
+LOOKS = "looks at all gradients before the step"
 OF_ALL = "its step needs the gradients of all parameters"
 TOGETHER = "fp32 masters of low-precision parameters are stepped together"
 CLIP_BY_TORCH = Conflict(
@@ -64,17 +62,12 @@ class StepInBackward(Part):
         Conflict(NAME, "join_uneven_inputs()", f"{EARLY} ranks that are done would have to join each step", LEAVE_OUT),
         Conflict(NAME, "step(closure)", "the backward in the closure steps already", LEAVE_OUT),
         Conflict(NAME, "guard", f"{EARLY} the guard judges all gradients before the step", LEAVE_OUT),
-        Conflict(NAME, "nonfinite=skip", f"{EARLY} nonfinite='skip' looks at all gradients before the step", LEAVE_OUT),
-        Conflict(
-            NAME, "nonfinite=raise", f"{EARLY} nonfinite='raise' looks at all gradients before the step", LEAVE_OUT
+        *(
+            Conflict(NAME, f"nonfinite={answer}", f"{EARLY} nonfinite={answer!r} {LOOKS}", LEAVE_OUT)
+            for answer in ("skip", "raise")
         ),
         *(
-            Conflict(
-                NAME,
-                precision,
-                f"{EARLY} the loss scale looks at all gradients before the step",
-                "Use bf16, or leave it out",
-            )
+            Conflict(NAME, precision, f"{EARLY} the loss scale {LOOKS}", IN_BF16)
             for precision in ("fp16", "fp16-true", "O1", "O2")
         ),
     )

@@ -128,22 +128,15 @@ class Preemption(Part):
                 self._passed = self._count
                 return
         if self._stop_count is None:
-            self._stop_count = self._agree()
+            watch = self.run.world.watch
+            answers = [self._count - 1] if watch is None else watch.ask_all(QUESTION, PATIENCE)
+            if answers is None:
+                logger.warning("a rank does not answer, so the ranks cannot save together: training goes on")
+            self._stop_count = float("inf") if answers is None else max(map(int, answers)) + 1
         if self._count < self._stop_count:
             self._passed = self._count
             return
         self._leave()
-
-    def _agree(self) -> float:
-        """The count at which all ranks stop."""
-        watch = self.run.world.watch
-        if watch is None:
-            return self._count
-        answers = watch.ask_all(QUESTION, PATIENCE)
-        if answers is None:
-            logger.warning("a rank does not answer, so the ranks cannot save together: training goes on")
-            return float("inf")
-        return max(map(int, answers)) + 1
 
     def _leave(self) -> None:
         """Save, close the run, and exit; on all ranks together."""

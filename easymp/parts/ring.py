@@ -116,7 +116,10 @@ class UpdateRing(Part):
         self._norms.append(norm)
 
     def stepped(self, optimizer: Any) -> None:
-        self._add(self.row(optimizer, optimizer.updates))
+        self._pending.add(self.row(optimizer, optimizer.updates))
+        if self.run.world.device.type == "cpu" or len(self._pending) >= TRANSFER:
+            self._pending.send()
+        self._write()
         self._losses.clear()
         self._norms.clear()
 
@@ -134,12 +137,6 @@ class UpdateRing(Part):
         numbers: list[Any] = [local(t.detach()).sum() for t in (*self._losses, *self._norms)]
         numbers += [scaler.current_scale] * scaler.scales
         return Row(update, 0.0, {"entry": entry, **{str(i): number for i, number in enumerate(numbers)}})
-
-    def _add(self, row: Row) -> None:
-        self._pending.add(row)
-        if self.run.world.device.type == "cpu" or len(self._pending) >= TRANSFER:
-            self._pending.send()
-        self._write()
 
     def finish(self, row: Row | None = None) -> None:
         """Write the updates that are on their way from the device, and `row`."""

@@ -34,6 +34,7 @@ NORMAL = 1.4826  # the standard deviation of normal numbers in units of their me
 TRANSFER = 32  # updates whose numbers go to the host in one transfer
 LOG_INDICES = 8  # indices of samples in a line of the log; the table has all
 MAX_RETURNS = 3  # to one checkpoint, before an error
+LEAVE_OUT = "Leave one of them out"
 COLUMNS = (
     "update", "answer", *QUANTITIES, *(f"{quantity} limit" for quantity in QUANTITIES),
     "epoch", "begin", "end", "samples",
@@ -117,12 +118,8 @@ class SpikeGuard(Part):
     name = "guard"
     vetoes_nonfinite = True
     conflicts = (
-        Conflict(
-            "guard", "join_uneven_inputs()", "ranks that are done cannot agree on a spike", "Leave one of them out"
-        ),
-        Conflict(
-            "guard", "step(closure)", "the closure replaces the gradients that were judged", "Leave one of them out"
-        ),
+        Conflict("guard", "join_uneven_inputs()", "ranks that are done cannot agree on a spike", LEAVE_OUT),
+        Conflict("guard", "step(closure)", "the closure replaces the gradients that were judged", LEAVE_OUT),
     )
 
     def __init__(
@@ -260,16 +257,11 @@ class SpikeGuard(Part):
         if samples is not None:
             message += f" Samples {samples.begin} to {samples.end} of epoch {samples.epoch}"
         if indices is not None:
-            message += f": {_joined(indices[:LOG_INDICES])}{' …' if len(indices) > LOG_INDICES else ''}"
+            message += f": {', '.join(map(str, indices[:LOG_INDICES]))}{' …' if len(indices) > LOG_INDICES else ''}"
         logger.warning("update %d: %s", update, message)
         positions = samples[1:] if samples else (None, None, None)
-        row = (
-            update,
-            "rollback" if checkpoint else "skip",
-            *numbers,
-            *positions,
-            None if indices is None else _joined(indices),
-        )
+        index_text = None if indices is None else ", ".join(map(str, indices))
+        row = (update, "rollback" if checkpoint else "skip", *numbers, *positions, index_text)
         self.accelerator.log_table("spikes", COLUMNS, [row], update)
 
     def close(self) -> None:
@@ -294,7 +286,3 @@ class SpikeGuard(Part):
         self._loaded.clear()
         self._losses.clear()
         self._verdict = None
-
-
-def _joined(indices: Sequence[Any]) -> str:
-    return ", ".join(map(str, indices))

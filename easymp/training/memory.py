@@ -426,15 +426,6 @@ class AutoStrategy:
         kind = STRATEGIES[choice.value]
         return kind(world, kind.Options())  # type: ignore[call-arg]
 
-    def warn_if_short(self, models: Models, optimizers: Optimizers, name: str) -> None:
-        """On one process, where nothing can be chosen: say in the plan and the log if memory is short for `models`."""
-        plan = self._run.plan
-        need = self.need(name, models, optimizers)
-        if not fits(need, plan.memory):
-            choice = by_memory({name: need}, plan.memory)
-            logger.warning("strategy %s: %s", name, choice.reason)
-            self._run.plan = replace(plan, strategy=choice)
-
     def reduce_early(self, models: Models, optimizers: Optimizers, strategy: Strategy, accumulates: bool) -> None:
         """Decide whether `strategy` reduces gradients at each micro-batch, if its options leave it open; collective."""
         plan, arithmetic = self._run.plan, ""

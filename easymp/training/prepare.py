@@ -40,7 +40,7 @@ from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
 from ..strategies.transforms import CompileOptions, Compiling, can_compile
 from .compare import compare_prepared
-from .memory import SPARE, AutoStrategy, Memory
+from .memory import AutoStrategy, Memory
 from .state import Run
 from .wrapper import Route, forward_methods, make_view
 
@@ -226,17 +226,10 @@ class Preparation:
 
     def _change_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], has_methods: bool) -> None:
         """Choose the strategy, if that is "auto", and apply changes that every strategy shares, before it wraps."""
-        run, is_auto = self._run, self._run.plan.settings.strategy == AUTO
-        if is_auto and run.world.size > 1:
+        run = self._run
+        if run.plan.settings.strategy == AUTO and run.world.size > 1:
             self.strategy = self._auto.choose(models, optimizers, self.strategy)
             run.find_refused(self.strategy)
-        elif is_auto:
-            all_models = [*(route.original for route in self.models), *models]
-            # An upper bound for any precision and usual optimizer; an estimate takes longer.
-            bound = sum(p.numel() * (8 * p.element_size() + 12) for model in all_models for p in model.parameters())
-            if bound > run.plan.memory * (1 - SPARE):
-                all_optimizers = [*(o.given for o in self.optimizers), *optimizers]
-                self._auto.warn_if_short(all_models, all_optimizers, self.strategy.name)
         strategy = self.strategy
         if has_methods:
             run.refuse("forward_methods")

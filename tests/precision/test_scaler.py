@@ -86,7 +86,7 @@ def test_the_scale_stays_finite() -> None:
 def test_impossible_rules_are_refused() -> None:
     wrong = {"init_scale": math.nan, "growth_factor": 1.0, "backoff_factor": 0.0, "growth_interval": 0}
     for option, value in {**wrong, "hysteresis": 0, "min_scale": -1.0}.items():
-        with pytest.raises(SettingError, match=rf"{option}=.* of the loss scale must be"):
+        with pytest.raises(SettingError, match=f"{option}=.* is not "):
             GradScalerKwargs(**{option: value})
 
 

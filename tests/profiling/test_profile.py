@@ -236,8 +236,8 @@ def test_a_compiled_model_is_marked_and_not_compiled_again(tmp_path: Path) -> No
     ("options", "message"),
     [
         ({"activities": ["cpus"]}, "activities.*'cpus' is none of .* did you mean 'cpu'"),
-        ({"schedule_option": {"wait": 1, "warmup": 1}}, "names no active steps"),
-        ({"schedule_option": {"activ": 1}}, "has no 'activ'.*'active'"),
+        ({"schedule_option": {"wait": 1, "warmup": 1}}, "does not suit torch.*'active'"),
+        ({"schedule_option": {"activ": 1}}, "does not suit torch.*'activ'"),
         ({"on_trace_ready": "print"}, "on_trace_ready.*function"),
     ],
 )
