@@ -111,12 +111,8 @@ def table() -> list[Conflict]:
 
 def words_of(settings: Settings) -> set[str]:
     """The words that settings put in force, beside strategy and precision."""
-    words = {
-        name
-        for name in ("activation_offload", "optimizer_in_backward", "stochastic_rounding")
-        if getattr(settings, name)
-    }
-    words |= {name for name in ("convert_sync_batchnorm", "ema_decay") if getattr(settings, name)}
+    switches = "activation_offload convert_sync_batchnorm ema_decay optimizer_in_backward stochastic_rounding"
+    words = {name for name in switches.split() if getattr(settings, name)}
     if settings.gradient_accumulation_steps > 1:
         words.add("gradient_accumulation_steps")
     compiled = settings.compile
@@ -126,10 +122,8 @@ def words_of(settings: Settings) -> set[str]:
         words.add(f"nonfinite={settings.nonfinite}")
     recomputed = settings.activation_checkpointing or "no"
     if recomputed != "no":
-        words |= {
-            "activation_checkpointing",
-            "activation_checkpointing by size" if is_size(recomputed) else f"activation_checkpointing={recomputed}",
-        }
+        kind = " by size" if is_size(recomputed) else f"={recomputed}"
+        words |= {"activation_checkpointing", f"activation_checkpointing{kind}"}
     return words
 
 

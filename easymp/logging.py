@@ -26,11 +26,6 @@ def is_main() -> bool:
     return _number(*RANKS) == 0
 
 
-def is_local_main() -> bool:
-    """Whether this process is the first on its node."""
-    return _number(*LOCAL_RANKS, *RANKS) == 0
-
-
 def _number(*names: str) -> int:
     """The first of the variables that is set."""
     return next((number for name in names if (number := env.integer(name)) is not None), 0)
@@ -99,7 +94,7 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, main_process_only: b
         [0, 1, 2]
     """
     if main_process_only:
-        kwargs["disable"] = kwargs.get("disable", False) or not is_local_main()
+        kwargs["disable"] = kwargs.get("disable", False) or _number(*LOCAL_RANKS, *RANKS) != 0
     is_drawn = (kwargs.get("file") or sys.stderr).isatty() or "ipykernel" in sys.modules
     return (tqdm_class() if is_drawn else _last_line_class())(iterable, *args, **kwargs)
 

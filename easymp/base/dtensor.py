@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrepareError, StepError
+from .pytree import send_to_device
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -173,12 +174,4 @@ def follow(optimizer: torch.optim.Optimizer, raised: Mapping[int, torch.dtype]) 
                 if before is not None and isinstance(value, Tensor) and value.dtype == before and value.ndim:
                     state[key] = value = value.float()
                 if key != "step" or on_device:
-                    state[key] = _at(value, parameter.device)
-
-
-def _at(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)  # itself, where it is there
-    if type(value) in (list, tuple):
-        return type(value)(_at(item, device) for item in value)
-    return {key: _at(item, device) for key, item in value.items()} if type(value) is dict else value
+                    state[key] = send_to_device(value, parameter.device)

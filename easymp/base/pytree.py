@@ -43,7 +43,12 @@ def _map(function: Callable[[Any], Any], tree: Any, skip: Collection[Any]) -> An
     if isinstance(tree, (list, tuple)):
         return _rebuild(tree, [_map(function, item, skip) for item in tree])
     if _is_record(tree):
-        return _with_fields(tree, {key: _map(function, value, skip) for key, value in _fields(tree).items()})
+        values = {key: _map(function, value, skip) for key, value in _fields(tree).items()}
+        changed = {key: value for key, value in values.items() if value is not getattr(tree, key)}
+        result = copy.copy(tree) if changed else tree  # made without its ``__init__``
+        for key, value in changed.items():
+            object.__setattr__(result, key, value)  # also where it is frozen
+        return result
     return function(tree)
 
 
@@ -54,17 +59,6 @@ def _is_record(tree: Any) -> bool:
 
 def _fields(tree: Any) -> dict[str, Any]:
     return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
-
-
-def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
-    """A copy of a dataclass with new field values, made without its ``__init__``; `tree` itself if no value differs."""
-    changed = {key: value for key, value in values.items() if value is not getattr(tree, key)}
-    if not changed:
-        return tree
-    result = copy.copy(tree)
-    for key, value in changed.items():
-        object.__setattr__(result, key, value)  # also where it is frozen
-    return result
 
 
 def _moves_itself(tree: Any) -> bool:

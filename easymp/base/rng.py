@@ -112,7 +112,16 @@ def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
     (CUDA's documentation of CUBLAS_WORKSPACE_CONFIG), and deterministic cuDNN may not choose by timing.
     """
     if tf32:
-        _remember(undo)
+        backends: Any = torch.backends  # reading a flag may raise after a script has set ``fp32_precision``
+        try:
+            undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        except RuntimeError:
+            undo(setattr, backends.cuda.matmul, "fp32_precision", backends.cuda.matmul.fp32_precision)
+        try:
+            undo(setattr, backends.cudnn, "allow_tf32", backends.cudnn.allow_tf32)
+        except RuntimeError:
+            for operation in (backends.cudnn.conv, backends.cudnn.rnn):
+                undo(setattr, operation, "fp32_precision", operation.fp32_precision)
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     if deterministic:
@@ -122,17 +131,3 @@ def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
         undo(env.put, env.put({"CUBLAS_WORKSPACE_CONFIG": env.read("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}))
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-
-
-def _remember(undo: Callable[..., Any]) -> None:
-    """Register the present TF32 flags with `undo`; reading one may raise after a script has set ``fp32_precision``."""
-    backends: Any = torch.backends
-    try:
-        undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    except RuntimeError:
-        undo(setattr, backends.cuda.matmul, "fp32_precision", backends.cuda.matmul.fp32_precision)
-    try:
-        undo(setattr, backends.cudnn, "allow_tf32", backends.cudnn.allow_tf32)
-    except RuntimeError:
-        for operation in (backends.cudnn.conv, backends.cudnn.rnn):
-            undo(setattr, operation, "fp32_precision", operation.fp32_precision)

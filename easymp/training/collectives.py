@@ -237,13 +237,11 @@ def gather(tensor: T, *, world: World | None = None) -> T:
     return _together(run_world, "gather", tensor, run_world.gather, remedy=LENGTHS)
 
 
-def gather_object(object: list[T], *, world: World | None = None, every: int = 1) -> list[T]:
+def gather_object(object: list[T]) -> list[T]:
     """Join the ranks' lists of Python objects.
 
     Args:
         object: a list of objects that can be pickled.
-        world: the ranks; by default those of the open run.
-        every: take the lists of ranks 0, `every`, 2 × `every` … only.
 
     Returns:
         One list in rank order, on all ranks.
@@ -256,19 +254,17 @@ def gather_object(object: list[T], *, world: World | None = None, every: int = 1
         >>> gather_object([f"rank {acc.process_index}"])
         ['rank 0']
     """
-    there = world or state.current_world()
-    _compare_lists(there, "gather_object", object)
-    parts = there.gather_objects(object)[::every]
-    return [item for part in parts for item in part]
+    world = state.current_world()
+    _compare_lists(world, "gather_object", object)
+    return [item for part in world.gather_objects(object) for item in part]
 
 
-def broadcast(tensor: T, from_process: int = 0, *, world: World | None = None) -> T:
+def broadcast(tensor: T, from_process: int = 0) -> T:
     """Copy the tensors of one rank to all ranks.
 
     Args:
         tensor: tensors of one dtype and shape on all ranks, nested in any way.
         from_process: the rank whose values are taken.
-        world: the ranks; by default those of the open run.
 
     Returns:
         The same structure with that rank's values.
@@ -282,18 +278,17 @@ def broadcast(tensor: T, from_process: int = 0, *, world: World | None = None) -
         >>> broadcast(torch.arange(3) + acc.process_index)  # rank 0's
         tensor([0, 1, 2])
     """
-    run_world = world or state.current_world()
-    call = f"broadcast(from_process={_process(run_world, from_process)})"
-    return _together(run_world, call, tensor, lambda leaf: run_world.broadcast(leaf, from_process))
+    world = state.current_world()
+    call = f"broadcast(from_process={_process(world, from_process)})"
+    return _together(world, call, tensor, lambda leaf: world.broadcast(leaf, from_process))
 
 
-def broadcast_object_list(object_list: list[T], from_process: int = 0, *, world: World | None = None) -> list[T]:
+def broadcast_object_list(object_list: list[T], from_process: int = 0) -> list[T]:
     """Copy a list of Python objects from one rank to all ranks.
 
     Args:
         object_list: filled in place; as long on all ranks.
         from_process: the rank whose objects are taken.
-        world: the ranks; by default those of the open run.
 
     Returns:
         `object_list`.
@@ -306,11 +301,11 @@ def broadcast_object_list(object_list: list[T], from_process: int = 0, *, world:
         >>> broadcast_object_list(["runs/a" if acc.is_main_process else None])
         ['runs/a']
     """
-    run_world = world or state.current_world()
-    call = f"broadcast_object_list(from_process={_process(run_world, from_process)})"
+    world = state.current_world()
+    call = f"broadcast_object_list(from_process={_process(world, from_process)})"
     facts = {"": f"a list of {len(object_list)}"} if isinstance(object_list, list) else None
-    _compare_lists(run_world, call, object_list, facts)
-    return run_world.broadcast_objects(object_list, from_process)
+    _compare_lists(world, call, object_list, facts)
+    return world.broadcast_objects(object_list, from_process)
 
 
 def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, world: World | None = None) -> T:

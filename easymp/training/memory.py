@@ -218,7 +218,9 @@ def estimate(
     sums = dict.fromkeys(ROWS, 0)
     widest, gradients = 1, [0]
     for name, parameter in module.named_parameters():  # a tied one once
-        size = _stored(parameter, policy)
+        raised = policy.raises and parameter.requires_grad and parameter.dtype in LOW
+        converted = raised or (policy.param != torch.float32 and parameter.is_floating_point())
+        size = policy.param.itemsize if converted else parameter.element_size()  # of an element, as it is stored
         widest = max(widest, size)
         sums["weights"] += layout.weights(name, parameter) * size
         if id(parameter) in copied and size > policy.compute.itemsize:
@@ -298,13 +300,6 @@ def _lookup(table: Mapping[str, Any], name: str, label: str) -> Any:
     if name not in table:
         raise SettingError(f"{label}={name!r} is not one of {', '.join(table)}{nearest(name, table)}")
     return table[name]
-
-
-def _stored(parameter: Tensor, policy: Precision | type[Precision]) -> int:
-    """Bytes of an element as the precision stores it."""
-    raised = policy.raises and parameter.requires_grad and parameter.dtype in LOW
-    converts = raised or (policy.param != torch.float32 and parameter.is_floating_point())
-    return policy.param.itemsize if converts else parameter.element_size()
 
 
 def _matrices(model: nn.Module) -> set[int]:
