@@ -190,7 +190,12 @@ def _precision(settings: Settings, facts: Facts) -> Choice[str]:
         refusal = PRECISIONS[asked].refuse(facts)
         if refusal is not None:
             raise RefusedError(f"{words} cannot run here: {refusal}")
-        return Choice(asked, f"{words}{_caveat(asked, facts)}", origin)
+        cpu, compute = facts.hardware.cpu, PRECISIONS[asked].compute
+        supported = {torch.bfloat16: cpu.bf16, torch.float16: cpu.fp16}.get(compute, True)
+        if facts.device == "cpu" and cpu.features and not supported:
+            kind = "bf16" if compute == torch.bfloat16 else "fp16"
+            words = f"{words}; this CPU has no {kind} instructions, so it is slower than fp32"
+        return Choice(asked, words, origin)
     name, reason = _automatic(facts)
     return Choice(name, reason, Source.DETECTED)
 
@@ -227,15 +232,6 @@ def _weights(precision: Choice[str]) -> Choice[str]:
     how = "fp32 masters, or stochastic rounding" if kind.keeps_updates else "plain rounding"
     how = "fp32 masters" if kind.masters else how
     return Choice(str(kind.param).removeprefix("torch."), f"stepped with {how}", precision.source)
-
-
-def _caveat(name: str, facts: Facts) -> str:
-    kind = str(PRECISIONS[name].compute).removeprefix("torch.")
-    cpu = facts.hardware.cpu
-    has = {"bfloat16": ("bf16", cpu.bf16), "float16": ("fp16", cpu.fp16)}
-    if facts.device == "cpu" and cpu.features and kind in has and not has[kind][1]:
-        return f"; this CPU has no {has[kind][0]} instructions, so it is slower than fp32"
-    return ""
 
 
 def _strategy(settings: Settings, facts: Facts) -> Choice[str]:

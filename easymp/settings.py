@@ -146,12 +146,20 @@ Function = Callable[[Any], object]
 
 def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     """Convert `value` to the field's type; raise a SettingError that begins with `where` if it does not fit."""
-    kind, switch = str(f.type).split(" ")[0], f.metadata["switch"]
+    kind, switch, choices = str(f.type).split(" ")[0], f.metadata["switch"], f.metadata["choices"]
     if value is None and f.default is None:
         return None
     of_table = isinstance(value, str) and value.lstrip().startswith("{")
     if kind == "Table" or ("Table" in str(f.type) and (of_table or not isinstance(value, (str, bool)))):
-        return _table_of(f, value, where)
+        table = read_literal(value) if isinstance(value, str) else value
+        if isinstance(table, Mapping) and all(isinstance(key, str) for key in table):
+            return {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
+        if dataclasses.is_dataclass(table):  # an argument
+            return table
+        kinds = f"neither one of {', '.join(choices)} nor a table" if choices else "not a table"
+        raise SettingError(
+            f"{where}{value!r} is {kinds}: write [{f.name}] and its options below, or {{option = value}} in one line"
+        )
     if switch and str(value).lower() in ("false", "true"):
         return switch[str(value).lower() == "true"]
     if kind == "Words" and not isinstance(value, str):
@@ -170,20 +178,15 @@ def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         return value
     if kind in ("int", "float"):
         return _number(f, kind, value, where)
-    return _word(f.metadata["choices"], value, where)
-
-
-def _table_of(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
-    read = read_literal(value) if isinstance(value, str) else value
-    if isinstance(read, Mapping) and all(isinstance(key, str) for key in read):
-        return {key: tuple(v) if isinstance(v, list) else v for key, v in read.items()}
-    if dataclasses.is_dataclass(read):  # an argument
-        return read
-    choices = f.metadata["choices"]
-    kind = f"neither one of {', '.join(choices)} nor a table" if choices else "not a table"
-    raise SettingError(
-        f"{where}{value!r} is {kind}: write [{f.name}] and its options below, or {{option = value}} in one line"
-    )
+    if not choices and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)  # nodes = 2
+    if not isinstance(value, str):
+        needed = f"a word is needed: one of {', '.join(choices)}" if choices else "a word is needed"
+        raise SettingError(f"{where}{value!r} is of type {type(value).__name__}, but {needed}")
+    words = {choice.lower(): choice for choice in choices}
+    if choices and value.lower() not in words:
+        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
+    return words.get(value.lower(), value)
 
 
 def _number(f: dataclasses.Field[Any], kind: str, value: Any, where: str) -> float:
@@ -202,20 +205,6 @@ def _number(f: dataclasses.Field[Any], kind: str, value: Any, where: str) -> flo
     if most is not None and result > most:
         raise SettingError(f"{where}{value!r} is above the largest possible value, {most:g}")
     return result
-
-
-def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
-    if not choices and isinstance(value, int) and not isinstance(value, bool):
-        return str(value)  # nodes = 2
-    if not isinstance(value, str):
-        needed = f"a word is needed: one of {', '.join(choices)}" if choices else "a word is needed"
-        raise SettingError(f"{where}{value!r} is of type {type(value).__name__}, but {needed}")
-    if not choices:
-        return value
-    words = {choice.lower(): choice for choice in choices}
-    if value.lower() not in words:
-        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
-    return words[value.lower()]
 
 
 # -- The settings
@@ -412,8 +401,14 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     file = read()
     for name, value in _read(file, NAMES).items():
         take(name, value, Source.CONFIG, file.where(name) if name in TABLES else str(file.path))
-    for name, (value, words) in _from_environment().items():
-        take(name, value, Source.ENVIRONMENT, words)
+    variables = {env.PREFIX + name.upper(): name for name in NAMES}
+    for variable in env.names(env.PREFIX):
+        if variable not in NO_SETTINGS | set(variables):
+            near = f"{nearest(variable, NO_SETTINGS | set(variables)) or '.'} Unset it or correct its name"
+            raise SettingError(f"{variable} in the environment is not a setting{near}")
+        if variable in variables and env.read(variable):  # an empty variable is the shell's way to unset one
+            value = checked(NAMES[variables[variable]], env.read(variable), f"{variable}=")
+            take(variables[variable], value, Source.ENVIRONMENT, f"{variable} in the environment")
     if given is not None:
         for name in NAMES:
             source, words = given.source(name)
@@ -538,17 +533,3 @@ def overrides(pairs: Sequence[str]) -> dict[str, str]:
     """The environment variable that passes the settings of ``--set`` to runs. Raises SettingError for a wrong pair."""
     read_pairs(pairs)
     return {OVERRIDE: " ".join([env.read(OVERRIDE) or "", *map(shlex.quote, pairs)])} if pairs else {}
-
-
-def _from_environment() -> dict[str, tuple[Any, str]]:
-    known = {env.PREFIX + name.upper(): name for name in NAMES}
-    ours = NO_SETTINGS | set(known)
-    found = {}
-    for variable in env.names(env.PREFIX):
-        if variable not in ours:
-            near = f"{nearest(variable, ours) or '.'} Unset it or correct its name"
-            raise SettingError(f"{variable} in the environment is not a setting{near}")
-        if variable in known and env.read(variable):  # an empty variable is the shell's way to unset one
-            name, words = known[variable], f"{variable} in the environment"
-            found[name] = (checked(NAMES[name], env.read(variable), f"{variable}="), words)
-    return found

@@ -82,18 +82,16 @@ class StepInBackward(Part):
         for optimizer in objects:
             if isinstance(optimizer, PreparedOptimizer):
                 check_steps_alone(optimizer, self.run.world.size)
-                self._describe(optimizer)
+                models = [route.original for route in self.run.prepared.models]
+                need = self.run.prepared.need
+                whole, largest = (need(models, optimizer_in_backward=early).gradients for early in (False, True))
+                gradients = f"{size(largest)} of gradients at once instead of {size(whole)}"
+                reason = f"{self.run.plan.optimizer.reason}; each parameter is stepped in backward: {gradients}"
+                self.run.refine("optimizer", reason)
         for model in self.run.prepared.routes_of(objects):
             for parameter in model.original.parameters():
                 if parameter.is_floating_point() or parameter.is_complex():
                     self._hooks.callback(hook_gradient(parameter, self._gradient_done).remove)
-
-    def _describe(self, optimizer: PreparedOptimizer) -> None:
-        prepared = self.run.prepared
-        models = [route.original for route in prepared.models]
-        whole, largest = (prepared.need(models, optimizer_in_backward=early).gradients for early in (False, True))
-        reason = f"each parameter is stepped in backward: {size(largest)} of gradients at once instead of {size(whole)}"
-        self.run.refine("optimizer", f"{self.run.plan.optimizer.reason}; {reason}")
 
     # -- in backward
 
@@ -147,8 +145,15 @@ class StepInBackward(Part):
         for parameter in parameters:
             parameter.grad = None
             self._stepped[id(parameter)] = prepared
-        if counters_before is not None:
-            check_counters(prepared, counters_before)
+        if counters_before is None:
+            return
+        after = sorted(counters(optimizer).items())
+        changed = [key[1] for key, value in after if value != counters_before.get(key)]
+        if changed:
+            raise StepError(
+                f"{NAME}=True steps each parameter alone, and a step of this {type(prepared.given).__name__} has "
+                f"changed {changed[0]!r}, which counts for all of them: leave {NAME} out, or use another optimizer"
+            )
 
     def after_backward(self) -> None:
         """Leave each optimizer one gradient of zeros, the smallest: it shows whether the script changes gradients."""
@@ -222,14 +227,3 @@ def counters(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:
         for name, value in table.items()
         if type(value) in (int, float)
     }
-
-
-def check_counters(prepared: PreparedOptimizer, before: Mapping[tuple[int, str], float]) -> None:
-    """StepError where a step of some parameters has changed a number that counts for all of them."""
-    after = counters(prepared.optimizer)
-    changed = [name for (number, name), value in sorted(after.items()) if value != before.get((number, name))]
-    if changed:
-        raise StepError(
-            f"{NAME}=True steps each parameter alone, and a step of this {type(prepared.given).__name__} has changed "
-            f"{changed[0]!r}, which counts for all of them: leave {NAME} out, or use another optimizer"
-        )

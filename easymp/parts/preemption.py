@@ -136,11 +136,7 @@ class Preemption(Part):
         if self._count < self._stop_count:
             self._passed = self._count
             return
-        self._leave()
-
-    def _leave(self) -> None:
-        """Save, close the run, and exit; on all ranks together."""
-        accelerator = self.accelerator
+        accelerator = self.accelerator  # all ranks save, close the run and exit together
         try:
             accelerator._settle_saves()
         except CheckpointError as error:  # of an earlier save: this one may succeed

@@ -1,15 +1,7 @@
 """Memory that one rank needs to train a model, for any strategy, precision and optimizer, and decisions that follow.
 
-The model may lie on the meta device; nothing is allocated. Bytes of a rank, summed over parameters of n elements, where
-`layout` is the strategy's and b(x) are bytes of an element ("Mixed Precision Training", arXiv:1710.03740; "ZeRO",
-arXiv:1910.02054, section 3):
-
-    weights     layout.weights(n) × b(stored)               masters   layout.weights(n) × 4, of low-precision weights
-    gradients   layout.gradients(n) × (b(stored) + master)  states    layout.states(n) × (STATES × b(stepped) + 4 for an
-    average) copies      layout.copies(n) × b(compute), of matrix layers under autocast; × 1, of weights that are
-    rounded to fp8 once an update gathered    layout.gathered × b(gathered)               reducing  layout.unreduced ×
-    b(gathered) + layout.reducing × b(reduced)
-
+The model may lie on the meta device; nothing is allocated. `estimate` adds up the bytes of its parameters ("Mixed
+Precision Training", arXiv:1710.03740; "ZeRO", arXiv:1910.02054, section 3), with the strategy's `Layout` of elements.
 Not counted: workspace of kernels, fragmentation, the device's runtime, and activations without a sample. The rows are
 not all full at one moment, so the total is above the peak.
 

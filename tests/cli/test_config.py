@@ -202,7 +202,7 @@ def test_a_plan_for_another_machine(config):
         ("--set =", "'' is not a setting. Known"),
         ("--set project_dir=a\x1b[2Jb", "holds characters that a terminal does not show"),
         ("--set strategy_options.dimm=1", "strategy 'ddp' has no option 'dimm', did you mean 'dim'?"),
-        ("--set scaler_options.init_scale=x", "init_scale='x' is not a number"),
+        ("--set scaler_options.init_scale=x", "init_scale='x' is not a finite number above 0"),
         ("--set compile.what=all", "what='all' is none of 'model', 'blocks'"),
         ("--set dataloader_config={split_batches=2}", "split_batches=2 is neither True nor False"),
     ],
