@@ -41,7 +41,27 @@ def prepare_loader(
     """
     if isinstance(loader, (PreparedLoader, SkippedLoader)):
         return loader
-    _check(loader)
+    if not isinstance(loader, DataLoader):
+        raise BatchError(
+            f"a {type(loader).__name__} was passed where a DataLoader belongs: wrap the data set, "
+            "torch.utils.data.DataLoader(dataset, batch_size=…)"
+        )
+    if size_of(loader.dataset) == 0:
+        raise BatchError(
+            f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with"
+        )
+    if not getattr(loader, "in_order", True):  # older subclasses (torchdata) do not have it
+        raise BatchError(
+            "this DataLoader's batches may overtake each other, so that no position says which samples have been "
+            "read: leave in_order=False out"
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata"):
+        warnings.warn(
+            f"the __iter__ of {type(loader).__name__} is not used: a prepared loader is a plain DataLoader with the "
+            "same data set, collate function and workers. Put what it adds into the data set or the collate function",
+            EasympWarning,
+            stacklevel=3,
+        )
     sampler, batch_size, drop_last, samples_batches = _sampling(loader, size)
     local_batch = batch_size
     if config.split_batches and batch_size is None and not samples_batches:
@@ -86,30 +106,6 @@ def prepare_loader(
         )
     sizes_differ = not config.split_batches if samples_batches else batch_size is None
     return kind(loader, source, window, world, rank, local_batch, sizes_differ, device, config.non_blocking)
-
-
-def _check(loader: Any) -> None:
-    if not isinstance(loader, DataLoader):
-        raise BatchError(
-            f"a {type(loader).__name__} was passed where a DataLoader belongs: wrap the data set, "
-            "torch.utils.data.DataLoader(dataset, batch_size=…)"
-        )
-    if size_of(loader.dataset) == 0:
-        raise BatchError(
-            f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with"
-        )
-    if not getattr(loader, "in_order", True):  # older subclasses (torchdata) do not have it
-        raise BatchError(
-            "this DataLoader's batches may overtake each other, so that no position says which samples have been "
-            "read: leave in_order=False out"
-        )
-    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata"):
-        warnings.warn(
-            f"the __iter__ of {type(loader).__name__} is not used: a prepared loader is a plain DataLoader with the "
-            "same data set, collate function and workers. Put what it adds into the data set or the collate function",
-            EasympWarning,
-            stacklevel=4,
-        )
 
 
 def _sampling(loader: DataLoader[Any], size: int) -> tuple[Any, int | None, bool, bool]:

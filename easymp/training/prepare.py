@@ -319,8 +319,10 @@ class Preparation:
         for number, group in enumerate(optimizer.param_groups):
             self._check_unclaimed(f"{kind} holds", f" (param group {number})", group["params"], remedy)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if isinstance(optimizer, torch.optim.Adam) and any(group["eps"] < 1e-4 for group in optimizer.param_groups):
-            conflicts.check({self._precision.name, SMALL_EPS}, self._precision.conflicts)
+        rows = self._precision.conflicts
+        small_eps = (group["eps"] < 1e-4 for group in optimizer.param_groups)
+        if rows and isinstance(optimizer, torch.optim.Adam) and any(small_eps):
+            conflicts.check({self._precision.name, SMALL_EPS}, rows)
         if optimizer.state:
             follow(optimizer, self._raised)
         masters = None
