@@ -76,13 +76,8 @@ class Cluster:
         host = socket.gethostname().split(".")[0]
         text = CONFIG.format(folder=folder, host=host, user=getpass.getuser(), ports=ports)
         (folder / "slurm.conf").write_text(text)
-        files = {
-            "key-file": "key",
-            "socket": "munge",
-            "pid-file": "munge.pid",
-            "log-file": "munge.log",
-            "seed-file": "seed",
-        }
+        files = {"key-file": "key", "socket": "munge", "pid-file": "munge.pid", "log-file": "munge.log"}
+        files["seed-file"] = "seed"
         # --force: munged refuses a folder that only its owner may read.
         self._daemon("munged", "--foreground", "--force", *(f"--{k}={folder}/{file}" for k, file in files.items()))
         self.until((folder / "munge").exists, "munged listens")

@@ -31,15 +31,12 @@ from typing import Any, NamedTuple
 # What tests import anyway: paid once, in the fork server.
 PRELOAD = [
     "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo",
-    "torch.optim",
-    "torch.utils.data", "torch.distributed.algorithms.join",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-    "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "easymp.accelerator", "easymp.training.prepare", "easymp.training.oom", "easymp.parts.nonfinite",
-    "easymp.trackers.logbook",
-    "easymp.checkpoint.run_state", "easymp.checkpoint.resume", "easymp.checkpoint.load", "easymp.checkpoint.save",
-    "easymp.strategies.transforms", "easymp.strategies.ddp", "easymp.strategies.fsdp", "easymp.strategies.zero1",
-    "tests.frozen",
+    "torch.optim", "torch.utils.data", "torch.distributed.algorithms.join",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "easymp.accelerator", "easymp.training.prepare", "easymp.training.oom",
+    "easymp.parts.nonfinite", "easymp.trackers.logbook", "easymp.checkpoint.run_state", "easymp.checkpoint.resume",
+    "easymp.checkpoint.load", "easymp.checkpoint.save", "easymp.strategies.transforms", "easymp.strategies.ddp",
+    "easymp.strategies.fsdp", "easymp.strategies.zero1", "tests.frozen",
 ]  # fmt: skip
 
 GRACE = 3.0  # seconds that the other ranks have to answer once one has failed

@@ -294,16 +294,6 @@ def test_killed_at_any_operation_one_whole_model_is_there(acc, tmp_path, before,
     assert is_saved and steps > 3
 
 
-def test_a_full_disk_leaves_the_earlier_model(acc, tmp_path):
-    def full_disk(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    acc.save_model(filled(1), tmp_path)
-    with disk(put=lambda _: full_disk), pytest.raises(CheckpointError, match=r"was not saved: .*No space left"):
-        acc.save_model(make("conv"), tmp_path)
-    assert equal(loaded(tmp_path), filled(1).state_dict())
-
-
 # -- one object in one file --------------------------------------------------------------------------------------------
 
 TREES: list[Any] = [

@@ -41,22 +41,14 @@ from .site import PATH
 COLD = sys.executable
 PRELOAD = [
     "numpy", "psutil", "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.optim",
-    "torch.utils.data",
-    "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.utils.data", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "easymp.accelerator", "easymp.training.prepare", "easymp.checkpoint.save", "easymp.checkpoint.load",
 ]  # fmt: skip
 # Read while the interpreter, torch or the C library start: a fork has the server's.
 READ_AT_START = (
-    "LD_",
-    "GLIBC_",
-    "MALLOC_",
-    "PYTHON",
-    "TORCH_LOGS",
-    "TORCHDYNAMO",
-    "TORCH_COMPILE",
-    "TORCH_DISTRIBUTED_DEBUG",
-)
+    "LD_", "GLIBC_", "MALLOC_", "PYTHON", "TORCH_LOGS", "TORCHDYNAMO", "TORCH_COMPILE", "TORCH_DISTRIBUTED_DEBUG",
+)  # fmt: skip
 HONOURED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONNOUSERSITE")
 LENGTH = 8  # bytes of a request's length
 ABOVE = 400  # file descriptors that no process of a test has
@@ -109,15 +101,8 @@ os._exit(code)
 
 
 def write_commands(folder: Path, address: str, started: dict[str, str]) -> None:
-    text = COMMAND.format(
-        python=COLD,
-        socket=address,
-        started=started,
-        read=READ_AT_START,
-        honoured=HONOURED,
-        folder=str(folder),
-        length=LENGTH,
-    )
+    facts = {"read": READ_AT_START, "honoured": HONOURED, "folder": str(folder), "length": LENGTH}
+    text = COMMAND.format(python=COLD, socket=address, started=started, **facts)
     for name in ("python", "python3", "easymp"):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)

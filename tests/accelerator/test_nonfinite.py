@@ -125,15 +125,9 @@ def skip_and_raise(*how: Any) -> list[dict[str, Any]]:
 
 ONE_BATCH = ("pipeline", "tensor_parallel")
 CASES = [
-    ("ddp", 1, False),
-    ("ddp", 2, True),
-    ("zero1", 2, False),
-    ("fsdp", 1, False),
-    ("fsdp", 2, True),
-    ("tensor_parallel", 1, False),
-    ("pipeline", 1, False),
-    ("local_sgd", 1, False),
-]
+    ("ddp", 1, False), ("ddp", 2, True), ("zero1", 2, False), ("fsdp", 1, False),
+    ("fsdp", 2, True), ("tensor_parallel", 1, False), ("pipeline", 1, False), ("local_sgd", 1, False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "steps", "items"), CASES)

@@ -25,6 +25,11 @@ def make() -> nn.Module:
     return model
 
 
+def prepared(acc: Accelerator) -> tuple[Any, Any]:
+    model = make()
+    return acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5))
+
+
 def assign(model: nn.Module) -> None:
     model.weight.grad = model.weight.grad * 0.5
 
@@ -87,16 +92,9 @@ def plain(change: Callable[[Any], object], weights: bool = False, micro: int = 1
 
 def ours(precision: Any, change: Callable[[Any], object], when: str = "", micro: int = 1, **how: Any) -> list[float]:
     """The same by easymp. `when`: weights after the step, gradients after "unscale" or a "clip" without effect."""
-    with make_accelerator(
-        cpu=True,
-        mixed_precision=precision,
-        gradient_accumulation_steps=micro,
-        settings=Settings(scaler_options=SCALE),
-        **how,
-    ) as acc:
-        model = make()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
-        model, optimizer = acc.prepare(model, optimizer)
+    how |= {"mixed_precision": precision, "gradient_accumulation_steps": micro}
+    with make_accelerator(cpu=True, settings=Settings(scaler_options=SCALE), **how) as acc:
+        model, optimizer = prepared(acc)
         for _ in range(STEPS):
             for _ in range(micro):
                 with acc.accumulate(model):
@@ -161,9 +159,7 @@ def test_the_models_own_zero_grad_inside_accumulate(precision: Any, where: str) 
     with Accelerator(
         cpu=True, mixed_precision=precision, gradient_accumulation_steps=2, settings=Settings(scaler_options=SCALE)
     ) as acc:
-        model = make()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
-        model, optimizer = acc.prepare(model, optimizer)
+        model, optimizer = prepared(acc)
 
         def update() -> None:
             for _ in range(2):
@@ -188,7 +184,7 @@ def test_the_models_own_zero_grad_inside_accumulate(precision: Any, where: str) 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-true", "O3"])
 def test_gradients_that_the_model_sets_to_zero_after_each_step(precision: Any) -> None:
     with Accelerator(cpu=True, mixed_precision=precision, settings=Settings(scaler_options=SCALE)) as acc:
-        model, optimizer = acc.prepare(built := make(), torch.optim.SGD(built.parameters(), lr=0.125, momentum=0.5))
+        model, optimizer = prepared(acc)
         for _ in range(STEPS):
             acc.backward(loss_of(model))
             optimizer.step()
@@ -198,9 +194,7 @@ def test_gradients_that_the_model_sets_to_zero_after_each_step(precision: Any) -
 
 def test_an_update_that_the_script_drops_under_masters() -> None:
     with Accelerator(cpu=True, mixed_precision="bf16-true") as acc:
-        model = make()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
-        model, optimizer = acc.prepare(model, optimizer)
+        model, optimizer = prepared(acc)
         for _ in range(STEPS):
             acc.backward(loss_of(model, 100.0))
             acc.clip_grad_norm_(model.parameters(), 1e6)
