@@ -109,48 +109,40 @@ def _close(reference: Callable[[], Accelerator | None]) -> None:
 class Accelerator(Collectives, Checkpoints):
     """Trains a script on the hardware that is here, from a laptop to several nodes.
 
-    Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are
-    detected; ``print(accelerator)`` shows each decision with its reason.
+    Settings come from these arguments, ``EASYMP_`` variables, ``easymp.toml``, or are detected; ``print(accelerator)``
+    shows each decision with its reason.
 
     Args:
-        mixed_precision: dtypes of the computation: "auto", or a precision of `easymp.registry.PRECISIONS`. "no" and
-            "fp32" are the same. "bf16", "fp16", "fp8" and "O1" raise trainable parameters that arrive in bf16 or fp16
-            to fp32; frozen ones keep their dtype. "bf16-true" and "fp16-true" cast the model and keep low-precision
-            weights; "no", "fp32", "tf32" and "O0" cast nothing. Low-precision weights are stepped by fp32 masters, or
-            rounded stochastically with the setting ``stochastic_rounding`` ("O3" only rounds). The plan says which.
+        mixed_precision: "auto", or a precision of `easymp.registry.PRECISIONS`; "no" and "fp32" are the same. "bf16",
+            "fp16", "fp8" and "O1" raise trainable parameters that arrive in bf16 or fp16 to fp32. "bf16-true" and
+            "fp16-true" cast the model, whose weights are stepped by fp32 masters, or rounded stochastically with the
+            setting ``stochastic_rounding`` ("O3" only rounds). The others cast nothing.
         strategy: how models are distributed: "auto", or a strategy of `easymp.registry.STRATEGIES`.
-        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …), or a
-            dict of the fields.
-        gradient_accumulation_steps: micro-batches in an update, see `accumulate`; or a `GradientAccumulationPlugin`,
-            which says it in detail.
+        strategy_options: the strategy's record (`FSDPOptions` …), or a dict of its fields.
+        gradient_accumulation_steps: micro-batches in an update, see `accumulate`; or a `GradientAccumulationPlugin`.
         cpu: train on the CPU although there is an accelerator.
         dataloader_config: how prepared loaders read.
         activation_checkpointing: modules that keep only their inputs and are computed again in backward: True for the
             repeated blocks, or a pattern of names or classes, or several. "attention": the blocks, which also keep
-            their matrix products and attention. "16GiB": as many blocks as a rank needs to stay below this size,
-            counted in the first forward.
+            their matrix products and attention. "16GiB": as many blocks as a rank needs to stay below this size.
         compile: torch.compile of the whole model (True or "model"), of each repeated block ("blocks"), or as
             `CompileOptions` say.
         seed: seed of all random streams; see `set_seed`.
         deterministic: use deterministic algorithms only.
         ema_decay: decay of a moving average of the weights, for example 0.999; see `averaged`.
-        nonfinite: the answer to a loss or gradient norm that is infinite or not a number. "warn": say it once, with
-            step, rank and loss scale, without waiting for the device. "skip": no rank steps where a gradient of any
-            rank is not finite (see `optimizer_step_was_skipped`). "raise": all ranks raise a NonfiniteError before that
-            step, or where a loss is not finite. "skip" and "raise" check all gradients before each step, may wait for
-            the device, and refuse closures. None: "skip" under a loss scale, else "warn". While a loss scale is being
-            found, overflows are not reported, and "warn" means "skip". The first module with such numbers is named
-            where it can be found: by a second forward for a loss (under "raise", and on a CPU), by hooks in the next
-            update where steps are skipped.
+        nonfinite: the answer to a loss or gradient norm that is infinite or not a number. "warn": say it once. "skip":
+            no rank steps where a gradient of any rank is not finite (see `optimizer_step_was_skipped`). "raise": all
+            ranks raise a NonfiniteError before that step, or where a loss is not finite. "skip" and "raise" check all
+            gradients before each step, may wait for the device, and refuse closures. None: "skip" under a loss scale,
+            whose search is not reported, else "warn". The first module with such numbers is named where it can be
+            found: by a second forward (under "raise", and on a CPU), or by hooks in the next update.
         project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``), or a `ProjectConfiguration`.
             Default: the working directory.
-        log_with: where `log` writes: "jsonl" (a file of JSON lines; the default), "console" (a line that shows how far
-            the training is), another tracker by name, several, "all" that are installed and keep rows, "none", or a
-            tracker of your own (`Tracker`).
+        log_with: where `log` writes: "jsonl" (the default), "console", another tracker by name, several, "all" that are
+            installed and keep rows, "none", or a `Tracker` of your own.
         save_on_signal: answer to SIGTERM and SIGUSR1: end the run at the next batch of a prepared loader, or the next
-            of `epochs`, with a checkpoint in the project's folder and exit code 75, all ranks together. One more
-            signal, 5 seconds later or more, ends it at once. None: from `resume` on; True: from the beginning; False:
-            never.
+            of `epochs`, with a checkpoint in the project's folder and exit code 75. One more signal, 5 seconds later or
+            more, ends it at once. None: from `resume` on; True: from the beginning; False: never.
         parts: features of your own that watch or change the loop; see `Part`.
         settings: all other settings, see `Settings`; the arguments above win over it.
 

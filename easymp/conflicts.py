@@ -34,16 +34,17 @@ CALLS = (
 )
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
+ENDS_EARLY = "a rank's last batch ends its window in the middle of the windows of ranks that have more batches"
 ACCUMULATION_AND_JOIN = Conflict(
     "join_uneven_inputs()",
     "gradient_accumulation_steps",
-    "a rank's last batch ends its window in the middle of the windows of ranks that have more batches",
+    ENDS_EARLY,
     "Keep even_batches=True, or set gradient_accumulation_steps=1",
 )
 NO_SYNC_AND_JOIN = Conflict(
     "join_uneven_inputs()",
     "no_sync()",
-    "a rank's last batch ends its window in the middle of the windows of ranks that have more batches",
+    ENDS_EARLY,
     "Keep even_batches=True, or let each backward average",
 )
 MODELS_AND_JOIN = Conflict(

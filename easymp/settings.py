@@ -237,25 +237,16 @@ class Settings:
     gradient_accumulation_steps: int = setting(1, "micro-batches in one optimizer update", least=1)
     cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
     fused: bool = setting(True, "run the fused step of plain torch optimizers where torch has one")
-    ema_decay: float | None = setting(
-        None, "decay of a moving average of the weights, for example 0.999", least=0, most=0.999999999
-    )
+    ema_decay: float | None = setting(None, "decay of an average of the weights, such as 0.999", least=0, most=1 - 1e-9)
     stochastic_rounding: bool = setting(
-        False,
-        "keep optimizer states in bf16, rounded stochastically, and under bf16-true the weights, too, in place of fp32 "
-        "masters",
+        False, "keep optimizer states, and under bf16-true the weights, in bf16 that is rounded stochastically"
     )
     convert_sync_batchnorm: bool = setting(False, "batch-norm in training by the samples of all processes")
     nonfinite: NonfiniteAnswer | None = setting(
-        None,
-        "answer to a loss or gradient that is not finite; default: skip the step under a loss scale, else warn once",
-        get_args(NonfiniteAnswer),
+        None, "answer to what is not finite; default: skip under a loss scale, else warn", get_args(NonfiniteAnswer)
     )
     compile: Compiled | Table | None = setting(
-        None,
-        "torch.compile: of the whole model, or of each repeated block; or a table of the fields of CompileOptions",
-        get_args(Compiled),
-        switch=("no", "model"),
+        None, "what torch.compile compiles; or fields of CompileOptions", get_args(Compiled), switch=("no", "model")
     )
     activation_checkpointing: Words | None = setting(
         None,
@@ -273,26 +264,14 @@ class Settings:
     hang_after: float = setting(
         30.0, "seconds until a waiting collective is reported, with every rank's call; 0: never", least=0, most=1e9
     )
-    memory: Size | None = setting(
-        None, "memory of a rank, such as 16GiB, by which auto decides; default: its device's memory"
-    )
-    replica_check: int = setting(
-        1000, "updates between comparisons of the ranks' parameters, after the first ones; 0 is off", least=0
-    )
-    replay: int = setting(
-        0, "last updates that are kept for `easymp replay`, beside the checkpoints; 0 is off", least=0
-    )
+    memory: Size | None = setting(None, "memory of a rank, such as 16GiB; default: its device's memory")
+    replica_check: int = setting(1000, "updates between comparisons of the ranks' parameters; 0 is off", least=0)
+    replay: int = setting(0, "last updates that are kept for `easymp replay`; 0 is off", least=0)
     debug: bool | None = setting(
-        None,
-        "compare the ranks' arguments before each collective that a script calls; on unless false; true: also "
-        "gradients under zero1",
+        None, "compare the ranks' arguments before each collective; on unless false; true: also gradients under zero1"
     )
-    project_dir: str | None = setting(
-        None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory"
-    )
-    log_with: Words | None = setting(
-        None, "trackers by name, with commas (default: jsonl), all that are installed, or none"
-    )
+    project_dir: str | None = setting(None, "folder, or URL of fsspec, for checkpoints and logs; else the working one")
+    log_with: Words | None = setting(None, "trackers with commas (default: jsonl), all that are installed, or none")
     save_on_signal: bool | None = setting(
         None, "save and end with exit code 75 at SIGTERM and SIGUSR1: true, false, or from resume on"
     )

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from ..errors import ArgumentError, nearest
 
+LOADER_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 # Keywords of the constructor.
 SETTING_REMEDIES = {
     name: f"pass settings=Settings({name}=...)"
@@ -17,10 +18,7 @@ SETTING_REMEDIES = {
 }
 OTHER_ARGUMENTS = {
     **SETTING_REMEDIES,
-    **{
-        name: f"pass dataloader_config=DataLoaderConfiguration({name}=...)"
-        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
-    },
+    **{name: f"pass dataloader_config=DataLoaderConfiguration({name}=...)" for name in LOADER_OPTIONS},
     **dict.fromkeys(
         ("step_scheduler_with_optimizer", "scheduler_steps_per_process"),
         "prepared schedulers step once an update; easymp.compat.accelerate has Accelerate's rules",
@@ -71,14 +69,7 @@ OTHER_ATTRIBUTES = {
     "gradient_state": f"use sync_gradients and the prepared loader's `last`; {BY_LAYER}",
     "trigger_sync_in_backward": BY_LAYER,
     **dict.fromkeys(
-        (
-            "split_batches",
-            "dispatch_batches",
-            "even_batches",
-            "use_seedable_sampler",
-            "non_blocking",
-            "use_stateful_dataloader",
-        ),
+        (*LOADER_OPTIONS, "non_blocking", "use_stateful_dataloader"),
         f"keep the DataLoaderConfiguration that you pass as dataloader_config; {BY_LAYER}",
     ),
 }
