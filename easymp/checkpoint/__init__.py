@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from .accelerate import AccelerateStates as AccelerateStates
-    from .accelerate import read_accelerate as read_accelerate
     from .catalog import Contents as Contents
     from .catalog import Damage as Damage
     from .catalog import Difference as Difference
@@ -25,19 +23,22 @@ if TYPE_CHECKING:
     from .catalog import prune as prune
     from .catalog import verify as verify
     from .huggingface import convert as convert
-    from .huggingface import merge as merge
     from .progress import Progress as Progress
     from .weight_stream import WeightStream as WeightStream
 
 _HOMES = {
-    "accelerate": ("AccelerateStates", "read_accelerate"),
     "catalog": (
         *("Contents", "Damage", "Difference", "Entry", "Pruned"),
         *("diff", "inspect", "list_checkpoints", "prune", "verify"),
     ),
-    "huggingface": ("convert", "merge"),
+    "huggingface": ("convert",),
     "progress": ("Progress",),
     "weight_stream": ("WeightStream",),
 }
 
-__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)
+_FORMER = {
+    "merge": "use convert(), which takes checkpoints, too",
+    **dict.fromkeys(("read_accelerate", "AccelerateStates"), "use Accelerator.load_state(folder, allow_pickle=True)"),
+}
+
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, elsewhere=_FORMER)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,63 +32,22 @@ from .weights import stored_in_memory, without_wrappers
 
 logger = get_logger(__name__)
 
-# Field of `AccelerateStates` → names of its files; the number is missing from the first one.
+# Names of the files; the number is missing from the first one. Files of samplers and loaders are not read.
 SERIES = {
-    "models": re.compile(r"pytorch_model(?:_(\d+))?\.bin"),
-    "optimizers": re.compile(r"optimizer(?:_(\d+))?\.bin"),
-    "schedulers": re.compile(r"scheduler(?:_(\d+))?\.bin"),
-    "samplers": re.compile(r"sampler(?:_(\d+))?\.bin"),
-    "loaders": re.compile(r"dl_state_dict(?:_(\d+))?\.bin"),
-    "custom": re.compile(r"custom_checkpoint_(\d+)\.pkl"),
-    "rng": re.compile(r"random_states_(\d+)\.pkl"),
+    "model": re.compile(r"pytorch_model(?:_(\d+))?\.bin"),
+    "optimizer": re.compile(r"optimizer(?:_(\d+))?\.bin"),
+    "scheduler": re.compile(r"scheduler(?:_(\d+))?\.bin"),
+    "custom_checkpoint": re.compile(r"custom_checkpoint_(\d+)\.pkl"),
+    "random_states": re.compile(r"random_states_(\d+)\.pkl"),
 }
-ORDERED = {name: name.removesuffix("s") for name in ("models", "optimizers", "schedulers")}
-ORDERED["custom"] = "custom_checkpoint"
 WEIGHTS = re.compile(r"model(?:_(\d+))?\.safetensors")
 SCALER = "scaler.pt"
 SHARDED = re.compile(r"pytorch_model(_fsdp)?(_\d+)?|pytorch_model_fsdp.*\.bin|optimizer_\d+|zero_pp_rank.*")
 LOADERS = "where loaders stood (Accelerate's folders do not say it; go on with skip_first_batches)"
 
 
-@dataclass(frozen=True)
-class AccelerateStates:
-    """The contents of a folder, in the order in which the objects were prepared; tensors on the CPU.
-
-    Attributes:
-        models: state dicts, with one name of tied weights.
-        optimizers: state dicts, which refer to parameters by number, in the order of the param groups.
-        schedulers: state dicts.
-        samplers: kept samplers by the loader's number, as objects of Accelerate's classes.
-        loaders: state dicts of loaders that keep one (torchdata's), by the loader's number.
-        scaler: the loss scale's state dict.
-        rng: by rank: "random_state" (Python), "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed" …
-        step: Accelerate's count of micro-steps.
-        custom: state dicts of the objects of register_for_checkpointing.
-    """
-
-    models: tuple[dict[str, Tensor], ...] = ()
-    optimizers: tuple[dict[str, Any], ...] = ()
-    schedulers: tuple[dict[str, Any], ...] = ()
-    samplers: Mapping[int, Any] = field(default_factory=dict)
-    loaders: Mapping[int, dict[str, Any]] = field(default_factory=dict)
-    scaler: dict[str, Any] | None = None
-    rng: Mapping[int, dict[str, Any]] = field(default_factory=dict)
-    step: int | None = None
-    custom: tuple[dict[str, Any], ...] = ()
-
-
-def read_accelerate(folder: str | os.PathLike[str], allow_pickle: bool = False) -> AccelerateStates:
-    """Read a local folder of Accelerate's `save_state`.
-
-    Args:
-        allow_pickle: read its pickles, too. A crafted one runs code of its writer's choice, with your rights, on every
-            rank that reads it. Use it only for folders that you or someone you trust wrote, and that no one else could
-            change since.
-
-    Raises:
-        CheckpointError: there are pickles, and they are not allowed (`load_weights` reads the model's weights without
-            them); or it is not such a folder; or a file is damaged.
-    """
+def read_folder(folder: str | os.PathLike[str], allow_pickle: bool = False) -> dict[str, dict[int, Any]]:
+    """The state dicts in a local folder by kind, a key of SERIES or "scaler", and number; tensors on the CPU."""
     path = Path(folder)
     try:
         names = sorted(os.listdir(path))
@@ -112,17 +69,18 @@ def read_accelerate(folder: str | os.PathLike[str], allow_pickle: bool = False) 
             f"{path}: {', '.join(pickles)} are pickles, which can run code when they are read. If you trust the writer "
             "of this folder, pass allow_pickle=True; the weights alone are read without them by load_weights"
         )
-    if duplicates := set(weights) & set(series["models"]):
+    if duplicates := set(weights) & set(series["model"]):
         raise CheckpointError(f"{path}: model {min(duplicates)} is there twice, safely and pickled: take one out")
-    states: dict[str, Any] = {
-        key: {i: _unpickle(path / name) for i, name in files.items()} for key, files in series.items()
+    states: dict[str, dict[int, Any]] = {
+        kind: {i: _unpickle(path / name) for i, name in files.items()} for kind, files in series.items()
     }
-    states["models"] |= {number: load(path / name) for number, name in weights.items()}
-    for key, item in ORDERED.items():
-        states[key] = _in_order(states[key], item, path)
-    scaler = _unpickle(path / SCALER) if SCALER in names else None
-    step = next((state["step"] for state in states["rng"].values() if "step" in state), None)
-    return AccelerateStates(**states, scaler=scaler, step=step)
+    states["model"] |= {number: load(path / name) for number, name in weights.items()}
+    states["scaler"] = {0: _unpickle(path / SCALER)} if SCALER in names else {}
+    for kind, by_number in states.items():
+        missing = [number for number in range(len(by_number)) if number not in by_number]
+        if missing and kind != "random_states":  # a folder may be one node's
+            raise CheckpointError(f"{path}: {kind} {missing[0]} is missing, {max(by_number)} is there: copy it again")
+    return states
 
 
 def _series(names: list[str], pattern: re.Pattern[str], path: Path) -> dict[int, str]:
@@ -130,16 +88,16 @@ def _series(names: list[str], pattern: re.Pattern[str], path: Path) -> dict[int,
     return dict(sorted((int(match[1] or 0), name) for match, name in matches if (path / name).is_file()))
 
 
-def _in_order(states: Mapping[int, Any], item: str, path: Path) -> tuple[Any, ...]:
-    for number in range(len(states)):
-        if number not in states:
-            raise CheckpointError(f"{path}: {item} {number} is missing, {max(states)} is there: copy it again")
-    return tuple(states[number] for number in range(len(states)))
-
-
 def _unpickle(path: Path) -> Any:
+    import _codecs  # old protocols spell bytes as encoded text
+
+    import numpy
+
+    # NumPy's random state is an array of numbers, which torch's reader for plain data refuses otherwise.
+    multiarray = (numpy._core if hasattr(numpy, "_core") else numpy.core).multiarray
+    allowed = [multiarray._reconstruct, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), _codecs.encode]
     try:
-        with _numpy_arrays_allowed():
+        with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # more than plain data
         logger.warning("%s holds more than plain data: its pickle is run", path)
@@ -149,17 +107,6 @@ def _unpickle(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:
         raise unreadable(path, error, ": packages that define its objects may be missing") from error
-
-
-def _numpy_arrays_allowed() -> AbstractContextManager[Any]:
-    """Let torch's safe reader load NumPy arrays of numbers, which NumPy's random state needs."""
-    import _codecs  # old protocols spell bytes as encoded text
-
-    import numpy
-
-    multiarray = (numpy._core if hasattr(numpy, "_core") else numpy.core).multiarray
-    allowed = [multiarray._reconstruct, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
-    return torch.serialization.safe_globals([*allowed, _codecs.encode])
 
 
 class AccelerateReader(CheckpointReader):
@@ -175,14 +122,14 @@ class AccelerateReader(CheckpointReader):
         strict: bool,
         allow_pickle: bool,
     ) -> None:
-        states = read_accelerate(folder, allow_pickle)
+        states = read_folder(folder, allow_pickle)
         optimizers = [item for item in items if isinstance(item, OptimizerState)]
         trees, aliases = _translate(states, models, optimizers, seed)
         tensors: dict[str, Tensor] = {}
         packed = {name: pack(tree, name, tensors) for name, tree in trees.items()}
         manifest = Manifest(
             step=max((trees[o.name]["updates"] for o in optimizers if o.name in trees), default=0),
-            world_size=max(len(states.rng), 1),
+            world_size=max(len(states["random_states"]), 1),
             written="",
             made_by="Accelerate",
             plan={},
@@ -196,40 +143,36 @@ class AccelerateReader(CheckpointReader):
 
 
 def _translate(
-    states: AccelerateStates, models: Sequence[nn.Module], optimizers: Sequence[OptimizerState], seed: int
+    states: Mapping[str, Mapping[int, Any]],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[OptimizerState],
+    seed: int,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the states under the names that our checkpoints use, and the aliases of tied weights."""
     trees: dict[str, Any] = {}
     aliases: dict[str, str] = {}
-    for i, weights in enumerate(states.models):
+    for i, weights in states["model"].items():
         name = numbered("model", i)
         live = models[i].state_dict(keep_vars=True) if i < len(models) else {}
-        plain = {canonical(n) for n in live}
-        trees[name] = {n if n in plain else without_wrappers(n): value for n, value in weights.items()}
-        aliases |= {f"{name}/{n}": f"{name}/{target}" for n, target in _tied(live, trees[name]).items()}
-    for i, state in enumerate(states.optimizers):
+        ids = {canonical(n): id(value) for n, value in live.items()}
+        trees[name] = tree = {n if n in ids else without_wrappers(n): value for n, value in weights.items()}
+        stored_names = {ids[n]: n for n in ids if n in tree}  # of tied weights one was written
+        tied = {n: stored_names[i] for n, i in ids.items() if n not in tree and i in stored_names}
+        aliases |= {f"{name}/{n}": f"{name}/{target}" for n, target in tied.items()}
+    for i, state in states["optimizer"].items():
         name = numbered("optimizer", i)
         trees[name] = {}  # without a live one nothing takes it, and an error says so
         if i < len(optimizers):
             trees[name], trees[f"{name}/state"] = _by_name(state, optimizers[i])
             trees[f"{name}/masters"] = {}
-    trees |= {f"state/scheduler_{i}": state for i, state in enumerate(states.schedulers)}
-    trees |= {f"state/object_{i}": state for i, state in enumerate(states.custom)}
-    if states.scaler:
-        trees["state/scaler"] = states.scaler
-    for rank, state in states.rng.items():
-        slices = {"data_rank": rank, "data_size": len(states.rng), "seed": seed}
+    trees |= {f"state/scheduler_{i}": state for i, state in states["scheduler"].items()}
+    trees |= {f"state/object_{i}": state for i, state in states["custom_checkpoint"].items()}
+    if states["scaler"].get(0):
+        trees["state/scaler"] = states["scaler"][0]
+    for rank, state in states["random_states"].items():
+        slices = {"data_rank": rank, "data_size": len(states["random_states"]), "seed": seed}
         trees[per_rank(rank, "state/random")] = {**slices, "streams": _streams(state)}
     return trees, aliases
-
-
-def _tied(live: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
-    """Map each missing name of a tied weight to the name under which Accelerate wrote it."""
-    ids = {canonical(name): id(value) for name, value in live.items()}
-    written_names = {tensor: name for name, tensor in ids.items() if name in names}
-    return {
-        name: written_names[tensor] for name, tensor in ids.items() if name not in names and tensor in written_names
-    }
 
 
 def _by_name(state: Mapping[str, Any], optimizer: OptimizerState) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import re
@@ -207,7 +208,9 @@ class Checkpoints:
             )
         self._ask_parts(self._parts.saving, "save_state", path)
         self._check_settled()
-        saves = save.Saves(ranks.one_rank(world), self._saver().line)
+        single_world = copy.copy(world)
+        single_world.size = 1
+        saves = save.Saves(single_world, self._saver().line)
         return self._save_state(saves, path, with_helpers=calls.with_helpers if is_split else None)
 
     def _help(self, world: ranks.StoreWorld) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from math import prod
 from typing import Any
 
@@ -23,7 +21,6 @@ from .folders import OpenCheckpoint, checkpoint_of, find_newest, join, lock_name
 from .load import read_in_order
 from .manifest import BLOCK, MANIFEST, Manifest, StoredTensor, full_box, split_box
 from .progress import Tick, expect
-from .save import group_of
 from .storage import SourceFile, Storage, block_count
 
 LONGEST_VALUE = 60  # characters of a value that is shown
@@ -37,7 +34,7 @@ class Entry:
     Attributes:
         name: of the folder.
         size: bytes in its files.
-        written: when, in ISO 8601, UTC; None if unknown.
+        written: when, in ISO 8601, UTC; None without a manifest.
         step: optimizer updates until then; None without a manifest.
         world_size: ranks that wrote it; None without a manifest.
         committed: whether it counts.
@@ -50,7 +47,7 @@ class Entry:
 
     name: str
     size: int
-    written: str | None
+    written: str | None = None
     step: int | None = None
     world_size: int | None = None
     committed: bool = False
@@ -98,8 +95,7 @@ def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
         reason = str(error).removeprefix(f"{join(storage.root, name)}: ")
         if owner is not None or (is_locked and not committed):
             reason = f"{leftover} from a save that did not end ({reason})"
-        size, modified = _bytes_in(storage, name), _modified(storage, name)
-        return Entry(name, size, modified, committed=committed, why=reason)
+        return Entry(name, _bytes_in(storage, name), committed=committed, why=reason)
     reason = ""
     if owner is not None:
         reason = f"{leftover}: it was replaced, or its save ended before its renaming"
@@ -127,13 +123,6 @@ def _bytes_in(storage: Storage, folder: str) -> int:
     return sum(_bytes_in(storage, path) if (size := storage.size(path)) is None else size for path in paths)
 
 
-def _modified(storage: Storage, name: str) -> str | None:
-    try:
-        return datetime.fromtimestamp(storage.modified(name), UTC).isoformat(timespec="seconds")
-    except OSError:  # object stores have no folders
-        return None
-
-
 @dataclass(frozen=True)
 class TensorFacts:
     """A tensor in a checkpoint. `size` is in bytes; `pieces` counts its chunks."""
@@ -143,18 +132,6 @@ class TensorFacts:
     shape: tuple[int, ...]
     size: int
     pieces: int
-
-
-@dataclass(frozen=True)
-class GroupFacts:
-    """The tensors of one group ("model", "optimizer" …): number, elements, bytes, bytes by dtype, files."""
-
-    name: str
-    tensors: int
-    elements: int
-    size: int
-    dtypes: Mapping[str, int]
-    files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -179,7 +156,6 @@ class Contents:
     made_by: str
     size: int
     plan: Mapping[str, Any]
-    groups: tuple[GroupFacts, ...]
     tensors: tuple[TensorFacts, ...]
     aliases: Mapping[str, str]
     states: tuple[str, ...]
@@ -197,10 +173,6 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
     """
     opened = folders.open_checkpoint(folder)
     manifest = opened.manifest
-    tensors = {
-        name: TensorFacts(name, str(t.dtype).removeprefix("torch."), t.shape, t.bytes, len(t.chunks))
-        for name, t in manifest.tensors.items()
-    }
     return Contents(
         place=opened.path,
         step=manifest.step,
@@ -209,8 +181,10 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
         made_by=manifest.made_by,
         size=_bytes_of(manifest),
         plan=manifest.plan,
-        groups=tuple(_group(group, manifest, tensors) for group in dict.fromkeys(map(group_of, tensors))),
-        tensors=tuple(tensors.values()),
+        tensors=tuple(
+            TensorFacts(name, str(t.dtype).removeprefix("torch."), t.shape, t.bytes, len(t.chunks))
+            for name, t in manifest.tensors.items()
+        ),
         aliases=manifest.aliases,
         states=tuple(manifest.states),
         files={name: file.size for name, file in manifest.all_files.items()},
@@ -218,16 +192,6 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
         line=manifest.lineage.line,
         parent=manifest.lineage.parent,
     )
-
-
-def _group(group: str, manifest: Manifest, tensors: Mapping[str, TensorFacts]) -> GroupFacts:
-    members = [facts for name, facts in tensors.items() if group_of(name) == group]
-    dtypes: Counter[str] = Counter()
-    for facts in members:
-        dtypes[facts.dtype] += facts.size
-    files = sorted({chunk.file for facts in members for chunk in manifest.tensors[facts.name].chunks})
-    elements = sum(prod(facts.shape) for facts in members)
-    return GroupFacts(group, len(members), elements, dtypes.total(), dict(dtypes), tuple(files))
 
 
 @dataclass(frozen=True)
@@ -289,11 +253,11 @@ def _damage_in(manifest: Manifest, name: str, file: SourceFile, tick: Tick | Non
 
 
 def _tensors_in(manifest: Manifest, file: str, begin: int, end: int) -> tuple[str, ...]:
-    def lies_there(stored: StoredTensor) -> bool:
-        size = stored.dtype.itemsize
-        return any(c.file == file and begin - c.box.numel * size < c.begin < end for c in stored.chunks)
-
-    return tuple(name for name, stored in manifest.tensors.items() if lies_there(stored))
+    return tuple(
+        name
+        for name, t in manifest.tensors.items()
+        if any(c.file == file and begin - c.box.numel * t.dtype.itemsize < c.begin < end for c in t.chunks)
+    )
 
 
 @dataclass(frozen=True)
@@ -366,16 +330,17 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
     expect(tick, 2 * sum(stored.bytes for _, stored, _ in pairs))
     values = list(_compare(a, b, pairs, tick))
     one_leaves, other_leaves = _leaves_of(a.manifest), _leaves_of(b.manifest)
-    leaves = {
-        path: (one_leaves.get(path, "nothing"), other_leaves.get(path, "nothing"))
+    states = [
+        Unequal(path, x[:LONGEST_VALUE], y[:LONGEST_VALUE])
         for path in dict.fromkeys([*one_leaves, *other_leaves])
-    }
+        if (x := one_leaves.get(path, "nothing")) != (y := other_leaves.get(path, "nothing"))
+    ]
     return Difference(
         missing=tuple(n for n in left if n not in right),
         added=tuple(n for n in right if n not in left),
         kinds=tuple(kinds),
         values=tuple(v for v in values if v.count),
-        states=tuple(Unequal(path, _shown(x), _shown(y)) for path, (x, y) in leaves.items() if x != y),
+        states=tuple(states),
         equal=sum(not v.count for v in values),
     )
 
@@ -410,8 +375,6 @@ def _compare(
 
 def _distance(x: Tensor, y: Tensor) -> float:
     """The largest absolute difference; infinite if a NaN is on one side only."""
-    if x.dtype is torch.float4_e2m1fn_x2:
-        return math.inf  # two numbers a byte, which torch does not compute with
     dtype = torch.complex128 if x.dtype.is_complex else torch.float64
     x, y = x.to(dtype), y.to(dtype)
     distance = (x - y).abs()
@@ -421,19 +384,15 @@ def _distance(x: Tensor, y: Tensor) -> float:
 
 def _leaves_of(manifest: Manifest) -> dict[str, str]:
     """The values of the states, the facts of the run and the files of hooks, by path and as text."""
-    return dict(
-        _leaves(
-            {
-                "step": manifest.step,
-                "world_size": manifest.world_size,
-                "plan": manifest.plan,
-                "tied": manifest.aliases,
-                "extra": {n: {"bytes": f.size, "crc32": list(f.checksums)} for n, f in manifest.extra.items()},
-                **{name: unpack(state, str) for name, state in manifest.states.items() if name != TRACKING},
-            },
-            "",
-        )
-    )
+    facts = {
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "plan": manifest.plan,
+        "tied": manifest.aliases,
+        "extra": {n: {"bytes": f.size, "crc32": list(f.checksums)} for n, f in manifest.extra.items()},
+    }
+    states = {name: unpack(state, str) for name, state in manifest.states.items() if name != TRACKING}
+    return dict(_leaves({**facts, **states}, ""))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -443,10 +402,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _leaves(child, f"{path}/{key}".removeprefix("/"))
     else:
         yield path, repr(value)
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 @dataclass(frozen=True)
@@ -494,7 +449,12 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
         try:
             # The lock names the folder, so that the next writer can clean up after a kill.
             with lock_held(storage, checkpoint, committed[-1] if committed else "") as dead_owner:
-                leftovers = _leftovers(storage, checkpoint, dead_owner)
+                names = storage.list()
+                leftovers = folders.leftovers_of(names, checkpoint)
+                folder = str(dead_owner.get("folder"))  # of a dead writer where folders are not renamed
+                is_its_own = folder in names and checkpoint_of(folder) == checkpoint
+                if is_its_own and not folders.is_committed(storage, folder):
+                    leftovers.append(folder)
                 size += sum(_bytes_in(storage, name) for name in (*committed, *leftovers))
                 for folder in () if dry_run else leftovers:
                     remove_leftover(storage, folder)
@@ -506,13 +466,3 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
         removed += committed
         left_over += leftovers
     return Pruned(tuple(kept), tuple(removed), tuple(left_over), tuple(busy), size)
-
-
-def _leftovers(storage: Storage, checkpoint: str, dead_owner: Mapping[str, Any]) -> list[str]:
-    """Folders of a dead writer of `checkpoint`: temporary ones, and the one that its lock names."""
-    names = storage.list()
-    leftovers = folders.leftovers_of(names, checkpoint)
-    folder = str(dead_owner.get("folder"))
-    if folder in names and checkpoint_of(folder) == checkpoint and not folders.is_committed(storage, folder):
-        leftovers.append(folder)
-    return leftovers

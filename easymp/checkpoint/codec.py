@@ -119,71 +119,60 @@ TEXTS: dict[type, Callable[[Any], str]] = {  # values that are stored as one str
 }
 
 
-def pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Convert `value` to JSON's types; its tensors go into `tensors` under paths that begin with `path`."""
-    return _Packer(tensors).pack(value, path)
+def pack(
+    value: Any, path: str, tensors: dict[str, Tensor], is_key: bool = False, containers: tuple[int, ...] = ()
+) -> Any:
+    """Convert `value` to JSON's types; its tensors go into `tensors` under paths that begin with `path`.
 
-
-class _Packer:
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._open: list[int] = []  # ids of the containers that hold what is being packed
-
-    def pack(self, value: Any, path: str, is_key: bool = False) -> Any:
-        type_ = type(value)
-        if (
-            value is None
-            or type_ is bool
-            or (type_ is int and -INT64 <= value < 2 * INT64)
-            or (type_ is float and math.isfinite(value))
-            or (type_ is str and _is_encodable(value))
-        ):
-            return value
-        if type_ in TEXTS:
-            return {TAG: type_.__name__, "value": TEXTS[type_](value)}
-        if isinstance(value, Tensor) and not is_key:
-            _check_tensor(value, path)
-            return {TAG: "tensor", "name": self._add_tensor(value, path)}
-        if type_ is list or type_ in SEQUENCES or type_ in MAPPINGS:
-            return self._container(value, path, is_key)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic) and value.dtype.name in NUMPY_SCALARS:
-            return {TAG: "scalar", "dtype": value.dtype.name, "value": self.pack(value.item(), path)}
-        if numpy is not None and type_ is numpy.ndarray and not is_key and value.dtype.name in NUMPY_DTYPES:
-            # A copy in native byte order; torch takes no array that is read-only or runs backwards.
-            array = value.astype(value.dtype.newbyteorder("="), order="C")
-            return {TAG: "array", "name": self._add_tensor(torch.from_numpy(array), path)}
+    `is_key`: the value is a key of a dict. `containers`: ids of those that hold the value.
+    """
+    type_ = type(value)
+    if (
+        value is None
+        or type_ is bool
+        or (type_ is int and -INT64 <= value < 2 * INT64)
+        or (type_ is float and math.isfinite(value))
+        or (type_ is str and _is_encodable(value))
+    ):
+        return value
+    if type_ in TEXTS:
+        return {TAG: type_.__name__, "value": TEXTS[type_](value)}
+    if isinstance(value, Tensor) and not is_key:
+        _check_tensor(value, path)
+        return {TAG: "tensor", "name": _add_tensor(value, path, tensors)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.name in NUMPY_SCALARS:
+        return {TAG: "scalar", "dtype": value.dtype.name, "value": pack(value.item(), path, tensors)}
+    if numpy is not None and type_ is numpy.ndarray and not is_key and value.dtype.name in NUMPY_DTYPES:
+        # A copy in native byte order; torch takes no array that is read-only or runs backwards.
+        array = value.astype(value.dtype.newbyteorder("="), order="C")
+        return {TAG: "array", "name": _add_tensor(torch.from_numpy(array), path, tensors)}
+    if type_ is not list and type_ not in SEQUENCES and type_ not in MAPPINGS:
         raise CheckpointError(f"{path}: {_refusal(value, is_key)}")
-
-    def _container(self, value: Any, path: str, is_key: bool) -> Any:
-        if id(value) in self._open:
-            raise CheckpointError(f"{path}: contains itself: store the parts of it that do not")
-        if len(self._open) == LEVELS:
-            raise CheckpointError(f"{path}: more than {LEVELS} containers in one another: flatten it")
-        self._open.append(id(value))
-        try:
-            if type(value) in MAPPINGS:
-                return self._mapping(value, path)
-            items = [self.pack(item, f"{path}/{i}", is_key) for i, item in enumerate(value)]
-        finally:
-            self._open.pop()
-        return items if type(value) is list else {TAG: SEQUENCES[type(value)], "items": items}
-
-    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
-        kind = MAPPINGS[type(value)]
-        if kind == "dict" and TAG not in value and all(type(key) is str and _is_encodable(key) for key in value):
-            return {key: self.pack(item, f"{path}/{key}") for key, item in value.items()}
+    if id(value) in containers:
+        raise CheckpointError(f"{path}: contains itself: store the parts of it that do not")
+    if len(containers) == LEVELS:
+        raise CheckpointError(f"{path}: more than {LEVELS} containers in one another: flatten it")
+    containers = (*containers, id(value))
+    if type_ is dict and TAG not in value and all(type(key) is str and _is_encodable(key) for key in value):
+        return {key: pack(item, f"{path}/{key}", tensors, containers=containers) for key, item in value.items()}
+    if type_ in MAPPINGS:
+        keys = [pack(key, f"{path}/key {i}", tensors, True, containers) for i, key in enumerate(value)]
+        steps = [_path_step(key, i) for i, key in enumerate(value)]
         items = [
-            [self.pack(key, f"{path}/key {i}", is_key=True), self.pack(item, f"{path}/{_path_step(key, i)}")]
-            for i, (key, item) in enumerate(value.items())
+            [key, pack(item, f"{path}/{step}", tensors, containers=containers)]
+            for key, step, item in zip(keys, steps, value.values())
         ]
-        return {TAG: kind, "items": items}
+        return {TAG: MAPPINGS[type_], "items": items}
+    items = [pack(item, f"{path}/{i}", tensors, is_key, containers) for i, item in enumerate(value)]
+    return items if type_ is list else {TAG: SEQUENCES[type_], "items": items}
 
-    def _add_tensor(self, tensor: Tensor, path: str) -> str:
-        while path in self._tensors:  # {"a/b": …, "a": {"b": …}}, or {"0": …, 0: …}
-            path += "'"
-        self._tensors[path] = tensor
-        return path
+
+def _add_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    while path in tensors:  # {"a/b": …, "a": {"b": …}}, or {"0": …, 0: …}
+        path += "'"
+    tensors[path] = tensor
+    return path
 
 
 def _check_tensor(value: Tensor, path: str) -> None:
@@ -378,11 +367,11 @@ PAGE = 4096
 LONGEST_HEADER = 100_000_000  # bytes of a header that the safetensors library still reads
 MOST = 2**63 - 1  # bytes in a file or a tensor
 DIMENSIONS = 64  # torch's limit
-FLOAT4 = torch.float4_e2m1fn_x2  # two values a byte: the format counts values, torch counts bytes
+
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0", FLOAT4: "F4",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64", torch.complex128: "C128", torch.complex32: "C32",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
@@ -430,10 +419,6 @@ def encode_header(
         if name in table or name == "__metadata__":
             raise CheckpointError(f"{name}: two tensors of a file have this name: rename one of them")
         file_dtype, file_shape = in_file(dtype, shape)
-        if file_dtype is FLOAT4:
-            if not file_shape:
-                raise CheckpointError(f"{name}: {dtype} needs a dimension in safetensors: use .reshape(1)")
-            file_shape = (*file_shape[:-1], 2 * file_shape[-1])
         table[name] = {"dtype": NAMES[file_dtype], "shape": file_shape, "data_offsets": [begin, begin + size]}
         ranges.append((begin, begin + size))
         begin += size
@@ -535,11 +520,9 @@ def _slot(entry: Any, base: int, size: int, tensor: str) -> Slot:
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None or dtype in REAL_DTYPES:
         raise CheckpointError(f"{tensor} has the unknown dtype {name!r:.40}: update easymp, or convert it")
-    if dtype is FLOAT4 and isinstance(shape, list) and shape:
-        shape = [*shape[:-1], shape[-1] // 2 if type(shape[-1]) is int and shape[-1] % 2 == 0 else None]
     count = nbytes(dtype, shape)
-    if count is None or (dtype is FLOAT4 and not shape):
-        raise CheckpointError(f"{tensor} has the shape {entry['shape']!r:.80}, which a {dtype} cannot have")
+    if count is None:
+        raise CheckpointError(f"{tensor} has the shape {shape!r:.80}, which a {dtype} cannot have")
     if not isinstance(offsets, list) or [*map(type, offsets)] != [int, int]:
         raise CheckpointError(f"{tensor} lies at {offsets!r:.80}, which are not two places")
     begin, end = offsets

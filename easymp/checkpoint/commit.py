@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError
@@ -57,7 +56,8 @@ class Commit:
             move_other_line(target, checkpoint, record)
             owners = {owner for name in target.list() if (owner := folders.owner_of(name)) is not None}
             for owner in sorted(owners - {checkpoint}):
-                _clean_up_after_dead_writer(target, owner)
+                with suppress(CheckpointError), lock_held(target, owner) as previous:  # refused if the writer lives
+                    clean_up(target, owner, previous)
             try:
                 target.make(self.folder)
             except FileExistsError:
@@ -119,13 +119,6 @@ def clean_up(target: Storage, checkpoint: str, dead_owner: Mapping[str, Any]) ->
         target.sync()
 
 
-def _clean_up_after_dead_writer(target: Storage, checkpoint: str) -> None:
-    if not target.renames and not is_abandoned(target, lock_name(checkpoint)):
-        return
-    with suppress(CheckpointError), lock_held(target, checkpoint) as previous:  # refused if the writer lives
-        clean_up(target, checkpoint, previous)
-
-
 def move_other_line(target: Storage, checkpoint: str, record: SaveRecord) -> None:
     """Rename an existing checkpoint of another line that has the name of the new save."""
     if folders.step_of(checkpoint) is None:
@@ -133,8 +126,11 @@ def move_other_line(target: Storage, checkpoint: str, record: SaveRecord) -> Non
     existing = folders.read_record(target, folders.newest_save(target, checkpoint))
     if existing is None or existing.leads_to(record):
         return
-    committed = [name for name in target.list() if target.size(join(name, COMMIT)) is not None]
-    name = folders.name_on_line(committed, checkpoint, existing.lineage.line)
+    committed = {checkpoint_of(name) for name in target.list() if target.size(join(name, COMMIT)) is not None}
+    name, number = f"{checkpoint}.line-{existing.lineage.line}", 1
+    while name in committed:
+        number += 1
+        name = f"{checkpoint}.line-{existing.lineage.line}-{number}"
     target.remove(name)  # half of a copy, of a run that was killed
     target.move(existing.folder, name)
     path = join(target.root, checkpoint)
@@ -211,7 +207,6 @@ def remove_leftover(target: Storage, folder: str) -> None:
 LARGEST = 2**16  # bytes of an owner's record
 BEAT = 3.0  # seconds between two writes of a heartbeat
 PATIENCE = 4 * BEAT  # seconds without a change after which its owner counts as dead
-LONG_AGO = 900.0  # seconds; by two machines' clocks
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -253,39 +248,21 @@ def acquire_shared(target: Storage, name: str) -> Callable[[], None]:
         if key not in _shared:
             _shared[key] = [acquire(target, name), 0]
         _shared[key][1] += 1
-    return partial(_release_shared, key)
 
+    def release() -> None:
+        if key[0] != os.getpid():
+            return  # a fork, which has nothing of its parent's
+        with _sharing:
+            _shared[key][1] -= 1
+            if not _shared[key][1]:
+                _shared.pop(key)[0].release()
 
-def _release_shared(key: tuple[int, str]) -> None:
-    if key[0] != os.getpid():
-        return  # a fork, which has nothing of its parent's
-    with _sharing:
-        _shared[key][1] -= 1
-        if not _shared[key][1]:
-            _shared.pop(key)[0].release()
+    return release
 
 
 def owner_record(folder: str = "") -> dict[str, Any]:
     since = datetime.now(UTC).isoformat(timespec="seconds")
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "folder": folder}
-
-
-def pid_namespace() -> str:
-    """Identifier of the running machine and PID namespace; "" where the system has none."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def start_time(pid: int) -> str:
-    """Start time of a process in kernel ticks, which tells it from a later one with its number; "" if unknown."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError):
-        return ""
 
 
 def parse_owner(content: bytes) -> Mapping[str, Any]:
@@ -299,22 +276,14 @@ def parse_owner(content: bytes) -> Mapping[str, Any]:
 
 def refusal(subject: str, owner: Mapping[str, Any], lock: str = "") -> CheckpointError:
     """The error for a second writer; `lock` is the file of the lock."""
-    process = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown host')}{_age(owner.get('since'))}"
+    process = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown host')}"
+    if "since" in owner:
+        process += f" since {owner['since']}"
     remedy = f". If that machine is gone, remove {lock}" if lock and owner.get("host") != socket.gethostname() else ""
     return CheckpointError(
         f"{subject} is being written by {process}, and two writers would only overtake each other: give this run a "
         f"folder of its own, or wait until that one is done{remedy}"
     )
-
-
-def _age(since: object) -> str:
-    try:
-        seconds = int((datetime.now(UTC) - datetime.fromisoformat(str(since))).total_seconds())
-    except (ValueError, TypeError):
-        return ""
-    units = ((86400, "days"), (3600, "h"), (60, "min"))
-    age = next((f"{seconds // n} {unit}" for n, unit in units if seconds >= 2 * n), f"{seconds} s")
-    return f" since {since} ({age})"
 
 
 class KernelLock:
@@ -365,8 +334,7 @@ class Heartbeat:
 
     def __init__(self, target: Storage, name: str, subject: str, record: Mapping[str, Any]) -> None:
         self._storage, self._name, self._count = target, name, 0
-        process = {"space": pid_namespace(), "started": start_time(os.getpid())}
-        self._record = {**record, **process, "claim": os.urandom(8).hex()}
+        self._record = {**record, "claim": os.urandom(8).hex()}
         self.previous = self._wait(subject)
         self._write()
         if (owner := _read_owner(target, name)).get("claim") != self._record["claim"]:
@@ -379,7 +347,7 @@ class Heartbeat:
         """Wait for a beat: return the content if the owner is dead, raise if it is alive."""
         previous = _read_owner(self._storage, self._name)
         deadline = time.monotonic() + PATIENCE
-        while previous and not is_abandoned(self._storage, self._name) and time.monotonic() < deadline:
+        while previous and time.monotonic() < deadline:
             time.sleep(BEAT / 10)
             owner = _read_owner(self._storage, self._name)
             if owner and owner != previous:
@@ -402,25 +370,6 @@ class Heartbeat:
         self._thread.join()
         with suppress(OSError):  # the next writer finds it, and finds it old
             self._storage.remove(self._name)
-
-
-def is_abandoned(target: Storage, name: str) -> bool:
-    """Whether the owner of a heartbeat is known to be dead, without waiting for a beat."""
-    owner = _read_owner(target, name)
-    local = socket.gethostname(), pid_namespace()
-    if (owner.get("host"), owner.get("space", local[1])) == local and type(owner.get("pid")) is int:
-        try:
-            os.kill(owner["pid"], 0)
-            if owner.get("started", "") != start_time(owner["pid"]) != "" != owner.get("started", ""):
-                return True  # another process has that number now
-        except ProcessLookupError:
-            return True
-        except (OSError, OverflowError):
-            pass
-    try:
-        return time.time() - target.modified(name) > LONG_AGO
-    except OSError:
-        return False
 
 
 def _read_owner(target: Storage, name: str) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError, NoCheckpointError
 from ..logging import get_logger
-from .codec import LONGEST, Slot, decode_header, header_length
+from .codec import LONGEST
 from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Lineage, Manifest, decode, decode_head, seal
 from .progress import Tick
 from .storage import Bytes, LocalStorage, SourceFile, Storage, read_small
 from .storage_remote import RemoteStorage
 
 logger = get_logger(__name__)
-HEAD = 2**16  # bytes of a manifest in which its plan usually ends, and of a file in which its header usually does
+HEAD = 2**16  # bytes of a manifest in which its plan usually ends
 SHOWN = 5  # names in a sentence before the rest is counted
 LATEST = "latest"
 TEMPORARY = ".tmp-"
@@ -71,16 +71,6 @@ def saves_of(names: Iterable[str], checkpoint: str) -> list[str]:
 def next_save(names: Iterable[str], checkpoint: str) -> str:
     saves = saves_of(names, checkpoint)
     return f"{checkpoint}.save-{save_number(saves[0]) + 1}" if saves else checkpoint
-
-
-def name_on_line(names: Iterable[str], checkpoint: str, line: str) -> str:
-    """A free name for a checkpoint of another line."""
-    name = plain = f"{checkpoint}.line-{line}"
-    existing, number = {checkpoint_of(n) for n in names}, 1
-    while name in existing:
-        number += 1
-        name = f"{plain}-{number}"
-    return name
 
 
 def temporary_name(checkpoint: str) -> str:
@@ -140,13 +130,6 @@ def open_manifest(storage: Storage, folder: str) -> Manifest:
     else:
         return decode(text, join(storage.root, manifest))
     raise CheckpointError(f"{join(storage.root, folder)}: {fault}")
-
-
-def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
-    text = manifest.encode()
-    for name, content in ((MANIFEST, text), (COMMIT, seal(text))):
-        storage.put(join(folder, name), [content], len(content))
-        storage.sync(folder)  # before the next
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
@@ -225,13 +208,6 @@ def source_file(storage: Storage, name: str) -> SourceFile:
     if size is None:
         raise CheckpointError(f"{storage.root}/{name}: there is no such file")
     return SourceFile(storage, name, size)
-
-
-def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
-    text, path = file.storage.head(file.name, HEAD), str(file)
-    if (length := header_length(text, file.size, path)) > len(text):
-        text = file.storage.head(file.name, length)
-    return decode_header(text, file.size, path)
 
 
 @dataclass(frozen=True)
@@ -385,21 +361,34 @@ class SaveLine:
     def saved(self, storage: Storage, record: SaveRecord) -> None:
         self._last, self._loaded_from = record, None
         if step_of(record.folder) is not None:
-            self._surveyed.add(_real_path(storage))
+            self._surveyed.add(os.path.realpath(storage.root))
 
     def next_record(self, storage: Storage, name: str, step: int) -> SaveRecord:
         """The record of the next save. It sorts after all existing ones, even if clocks disagree or were set back."""
-        saves = [] if _real_path(storage) in self._surveyed else list_saves(storage)[0]
+        root = os.path.realpath(storage.root)
+        saves = [] if root in self._surveyed else list_saves(storage)[0]
         last, lineage = self._last, Lineage(secrets.token_hex(4))
         if last is not None:
             parent = "".join(filter(str.isprintable, checkpoint_of(last.folder)))[:200]
-            if self._continues(last, storage, saves):
+            has_later_saves = any(
+                save.lineage.line == last.lineage.line and save.position > last.position for save in saves
+            )
+            if self._loaded_from is None or (
+                os.path.realpath(self._loaded_from.root) == root
+                and step_of(last.folder) is not None
+                and not has_later_saves
+            ):
                 lineage = Lineage(last.lineage.line, parent, last.lineage.forks)
             else:
                 forks = (*last.lineage.forks, (last.lineage.line, *last.position))
                 lineage = Lineage(lineage.line, parent, forks)
         latest = max((save.written for save in [*saves, *([last] if last else [])]), default="")
-        record = SaveRecord(name, _time_after(latest), step, lineage)
+        written = datetime.now(UTC).isoformat(timespec="microseconds")
+        if written <= latest:  # the clock was set back
+            with suppress(ValueError, OverflowError):  # a time that easymp did not write
+                next_moment = datetime.fromisoformat(latest) + timedelta(microseconds=1)
+                written = next_moment.isoformat(timespec="microseconds")
+        record = SaveRecord(name, written, step, lineage)
         abandoned = [save.folder for save in saves if not save.leads_to(record)]
         if abandoned and step_of(name) is not None:
             logger.warning(
@@ -411,26 +400,3 @@ class SaveLine:
                 + (f" and {len(abandoned) - SHOWN} more" if len(abandoned) > SHOWN else ""),
             )
         return record
-
-    def _continues(self, last: SaveRecord, storage: Storage, saves: Sequence[SaveRecord]) -> bool:
-        """Whether the next save continues the line of the last one; False if that line has later saves."""
-        return self._loaded_from is None or (
-            _real_path(self._loaded_from) == _real_path(storage)
-            and step_of(last.folder) is not None
-            and not any(save.lineage.line == last.lineage.line and save.position > last.position for save in saves)
-        )
-
-
-def _real_path(storage: Storage) -> str:
-    return os.path.realpath(storage.root)
-
-
-def _time_after(earlier_time: str) -> str:
-    """The time now, or one microsecond after `written` if the clock is behind it; ISO 8601."""
-    current_time = datetime.now(UTC).isoformat(timespec="microseconds")
-    if current_time > earlier_time:
-        return current_time
-    try:
-        return (datetime.fromisoformat(earlier_time) + timedelta(microseconds=1)).isoformat(timespec="microseconds")
-    except (ValueError, OverflowError):  # a time that easymp did not write
-        return current_time

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, count, islice, starmap
 from typing import Any
@@ -24,29 +24,21 @@ from ..training.wrapper import unwrap as unwrapped
 from . import torch_files
 from .buffers import as_bytes, on_host
 from .codec import TensorSpec, dumps, encode_header, encode_index, loads, pack, split_into_shards, unpack
-from .folders import (
-    join,
-    open_checkpoint,
-    open_parent,
-    open_storage,
-    source_file,
-)
-from .manifest import COMMIT, INDEX, MANIFEST, canonical
+from .folders import join, open_parent, open_storage, source_file
+from .load import read_in_order
+from .manifest import COMMIT, INDEX, MANIFEST, canonical, full_box
 from .progress import Progress, Tick, expect
-from .storage import Bytes, LocalStorage, Storage, read_small
-from .weight_stream import Bucket, distinct, drain, gather, is_sharded, tensors_of
+from .storage import Bytes, LocalStorage, read_small
+from .weight_stream import Bucket, drain, gather, is_sharded, tensors_of
 from .weights import SINGLE, open_file, open_source, tied_names
 
 LEFTOVER = re.compile(r"\.(new-)?model.*\.safetensors.*")  # of a save that did not end
 SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 TREE = "easymp"  # key of an object's structure in the metadata
 LARGEST = 2**28  # bytes of JSON
-SAFE_SUFFIXES = (".safetensors", ".json")
 OF_TORCH_SAVE = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 BUCKET = 2**28  # bytes of tensors that are gathered together
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-SHARD_SIZE = "5GB"
-MODEL = "model"
 Path = str | os.PathLike[str]
 Shards = Sequence[Sequence[TensorSpec]]
 
@@ -59,9 +51,21 @@ def write_model(
     if isinstance(storage, LocalStorage):
         storage, name = open_parent(path)  # where the folder can be made
     existing = set(storage.list(name))
-    _check_model_folder(storage, name, existing)
+    folder = join(storage.root, name)
+    if existing & {MANIFEST, COMMIT}:
+        raise CheckpointError(f"{folder} is a checkpoint of save_state, which must stay: pass another folder")
+    if not existing and storage.size(name) is not None:
+        raise CheckpointError(f"{folder} is a file: pass a folder")
+    if not existing:
+        with suppress(FileExistsError):  # an empty one
+            storage.make(name)
     in_one_file = len(shards) == 1 and (storage.renames or SINGLE not in existing)
-    files = [SINGLE] if in_one_file else _unused_names(existing, len(shards))
+    files = [SINGLE]
+    if not in_one_file:  # under names that no file has
+        stems = ("model" if number == 1 else f"model-{number}" for number in count(1))
+        numbers = [f"{i:05d}-of-{len(shards):05d}" for i in range(1, len(shards) + 1)]
+        candidates = ([f"{stem}-{number}.safetensors" for number in numbers] for stem in stems)
+        files = next(names for names in candidates if not existing & {*names})
     for file, shard in zip(files, shards):
         names = {spec.name for spec in shard}
         own_aliases = {alias: target for alias, target in aliases.items() if target in names}
@@ -83,25 +87,6 @@ def write_model(
     storage.sync(name)
 
 
-def _check_model_folder(storage: Storage, name: str, existing: Collection[str]) -> None:
-    """Refuse what is no folder of a model; make a missing folder."""
-    path = join(storage.root, name)
-    if MANIFEST in existing or COMMIT in existing:
-        raise CheckpointError(f"{path} is a checkpoint of save_state, which must stay: pass another folder")
-    if existing:
-        return
-    if storage.size(name) is not None:
-        raise CheckpointError(f"{path} is a file: pass a folder")
-    with suppress(FileExistsError):  # an empty one
-        storage.make(name)
-
-
-def _unused_names(existing: Collection[str], size: int) -> list[str]:
-    stems = ("model" if number == 1 else f"model-{number}" for number in count(1))
-    candidates = ([f"{stem}-{i:05d}-of-{size:05d}.safetensors" for i in range(1, size + 1)] for stem in stems)
-    return next(names for names in candidates if not {*existing} & {*names})
-
-
 def get_state_dict(world: World, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
     world.settle()
     module = unwrapped(model, keep_torch_compile=not unwrap)
@@ -109,7 +94,8 @@ def get_state_dict(world: World, model: nn.Module, unwrap: bool = True) -> dict[
     names = {name: canonical(name) if unwrap else name for name in state}
     if not is_sharded(module, state):
         return {names[n]: v.detach() if isinstance(v, Tensor) else v for n, v in state.items()}
-    tensors, aliases = distinct(state)
+    aliases = tied_names(state)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in aliases}
     gathered: dict[str, Any] = gather_on_host(world, tensors)
     if world.rank:
         return {}
@@ -136,7 +122,7 @@ def save_model(world: World, model: nn.Module, path: str, max_shard_size: int | 
 
     def write(pairs: Iterable[tuple[str, Tensor]]) -> None:
         with Progress(f"saving {path}", f"saved {path}") as tick:
-            tick.expect(total)
+            tick.total = total
             write_model(path, shards, starmap(lambda name, tensor: on_host(tensor, name), pairs), aliases, tick)
 
     try:
@@ -230,22 +216,6 @@ def _no_tensor(name: str) -> Any:
     raise CheckpointError(f"{name} is a tensor, and a file of JSON holds none: it was changed")
 
 
-def write_object(obj: Any, f: Path) -> None:
-    """Write safetensors or JSON if the name ends so, else a file that ``torch.load(weights_only=True)`` reads."""
-    write = save_tree if os.fspath(f).endswith(SAFE_SUFFIXES) else torch_files.write
-    write(obj, f)
-
-
-def read_object(f: Path) -> Any:
-    """Read a file of `write_object`; no code in it can run."""
-    if os.fspath(f).endswith(SAFE_SUFFIXES):
-        return load(f)
-    try:
-        return torch_files.read(f)
-    except Exception as error:
-        raise torch_files.unreadable(f, error) from error
-
-
 # No process group and no model are needed. Memory holds the largest tensor and the bytes being read, not the model.
 
 
@@ -253,8 +223,8 @@ def convert(
     place: Path,
     out: Path,
     dtype: str | None = None,
-    max_shard_size: int | str = SHARD_SIZE,
-    model: str = MODEL,
+    max_shard_size: int | str = "5GB",
+    model: str = "model",
     trust: bool = False,
     tick: Tick | None = None,
 ) -> None:
@@ -314,36 +284,11 @@ def convert(
     specs = [TensorSpec(name, rounded(stored.dtype), stored.shape) for name, stored in source.tensors.items()]
     shards = split_into_shards(specs, max_bytes)
     expect(tick, sum(stored.bytes for stored in source.tensors.values()))
-    names = [spec.name for shard in shards for spec in shard]
-    write_model(target_path, shards, map(convert_tensor, names, source.read(names, tick)), source.aliases)
+    ordered = {spec.name: source.tensors[spec.name] for shard in shards for spec in shard}
+    read = read_in_order(source.files, ((stored, full_box(stored.shape)) for stored in ordered.values()), tick)
+    write_model(target_path, shards, map(convert_tensor, ordered, read), source.aliases)
 
 
-def read_weights(place: Path, model: str = MODEL) -> dict[str, Tensor]:
+def read_weights(place: Path, model: str = "model") -> dict[str, Tensor]:
     """All weights at `place`, whole and in host memory, by name; tied ones share memory. See `convert`."""
     return open_source(place, model).without_wrappers().read_whole()
-
-
-def merge(
-    folder: Path,
-    out: Path,
-    max_shard_size: int | str = SHARD_SIZE,
-    model: str = MODEL,
-    tick: Tick | None = None,
-) -> None:
-    """Write the weights of the checkpoint in `folder` to `out` with whole tensors, as `convert` does.
-
-    Args:
-        folder: path or URL of the checkpoint.
-        out: path or URL of the new folder.
-        max_shard_size: of a file, in bytes or as "5GB"; a larger tensor gets a file of its own.
-        model: the model's name: "model", or "model_1" and so on if several were prepared.
-        tick: called with the number of bytes read since the last call.
-
-    Raises:
-        CheckpointError: `folder` is not a committed checkpoint, has bytes that are not what was written, or `out` holds
-            something else.
-        SettingError: a size that is not one.
-        OSError: `out` cannot be written.
-    """
-    open_checkpoint(folder)
-    convert(folder, out, None, max_shard_size, model, tick=tick)

@@ -37,7 +37,7 @@ from .manifest import (
     strides,
 )
 from .progress import Tick, expect
-from .ranks import error_text
+from .ranks import error_text, join_errors
 from .save import Saveable
 from .storage import Files, MemoryFile, SourceFile, Storage
 
@@ -111,13 +111,10 @@ class CheckpointReader:
     def unrequested(self) -> list[str]:
         """Names of states that no object requested, except per-rank states."""
         names = []
-        for name in self.manifest.states:
+        for name in self.manifest.states.keys() - self._requested:
             parts = name.split("/")
-            parents = ["/".join(parts[:n]) for n in range(1, len(parts))]
-            is_requested = name in self._requested or any(
-                n in self._requested or n in self.manifest.states for n in parents
-            )
-            if parts[0] != "ranks" and not is_requested:
+            parents = {"/".join(parts[:n]) for n in range(1, len(parts))}
+            if parts[0] != "ranks" and not parents & {*self._requested, *self.manifest.states}:
                 names.append(name)
         return sorted(names)
 
@@ -220,7 +217,16 @@ def load_items(
     error: Exception | None = None
     try:
         reader = open_reader()
-        loads += [_restore(item, reader) for item in items]
+        for item in items:
+            try:
+                loads.append(item.restore(reader))
+            except EasympError:
+                raise
+            except (LookupError, TypeError, ValueError, AttributeError) as fault:
+                raise CheckpointError(
+                    f"the manifest does not hold what a {type(item).__name__} writes ({error_text(fault)}): load "
+                    "another checkpoint"
+                ) from fault
         if unrequested := reader.unrequested():
             reader.complain(f"nothing here takes {join_some(unrequested)} of the checkpoint: prepare it first")
         reader.run(tick)
@@ -240,18 +246,6 @@ def load_items(
     if skipped:
         logger.warning("%s: skipped: %s", path, "; ".join(skipped))
     return Loaded(path, reader.manifest, skipped)
-
-
-def _restore(item: Saveable, reader: CheckpointReader) -> Callable[[], None]:
-    try:
-        return item.restore(reader)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, EasympError):
-            raise
-        raise CheckpointError(
-            f"the manifest does not hold what a {type(item).__name__} writes ({error_text(error)}): load another "
-            "checkpoint"
-        ) from error
 
 
 def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) -> list[str]:
@@ -286,15 +280,7 @@ def _raise_together(
     """Raise the errors of any rank on all. `outcome` says what became of the checkpoint ("": it was not loaded)."""
     if text is None:
         text = "" if error is None else error_text(error)
-    ranks_by_text: dict[str, list[str]] = {}
-    for rank, rank_text in enumerate(world.gather_objects(text)):
-        if rank_text:
-            ranks_by_text.setdefault(rank_text, []).append(str(rank))
-    if ranks_by_text:
-        texts = "; ".join(
-            (f"rank {', '.join(ranks)}: " if len(ranks) < world.size else "") + rank_text
-            for rank_text, ranks in ranks_by_text.items()
-        )
+    if texts := join_errors(world.gather_objects(text)):
         outcome = outcome or ("was not loaded" if STUCK in texts else "was not loaded, and nothing has changed")
         raise CheckpointError(f"{path} {outcome}: {texts}") from error
 
@@ -439,6 +425,28 @@ def read_all(files: Files, reads: Iterable[FileRead], tick: Tick | None = None) 
                 _read_batch(files[name], batch, stage, tick)
 
 
+def _read_batch(file: SourceFile | MemoryFile, batch: Sequence[FileRead], stage: Tensor, tick: Tick | None) -> None:
+    buffers: list[Tensor] = []
+    staged_bytes = 0
+    for read in batch:
+        if read.staged_shape is None:
+            buffers.append(read.target)
+        else:
+            buffers.append(stage[staged_bytes : staged_bytes + read.size].view(read.dtype))
+            staged_bytes += read.staged_size
+    targets: list[tuple[int, memoryview]] = []
+    for read, memory in zip(batch, [as_bytes(buffer) for buffer in buffers]):
+        position = 0
+        for begin, count in read.runs:
+            targets.append((begin, memory[position : position + count]))
+            position += count
+    targets.sort(key=lambda target: target[0])
+    file.fetch(targets, tick)
+    for read, buffer in zip(batch, buffers):
+        if read.staged_shape is not None:
+            read.target.copy_(buffer.as_strided(read.target.shape, strides(read.staged_shape)))
+
+
 def blocks_of(reads: Iterable[FileRead]) -> dict[str, set[int]]:
     """The numbers of the blocks that `read_all` would read, by file."""
     by_file: dict[str, set[int]] = {}
@@ -467,28 +475,6 @@ def _batches(reads: list[FileRead], room: int) -> Iterator[list[FileRead]]:
             end = read.end
         yield batch
         reads = overlapping
-
-
-def _read_batch(file: SourceFile | MemoryFile, batch: Sequence[FileRead], stage: Tensor, tick: Tick | None) -> None:
-    buffers: list[Tensor] = []
-    staged_bytes = 0
-    for read in batch:
-        if read.staged_shape is None:
-            buffers.append(read.target)
-        else:
-            buffers.append(stage[staged_bytes : staged_bytes + read.size].view(read.dtype))
-            staged_bytes += read.staged_size
-    targets: list[tuple[int, memoryview]] = []
-    for read, memory in zip(batch, [as_bytes(buffer) for buffer in buffers]):
-        position = 0
-        for begin, count in read.runs:
-            targets.append((begin, memory[position : position + count]))
-            position += count
-    targets.sort(key=lambda target: target[0])
-    file.fetch(targets, tick)
-    for read, buffer in zip(batch, buffers):
-        if read.staged_shape is not None:
-            read.target.copy_(buffer.as_strided(read.target.shape, strides(read.staged_shape)))
 
 
 def read_in_order(

@@ -116,7 +116,11 @@ class ModelState:
             if stored.shape != chunks.shape:
                 shapes = f"has shape {list(stored.shape)} in the checkpoint, and {list(chunks.shape)} here"
                 faults.append(f"{name} {shapes}")
-            elif not self._fits(value, stored.dtype):
+            elif (
+                stored.dtype != value.dtype
+                and not (stored.dtype == torch.float32 and id(value) in self._mastered)  # its master takes the values
+                and not (stored.dtype in LOW and value.dtype == torch.float32)
+            ):
                 dtypes = f"is {stored.dtype} in the checkpoint, and {value.dtype} here (load_weights converts)"
                 faults.append(f"{name} {dtypes}")
             elif first_stored is not stored:
@@ -130,11 +134,6 @@ class ModelState:
             by_live_name = {live[name][0]: values[name] for name in extra}
             source.trials.append(self._trial(by_live_name, dict(live[name] for name in extra), source.strict))
         return source.fill_live(fills)
-
-    def _fits(self, value: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the live tensor `value` can hold values of `dtype` exactly, or has a master that can."""
-        mastered = dtype == torch.float32 and id(value) in self._mastered
-        return dtype == value.dtype or mastered or (dtype in LOW and value.dtype == torch.float32)
 
     def _trial(self, values: dict[str, Any], live: dict[str, Any], strict: bool) -> Trial:
         """Load values that are not the module's own tensors through its `load_state_dict`."""
@@ -257,7 +256,10 @@ class OptimizerState:
                 source.complain(f"{self.name}: {_group_mismatch(i, named_group['params'], saved)}")
             options = {key: value for key, value in (group or {}).items() if key not in NOT_LOADED}
             check_like(f"param group {i} of {self.name}", options, dict(live))
-            fitting.append({key: _on_device_of(live.get(key), value) for key, value in options.items()})
+            for key, value in options.items():
+                if isinstance(value, Tensor) and isinstance(live.get(key), Tensor):
+                    options[key] = value.to(live[key].device)
+            fitting.append(options)
         if len(saved) != len(fitting):
             source.complain(f"{self.name} had {len(saved)} param groups, and has {len(fitting)} here")
         return fitting
@@ -383,10 +385,6 @@ def _group_mismatch(number: int, params: list[str], saved: Groups) -> str:
         f"param group {number} has other parameters than any in the checkpoint; against its group "
         f"{saved.index(nearest)}: {differences}"
     )
-
-
-def _on_device_of(live: Any, saved: Any) -> Any:
-    return saved.to(live.device) if isinstance(saved, Tensor) and isinstance(live, Tensor) else saved
 
 
 def _has_form(live: Tensor, layout: Tensor, stored: StoredTensor, dtype: torch.dtype) -> bool:

@@ -1,12 +1,11 @@
 """Progress of a save or load on the main process's stderr, where it takes longer than two seconds.
 
-A terminal shows one line that is rewritten. Elsewhere there is at most one line every ten seconds, and one at the end.
-A background save draws nothing; the log says when it is complete.
+There is at most one line every ten seconds, and one at the end. A background save prints nothing; the log says when it
+is complete.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 import time
@@ -20,15 +19,14 @@ from ..logging import get_logger
 
 logger = get_logger(__name__)
 SILENT = 2.0  # seconds until anything is shown
-REDRAWN = 0.2  # seconds between two states of a terminal's line
-REPEATED = 10.0  # seconds between two lines elsewhere
+REPEATED = 10.0  # seconds between two lines
 Tick = Callable[[int], None]  # called with the number of bytes since the last call
 
 
 def expect(tick: Tick | None, total: int) -> None:
     """Tell `tick` the total number of bytes, if it shows a share."""
     if isinstance(tick, Progress):
-        tick.expect(total)
+        tick.total = total
 
 
 class Progress:
@@ -41,6 +39,9 @@ class Progress:
         background: whether the program prints meanwhile; the block may then end before the work.
         stream: output; None is sys.stderr.
         clock: seconds.
+
+    Attributes:
+        total: all bytes; 0 if unknown.
     """
 
     def __init__(
@@ -56,21 +57,15 @@ class Progress:
         self._shown, self._background = shown, background
         self._stream, self._clock = stream if stream is not None else sys.stderr, clock
         self._lock = threading.Lock()
-        self._count, self._total = 0, 0
+        self._count = self.total = 0
         self._began = clock()
-        self._terminal = self._stream.isatty()
-        self._next_draw = self._began + (SILENT if self._terminal else REPEATED)
-        self._width = 0  # of the line that a terminal shows
+        self._next_line = self._began + REPEATED
 
     @classmethod
     def of_ranks(cls, world: World, doing: str, done: str, path: str, background: bool = False) -> Progress:
         """The progress of rank 0, which represents all ranks."""
         share = f" (rank 0 of {world.size})" if world.size > 1 else ""
         return cls(f"{doing} {path}{share}", f"{done} {path}{share}", world.rank == 0, background)
-
-    def expect(self, total: int) -> None:
-        with self._lock:
-            self._total = total
 
     def __call__(self, count: int) -> None:
         with self._lock:
@@ -79,24 +74,13 @@ class Progress:
             if not self._shown:
                 return
             if self._background:
-                if count and self._count == self._total and time_now - self._began >= SILENT:
+                if count and self._count == self.total and time_now - self._began >= SILENT:
                     logger.info("%s", self._summary(time_now))
-            elif time_now >= self._next_draw:
-                self._next_draw = time_now + (REDRAWN if self._terminal else REPEATED)
-                self._draw(time_now)
-
-    def _draw(self, time_now: float) -> None:
-        total = self._total
-        count = min(self._count, total or self._count)  # blocks may be read twice at edges
-        share = f" of {size(total)} ({count / total:.0%})" if total else ""
-        text = f"{self._doing}: {size(count)}{share}, {self._rate(time_now)}"
-        if not self._terminal:
-            print(text, file=self._stream, flush=True)
-            return
-        text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be rewritten
-        self._stream.write(f"\r{text:<{self._width}}")
-        self._stream.flush()
-        self._width = len(text)
+            elif time_now >= self._next_line:
+                self._next_line = time_now + REPEATED
+                count = min(self._count, self.total or self._count)  # blocks may be read twice at edges
+                share = f" of {size(self.total)} ({count / self.total:.0%})" if self.total else ""
+                print(f"{self._doing}: {size(count)}{share}, {self._rate(time_now)}", file=self._stream, flush=True)
 
     def _rate(self, time_now: float) -> str:
         return f"{size(self._count / max(time_now - self._began, 1e-9))}/s"
@@ -109,10 +93,5 @@ class Progress:
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         time_now = self._clock()
-        if self._background or not self._shown:
-            return
-        if self._width:
-            self._stream.write(f"\r{'':<{self._width}}\r")
-            self._stream.flush()
-        if error_type is None and time_now - self._began >= SILENT:
+        if self._shown and not self._background and error_type is None and time_now - self._began >= SILENT:
             print(self._summary(time_now), file=self._stream, flush=True)

@@ -7,7 +7,6 @@ world's timeout.
 
 from __future__ import annotations
 
-import copy
 import json
 import queue
 import threading
@@ -323,9 +322,3 @@ class SaveCalls:
     def _store_world(self) -> StoreWorld:
         self._number += 1
         return StoreWorld(self._world, self._number)
-
-
-def one_rank(world: World) -> World:
-    single = copy.copy(world)
-    single.size = 1
-    return single

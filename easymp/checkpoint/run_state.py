@@ -120,23 +120,19 @@ class ScheduleState(ObjectState):
 
     def restore(self, source: CheckpointReader) -> Callable[[], None]:
         super().restore(source)
-        if self._name in source:
-            self._compare_lengths(source.state(self._name))
-        if self._behind not in source:
-            return leave
-        behind = source.state(self._behind)
-        check_like(self._behind, behind, self._target.behind)
-        return lambda: setattr(self._target, "behind", behind)
-
-    def _compare_lengths(self, saved: Any) -> None:
         live_lengths = dict(lengths(self._target.state_dict()))
-        for name, length in lengths(saved):
+        for name, length in lengths(source.state(self._name)) if self._name in source else ():
             if live_lengths.get(name, length) != length:
                 logger.warning(
                     f"{self.name}: {type(self._target.scheduler).__name__} continues with {name}={length} of the "
                     f"checkpoint, and not with {live_lengths[name]} of this script: a schedule keeps the length that "
                     "it was saved with. Set it after the load to change it"
                 )
+        if self._behind not in source:
+            return leave
+        behind = source.state(self._behind)
+        check_like(self._behind, behind, self._target.behind)
+        return lambda: setattr(self._target, "behind", behind)
 
 
 def lengths(state: Any) -> Iterator[tuple[str, Any]]:
@@ -312,8 +308,14 @@ class RandomState:
     """
 
     def __init__(self, world: World, strategy: Strategy, seed: int) -> None:
-        self._rank, self._size, self._devices = world.rank, world.size, _drawing_devices(world)
+        self._rank, self._size = world.rank, world.size
         self._data_rank, self._data_size, self._seed = strategy.data_rank, strategy.data_size, seed
+        # Accelerators with random streams of this process, its own first; all visible ones if it is the only process.
+        device = world.device
+        self._devices = [device] if device.type != "cpu" else []
+        if self._devices and world.size == 1 and device.type != "mps":
+            count = torch.get_device_module(device).device_count()
+            self._devices += [torch.device(device.type, i) for i in range(count) if i != (device.index or 0)]
 
     def collect(self, into: Snapshot) -> None:
         slices = {"data_rank": self._data_rank, "data_size": self._data_size, "seed": self._seed}
@@ -334,9 +336,20 @@ class RandomState:
         def derive() -> None:
             seed_all(mix(seed, "rank", self._data_rank, "step", step))
 
-        if saved:
-            self._log_new_slices({state["data_rank"] for state in saved.values()})
-        rank_to_follow = self._rank_to_follow(saved, size)
+        by_slice = {state["data_rank"]: rank for rank, state in reversed(saved.items())}
+        new_slices = [str(i) for i in range(self._data_size) if saved and i not in by_slice]
+        if new_slices:
+            logger.warning(
+                "random streams: %d of %d slices of the data have none in the checkpoint (%s); theirs are derived from "
+                "the seed",
+                len(new_slices),
+                self._data_size,
+                ", ".join(new_slices[:8]) + (" …" if len(new_slices) > 8 else ""),
+            )
+        rank_to_follow = by_slice.get(self._data_rank)
+        own = saved.get(self._rank)
+        if size == self._size and own is not None and own["data_rank"] == self._data_rank:
+            rank_to_follow = self._rank
         if rank_to_follow is None:
             return derive
         streams = source.state(names[rank_to_follow])["streams"]
@@ -352,37 +365,9 @@ class RandomState:
 
         return load
 
-    def _rank_to_follow(self, saved: Mapping[int, Any], size: int) -> int | None:
-        """The rank of the saved run whose streams this rank continues."""
-        own = saved.get(self._rank)
-        if size == self._size and own is not None and own["data_rank"] == self._data_rank:
-            return self._rank
-        return next((rank for rank, state in saved.items() if state["data_rank"] == self._data_rank), None)
-
-    def _log_new_slices(self, saved: Collection[int]) -> None:
-        new = [str(i) for i in range(self._data_size) if i not in saved]
-        if new:
-            logger.warning(
-                "random streams: %d of %d slices of the data have none in the checkpoint (%s); theirs are derived from "
-                "the seed",
-                len(new),
-                self._data_size,
-                ", ".join(new[:8]) + (" …" if len(new) > 8 else ""),
-            )
-
 
 # States that differ between ranks although models are whole.
 OF_EACH_RANK = (OptimizerState, RandomState)
-
-
-def _drawing_devices(world: World) -> list[torch.device]:
-    """Accelerators with random streams of this process, its own first; all visible ones if it is the only process."""
-    device = world.device
-    if device.type == "cpu":
-        return []
-    has_all = world.size == 1 and device.type != "mps"
-    count = torch.get_device_module(device).device_count() if has_all else 0
-    return [device, *(torch.device(device.type, i) for i in range(count) if i != (device.index or 0))]
 
 
 def _streams(devices: Sequence[torch.device]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,9 +28,11 @@ from ..version import __version__
 from .buffers import aligned, as_bytes, copy, is_plain
 from .codec import PAGE, dumps, encode_header, encode_index, pack
 from .commit import Commit, check_name, retain
-from .folders import NO_FILES, ExtraFiles, SaveLine, copy_files, join, write_manifest
+from .folders import NO_FILES, ExtraFiles, SaveLine, copy_files, join
 from .manifest import (
+    COMMIT,
     INDEX,
+    MANIFEST,
     Box,
     Chunk,
     FileRecord,
@@ -40,6 +43,7 @@ from .manifest import (
     coverage_fault,
     full_box,
     local_tensors,
+    seal,
 )
 from .progress import Tick, expect
 from .ranks import NOT_BEGUN, STOPPED, Meeting, error_text, join_errors, run_on_all
@@ -128,44 +132,8 @@ class FilePlan(NamedTuple):
 class SavePlan(NamedTuple):
     """All files, and the place of each tensor in them."""
 
-    files: tuple[FilePlan, ...]
-    tensors: dict[str, StoredTensor]
-
-
-class AgreedPlan(NamedTuple):
-    """The plan of all ranks: this rank's chunks and aliases, and all ranks' files, tensors and aliases."""
-
-    chunks: Sequence[LocalChunk]
-    own_aliases: Mapping[str, str]
-    aliases: Mapping[str, str]
-    plan: SavePlan
-
-
-def collect_and_plan(world: World, items: Sequence[Saveable], last: AgreedPlan | None) -> tuple[Snapshot, AgreedPlan]:
-    """Collect the state of `items` on all ranks, and plan; the `last` plan stays if every rank has the same tensors."""
-    snapshot = Snapshot(world.rank)
-
-    def collect() -> bool:
-        for item in items:
-            item.collect(snapshot)
-        snapshot.pack()
-        return last is not None and last.chunks == snapshot.chunks and last.own_aliases == snapshot.aliases
-
-    try:
-        is_same = run_on_all(world, collect, NOT_BEGUN)
-        if last is None or not all(is_same):
-            by_rank = world.gather_objects((snapshot.chunks, snapshot.aliases))
-            aliases = {name: target for _, rank_aliases in by_rank for name, target in rank_aliases.items()}
-            plan = make_plan([chunks for chunks, _ in by_rank])
-            last = AgreedPlan(snapshot.chunks, snapshot.aliases, aliases, plan)
-    except WorldError as error:
-        raise CheckpointError(f"the ranks could not agree on a checkpoint: {error}") from error
-    return snapshot, last
-
-
-def group_of(name: str) -> str:
-    """The first word of a tensor's full name, which names its file."""
-    return name.partition("/")[0]
+    files: tuple[FilePlan, ...] = ()
+    tensors: Mapping[str, StoredTensor] = MappingProxyType({})
 
 
 def make_plan(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
@@ -220,15 +188,6 @@ def make_plan(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
     return SavePlan(tuple(files), tensors)
 
 
-def index_of(tensors: Mapping[str, StoredTensor]) -> bytes | None:
-    """Hugging Face's index of the first model in a checkpoint's folder; None unless all its tensors are whole."""
-    prefix = "model/"
-    weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    if not weights or any([chunk.box for chunk in t.chunks] != [full_box(t.shape)] for t in weights.values()):
-        return None
-    return encode_index({name: t.chunks[0].file for name, t in weights.items()}, sum(t.bytes for t in weights.values()))
-
-
 def file_content(plan: FilePlan, tensors: Mapping[tuple[str, Box], Tensor]) -> Iterable[Bytes]:
     """Yield the bytes of a file. Plain tensors on the CPU are not copied; others are copied part by part."""
     ordered = [tensors[key].detach() for key in plan.contents]
@@ -262,7 +221,12 @@ class Image:
 
     def copy(self, plans: Sequence[FilePlan], tensors: Mapping[tuple[str, Box], Tensor]) -> dict[str, memoryview]:
         """Start to copy the files of `plans`. Returns their bytes, which are valid after `wait`."""
-        self._reserve(sum(-(-plan.size // PAGE) * PAGE for plan in plans))
+        total = sum(-(-plan.size // PAGE) * PAGE for plan in plans)
+        use_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if len(self.memory) < total or (total and use_cuda and not self.memory.is_pinned()):
+            self.memory = aligned(0)  # the old one goes first
+            logger.info("asynchronous checkpoints: %.2f GB on this rank for a copy of the state", total / 1e9)
+            self.memory = aligned(total)
         files, start = {}, 0
         large: list[tuple[memoryview, memoryview]] = []
         for plan in plans:
@@ -295,13 +259,6 @@ class Image:
             event.synchronize()
         self._pending.clear()
 
-    def _reserve(self, size: int) -> None:
-        use_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        if len(self.memory) < size or (size and use_cuda and not self.memory.is_pinned()):
-            self.memory = aligned(0)  # the old one goes first
-            logger.info("asynchronous checkpoints: %.2f GB on this rank for a copy of the state", size / 1e9)
-            self.memory = aligned(size)
-
 
 def _copy_row_major(target: Tensor, tensor: Tensor) -> None:
     """Copy the bytes of `tensor`, row-major. A copy from CUDA completes when its stream reaches it."""
@@ -331,7 +288,10 @@ class Saves:
         self.world = world
         self.line = line or SaveLine()
         self._meeting: Meeting | None = None
-        self._plan: AgreedPlan | None = None
+        self._chunks: Sequence[LocalChunk] = ()  # this rank's, and its aliases, for which the plan was made
+        self._aliases: Mapping[str, str] = {}
+        self._plan = SavePlan()
+        self._all_aliases: dict[str, str] = {}
         self._image = Image()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
@@ -350,13 +310,31 @@ class Saves:
         self.wait()
         if self._meeting is None:
             self._meeting = Meeting(self.world)
-        snapshot, self._plan = collect_and_plan(self.world, items, self._plan)
-        plans = self._plan.plan.files
-        check_extra(extra.names, [INDEX, *(plan.name for plan in plans)])
-        own_plans = [plan for plan in plans if plan.rank == self.world.rank]
-        content = self._copy(own_plans, snapshot) if asynchronous else lambda plan: file_content(plan, snapshot.tensors)
-        meeting = self._meeting.start()
-        save = Save(meeting, self.line, target, limit, self._plan, snapshot.states, own_plans, content, extra, tick)
+        snapshot = self._collect(items)
+        check_extra(extra.names, [INDEX, *(file.name for file in self._plan.files)])
+        own_files = [file for file in self._plan.files if file.rank == self.world.rank]
+        copies: dict[str, memoryview] = {}
+        if asynchronous:
+            run_on_all(self.world, lambda: copies.update(self._image.copy(own_files, snapshot.tensors)), NOT_BEGUN)
+
+        def content(file: FilePlan) -> Iterable[Bytes]:
+            if not asynchronous:
+                return file_content(file, snapshot.tensors)
+            self._image.wait()
+            return [copies[file.name]]
+
+        save = Save(
+            meeting=self._meeting.start(),
+            line=self.line,
+            target=target,
+            limit=limit,
+            plan=self._plan,
+            aliases=self._all_aliases,
+            states=snapshot.states,
+            content=content,
+            extra=extra,
+            tick=tick,
+        )
         if not asynchronous:
             try:
                 save.run()
@@ -368,20 +346,25 @@ class Saves:
         self._thread = threading.Thread(target=self._run, args=(save,), name="easymp-save", daemon=False)
         self._thread.start()
 
-    def _copy(self, plans: Sequence[FilePlan], snapshot: Snapshot) -> Callable[[FilePlan], Iterable[Bytes]]:
-        files, text = dict[str, memoryview](), ""
+    def _collect(self, items: Sequence[Saveable]) -> Snapshot:
+        """Collect the state of `items` on all ranks. Make a new plan unless every rank has the same tensors again."""
+        snapshot = Snapshot(self.world.rank)
+
+        def collect() -> bool:
+            for item in items:
+                item.collect(snapshot)
+            snapshot.pack()
+            return (self._chunks, self._aliases) == (snapshot.chunks, snapshot.aliases)
+
         try:
-            files = self._image.copy(plans, snapshot.tensors)
-        except Exception as error:
-            text = error_text(error)
-
-        def content(plan: FilePlan) -> Iterable[Bytes]:
-            if text:  # raised where the other ranks hear of it
-                raise CheckpointError(f"no copy of the state could be made: {text}")
-            self._image.wait()
-            return [files[plan.name]]
-
-        return content
+            if not all(run_on_all(self.world, collect, NOT_BEGUN)):
+                by_rank = self.world.gather_objects((snapshot.chunks, snapshot.aliases))
+                self._plan = make_plan([chunks for chunks, _ in by_rank])
+                self._all_aliases = {name: target for _, aliases in by_rank for name, target in aliases.items()}
+                self._chunks, self._aliases = snapshot.chunks, snapshot.aliases
+        except WorldError as error:
+            raise CheckpointError(f"the ranks could not agree on a checkpoint: {error}") from error
+        return snapshot
 
     def _run(self, save: Save) -> None:
         if sys.platform == "linux":  # where a priority can be one thread's; those that it starts inherit it
@@ -420,15 +403,15 @@ class Saves:
 
 @dataclass
 class Save:
-    """One save: `content` yields the bytes of this rank's `plans`. All ranks call `run`, in any thread."""
+    """One save: `content` returns the bytes of a file of this rank. All ranks call `run`, in any thread."""
 
     meeting: Meeting
     line: SaveLine
     target: Target
     limit: int | None
-    agreed: AgreedPlan
+    plan: SavePlan
+    aliases: dict[str, str]
     states: Mapping[str, Any]
-    plans: Sequence[FilePlan]
     content: Callable[[FilePlan], Iterable[Bytes]]
     extra: ExtraFiles
     tick: Tick | None
@@ -489,12 +472,20 @@ class Save:
 
     def _write(self, folder: str, digests: Mapping[str, str]) -> Any:
         """Write this rank's files; returns sizes and checksums, and the states that rank 0 does not have."""
-        expect(self.tick, sum([p.size for p in self.plans] + [f.size for f in self.extra.files.values()]))
-        checksums: dict[str, list[int]] = {}
-        for plan in self.plans:
+        storage, checksums = self.target.storage, dict[str, list[int]]()
+        own_files = [file for file in self.plan.files if file.rank == self.meeting.rank]
+        expect(self.tick, sum([file.size for file in own_files] + [file.size for file in self.extra.files.values()]))
+        for file in own_files:
             self._count(0)
-            checksums[plan.name] = [plan.size, *self._put(f"{folder}/{plan.name}", plan)]
-        for name, record in copy_files(self.extra.files, self.target.storage, folder, self._count).items():
+            name = f"{folder}/{file.name}"
+            try:
+                checksums[file.name] = [file.size, *storage.put(name, self.content(file), file.size, self._count)]
+            except FileNotFoundError as error:
+                if self.meeting.rank == 0:
+                    raise
+                fault = "cannot be made: the folder, which rank 0 made, is not visible here"
+                raise CheckpointError(f"{join(storage.root, name)} {fault}: {SHARE}") from error
+        for name, record in copy_files(self.extra.files, storage, folder, self._count).items():
             checksums[name] = [record.size, *record.checksums]
         if self.meeting.rank == 0:
             return checksums, {}
@@ -506,24 +497,19 @@ class Save:
         if self.tick and count:
             self.tick(count)
 
-    def _put(self, name: str, plan: FilePlan) -> tuple[int, ...]:
-        storage = self.target.storage
-        try:
-            return storage.put(name, self.content(plan), plan.size, self._count)
-        except FileNotFoundError as error:
-            if self.meeting.rank == 0:
-                raise
-            fault = "cannot be made: the folder, which rank 0 made, is not visible here"
-            raise CheckpointError(f"{join(storage.root, name)} {fault}: {SHARE}") from error
-
     def _commit(self, reports: Sequence[Any]) -> None:
         """On rank 0, write the manifest, and commit."""
         if self.commit is None:
             return
-        storage, folder, record, plan = self.target.storage, self.commit.folder, self.commit.record, self.agreed.plan
+        storage, folder, record, tensors = (
+            self.target.storage,
+            self.commit.folder,
+            self.commit.record,
+            self.plan.tensors,
+        )
         files: dict[str, FileRecord] = {}
         extra: dict[str, FileRecord] = {}
-        planned = {file.name for file in plan.files}
+        planned = {file.name for file in self.plan.files}
         states = dict(self.states)
         for rank, (checksums, rank_states) in enumerate(reports):
             for name, (size, *crcs) in checksums.items():
@@ -532,8 +518,11 @@ class Save:
                     raise CheckpointError(f"{name} of rank {rank} is not visible on rank 0: {SHARE}")
             for name, state in rank_states.items():
                 states[name] = merge_states(states[name], state, name) if name in states else state
-        index = index_of(plan.tensors)
-        if index is not None:
+        weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
+        if weights and all([chunk.box for chunk in t.chunks] == [full_box(t.shape)] for t in weights.values()):
+            # Whole tensors: other programs read the first model by an index of Hugging Face's form.
+            file_of = {name: t.chunks[0].file for name, t in weights.items()}
+            index = encode_index(file_of, sum(t.bytes for t in weights.values()))
             files[INDEX] = FileRecord(len(index), storage.put(f"{folder}/{INDEX}", [index], len(index)))
         manifest = Manifest(
             step=self.target.step,
@@ -541,14 +530,17 @@ class Save:
             written=record.written,
             made_by=f"easymp {__version__}",
             plan=dict(self.target.plan),
-            tensors=plan.tensors,
+            tensors=dict(tensors),
             files=files,
             states=states,
-            aliases=dict(self.agreed.aliases),
+            aliases=self.aliases,
             extra=extra,
             lineage=record.lineage,
         )
-        write_manifest(storage, folder, manifest)
+        text = manifest.encode()
+        for name, content in ((MANIFEST, text), (COMMIT, seal(text))):
+            storage.put(f"{folder}/{name}", [content], len(content))
+            storage.sync(folder)  # before the next
         self.commit.finish()
         self.line.saved(storage, record)
         retain(storage, record, self.limit)

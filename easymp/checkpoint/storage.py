@@ -78,7 +78,7 @@ class Storage(Protocol):
     def files_kept_open(self) -> AbstractContextManager[bool]: ...
     def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick | None) -> None: ...
     def list(self, folder: str = "") -> list[str]: ...
-    def modified(self, name: str) -> float: ...
+
     def make(self, folder: str) -> None: ...
     def sync(self, folder: str = "") -> None: ...
     def rename(self, old: str, new: str) -> None: ...
@@ -100,7 +100,14 @@ class SourceFile:
 
     def fetch(self, targets: Targets, tick: Tick | None = None) -> None:
         """Fill the `targets` (offset in the file, memory; sorted), and verify every BLOCK that is touched."""
-        self.storage.read(self, by_block(targets, self.size, str(self)), tick)
+        end = 0
+        for offset, view in targets:
+            if view.nbytes and (offset < end or offset + view.nbytes > self.size):
+                fault = f"bytes {offset} to {offset + view.nbytes} are behind byte {end} of {self.size}"
+                raise CheckpointError(f"{self}: {fault}")
+            end = max(end, offset + view.nbytes)
+        ranges = split_targets([target for target in targets if target[1].nbytes], 0, end, BLOCK)
+        self.storage.read(self, ((begin // BLOCK, in_block) for begin, _, in_block in ranges if in_block), tick)
 
     def verify(self, tick: Tick | None = None, blocks: Iterable[int] | None = None) -> None:
         """Read and check these blocks, or all; raises as `fetch`."""
@@ -183,18 +190,6 @@ def crc32() -> Callable[[bytes | bytearray | memoryview, int], int]:
 
 def block_count(size: int) -> int:
     return -(-size // BLOCK)
-
-
-def by_block(targets: Targets, size: int, file: str) -> Iterator[tuple[int, Targets]]:
-    """Yield each block that `targets` touch, with the parts of them in it."""
-    end = 0
-    for offset, view in targets:
-        if view.nbytes and (offset < end or offset + view.nbytes > size):
-            raise CheckpointError(f"{file}: bytes {offset} to {offset + view.nbytes} are behind byte {end} of {size}")
-        end = max(end, offset + view.nbytes)
-    for begin, _, in_block in split_targets([target for target in targets if target[1].nbytes], 0, end, BLOCK):
-        if in_block:
-            yield begin // BLOCK, in_block
 
 
 def split_targets(targets: Targets, begin: int, end: int, step: int) -> Iterator[tuple[int, int, Targets]]:
@@ -373,11 +368,6 @@ class LocalStorage:
             return sorted(do("list", path, os.listdir, path))
         except (FileNotFoundError, NotADirectoryError):
             return []
-
-    def modified(self, name: str) -> float:
-        """When a file or folder was last written to, in seconds since the epoch."""
-        path = self.local_path(name)
-        return do("stat", path, os.lstat, path).st_mtime
 
     def make(self, folder: str) -> None:
         """Make a folder and its parents; raise FileExistsError if it exists."""

@@ -12,8 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from io import BytesIO
 from itertools import islice
 from typing import Any, TypeVar
@@ -62,7 +61,8 @@ class RemoteStorage:
             )
         try:
             for protocol in root.partition("://")[0].split("::"):
-                _import_client(protocol)
+                with isolated():  # packages draw random numbers at import
+                    fsspec.get_filesystem_class(protocol)
             self._fs, self._prefix = fsspec.url_to_fs(root)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
@@ -77,8 +77,8 @@ class RemoteStorage:
         if self._info(path) is not None:
             raise FileExistsError(errno.EEXIST, "the file exists, and is not written over", self._url(path))
         checksums = self._write(path, parts, size, tick)
-        if self.size(name) != size:
-            raise OSError(errno.EIO, f"{self.size(name)} bytes arrived of {size}", self._url(path))
+        if (arrived := self.size(name)) != size:
+            raise OSError(errno.EIO, f"{arrived} bytes arrived of {size}", self._url(path))
         return checksums
 
     def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> None:
@@ -106,16 +106,13 @@ class RemoteStorage:
                 self._do("replace", path, file.commit)
         except BaseException:
             if not in_one_call:
-                self._abort(path, file)
+                # fsspec would complete its own buffered files at their end.
+                mark_closed = partial(setattr, file, "closed", True)
+                for step in (file.discard, mark_closed, file.close, partial(self._fs.rm_file, path)):
+                    with suppress(Exception):
+                        step()
             raise
         return tuple(checksums)
-
-    def _abort(self, path: str, file: Any) -> None:
-        # fsspec would complete its own buffered files at their end.
-        mark_closed = partial(setattr, file, "closed", True)
-        for step in (file.discard, mark_closed, file.close, partial(self._fs.rm_file, path)):
-            with suppress(Exception):
-                step()
 
     def head(self, name: str, count: int) -> bytes:
         path, size = self._path(name), self.size(name)
@@ -163,17 +160,6 @@ class RemoteStorage:
             return []
         names = {str(name).rstrip("/") for name in paths} - {path.rstrip("/")}  # some list a file itself
         return sorted(name.rpartition("/")[2] for name in names)
-
-    def modified(self, name: str) -> float:
-        path = self._path(name)
-        info = self._info(path)
-        files = [path] if info is not None else []
-        if info is not None and info["type"] != "file" and not self._has_folders:
-            files = self._do("list", path, self._fs.find, path)
-        if not files:
-            raise FileNotFoundError(errno.ENOENT, "no such file or folder", self._url(path))
-        times: list[datetime] = [self._do("stat", file, self._fs.modified, file) for file in files]
-        return max((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() for time in times)
 
     def make(self, folder: str) -> None:
         path = self._path(folder)
@@ -242,12 +228,3 @@ class RemoteStorage:
             raise OSError(code, redact(str(error)) or os.strerror(code), self._url(path)) from error
         except Exception as error:
             raise OSError(errno.EIO, redact(f"{type(error).__name__}: {error}"), self._url(path)) from error
-
-
-@cache
-def _import_client(protocol: str) -> None:
-    """Import the client of URLs of this `protocol`, with Python's random stream put back afterwards."""
-    import fsspec
-
-    with isolated():
-        fsspec.get_filesystem_class(protocol)

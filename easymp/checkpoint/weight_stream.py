@@ -21,6 +21,7 @@ from ..training.wrapper import unwrap
 from .codec import nbytes
 from .manifest import Shape, canonical
 from .ranks import Meeting, error_text, run_on_all
+from .weights import tied_names
 
 Pair = tuple[str, Tensor]
 Bucket = deque[Pair]  # each tensor can go when it has been read
@@ -117,19 +118,9 @@ def tensors_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
                 f"{name!r} in the state_dict of this {type(module).__name__} is a {type(value).__name__}, and files "
                 "and streams of weights hold tensors: save_state keeps it, or let get_extra_state return a tensor"
             )
-    tensors, aliases = distinct(state)
-    by_name = {canonical(name): tensor for name, tensor in tensors.items()}
-    return by_name, {canonical(name): canonical(target) for name, target in aliases.items()}
-
-
-def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the distinct tensors by their first names, and map further names to these."""
-    first_names: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and first_names.setdefault(id(value), name) != name:
-            aliases[name] = first_names[id(value)]
-    return {name: state[name] for name in first_names.values()}, aliases
+    by_name = {canonical(name): tensor for name, tensor in state.items()}
+    aliases = tied_names(by_name)
+    return {name: tensor for name, tensor in by_name.items() if name not in aliases}, aliases
 
 
 def is_sharded(module: nn.Module, state: Mapping[str, Any]) -> bool:

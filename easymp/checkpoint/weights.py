@@ -8,7 +8,7 @@ shards. Every rank decides by the same headers, so loading is not a collective: 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +21,8 @@ from ..errors import CheckpointError, NoCheckpointError, SettingError, nearest
 from ..logging import get_logger
 from ..strategies.meta_init import left_to_others, swap_in
 from . import folders, manifest, torch_files
-from .codec import REAL_DTYPES, decode_index, in_file
-from .load import ReadRequest, plan_reads, read_all, read_in_order
+from .codec import REAL_DTYPES, decode_header, decode_index, header_length, in_file
+from .load import ReadRequest, plan_reads, read_all
 from .manifest import Chunk, StoredTensor, canonical, full_box, local_tensors
 from .progress import Progress, Tick
 from .storage import Files, MemoryFile, Storage, read_small
@@ -85,7 +85,8 @@ def load_source(
     device_map: torch.device | str | None = None,
 ) -> Skipped:
     """Load weights from an opened source; see `load_weights`."""
-    _check_dtype(dtype)
+    if dtype not in (None, "live") and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise SettingError(f"dtype={dtype!r} is neither None, nor 'live', nor a floating-point dtype")
     device = _read_device(device_map)
     live = live_tensors(model)
     skipped = match(source, live)
@@ -94,8 +95,10 @@ def load_source(
     if faults:
         raise CheckpointError(f"{source.path}: {'; '.join(faults[:SHOWN])}. Nothing was loaded")
     if skipped and strict:
+        similar = ((name, nearest(name, skipped.unexpected[:1000])) for name in skipped.missing[:SHOWN])
+        hint = next((f" (for {name!r}{suggestion})" for name, suggestion in similar if suggestion), "")
         raise CheckpointError(
-            f"{source.path} does not fit this {name_of(model)}: {skipped}{hint(skipped)}. Nothing was loaded; "
+            f"{source.path} does not fit this {_name_of(model)}: {skipped}{hint}. Nothing was loaded; "
             "strict=False loads what fits"
         )
     if left_to_others(model):
@@ -103,7 +106,6 @@ def load_source(
     chunks = local_tensors(tensor.tensor for tensor in matched)  # raises for a layout that cannot be written to
     _check_twins(source, matched)
     if meta := {id(tensor.tensor) for tensor in matched if tensor.tensor.is_meta}:
-        _check_buffers(model)
         _allocate(model, meta, device, dtype if isinstance(dtype, torch.dtype) else None)
         chunks = local_tensors(tensor.tensor for tensor in matched)
     requests = [
@@ -113,7 +115,7 @@ def load_source(
     ]
     try:
         with Progress(f"loading {source.path}", f"loaded {source.path}", shown=read_ranks().rank == 0) as tick:
-            tick.expect(sum(request.box.numel * request.stored.dtype.itemsize for request in requests))
+            tick.total = sum(request.box.numel * request.stored.dtype.itemsize for request in requests)
             source.fill(requests, tick)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{source.path} is partly loaded; load it again ({error})") from error
@@ -123,11 +125,6 @@ def load_source(
     if skipped:
         logger.warning("%s: skipped: %s", source.path, skipped)
     return skipped
-
-
-def _check_dtype(dtype: Any) -> None:
-    if dtype not in (None, "live") and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise SettingError(f"dtype={dtype!r} is neither None, nor 'live', nor a floating-point dtype")
 
 
 def _read_device(device_map: Any) -> torch.device:
@@ -166,7 +163,8 @@ def _check_twins(source: Source, matched: Sequence[LiveTensor]) -> None:
                 )
 
 
-def _check_buffers(model: nn.Module) -> None:
+def _allocate(model: nn.Module, ids: Collection[int], device: torch.device, dtype: torch.dtype | None) -> None:
+    """Allocate the meta tensors with these ids on `device`, in place; floating-point ones in `dtype`."""
     in_state = {id(t) for t in model.state_dict(keep_vars=True).values()}
     for name, buffer in model.named_buffers():
         if buffer.is_meta and id(buffer) not in in_state:
@@ -174,10 +172,6 @@ def _check_buffers(model: nn.Module) -> None:
                 f"buffer {name!r} is on the meta device, and no file holds it (persistent=False): build its module off "
                 "meta, or prepare the model first, which gives it values, and then load"
             )
-
-
-def _allocate(model: nn.Module, ids: Collection[int], device: torch.device, dtype: torch.dtype | None) -> None:
-    """Allocate the meta tensors with these ids on `device`, in place; floating-point ones in `dtype`."""
 
     def materialise(tensor: Tensor) -> Tensor:
         if id(tensor) not in ids or not tensor.is_meta:
@@ -194,6 +188,7 @@ def _allocate(model: nn.Module, ids: Collection[int], device: torch.device, dtyp
             swap_in(module, materialise)
 
 
+HEAD = 2**16  # bytes of a file in which its header usually ends
 SINGLE = "model.safetensors"
 LARGEST_INDEX = 2**28  # bytes
 SHOWN = 8  # names in a message
@@ -225,11 +220,6 @@ class Source:
     def fill(self, requests: Sequence[ReadRequest], tick: Tick | None = None) -> None:
         read_all(self.files, plan_reads(requests), tick)
 
-    def read(self, names: Iterable[str], tick: Tick | None = None) -> Iterator[Tensor]:
-        """Yield the whole tensors of these names in host memory, a few blocks of files at a time."""
-        boxes = ((self.tensors[name], full_box(self.tensors[name].shape)) for name in names)
-        return read_in_order(self.files, boxes, tick)
-
     def read_whole(self) -> dict[str, Tensor]:
         """All tensors, whole and in new host memory; aliases share it."""
         tensors = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in self.tensors.items()}
@@ -242,10 +232,10 @@ def stored_in_memory(name: str, tensor: Tensor) -> StoredTensor:
     return StoredTensor(tensor.dtype, shape, (Chunk(full_box(shape), name, 0),))
 
 
-def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
     """Map further names of a tensor to its first one."""
-    first_names: dict[Any, str] = {}
-    first = {name: first_names.setdefault(memory_key(tensor), name) for name, tensor in tensors.items()}
+    names: dict[Any, str] = {}
+    first = {n: names.setdefault(memory_key(value), n) for n, value in state.items() if isinstance(value, Tensor)}
     return {name: target for name, target in first.items() if target != name}
 
 
@@ -288,7 +278,7 @@ def _no_weights(names: set[str]) -> str:
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         return (
             "no safetensors, but files of torch.save, which can run code when they are read: convert them with "
-            "safetensors.torch; folders of Accelerate's save_state are read by easymp.checkpoint.read_accelerate"
+            "safetensors.torch; load_state(folder, allow_pickle=True) reads folders of Accelerate's save_state"
         )
     files = [name for name in sorted(names) if name.endswith(".safetensors")]
     if files:
@@ -300,7 +290,10 @@ def _no_weights(names: set[str]) -> str:
 def open_file(path: str, folder: Storage, name: str) -> Source:
     """Describe one safetensors file. Its metadata map further names of a tensor to the name in the file."""
     file = folders.source_file(folder, name)
-    slots, metadata = folders.read_header(file)
+    text = file.storage.head(file.name, HEAD)
+    if (length := header_length(text, file.size, str(file))) > len(text):
+        text = file.storage.head(file.name, length)
+    slots, metadata = decode_header(text, file.size, str(file))
     tensors = {n: StoredTensor(s.dtype, s.shape, (Chunk(full_box(s.shape), name, s.begin),)) for n, s in slots.items()}
     aliases = {n: target for n, target in metadata.items() if n != "format" and target in tensors and n not in tensors}
     return Source(path, tensors, aliases, {name: file}, metadata=metadata)
@@ -376,7 +369,7 @@ class LiveTensor:
     twins: dict[str, StoredTensor] = field(default_factory=dict)
 
 
-def name_of(model: nn.Module) -> str:
+def _name_of(model: nn.Module) -> str:
     return type(model).__name__.removeprefix("Prepared")
 
 
@@ -390,12 +383,12 @@ def live_tensors(model: nn.Module) -> dict[str, LiveTensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or id(value) not in own_ids:
             raise CheckpointError(
-                f"{name!r} in the state_dict of this {name_of(model)} is not a parameter or buffer (a "
+                f"{name!r} in the state_dict of this {_name_of(model)} is not a parameter or buffer (a "
                 f"{type(value).__name__}, which get_extra_state or a hook makes): load it with load_state_dict, which "
                 "goes through the module's own code"
             )
         if nn.parameter.is_lazy(value):
-            raise CheckpointError(f"{name!r} of this {name_of(model)} has no shape yet: call it once first")
+            raise CheckpointError(f"{name!r} of this {_name_of(model)} has no shape yet: call it once first")
         entry = by_memory.setdefault(memory_key(value), LiveTensor(value))
         entry.names.append(canonical(name))
         by_name[canonical(name)] = entry
@@ -448,13 +441,6 @@ def as_complex(stored: StoredTensor, live: Tensor) -> StoredTensor:
         (chunk,) = stored.chunks
         return StoredTensor(live.dtype, tuple(live.shape), (chunk._replace(box=full_box(live.shape)),))
     return stored
-
-
-def hint(skipped: Skipped) -> str:
-    for name in skipped.missing[:SHOWN]:
-        if suggestion := nearest(name, skipped.unexpected[:1000]):
-            return f" (for {name!r}{suggestion})"
-    return ""
 
 
 def dtype_fault(tensor: LiveTensor, requested: torch.dtype | str | None) -> str | None:

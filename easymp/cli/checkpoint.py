@@ -5,7 +5,7 @@ examples:
   easymp checkpoint inspect runs/digits                the contents of the newest
   easymp checkpoint verify runs/digits/step-00000100   every byte of one against its checksum
   easymp checkpoint diff before after                  tensors and states that differ
-  easymp checkpoint merge runs/digits weights          one model.safetensors, or shards with an index
+  easymp checkpoint convert runs/digits weights        one model.safetensors, or shards with an index
   easymp checkpoint convert --dtype bf16 weights half  safetensors in another precision, from any weights
   easymp checkpoint prune --keep 3 runs/digits         the last three stay
 
@@ -20,6 +20,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
     def action(name: str, run: Callable[[argparse.Namespace], Answer], summary: str, *paths: str) -> Any:
         description = f"{summary[0].upper()}{summary[1:]}."
-        subparser = actions.add_parser(name, help=summary, description=description, allow_abbrev=False)
+        former_names = ["merge"] if name == "convert" else []
+        subparser = actions.add_parser(
+            name, help=summary, description=description, allow_abbrev=False, aliases=former_names
+        )
         subparser.set_defaults(run=run)
         for path in paths:
             subparser.add_argument(path, metavar=path.upper())
@@ -49,16 +53,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensors", action="store_true", help="each tensor, too")
     action("verify", run_verify, "check every byte of a checkpoint against its checksum", "path")
     action("diff", run_diff, "show the tensors, values and states that differ in two checkpoints", "path", "other")
-    merge_help = "write whole tensors from a sharded checkpoint, as Hugging Face reads them"
-    merge = action("merge", run_merge, merge_help, "path", "out")
-    convert_help = "write weights as safetensors, in another precision if asked"
-    convert = action("convert", run_convert, convert_help, "path", "out")
-    convert("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="of floating-point tensors (as they are)")
-    convert("--trust", action="store_true", help="also files of torch.save (.bin, .pt); no code in them is run")
-    for add in (merge, convert):
-        add("--model", default="model", metavar="NAME", help="which weights of a checkpoint (model)")
-        add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
-        add("--force", action="store_true", help="replace what is at OUT without asking")
+    convert_help = "write weights as Hugging Face reads them, whole, and in another precision if asked"
+    add = action("convert", run_convert, convert_help, "path", "out")
+    add("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="of floating-point tensors (as they are)")
+    add("--trust", action="store_true", help="also files of torch.save (.bin, .pt); no code in them is run")
+    add("--model", default="model", metavar="NAME", help="which weights of a checkpoint (model)")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
+    add("--force", action="store_true", help="replace what is at OUT without asking")
     add = action("prune", run_prune, "remove older checkpoints, and leftovers of writers that died", "path")
     add("--keep", type=int, required=True, metavar="N", help="the last N of the current line stay")
     add("--abandoned", action="store_true", help="remove the last one of each other line, too")
@@ -129,10 +130,12 @@ def run_inspect(args: argparse.Namespace) -> Answer:
     plan = {name: c for name, c in contents.plan.items() if isinstance(c, dict) and "value" in c}
     if plan:
         lines += ["plan", table([[name, c["value"], c.get("reason")] for name, c in plan.items()]), ""]
-    rows: list[list[Any]] = [["group", "tensors", "elements", "size", "dtypes", "files"]]
-    for g in contents.groups:
-        dtypes = ", ".join(f"{name} {size(count)}" for name, count in g.dtypes.items())
-        rows.append([g.name, g.tensors, f"{g.elements:,}", size(g.size), dtypes, name_list(g.files)])
+    rows: list[list[Any]] = [["group", "tensors", "elements", "size", "dtypes"]]
+    for group in dict.fromkeys(t.name.partition("/")[0] for t in contents.tensors):
+        tensors = [t for t in contents.tensors if t.name.startswith(f"{group}/")]
+        elements, total = sum(prod(t.shape) for t in tensors), sum(t.size for t in tensors)
+        dtypes = ", ".join(sorted({t.dtype for t in tensors}))
+        rows.append([group, len(tensors), f"{elements:,}", size(total), dtypes])
     lines += [table(rows, right={1, 2, 3}), ""]
     if args.tensors:
         rows = [["tensor", "dtype", "shape", "size", "pieces"]]
@@ -172,14 +175,6 @@ def run_diff(args: argparse.Namespace) -> Answer:
     lines += [table(rows)] if rows else []
     lines += [f"{difference.equal} tensor(s) equal, bit for bit; {count} not{nothing}"]
     return {**dataclasses.asdict(difference), "same": difference.same}, lines, int(not difference.same)
-
-
-def run_merge(args: argparse.Namespace) -> Answer:
-    path = checkpoint_at(args.path)
-    confirm(args)
-    with checkpoint.Progress(f"merging {path}", "read") as tick:
-        checkpoint.merge(path, args.out, args.max_shard_size, args.model, tick)
-    return result(args.out)
 
 
 def run_convert(args: argparse.Namespace) -> Answer:

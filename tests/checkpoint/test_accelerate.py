@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, CheckpointError, Settings, checkpoint, load_weights
+from easymp import Accelerator, CheckpointError, Settings, load_weights
+from easymp.checkpoint.accelerate import read_folder
 
 from ..conftest import Ranks
 from ..strategies.models import make, whole
@@ -92,16 +93,17 @@ def accelerate_folders(_pool, tmp_path_factory):
 @pytest.mark.parametrize("safe", ["True", "False"])
 def test_all_of_a_folder_is_read(accelerate_folders, safe, caplog):
     folder, live = accelerate_folders
-    states = checkpoint.read_accelerate(folder / safe, allow_pickle=True)
-    for got, expected in zip(states.models, live["models"], strict=True):
+    states = read_folder(folder / safe, allow_pickle=True)
+    for got, expected in zip(states["model"].values(), live["models"], strict=True):
         assert set(got) | {"0.head.weight"} == set(expected) | {"0.head.weight"}
         assert all(torch.equal(got[name], expected[name]) for name in got)
-    assert [len(state["param_groups"]) for state in states.optimizers] == [2, 1]
-    assert {int(entry["step"]) for state in states.optimizers for entry in state["state"].values()} == {3}
-    assert (states.schedulers, states.custom) == ((live["schedule"],), ({"count": 3},))
-    assert states.scaler == {"scale": 8.0} and list(states.rng) == [0] and states.step == 0
-    assert states.rng[0]["random_state"] == live["python"]
-    assert torch.equal(states.rng[0]["torch_manual_seed"], live["torch"])
+    optimizers = states["optimizer"].values()
+    assert [len(state["param_groups"]) for state in optimizers] == [2, 1]
+    assert {int(entry["step"]) for state in optimizers for entry in state["state"].values()} == {3}
+    assert (states["scheduler"], states["custom_checkpoint"]) == ({0: live["schedule"]}, {0: {"count": 3}})
+    assert states["scaler"] == {0: {"scale": 8.0}} and list(states["random_states"]) == [0]
+    assert states["random_states"][0]["random_state"] == live["python"]
+    assert torch.equal(states["random_states"][0]["torch_manual_seed"], live["torch"])
     assert "its pickle is run" not in caplog.text  # all of it is plain data
 
 
@@ -111,11 +113,11 @@ def test_pickles_are_named_and_not_read_unless_allowed(accelerate_folders, tmp_p
     with monkeypatch.context() as patched:
         patched.setattr(torch, "load", None)
         with pytest.raises(CheckpointError, match=r"optimizer_1.bin, .*can run code.*allow_pickle=True"):
-            checkpoint.read_accelerate(folder)
+            read_folder(folder)
     for path in folder.iterdir():
         if path.suffix != ".safetensors":
             path.unlink()
-    assert len(checkpoint.read_accelerate(folder).models) == 2
+    assert len(read_folder(folder)["model"]) == 2
     (folder / "model.safetensors").unlink()
     (folder / "model_1.safetensors").rename(folder / "model.safetensors")
     assert not load_weights(make("mlp"), folder)
@@ -136,9 +138,9 @@ def test_code_in_a_pickle_runs_only_where_allowed(tmp_path, caplog):
     folder.mkdir()
     torch.save(Crafted(mark), folder / "custom_checkpoint_0.pkl")
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_0.pkl are pickles"):
-        checkpoint.read_accelerate(folder)
+        read_folder(folder)
     assert not mark.exists()
-    checkpoint.read_accelerate(folder, allow_pickle=True)
+    read_folder(folder, allow_pickle=True)
     assert mark.exists()
     assert "custom_checkpoint_0.pkl holds more than plain data: its pickle is run" in caplog.text
 
@@ -164,7 +166,7 @@ def test_folders_that_cannot_be_read(tmp_path):
         if "half" in names:
             (folder / name).write_bytes((folder / name).read_bytes()[:200])
         with pytest.raises(CheckpointError, match=message):
-            checkpoint.read_accelerate(folder, allow_pickle=True)
+            read_folder(folder, allow_pickle=True)
 
 
 def load_with_easymp(folder: Path, strategy: str | None) -> tuple[list[float], list[Any], int]:

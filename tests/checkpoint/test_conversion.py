@@ -131,10 +131,10 @@ def test_the_command_converts(tmp_path, capsys):
     assert {t.dtype for t in weights_in(tmp_path / "out").values()} == {torch.bfloat16}
 
 
-def test_merged_weights_are_as_hugging_face_reads_them(samples, tmp_path):
+def test_converted_weights_are_as_hugging_face_reads_them(samples, tmp_path):
     for name in (OF_ONE, OF_TWO):
         target = tmp_path / name
-        checkpoint.merge(samples / name, target)
+        checkpoint.convert(samples / name, target)
         assert [f.name for f in target.iterdir()] == ["model.safetensors"]
         tensors = checkpoint.inspect(samples / name).tensors
         expected = {t.name.removeprefix("model/"): t.shape for t in tensors if t.name.startswith("model/")}
@@ -143,17 +143,17 @@ def test_merged_weights_are_as_hugging_face_reads_them(samples, tmp_path):
     assert not same(loaded(target), make("tied").state_dict())
 
 
-def test_merging_damage_leaves_nothing(root, tmp_path):
+def test_converting_damage_leaves_nothing(root, tmp_path):
     flip(root / OF_TWO / "model-00002-of-00002.safetensors", -1)
     with pytest.raises(CheckpointError, match="model-00002-of-00002"):
-        checkpoint.merge(root / OF_TWO, tmp_path / "out")
+        checkpoint.convert(root / OF_TWO, tmp_path / "out")
     assert not [f for f in tmp_path.glob("*out*/**/*") if f.is_file() and not f.name.startswith(".model")]
 
 
-def test_what_merge_refuses(root, tmp_path):
+def test_what_is_refused_of_a_checkpoint(root, tmp_path):
     def refused(message: str, target: Path, **options: Any) -> None:
         with pytest.raises((CheckpointError, SettingError), match=message):
-            checkpoint.merge(root / OF_TWO, target, **options)
+            checkpoint.convert(root / OF_TWO, target, **options)
 
     refused("no weights of 'modle', did you mean 'model'", tmp_path / "out", model="modle")
     refused("max_shard_size='big'", tmp_path / "out", max_shard_size="big")
@@ -163,11 +163,11 @@ def test_what_merge_refuses(root, tmp_path):
     assert checkpoint.verify(root / OF_ONE) == []
 
 
-def test_merge_reads_and_writes_urls(samples, tmp_path):
+def test_convert_reads_and_writes_urls(samples, tmp_path):
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     try:
-        checkpoint.merge(samples / OF_TWO, "memory://merged/weights")
+        checkpoint.convert(samples / OF_TWO, "memory://merged/weights")
         assert memory.isfile("/merged/weights/model.safetensors")
     finally:
         memory.rm("/merged", recursive=True)

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from easymp import Accelerator, CheckpointError, ProjectConfiguration, checkpoint
-from easymp.checkpoint import folders
 from easymp.cli import main
 
 from .samples import flip, lineage_of, rewrite
@@ -157,10 +156,6 @@ def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(root, caplog, same_
     assert resumed(root) == ("step-00000014", 14)
 
 
-def test_a_name_for_what_is_set_aside_is_new():
-    assert folders.name_on_line(["a", "a.line-0.save-2", "a.line-0-2"], "a", "0") == "a.line-0-3"
-
-
 def test_a_run_without_resume_begins_a_line_and_the_older_one_stays(root, caplog):
     trained(root, 10, 20, limit=2)
     trained(root, 2, 4, 6, limit=2)
@@ -267,7 +262,7 @@ def optimizer_of(acc: Accelerator) -> torch.optim.Optimizer:
 
 
 def refused(root: str, pid: int | None) -> None:
-    message = rf"checkpoints is being written by process {pid} on .* since 2.*\(\d+ "
+    message = rf"checkpoints is being written by process {pid} on .* since 2"
     with Accelerator(project_dir=root, log_with="none") as acc:
         net = acc.prepare(nn.Linear(1, 1, bias=False))
         acc.load_state(strict=False)  # an evaluation only reads

@@ -357,7 +357,7 @@ def test_names_that_do_not_fit_are_refused_or_skipped(tmp_path, caplog):
 
 NOTHING_THERE: list[tuple[str, bytes, str]] = [
     ("", b"", r"it is empty or missing"),
-    ("pytorch_model.bin", b"x", r"checkpoint.read_accelerate"),
+    ("pytorch_model.bin", b"x", r"load_state\(folder, allow_pickle=True\)"),
     ("step-00000010/COMMIT", b"x", r"pass that of one of them, such as step-00000010"),
     ("adapter.safetensors", b"x", r"pass a file, such as adapter.safetensors"),
     ("model.safetensors", b"x" * 64, r"model.safetensors: "),

@@ -79,7 +79,6 @@ WRONG_AFTER_TORCH = {
     "checkpoint verify .": ": not a checkpoint",
     "checkpoint inspect .": ": not a checkpoint",
     "checkpoint diff . .": ": not a checkpoint",
-    "checkpoint merge . out": ": not a checkpoint",
     "checkpoint convert . out": ".: no weights",
 }
 
@@ -219,7 +218,7 @@ def test_what_can_follow_is_offered(shell, tmp_path, capsys):
     assert complete(shell, "easymp la", tmp_path, capsys) == {"launch"}
     assert complete(shell, "easymp ", tmp_path, capsys) >= set(cli.COMMANDS)
     assert complete(shell, "easymp checkpoint ver", tmp_path, capsys) == {"verify"}
-    assert complete(shell, "easymp checkpoint merge --max", tmp_path, capsys) == {"--max-shard-size"}
+    assert complete(shell, "easymp checkpoint convert --max", tmp_path, capsys) == {"--max-shard-size"}
     assert "--processes" in complete(shell, "easymp launch --pro", tmp_path, capsys)
     assert complete(shell, "easymp completion ", tmp_path, capsys) >= {"bash", "fish", "zsh"}
     assert "--processes" not in complete(shell, "easymp env --", tmp_path, capsys)
